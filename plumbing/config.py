@@ -1,0 +1,370 @@
+"""Every configuration key, its default, its unit and its meaning: the comment at a field's end is its help text.
+
+A run is configured by these dataclasses, then by a YAML recipe (`--config configs/maze.yaml`), then by
+`key=value` words on the command line; later ones win. An unknown key is an error that names the nearest
+known one. `python train.py --help` prints this file's comments, so there is one place where a key is explained.
+
+The names are AReaL's where AReaL has the key; docs/differences.md lists what is named otherwise.
+"""
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import inspect
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from engine import GenerationHyperparameters
+
+
+class ConfigError(ValueError):
+    """What the user configured cannot run; the message is one line that says what to do."""
+
+
+@dataclass
+class OpenAIConfig:
+    """How agents reach the policy (docs: "Execution Modes", "Export Styles")."""
+
+    mode: str = (
+        "inline"  # inline: the agent runs in the rollout loop (the process pool of subproc is not here yet)
+    )
+    turn_discount: float = 1.0  # gamma by which a turn's reward reaches the turn before it
+    export_style: str = (
+        "concat"  # individual: every turn by itself; concat: one sequence per leaf of the tree
+    )
+    session_timeout_seconds: float = 3600.0  # an idle session is dropped after this long
+    episode_timeout_seconds: float = 3600.0  # an episode that runs longer is cancelled and counted as failed
+
+
+@dataclass
+class RolloutConfig:
+    """The rollout side: admission, concurrency, agents (AReaL: InferenceEngineConfig)."""
+
+    max_head_offpolicyness: int = (
+        2  # eta: the oldest token trained on is at most this many versions old; 0 is synchronous
+    )
+    max_concurrent_rollouts: int | None = None  # prompt groups in flight; default (eta + 1) * batch size
+    consumer_batch_size: int | None = (
+        None  # prompt groups a training step consumes; default train_dataset.batch_size
+    )
+    queue_size: int | None = None  # tasks the runner holds at most; default 16 * max_concurrent_rollouts
+    group_size: int | None = None  # rollouts per prompt; the same number as gconfig.n_samples
+    drop_stale: bool = False  # true: a group older than eta at consumption is dropped, counted and replaced, instead of being an error
+    pause_mode: str = "retract"  # what a weight update does to running requests: retract | abort | in_place
+    request_timeout: float = 3600.0  # seconds for one generation request
+    request_retries: int = 3  # tries after a connection error or a 5xx
+    enable_tracing: bool = True  # write every submit, start, finish, accept, reject to trace.json
+    check_trajectory_format: bool = True  # verify keys and shapes of what workflows return
+    dump_to_file: bool = True  # write every trajectory as text to rollout/{version}/{task_id}.jsonl
+    server_addrs: list[str] = field(
+        default_factory=list
+    )  # servers that are already up; empty: launch our own
+    openai: OpenAIConfig = field(default_factory=OpenAIConfig)  # the proxy approach
+
+
+@dataclass
+class ServerConfig:
+    """The inference server that train.py launches when rollout.server_addrs is empty."""
+
+    backend: str = "auto"  # tiny | sglang; auto: sglang where there is a GPU and sglang is installed
+    max_running_requests: int = 64  # sequences decoded together
+    max_total_tokens: int = 16384  # tokens of all running sequences together; bounds the KV cache
+    seed: int | None = None  # seeds requests that bring none; default: seed
+
+
+@dataclass
+class NormConfig:
+    """A - mean over mean_level, divided by std over std_level (AReaL: NormConfig)."""
+
+    mean_level: str = "group"  # group | batch | none: over which returns the baseline is taken
+    std_level: str = "group"  # group | batch | constant | none: over which returns the spread is taken
+    std_constant: float = 1.0  # the divisor when std_level is constant
+    per_turn: bool = True  # true: returns are compared with those of the same turn only
+    eps: float = 1e-5  # added to the spread
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its schedule."""
+
+    lr: float = 1e-5  # peak learning rate
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    eps: float = 1e-8  # AdamW
+    weight_decay: float = 0.01  # AdamW
+    lr_scheduler_type: str = "constant"  # constant | linear | cosine, after the warm-up
+    warmup_steps: int = 0  # training steps of linear warm-up from 0
+    min_lr_ratio: float = 0.0  # where the schedule ends, as a share of lr
+    gradient_clipping: float = 1.0  # largest gradient norm
+
+
+@dataclass
+class PPOActorConfig:
+    """The trainer: the policies of section 5, and the optimizer (AReaL: PPOActorConfig)."""
+
+    dtype: str = "float32"  # compute type of the forward pass; parameters stay float32
+    ppo_n_minibatches: int = 4  # optimizer steps per epoch over the batch
+    ppo_epochs: int = 1  # passes over the batch
+    mb_tokens: int = 16384  # tokens (padding included) in one forward pass; more are accumulated
+    use_decoupled_loss: bool = True  # the paper's objective; false: standard PPO
+    recompute_logprob: bool = (
+        True  # pi_old (or pi_prox) by a forward pass before the update; alias recompute_logprobs
+    )
+    prox_logp_method: str = "recompute"  # how pi_prox is found: recompute | loglinear | metrics
+    eps_clip: float = 0.2  # the ratio pi_theta/pi_prox is clipped below at 1 - eps_clip
+    eps_clip_higher: float | None = None  # and above at 1 + eps_clip_higher; default eps_clip
+    c_clip: float | None = None  # dual clip: where A < 0 the loss is at most c_clip * |A|; > 1
+    behave_imp_weight_cap: float | None = 5.0  # tokens whose pi_prox/pi_behav exceeds this leave the loss
+    entropy_coeff: float = 0.0  # weight of the entropy bonus
+    entropy_anneal: bool = False  # true: the bonus falls linearly to 0 over max_steps
+    kl_ctl: float = 0.0  # weight of the KL penalty to the reference model, in the reward; needs ref
+    reward_bias: float = 0.0  # r <- (r + bias) * scaling, before clipping
+    reward_scaling: float = 1.0  # see reward_bias
+    reward_clip: float = 20.0  # rewards are clipped to +- this
+    adv_norm: NormConfig = field(default_factory=NormConfig)  # baseline and spread of the advantages
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW
+
+
+@dataclass
+class RefConfig:
+    """The frozen reference model of the KL penalty."""
+
+    path: str | None = None  # a model directory; none: no reference model
+    dtype: str = "float32"  # compute type
+
+
+@dataclass
+class DatasetConfig:
+    """Prompts: a JSONL file, or a function of one of your modules that returns a list of dicts."""
+
+    path: str | None = None  # file.jsonl or "module.function"; default: what the task offers
+    batch_size: int = 8  # prompt groups per training step
+    shuffle: bool = True  # a new order every epoch, from the run's seed
+
+
+@dataclass
+class EvaluatorConfig:
+    """Evaluation: the same workflow under is_eval, without the staleness gate."""
+
+    interval: int = 0  # evaluate every so many steps; 0: never
+    greedy: bool = True  # evaluate at temperature 0
+
+
+@dataclass
+class SaverConfig:
+    """Hugging Face checkpoints under checkpoints/."""
+
+    interval: int = 0  # save every so many steps; 0: only the last one
+    keep: int = 2  # how many are kept
+
+
+@dataclass
+class WeightUpdateConfig:
+    """How new weights reach the servers."""
+
+    mode: str = "disk"  # disk (distributed and tensor come with the cluster)
+
+
+@dataclass
+class LoggerConfig:
+    """What a run prints and writes."""
+
+    live: bool = True  # a table that follows the run; false, or no terminal: one line a step
+    sample_interval: int = 20  # print a sample conversation every so many steps; 0: never
+    tokens_interval: int = 1  # write tokens/{step}.safetensors every so many steps; 0: never
+
+
+@dataclass
+class TrainConfig:
+    """One run."""
+
+    task: str | None = (
+        "tasks.guess"  # module with make_model, dataset and summary; null: everything by model_path and the datasets
+    )
+    experiment_name: str = "guess"  # the run is written to {fileroot}/{experiment_name}/{trial_name}
+    trial_name: str = "auto"  # auto: the date and time
+    fileroot: str = "runs"  # where runs are written
+    seed: int = 1  # of the data order, the sampling and the base model
+    max_steps: int = 80  # training steps
+    model_path: str | None = None  # a Hugging Face model directory; default: what the task makes
+    tokenizer_path: str | None = None  # default: model_path
+    workflow: str | None = (
+        None  # "module.Class" of a RolloutWorkflow or of an agent with async run(); default: what the task offers
+    )
+    workflow_kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the workflow's class
+    should_accept_fn: str | None = None  # "module.function": trajectory -> bool; false rejects it
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    actor: PPOActorConfig = field(default_factory=PPOActorConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    valid_dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
+    saver: SaverConfig = field(default_factory=SaverConfig)
+    weight_update: WeightUpdateConfig = field(default_factory=WeightUpdateConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+
+DEMO = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
+
+# Spellings of the documents, and where the key lives here.
+ALIASES = {
+    "actor.recompute_logprobs": "actor.recompute_logprob",
+    "rollout.fileroot": "fileroot",
+    "rollout.experiment_name": "experiment_name",
+    "rollout.trial_name": "trial_name",
+    "rollout.tokenizer_path": "tokenizer_path",
+    "total_train_steps": "max_steps",
+    "eval_interval": "evaluator.interval",
+}
+
+CHOICES = {
+    "rollout.pause_mode": ("retract", "abort", "in_place"),
+    "rollout.openai.mode": ("inline",),
+    "rollout.openai.export_style": ("individual", "concat"),
+    "server.backend": ("auto", "tiny", "sglang"),
+    "actor.dtype": ("float32", "bfloat16"),
+    "actor.prox_logp_method": ("recompute",),
+    "actor.adv_norm.mean_level": ("group", "batch", "none"),
+    "actor.adv_norm.std_level": ("group", "batch", "constant", "none"),
+    "actor.optimizer.lr_scheduler_type": ("constant", "linear", "cosine"),
+    "weight_update.mode": ("disk",),
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One configuration key as `--help` shows it."""
+
+    name: str
+    default: Any
+    meaning: str
+
+
+def field_comments(cls: type) -> dict[str, str]:
+    """The comment at the end of each field's line: {field name: meaning}."""
+    lines = inspect.getsource(cls).splitlines()
+    body = ast.parse(inspect.cleandoc("\n".join(lines))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    fields = [
+        node for node in body.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+    return {node.target.id: lines[(node.end_lineno or 0) - 1].partition("  # ")[2] for node in fields}  # type: ignore[union-attr]
+
+
+def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
+    """Every key of the configuration, in the order of this file."""
+    comments, keys = field_comments(cls), []
+    for f in dataclasses.fields(cls):
+        default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
+        if dataclasses.is_dataclass(default):
+            keys += list_keys(type(default), f"{prefix}{f.name}.")
+        else:
+            keys.append(Key(prefix + f.name, default, comments[f.name]))
+    return keys
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """{"actor": {"eps_clip": 0.2}} -> {"actor.eps_clip": 0.2}; the free-form workflow_kwargs stay whole."""
+    if not isinstance(tree, dict) or prefix == "workflow_kwargs.":
+        return {prefix.rstrip("."): tree}
+    return {k: v for name, child in tree.items() for k, v in flatten(child, f"{prefix}{name}.").items()}
+
+
+def check_keys(given: DictConfig, source: str) -> DictConfig:
+    """Aliases replaced by their keys; an unknown key is an error that names the nearest one."""
+    known = {key.name for key in list_keys()}
+    checked = OmegaConf.create()
+    for name, value in flatten(OmegaConf.to_container(given)).items():
+        name = ALIASES.get(name, name)
+        if name not in known:
+            last = name.rpartition(".")[2]
+            near = [k for k in sorted(known) if k.rpartition(".")[2] == last]
+            near = near or difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else "`python train.py --help` lists the keys."
+            raise ConfigError(f"unknown key {name!r} in {source}; {hint}")
+        OmegaConf.update(checked, name, value)
+    return checked
+
+
+def validate(config: TrainConfig) -> None:
+    """What can be seen to be wrong before anything is started."""
+    values = flatten(dataclasses.asdict(config))
+    for name, choices in CHOICES.items():
+        if values[name] not in choices:
+            raise ConfigError(f"{name}={values[name]!r}; it must be one of: {', '.join(choices)}")
+    for name in ("max_steps", "train_dataset.batch_size", "gconfig.n_samples", "actor.ppo_n_minibatches"):
+        if values[name] < 1:
+            raise ConfigError(f"{name}={values[name]}; it must be at least 1")
+    if config.rollout.max_head_offpolicyness < 0:
+        raise ConfigError("rollout.max_head_offpolicyness must be 0 (synchronous) or more")
+    if config.actor.c_clip is not None and config.actor.c_clip <= 1:
+        raise ConfigError(f"actor.c_clip={config.actor.c_clip}; dual clip needs a value above 1, or null")
+    if config.actor.kl_ctl > 0 and config.ref.path is None:
+        raise ConfigError(
+            "actor.kl_ctl > 0 needs a reference model: set ref.path (AReaL penalises silently without one)"
+        )
+
+
+def resolve(config: TrainConfig) -> None:
+    """Derived defaults, written back so that the run's config.yaml shows every value that was used."""
+    rollout, batch = config.rollout, config.train_dataset.batch_size
+    if rollout.group_size not in (None, config.gconfig.n_samples) and config.gconfig.n_samples != 1:
+        raise ConfigError(
+            f"rollout.group_size={rollout.group_size} and gconfig.n_samples={config.gconfig.n_samples} are one number; give one of them"
+        )
+    rollout.group_size = config.gconfig.n_samples = rollout.group_size or config.gconfig.n_samples
+    if rollout.consumer_batch_size not in (None, batch):
+        raise ConfigError(
+            f"rollout.consumer_batch_size={rollout.consumer_batch_size} must equal train_dataset.batch_size={batch}: "
+            "a step consumes what the gate counts per version"
+        )
+    rollout.consumer_batch_size = batch
+    rollout.max_concurrent_rollouts = (
+        rollout.max_concurrent_rollouts or (rollout.max_head_offpolicyness + 1) * batch
+    )
+    rollout.queue_size = rollout.queue_size or 16 * rollout.max_concurrent_rollouts
+    config.server.seed = config.seed if config.server.seed is None else config.server.seed
+    config.tokenizer_path = config.tokenizer_path or config.model_path
+
+
+def print_help() -> None:
+    print("usage: python train.py [--config FILE] [key=value ...]\n")
+    print(f"Without --config the recipe is configs/{DEMO.name}. Keys, their defaults and meanings:\n")
+    for key in list_keys():
+        print(f"  {key.name}={'null' if key.default is None else key.default}\n      {key.meaning}")
+
+
+def load(argv: list[str]) -> TrainConfig:
+    """The run's configuration from the command line. Raises ConfigError; `--help` prints and exits."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--config", type=Path, default=DEMO)
+    parser.add_argument("-h", "--help", action="store_true")
+    args, words = parser.parse_known_args(argv)
+    if args.help:
+        print_help()
+        sys.exit(0)
+    for word in words:
+        if "=" not in word or word.startswith("-"):
+            raise ConfigError(f"cannot read {word!r}; options are --config FILE, --help and key=value words")
+    if not args.config.is_file():
+        raise ConfigError(f"no recipe at {args.config}; configs/ holds the ones that come with the project")
+    try:
+        recipe = check_keys(
+            OmegaConf.create(OmegaConf.to_container(OmegaConf.load(args.config))), str(args.config)
+        )
+        override = check_keys(OmegaConf.from_dotlist(words), "the command line")
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), recipe, override))
+    except OmegaConfBaseException as e:
+        raise ConfigError(f"{getattr(e, 'full_key', None) or args.config}: {str(e).splitlines()[0]}") from e
+    assert isinstance(config, TrainConfig)
+    validate(config)
+    resolve(config)
+    return config

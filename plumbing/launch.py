@@ -1,0 +1,111 @@
+"""The processes of a run: started, watched, ended. No concept of its own.
+
+train.py is the parent. Its children (inference server, proxy) get a pipe as standard input and end when it closes
+(`--exit-with-parent`), so that not even `kill -9` of the parent leaves one behind. They live in sessions of their
+own: Ctrl-C reaches train.py alone, which ends them in order. A child that dies is noticed by a thread that waits
+for it, and the run fails with the end of the child's log instead of hanging on a request.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent
+GRACE_SECONDS = 5.0  # what a child gets to end by itself before it is killed
+
+
+class ProcessDied(RuntimeError):
+    """A child ended that should not have; the message holds the end of its log."""
+
+
+@dataclass
+class Child:
+    name: str
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def last_words(self, lines: int = 5) -> str:
+        text = self.log.read_text(errors="replace").strip().splitlines()[-lines:]
+        return "\n".join(
+            [f"{self.name} ended with code {self.process.returncode}; the end of {self.log}:", *text]
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Fleet:
+    """The children of this process, started by `start`, ended by `stop`."""
+
+    def __init__(self, log_dir: Path, on_death: Callable[[ProcessDied], None]) -> None:
+        self.log_dir, self.on_death = log_dir, on_death
+        self.children: list[Child] = []
+        self.stopping = False
+
+    def __repr__(self) -> str:
+        return f"Fleet({', '.join(f'{c.name} pid={c.process.pid} code={c.process.poll()}' for c in self.children)})"
+
+    def start(
+        self, name: str, script: str, *arguments: str, environment: dict[str, str] | None = None
+    ) -> Child:
+        """Run `python script arguments --port P` and return at once; `wait_ready` waits for its first answer."""
+        port = free_port()
+        log = self.log_dir / f"{name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, str(ROOT / script), *arguments, "--port", str(port), "--exit-with-parent"],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})},
+            )
+        child = Child(name, f"http://127.0.0.1:{port}", log, process)
+        self.children.append(child)
+        threading.Thread(target=self._watch, args=(child,), name=f"watch-{name}", daemon=True).start()
+        return child
+
+    def wait_ready(self, child: Child, seconds: float = 600.0) -> str:
+        """The child's URL once it answers; ProcessDied if it ends first."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if child.process.poll() is not None:
+                raise ProcessDied(child.last_words())
+            try:
+                if httpx.get(f"{child.url}/health", timeout=5).status_code == 200:
+                    return child.url
+            except httpx.TransportError:
+                time.sleep(0.05)  # a socket that is not open yet has no event to wait for
+        raise TimeoutError(f"{child.name} did not answer within {seconds:.0f} s; see {child.log}")
+
+    def _watch(self, child: Child) -> None:
+        child.process.wait()
+        if not self.stopping:
+            self.on_death(ProcessDied(child.last_words()))
+
+    def stop(self) -> None:
+        """End the children, last started first: close their pipe, wait, then kill. Idempotent."""
+        self.stopping = True
+        for child in reversed(self.children):
+            assert child.process.stdin is not None
+            child.process.stdin.close()
+        deadline = time.monotonic() + GRACE_SECONDS
+        for child in reversed(self.children):
+            try:
+                child.process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()

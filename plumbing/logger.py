@@ -1,0 +1,162 @@
+"""What a run writes and prints: metrics.jsonl, trace.json, tokens/, the live table. No concept of its own.
+
+One object a step goes to metrics.jsonl. trace.json is a Chrome trace (open it in a trace viewer): one row per
+prompt group from start to finish, one row for the trainer's phases. tokens/{step}.safetensors holds, for every
+sequence that was trained on, its ids, versions, the three log-probabilities, mask, turn and reward.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from safetensors.torch import save_file
+from torch import Tensor
+
+# The columns of the live table: metric, heading, format.
+COLUMNS = (
+    ("step", "step", "{:d}"),
+    ("reward", "reward", "{:.3f}"),
+    ("success", "success", "{:.3f}"),
+    ("staleness_mean", "staleness", "{:.2f}"),
+    ("staleness_max", "max", "{:.0f}"),
+    ("mixed_version_share", "mixed", "{:.0%}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("clip_frac", "clipped", "{:.1%}"),
+    ("logp_mismatch", "mismatch", "{:.0e}"),
+    ("rollout_wait_s", "wait s", "{:.2f}"),
+    ("train_s", "train s", "{:.2f}"),
+    ("sync_s", "sync s", "{:.2f}"),
+)
+ROWS = 12  # steps that the live table shows
+
+
+class Trace:
+    """A Chrome trace, written as it happens; a killed run leaves a readable file (the format allows a missing end)."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.start = time.monotonic_ns()
+        self.lock = threading.Lock()
+        self.file = path.open("w") if path else None
+        if self.file:
+            self.file.write("[\n")
+
+    def event(self, name: str, task_id: int) -> None:
+        """submit, start, finish, accept, reject ... of one task; start and finish open and close its span."""
+        phase = {"start": "b", "finish": "e"}.get(name, "n")
+        title = f"group {task_id}" if phase in "be" else name
+        self._write({"ph": phase, "cat": "rollout", "id": task_id, "name": title, "tid": "rollout"})
+
+    @contextmanager
+    def span(self, name: str, seconds: dict[str, float]) -> Iterator[None]:
+        """Time a phase of the trainer; its seconds are added to `seconds[name + "_s"]`."""
+        begin = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            duration = time.monotonic_ns() - begin
+            seconds[f"{name}_s"] = seconds.get(f"{name}_s", 0.0) + duration / 1e9
+            stamp = {"ts": (begin - self.start) / 1e3, "dur": duration / 1e3}
+            self._write({"ph": "X", "cat": "trainer", "name": name, "tid": "trainer", **stamp})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        record = {"pid": "nano-areal", "ts": (time.monotonic_ns() - self.start) / 1e3, **record}
+        with self.lock:
+            if self.file:
+                self.file.write(json.dumps(record) + ",\n")
+
+    def close(self) -> None:
+        with self.lock:
+            if self.file:
+                self.file.write("{}]\n")
+                self.file.close()
+                self.file = None
+
+
+def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, float]:
+    """What a batch says about itself at the moment it is consumed by a trainer that holds `version`.
+
+    staleness = version - versions over the trained tokens; mixed_version_share = the share of trained rows with
+    tokens of more than one version; tokens = the number of trained tokens.
+    """
+    mask = batch["loss_mask"].bool()  # (B, T)
+    versions = batch["versions"]
+    newest = versions.masked_fill(~mask, -1).amax(1)  # (B,)
+    oldest = versions.masked_fill(~mask, torch.iinfo(versions.dtype).max).amin(1)
+    trained = mask.any(1)
+    lag = (version - versions[mask]).float()
+    return {
+        "reward": batch["rewards"].mean().item(),
+        "staleness_mean": lag.mean().item() if len(lag) else 0.0,
+        "staleness_max": lag.max().item() if len(lag) else 0.0,
+        "mixed_version_share": (newest > oldest)[trained].float().mean().item() if trained.any() else 0.0,
+        "truncated": int(batch["truncated"].sum()),
+        "tokens": int(mask.sum()),
+    }
+
+
+class Logger:
+    """Everything a run reports goes through `log`, once a step."""
+
+    def __init__(self, run_dir: Path, max_steps: int, *, live: bool, tokens_interval: int) -> None:
+        self.run_dir, self.max_steps, self.tokens_interval = run_dir, max_steps, tokens_interval
+        self.console = Console()
+        self.history: list[dict[str, Any]] = []
+        self.lag_counts: dict[int, int] = {}  # trained tokens by version lag
+        self.metrics = (run_dir / "metrics.jsonl").open("a")
+        self.live = (
+            Live(console=self.console, auto_refresh=False) if live and self.console.is_terminal else None
+        )
+
+    def __enter__(self) -> "Logger":
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.live:
+            self.live.stop()
+        self.metrics.close()
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Append one step to metrics.jsonl and show it."""
+        self.history.append(metrics)
+        self.metrics.write(json.dumps(metrics) + "\n")
+        self.metrics.flush()
+        if self.live:
+            self.live.update(self._table(), refresh=True)
+        else:
+            cells = (f"{title} {text.format(metrics[key])}" for key, title, text in COLUMNS)
+            print("  ".join(cells), flush=True)
+
+    def _table(self) -> Group:
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for _, title, _ in COLUMNS:
+            table.add_column(title, justify="right")
+        for metrics in self.history[-ROWS:]:
+            table.add_row(*(text.format(metrics[key]) for key, _, text in COLUMNS))
+        return Group(table, ProgressBar(total=self.max_steps, completed=len(self.history), width=60))
+
+    def say(self, text: str) -> None:
+        """Print above the live table."""
+        self.console.print(text, markup=False, highlight=False)
+
+    def tokens(self, step: int, batch: dict[str, Tensor]) -> None:
+        """Write the batch token by token, and count its tokens by version lag (version before the step = step - 1)."""
+        mask = batch["loss_mask"].bool()
+        for lag, count in zip(
+            *torch.unique(step - 1 - batch["versions"][mask], return_counts=True), strict=True
+        ):
+            self.lag_counts[int(lag)] = self.lag_counts.get(int(lag), 0) + int(count)
+        if self.tokens_interval and step % self.tokens_interval == 0:
+            path = self.run_dir / "tokens" / f"{step:05d}.safetensors"
+            path.parent.mkdir(exist_ok=True)
+            save_file({k: v.contiguous() for k, v in batch.items()}, path)

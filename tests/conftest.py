@@ -1,0 +1,131 @@
+"""What several tests need: a tiny model made on the spot, and the real servers as processes."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import httpx
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+torch.set_num_threads(1)
+ROOT = Path(__file__).resolve().parent.parent
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def make_byte_model(path: Path, seed: int = 0) -> Path:
+    """A random two-layer Qwen3 over bytes with Qwen's chat markers: 259 tokens, 110k parameters, context 2,048."""
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory with model and tokenizer (make_byte_model, seed 0)."""
+    return make_byte_model(tmp_path_factory.mktemp("tiny_model"))
+
+
+@pytest.fixture(scope="session")
+def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same architecture with other weights (seed 1): what a weight update loads."""
+    return make_byte_model(tmp_path_factory.mktemp("other_model"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tiny_model_dir: Path):
+    return AutoTokenizer.from_pretrained(tiny_model_dir)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def wait_until_up(url: str, process: subprocess.Popen, path: str = "/health", seconds: float = 60) -> None:
+    """Ask until the server answers; another process's readiness has no event to wait for."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"{process.args} ended with code {process.returncode}")
+        try:
+            if httpx.get(url + path, timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.05)
+    raise TimeoutError(f"{url} did not come up")
+
+
+StartServer = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def start_tiny_server(tiny_model_dir: Path) -> Iterator[StartServer]:
+    """start(*extra_args) -> URL of a new tiny_server.py process over tiny_model_dir; ended with the session."""
+    processes: list[subprocess.Popen] = []
+
+    def start(*extra: str) -> str:
+        port = free_port()
+        command = [sys.executable, "tiny_server.py", "--model-path", str(tiny_model_dir), "--port", str(port)]
+        process = subprocess.Popen([*command, "--exit-with-parent", *extra], cwd=ROOT, stdin=subprocess.PIPE)
+        processes.append(process)
+        url = f"http://127.0.0.1:{port}"
+        wait_until_up(url, process)
+        return url
+
+    yield start
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(timeout=20)
+
+
+@pytest.fixture(scope="session")
+def tiny_server(start_tiny_server: StartServer) -> str:
+    """URL of one tiny_server.py process that tests share; leave it running and at its first weights' version or restore it."""
+    return start_tiny_server()
