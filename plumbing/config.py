@@ -153,7 +153,6 @@ class EvaluatorConfig:
     """Evaluation: the same workflow under is_eval, without the staleness gate."""
 
     interval: int = 0  # evaluate every so many steps; 0: never
-    greedy: bool = True  # evaluate at temperature 0
 
 
 @dataclass

@@ -7,6 +7,7 @@ for it, and the run fails with the end of the child's log instead of hanging on 
 """
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+
+from plumbing.config import ConfigError, TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_SECONDS = 5.0  # what a child gets to end by itself before it is killed
@@ -49,8 +52,8 @@ def free_port() -> int:
 class Fleet:
     """The children of this process, started by `start`, ended by `stop`."""
 
-    def __init__(self, log_dir: Path, on_death: Callable[[ProcessDied], None]) -> None:
-        self.log_dir, self.on_death = log_dir, on_death
+    def __init__(self, log_dir: Path) -> None:
+        self.log_dir = log_dir
         self.children: list[Child] = []
         self.stopping = False
 
@@ -75,7 +78,6 @@ class Fleet:
             )
         child = Child(name, f"http://127.0.0.1:{port}", log, process)
         self.children.append(child)
-        threading.Thread(target=self._watch, args=(child,), name=f"watch-{name}", daemon=True).start()
         return child
 
     def wait_ready(self, child: Child, seconds: float = 600.0) -> str:
@@ -91,10 +93,25 @@ class Fleet:
                 time.sleep(0.05)  # a socket that is not open yet has no event to wait for
         raise TimeoutError(f"{child.name} did not answer within {seconds:.0f} s; see {child.log}")
 
-    def _watch(self, child: Child) -> None:
-        child.process.wait()
-        if not self.stopping:
-            self.on_death(ProcessDied(child.last_words()))
+    def watch(self, on_death: Callable[[ProcessDied], None]) -> None:
+        """From now on tell of each child that ends by itself."""
+
+        def wait_for(child: Child) -> None:
+            child.process.wait()
+            if not self.stopping:
+                on_death(ProcessDied(child.last_words()))
+
+        for child in self.children:
+            threading.Thread(target=wait_for, args=(child,), name=f"watch-{child.name}", daemon=True).start()
+
+    def raise_death(self, error: Exception) -> None:
+        """Raise ProcessDied from `error` if a child has ended; a moment is left to one that is just ending."""
+        for child in self.children:
+            try:
+                child.process.wait(timeout=0.5)
+            except subprocess.TimeoutExpired:
+                continue
+            raise ProcessDied(child.last_words()) from error
 
     def stop(self) -> None:
         """End the children, last started first: close their pipe, wait, then kill. Idempotent."""
@@ -109,3 +126,41 @@ class Fleet:
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
+
+
+def start_servers(config: TrainConfig, fleet: Fleet) -> list[str]:
+    """Addresses of the inference servers: the ones given, or one of our own."""
+    if config.rollout.server_addrs:
+        return list(config.rollout.server_addrs)
+    if config.server.backend == "sglang":
+        raise ConfigError(
+            "server.backend=sglang: start SGLang yourself for now and give rollout.server_addrs=[URL]"
+        )
+    assert config.model_path is not None
+    options = {
+        "--model-path": config.model_path,
+        "--weight-version": "0",
+        "--max-running-requests": config.server.max_running_requests,
+        "--max-total-tokens": config.server.max_total_tokens,
+        "--seed": config.server.seed,
+    }
+    arguments = [str(word) for pair in options.items() for word in pair]
+    return [fleet.wait_ready(fleet.start("server", "tiny_server.py", *arguments))]
+
+
+def start_proxy(config: TrainConfig, fleet: Fleet, servers: list[str]) -> tuple[str, str]:
+    """Address of the proxy that the agents speak to, and the key of its management endpoints, new for each run."""
+    assert config.tokenizer_path is not None
+    options = {
+        "--model-path": config.tokenizer_path,
+        "--seed": config.seed,
+        "--request-timeout": config.rollout.request_timeout,
+        "--session-timeout-seconds": config.rollout.openai.session_timeout_seconds,
+        "--max-new-tokens": config.gconfig.max_new_tokens,
+    }
+    arguments = [str(word) for pair in options.items() for word in pair]
+    for url in servers:
+        arguments += ["--server", url]
+    admin_key = secrets.token_urlsafe(16)
+    child = fleet.start("proxy", "proxy.py", *arguments, environment={"NANO_AREAL_ADMIN_KEY": admin_key})
+    return fleet.wait_ready(child), admin_key

@@ -124,6 +124,8 @@ class Logger:
     def __exit__(self, *error: object) -> None:
         if self.live:
             self.live.stop()
+
+    def close(self) -> None:
         self.metrics.close()
 
     def log(self, metrics: dict[str, Any]) -> None:

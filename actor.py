@@ -1,0 +1,413 @@
+"""The trainer's model: sharded over the ranks, asked for logprobs, moved by PPO, copied to the servers.
+
+One step, as the loop of train.py drives it:
+
+    batch = actor.prepare_batch(...)                    trajectories, from the rollout side
+    batch["prox_logp"] = actor.compute_logp(batch)      pi_prox: the weights as they are now
+    batch["ref_logp"] = ref.compute_logp(batch)         a frozen copy, where the reward has a KL penalty
+    actor.compute_advantages(batch)                     ppo.py
+    actor.ppo_update(batch)                             a few optimizer steps
+    actor.update_weights(meta)                          the servers follow
+
+Two classes. FSDPEngine is a frozen model that can be asked for logprobs: the reference model is one. FSDPPPOActor adds
+what moves: optimizer, schedule, version, and the way to the servers.
+
+**Cutting a batch.** A batch is B rows of different lengths. It is cut twice, and both cuts are plain functions of the
+lengths, so a run repeats. *Minibatches* are optimizer steps: rows are dealt out, longest first, each to the minibatch
+with the fewest tokens, so that no step rests on a handful of tokens. Only the learning sees this cut. *Micro-batches*
+are forward passes: rows of similar length together, at most mb_tokens with the padding, and the gradients add up.
+Only memory and time see this one: the loss divides by the trained tokens of the whole minibatch, over all ranks, and
+never by those of a piece.
+
+**Why no attention mask.** Rows are padded on the right and the model is causal: no token sees the padding behind it.
+What is computed at padding is not read.
+
+**One rank is not a special case.** The model is sharded with FSDP2 over a mesh of however many ranks there are. Without
+torchrun that is one, on a process group that lives in this process and opens no port. A parameter is then its own
+shard, and the hooks cost 2 to 3 ms an optimizer step: a tenth of the smallest model's, nothing to a large one.
+
+**Temperature.** A token's logprob is that of the distribution it was sampled from: softmax of the logits divided by the
+token's own temperature. So pi_theta, pi_prox and pi_behav speak of the same thing. A token with temperature 0 was not
+sampled from any distribution that has a gradient; it is read at 1 and belongs outside the loss.
+
+Different from AReaL: rows are not packed into one long row (on a CPU that needs a dense mask over everything, and packed
+rows with a cache leak silently); logprobs are where their tokens are, with nothing rolled; a batch with nothing to
+train on and a loss that is not a number are errors, before the optimizer is touched. Not here: tensor, pipeline and
+context parallelism, LoRA, critics.
+"""
+
+import logging
+import math
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+import weights
+from plumbing.config import OptimizerConfig, PPOActorConfig
+from ppo import Batch, compute_advantages, ppo_actor_loss_fn
+from weights import WeightUpdateMeta
+
+logger = logging.getLogger("nano-areal.actor")
+
+MAXIMA = ("behave_weight_max",)  # statistics that are maxima; all others are shares that add up
+PROX_LOGP_METHODS = ("recompute",)
+
+
+def describe_mode(config: PPOActorConfig) -> str:
+    """The objective in words: where the logprobs of each policy come from (section 5.2).
+
+    Raises ValueError for a prox_logp_method that is not here.
+    """
+    if config.prox_logp_method not in PROX_LOGP_METHODS:
+        choices = ", ".join(PROX_LOGP_METHODS)
+        raise ValueError(f"actor.prox_logp_method={config.prox_logp_method!r}; it must be one of: {choices}")
+    server, forward = "the inference server", "a forward pass before the update"
+    if config.use_decoupled_loss:
+        return f"decoupled PPO: pi_behav from {server}, pi_prox from {forward}, pi_theta from each training pass"
+    old = forward if config.recompute_logprob else server
+    return f"standard PPO: pi_old from {old}, pi_theta from each training pass"
+
+
+def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
+    """Rows dealt to `n` minibatches: longest first, each to the one with the fewest tokens. No minibatch is empty."""
+    n = min(n, len(lengths))
+    parts: list[list[int]] = [[] for _ in range(n)]
+    loads = [0] * n
+    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        lightest = min(range(n), key=lambda j: (loads[j], len(parts[j])))
+        parts[lightest].append(row)
+        loads[lightest] += lengths[row]
+    return parts
+
+
+def split_microbatches(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> list[list[int]]:
+    """Rows in pieces of similar length, each at most `mb_tokens` when padded to its longest row.
+
+    A single row that is longer is a piece of its own.
+    """
+    pieces: list[list[int]] = []
+    for row in sorted(rows, key=lambda i: -lengths[i]):
+        if pieces and lengths[pieces[-1][0]] * (len(pieces[-1]) + 1) <= mb_tokens:
+            pieces[-1].append(row)
+        else:
+            pieces.append([row])
+    return pieces
+
+
+def row_lengths(batch: Batch) -> list[int]:
+    """Tokens of each row. Raises ValueError if padding is anywhere but on the right."""
+    mask = batch["attention_mask"].bool()  # (B, T)
+    if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+        raise ValueError("rows must be padded on the right: attention_mask has a 1 after a 0")
+    return mask.sum(1).tolist()
+
+
+def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
+    """The share of the peak learning rate that training step `step` (from 0) uses.
+
+    It climbs by equal parts and is 1 from the last step of the warm-up on; linear and cosine then fall, and would be
+    at min_lr_ratio in step max_steps.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    done = min((step - config.warmup_steps) / max(max_steps - config.warmup_steps, 1), 1.0)
+    fallen = {"constant": 0.0, "linear": done, "cosine": (1 - math.cos(math.pi * done)) / 2}
+    return 1 - (1 - config.min_lr_ratio) * fallen[config.lr_scheduler_type]
+
+
+def token_logp(logits: Tensor, ids: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """(log p of each id, log p of every token), (N,) and (N, V), from logits (N, V) at each token's temperature."""
+    temperatures = torch.where(temperatures > 0, temperatures, 1.0)
+    log_p = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)  # (N, V)
+    return log_p.gather(1, ids.long()[:, None]).squeeze(1), log_p
+
+
+class FSDPEngine:
+    """A causal language model, sharded over the ranks and frozen."""
+
+    def __init__(self, model_path: str | Path, dtype: str = "float32", mb_tokens: int = 16384) -> None:
+        self.model_path, self.mb_tokens = str(model_path), mb_tokens
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        # All mutable state: the model, and whether this object made the process group and therefore ends it.
+        self.model: Any = None
+        self.owns_process_group = False
+
+    def __repr__(self) -> str:
+        where = f"rank {self.rank} of {self.world_size}" if dist.is_initialized() else "no process group"
+        return f"{type(self).__name__}({self.model_path}, {where}, {'ready' if self.model else 'not initialised'})"
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
+
+    def create_process_group(self) -> None:
+        """Join torchrun's ranks, or be a world of one that needs no port. Does nothing where a group exists."""
+        if dist.is_initialized():
+            return
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend, timeout=timedelta(hours=2))  # rank 0 also waits for rollouts
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        self.owns_process_group = True
+
+    def initialize(self) -> None:
+        """Load the model and shard it: each decoder layer, then what is left."""
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            self.model_path, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        model.to(self.device)
+        mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("dp",))
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+        for module in [*layers, model]:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        self.model = model
+
+    def compute_logp(self, batch: Batch) -> Tensor:
+        """(B, T) float32: log p(token t | tokens before t) at each token's temperature; 0 at position 0 and padding."""
+        lengths = row_lengths(batch)
+        logp = torch.zeros(batch["input_ids"].shape)
+        pieces = split_microbatches(range(len(lengths)), lengths, self.mb_tokens)
+        with torch.no_grad():
+            for rows, _ in self.walk_together(pieces):
+                at, found, _ = self.forward(batch, rows, lengths, "attention_mask")
+                logp[at] = found.cpu()
+        return logp
+
+    def forward(
+        self, batch: Batch, rows: list[int], lengths: Sequence[int], which: str
+    ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+        """One forward pass over `rows`, cut to the longest of them, read at the N tokens where batch[which] is set.
+
+        Returns where those are in the batch, so that batch[key][at] is (N,), and token_logp's two tensors for them.
+        """
+        longest = max(lengths[row] for row in rows)
+        row, before = (batch[which][rows, 1:longest] > 0).nonzero(as_tuple=True)  # (N,); the logits stand one before
+        at = torch.tensor(rows)[row], before + 1
+        ids = batch["input_ids"][rows, :longest].long().to(self.device)  # (b, t)
+        logits = self.model(input_ids=ids, use_cache=False).logits[row, before]  # (N, V)
+        tokens, temperatures = (batch[key][at].to(self.device) for key in ("input_ids", "temperatures"))
+        return at, *token_logp(logits, tokens, temperatures)
+
+    def all_reduce(self, x: Tensor, op: str = "SUM") -> Tensor:
+        """The sum (or MAX) of `x` over the ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(x, op=getattr(dist.ReduceOp, op))
+        return x
+
+    def walk_together(self, pieces: list[list[int]]) -> list[tuple[list[int], bool]]:
+        """The pieces, each True, then repeats of the last, each False, until every rank has equally many.
+
+        FSDP's ranks gather each layer together: one that makes fewer forward passes leaves the others waiting.
+        """
+        most = int(self.all_reduce(torch.tensor(len(pieces)), "MAX"))
+        return [(rows, True) for rows in pieces] + [(pieces[-1], False)] * (most - len(pieces))
+
+    def full_state(self) -> dict[str, Tensor]:
+        """The whole model on the CPU of rank 0, empty on the other ranks; all ranks call it. Tied names once."""
+        names = dict(self.model.named_parameters())  # the second of two tied names is not among them
+        state = {}
+        for name, shard in self.model.state_dict().items():
+            whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
+            if self.rank == 0 and (name in names or not isinstance(shard, DTensor)):
+                state[name] = whole.cpu()
+        return state
+
+    def save(self, path: str | Path) -> None:
+        """A directory that `from_pretrained` reads: safetensors, configuration and tokenizer. All ranks call it."""
+        state = self.full_state()
+        if self.rank == 0:
+            weights.write_checkpoint(state, self.model_path, path)
+        dist.barrier()
+
+    def destroy(self) -> None:
+        """Let the model go, and end the process group if it was made here. Idempotent."""
+        self.model = None
+        if self.owns_process_group:
+            dist.destroy_process_group()
+            self.owns_process_group = False
+
+
+class FSDPPPOActor(FSDPEngine):
+    """The policy: the model above with an optimizer, a version, and a way to the servers.
+
+    Under several ranks each brings its own rows, as many as the others; the loss is the mean over all of them.
+    """
+
+    def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
+        logger.info(describe_mode(config))
+        super().__init__(model_path, config.dtype, config.mb_tokens)
+        self.config = config
+        # All mutable state beside the model: the optimizer, how far the schedule is, the version, the rollout side.
+        self.optimizer: Any = None
+        self.steps, self.max_steps = 0, 1
+        self.version = 0
+        self.rollout: Any = None
+        self.weight_update_meta = WeightUpdateMeta()
+
+    def initialize(self, max_steps: int) -> None:  # type: ignore[override]
+        """Load and shard the model; `max_steps` is the length of the schedules, in training steps."""
+        super().initialize()
+        o = self.config.optimizer
+        self.max_steps = max_steps
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=o.lr * lr_factor(self.steps, o, max_steps),
+            betas=(o.beta1, o.beta2),
+            eps=o.eps,
+            weight_decay=o.weight_decay,
+            fused=True,
+        )
+
+    def connect_engine(self, rollout: Any, meta: WeightUpdateMeta) -> None:
+        """Name the rollout engine that batches come from and weights go to."""
+        self.rollout, self.weight_update_meta = rollout, meta
+
+    def prepare_batch(self, *args: Any, **kwargs: Any) -> Batch:
+        """The engine's prepare_batch."""
+        return self.rollout.prepare_batch(*args, **kwargs)
+
+    def should_compute_prox_logp(self) -> bool:
+        """Whether ppo_update reads batch["prox_logp"]: as pi_prox, or as the recomputed pi_old of standard PPO."""
+        return self.config.use_decoupled_loss or self.config.recompute_logprob
+
+    def compute_advantages(self, batch: Batch) -> None:
+        """Write batch["advantages"] (B, T)."""
+        batch["advantages"] = compute_advantages(batch, self.config)
+
+    def ppo_update(self, batch: Batch) -> dict[str, float]:
+        """ppo_epochs times ppo_n_minibatches optimizer steps; returns means over the trained tokens of all of them.
+
+        Writes batch["theta_logp"] (B, T): log pi_theta of each trained token as its last training forward pass saw it.
+        Raises ValueError if something is missing or no token is trained, FloatingPointError before an optimizer step
+        whose loss or gradient is not finite. A minibatch without a trained token is no step.
+        """
+        missing = {"advantages", *(("prox_logp",) if self.should_compute_prox_logp() else ())} - batch.keys()
+        if missing:
+            raise ValueError(f"the batch lacks {sorted(missing)}; compute_logp and compute_advantages come first")
+        lengths = row_lengths(batch)
+        batch["theta_logp"] = torch.zeros(batch["input_ids"].shape)
+        parts = split_minibatches(lengths, self.config.ppo_n_minibatches)
+        steps = [self.minibatch_step(batch, rows, lengths) for rows in parts * self.config.ppo_epochs]
+        stats = [step for step in steps if step]
+        if not stats:
+            raise ValueError("no token of the batch is trained: loss_mask is 0 everywhere; were all turns masked?")
+        tokens = sum(s["tokens"] for s in stats)
+        mean = {key: sum(s[key] * s["tokens"] for s in stats) / tokens for key in stats[0].keys() - {"tokens"}}
+        mean |= {key: max(s[key] for s in stats) for key in MAXIMA}
+        return mean | {"lr": self.optimizer.param_groups[0]["lr"]}
+
+    def minibatch_step(self, batch: Batch, rows: list[int], lengths: Sequence[int]) -> dict[str, float]:
+        """One optimizer step on `rows`, gradients accumulated over micro-batches; empty if no token is trained."""
+        tokens = int(self.all_reduce((batch["loss_mask"][rows, 1:] > 0).sum()))
+        if tokens == 0:
+            return {}
+
+        # 1. Gradients. FSDP averages them over the ranks where the loss wants a sum; a repeated piece adds nothing.
+        self.optimizer.zero_grad()
+        pieces = []
+        for part, counts in self.walk_together(split_microbatches(rows, lengths, self.mb_tokens)):
+            loss, shares = self.piece_loss(batch, part, lengths, tokens)
+            (loss * (self.world_size if counts else 0)).backward()
+            pieces += [shares] if counts else []
+
+        # 2. Clip, check, step.
+        clip = self.config.optimizer.gradient_clipping
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        stats = self.merge(pieces)
+        if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
+            raise FloatingPointError(
+                f"loss {stats['loss']}, gradient norm {grad_norm} in training step {self.steps + 1}; the weights were "
+                "not touched by it. Look for a logprob or a reward that is not finite, or lower actor.optimizer.lr"
+            )
+        self.optimizer.step()
+        return stats | {"grad_norm": grad_norm, "tokens": tokens}
+
+    def piece_loss(
+        self, batch: Batch, rows: list[int], lengths: Sequence[int], tokens: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The share of the minibatch's loss that `rows` bear, with its graph, and the statistics' shares."""
+        c = self.config
+        old = "logprobs" if c.use_decoupled_loss or not c.recompute_logprob else "prox_logp"
+        prox = "prox_logp" if c.use_decoupled_loss else old
+        at, logp, log_p = self.forward(batch, rows, lengths, "loss_mask")  # (N,), (N, V)
+        batch["theta_logp"][at] = logp.detach().cpu()
+        prox_logp, old_logp, advantages = (batch[key][at].to(self.device) for key in (prox, old, "advantages"))
+        loss, stats = ppo_actor_loss_fn(
+            logp,
+            prox_logp,
+            old_logp,
+            advantages,
+            torch.ones_like(logp),
+            eps_clip=c.eps_clip,
+            eps_clip_higher=c.eps_clip_higher,
+            c_clip=c.c_clip,
+            behave_imp_weight_cap=c.behave_imp_weight_cap,
+            use_decoupled_loss=c.use_decoupled_loss,
+            denominator=tokens,
+        )
+        coefficient = self.entropy_coefficient()
+        with torch.set_grad_enabled(coefficient > 0):
+            entropy = -(log_p.exp() * log_p).sum() / tokens
+        loss = loss - coefficient * entropy
+        return loss, stats | {"loss": loss.detach(), "entropy": entropy.detach()}
+
+    def merge(self, pieces: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Statistics of a minibatch from those of its pieces, over all ranks."""
+        stacked = {key: torch.stack([piece[key] for piece in pieces]) for key in pieces[0]}
+        return {
+            key: float(self.all_reduce(x.max(), "MAX") if key in MAXIMA else self.all_reduce(x.sum()))
+            for key, x in stacked.items()
+        }
+
+    def entropy_coefficient(self) -> float:
+        """The weight of the entropy bonus in this training step."""
+        c = self.config
+        return c.entropy_coeff * (max(1 - self.steps / self.max_steps, 0) if c.entropy_anneal else 1)
+
+    def step_lr_scheduler(self) -> None:
+        """A training step is over: the schedules of learning rate and entropy bonus move on."""
+        self.steps += 1
+        o = self.config.optimizer
+        for group in self.optimizer.param_groups:
+            group["lr"] = o.lr * lr_factor(self.steps, o, self.max_steps)
+
+    def update_weights(self, meta: WeightUpdateMeta | None = None) -> None:
+        """Bring the servers to these weights, as version meta.version; between rollout.pause and rollout.resume."""
+        meta = meta or self.weight_update_meta.with_version(self.version + 1)
+        state = self.full_state()
+        if self.rank == 0:
+            weights.write_checkpoint(state, self.model_path, meta.directory)
+            self.rollout.update_weights(meta)
+        dist.barrier()
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+
+    def get_version(self) -> int:
+        return self.version
+
+    def destroy(self) -> None:
+        """Let optimizer and model go, and end the process group if it was made here. Idempotent."""
+        self.optimizer = None
+        super().destroy()

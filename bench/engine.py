@@ -1,0 +1,180 @@
+"""Claim: the hand-written decoding loop of tiny_server.py costs nothing against transformers' own.
+
+    python bench/engine.py [--quick]
+
+Tokens per second of three ways to decode the same random prompts (64 tokens) to 128 new ones with the same Qwen3 in
+fp32 on one thread, at 1, 16 and 64 concurrent requests:
+
+    generate  model.generate on one padded batch, sampling at temperature 1
+    engine    the scheduler and the slot cache of tiny_server.py, in process, sampling and logprobs for every request
+    http      the same server as a process of its own, asked over POST /generate, one connection a request
+
+The ways alternate within each repetition, and the best repetition of each counts: the machine's other work can only
+slow one down. Target: engine / generate at least 0.9 for the two larger models and 0.8 for the smallest. Beside it,
+whether logits are equal bit by bit, alone and in a batch, on this machine (tiny_model.py, "Bits").
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import httpx
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tiny_model import TinyModel, run_step
+from tiny_scheduler import SamplingParams, Scheduler, Sequence
+
+PROMPT, NEW = 64, 128
+# name: layers, width, vocabulary
+MODELS = {"0.13M": (2, 64, 64), "3.3M": (4, 256, 512), "15.7M": (6, 384, 4096)}
+PORT = 31877
+
+
+def build(layers: int, width: int, vocab: int) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=4 * width if width == 64 else 3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 32 if width > 64 else 4,
+        num_key_value_heads=width // 64 if width > 64 else 2,
+        head_dim=32 if width > 64 else 16,
+        max_position_embeddings=512,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def prompts(n: int, vocab: int) -> list[list[int]]:
+    rng = random.Random(n)
+    return [[rng.randrange(1, vocab) for _ in range(PROMPT)] for _ in range(n)]
+
+
+def by_generate(model: Qwen3ForCausalLM, batch: list[list[int]], new: int) -> float:
+    ids = torch.tensor(batch)
+    start = time.perf_counter()
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+    )
+    seconds = time.perf_counter() - start
+    assert out.shape == (len(batch), PROMPT + new)
+    return len(batch) * new / seconds
+
+
+def by_engine(tiny: TinyModel, batch: list[list[int]], new: int) -> float:
+    scheduler = Scheduler(tiny.slots, tiny.slots * 512)
+    start = time.perf_counter()
+    for i, prompt in enumerate(batch):
+        params = SamplingParams(max_new_tokens=new, sampling_seed=i)
+        scheduler.submit(Sequence(str(i), len(prompt), list(prompt), params))
+    while run_step(scheduler, tiny):
+        pass
+    seconds = time.perf_counter() - start
+    assert sum(len(s.logprobs) for s in scheduler.finished) == len(batch) * new
+    return len(batch) * new / seconds
+
+
+def by_http(url: str, batch: list[list[int]], new: int) -> float:
+    async def ask(client: httpx.AsyncClient, prompt: list[int]) -> int:
+        sampling = {"max_new_tokens": new, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+        return len((await client.post("/generate", json=body)).json()["output_ids"])
+
+    async def everything() -> float:
+        async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=64)) as client:
+            await client.get("/health")
+            start = time.perf_counter()
+            got = await asyncio.gather(*(ask(client, prompt) for prompt in batch))
+            assert sum(got) == len(batch) * new
+            return len(batch) * new / (time.perf_counter() - start)
+
+    return asyncio.run(everything())
+
+
+def bits_agree(tiny: TinyModel, batch: list[list[int]]) -> bool:
+    """Whether the first prompt's logits are the same alone, among others, and decoded token by token."""
+    first = batch[0]
+    alone = tiny.step([first], [0])[0, -1].clone()
+    among = tiny.step(batch, [0] * len(batch))[0, -1].clone()
+    tiny.step([first[:-1]], [0])
+    decoded = tiny.step([first[-1:]], [len(first) - 1])[0, -1]
+    return torch.equal(alone, among) and torch.equal(alone, decoded)
+
+
+def start_server(path: str) -> subprocess.Popen:
+    command = [sys.executable, "tiny_server.py", "--model-path", path, "--port", str(PORT), "--exit-with-parent"]
+    root = Path(__file__).resolve().parent.parent
+    process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    while True:
+        try:
+            httpx.get(f"http://127.0.0.1:{PORT}/health")
+            return process
+        except httpx.TransportError:
+            assert process.poll() is None, "the server did not start"
+            time.sleep(0.1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="32 new tokens, one repetition")
+    quick = parser.parse_args().quick
+    new, repetitions = (32, 1) if quick else (NEW, 2)
+    torch.set_num_threads(1)
+    print(f"prompt {PROMPT}, generate {new}, fp32, one thread, torch {torch.__version__}; tokens per second\n")
+    print("| model | n | generate | engine | http | engine / generate | http / engine | bits equal |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, shape in MODELS.items():
+        with tempfile.TemporaryDirectory() as path:
+            model = build(*shape)
+            model.save_pretrained(path)
+            tiny = TinyModel.load(path, 64)
+            server = start_server(path)
+            try:
+                for n in (1, 16, 64):
+                    batch = prompts(n, shape[2])
+                    best = [0.0, 0.0, 0.0]
+                    by_engine(tiny, batch, 4)  # the caches grow before the clock runs
+                    by_http(f"http://127.0.0.1:{PORT}", batch, 4)
+                    for _ in range(repetitions if n > 1 else repetitions + 1):
+                        ways = (
+                            by_generate(model, batch, new),
+                            by_engine(tiny, batch, new),
+                            by_http(f"http://127.0.0.1:{PORT}", batch, new),
+                        )
+                        best = [max(pair) for pair in zip(best, ways, strict=True)]
+                    generate, engine, http = best
+                    print(
+                        f"| {name} ({sum(p.numel() for p in model.parameters()) / 1e6:.2f}M) | {n} | {generate:,.0f} "
+                        f"| {engine:,.0f} | {http:,.0f} | {engine / generate:.2f} | {http / engine:.2f} "
+                        f"| {'yes' if bits_agree(tiny, batch) else 'no'} |",
+                        flush=True,
+                    )
+            finally:
+                assert server.stdin is not None
+                server.stdin.close()
+                server.wait(timeout=20)
+
+
+if __name__ == "__main__":
+    main()

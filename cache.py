@@ -1,0 +1,284 @@
+"""InteractionCache: every call of an agent with its tokens, as a tree in which reward flows back.
+
+An interaction is one call: the messages that were sent, the tokens that came back. An agent's calls form trees.
+Turn 2 of a conversation extends turn 1; best-of-n draws siblings; a side question starts a root of its own.
+
+The parent of an interaction is the finished one whose messages + output are the longest prefix of its own
+messages, equal in meaning (messages.canonical), under the same tools and template arguments. The cache keeps a
+true prefix tree: one node a message, and at a node the interaction whose conversation ends there. So finding a
+parent is one walk from the root: the work is in the number of messages, however many interactions there are.
+
+    system - user - [A] assistant - user - [B] assistant          A is the parent of B and of C:
+                                         \\ user' - [C] assistant    their messages begin with all of A
+
+The final reward of a turn is
+
+    R(i) = r(i) + gamma * mean of R(c) over the children c of i        (0 where there are none)
+
+leaves first (docs/openai_workflows.txt, "Reward Backpropagation Process"). In a chain that is the geometric
+series of docs/agent_workflow.txt. It follows the tree and never the order of creation.
+
+Export. "individual": every turn is a row, prompt and output. "concat": every leaf is a row that holds all turns
+from its root, so that a conversation is one sequence. Before a turn joins its parent's row its prompt is compared
+with the parent's tokens one by one; where they differ the turn starts a row of its own. A turn that several
+leaves share is trained in the first of them only. Each sampled token is therefore trained exactly once, in
+exactly the context it was sampled in, with the final reward of its own turn.
+
+A row is token-aligned: position t speaks of token t. `to_lists` and `to_tensor_dict` read the interactions when
+they are called, so a reward that is set later shows.
+
+It does not promise to recognise a history whose texts an agent has rewritten (that turn is a root), nor to tell
+two siblings apart that said the same words: who goes on from there goes on from the newer one. Tokens whose
+sampling training cannot reproduce (top_p, penalties: `trains_exactly` is false), and turns that were asked not to
+be stored, stay in the row and out of the loss.
+
+AReaL compares the messages of all candidates key by key, discounts along the order of creation (so a sibling's
+reward leaks), gives the last reward to a call that never finished, checks only the length of a prefix, drops the
+reward of an inner turn in concat, trains a shared turn once per leaf, and caches its tensors.
+"""
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from messages import Message, canonical
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine import ModelResponse
+
+STYLES = ("individual", "concat")
+
+
+@dataclass(eq=False)
+class InteractionWithTokenLogpReward:
+    """One call of an agent. It is unfinished until it has its tokens and its output messages."""
+
+    messages: list[Message]
+    interaction_id: str = ""
+    template_key: str = ""  # tools and template arguments: what else decides the prompt
+    trainable: bool = True  # false: the agent asked for this turn not to be stored
+    model_response: "ModelResponse | None" = None
+    output_message_list: list[Message] | None = None
+    completion: dict[str, Any] | None = None  # the reply as the agent got it
+    reward: float | None = None  # its own; after apply_reward_discount the final one
+    parent: "InteractionWithTokenLogpReward | None" = None
+    turn: int = 0  # its depth in the tree
+    earlier: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
+    # ^ set by an export in style concat: the turns before this one in its row, and whether the row trains them
+
+    @property
+    def complete(self) -> bool:
+        return self.model_response is not None and self.output_message_list is not None
+
+    @property
+    def trains(self) -> bool:
+        """Whether its sampled tokens may enter the loss."""
+        return self.trainable and self.tokens.trains_exactly
+
+    @property
+    def tokens(self) -> "ModelResponse":
+        if self.model_response is None:
+            raise ValueError(f"{self!r} is unfinished: it has no tokens")
+        return self.model_response
+
+    def continues(self, parent: "InteractionWithTokenLogpReward") -> bool:
+        """Whether its prompt begins with the very tokens of the parent's prompt and output."""
+        tokens = parent.tokens
+        whole = tokens.input_tokens + tokens.output_tokens
+        return self.tokens.input_tokens[: len(whole)] == whole
+
+    def to_lists(self) -> dict[str, list]:
+        """One row of length L, a list of L numbers a key (`rewards`: one number).
+
+        Keys: input_ids, attention_mask, loss_mask (1: train), logprobs (behaviour), versions (prompt -1),
+        turn_ids (k for the k-th turn of the conversation, else -1), turn_rewards (the final reward of the
+        token's turn, else 0), temperatures (else 1), rewards (this turn's). Raises ValueError if unfinished.
+        """
+        last = self.tokens
+        length = last.input_len + last.output_len
+        row: dict[str, list] = {
+            "input_ids": last.input_tokens + last.output_tokens,
+            "attention_mask": [True] * length,
+            "loss_mask": [0] * length,
+            "logprobs": [0.0] * length,
+            "versions": [-1] * length,
+            "turn_ids": [-1] * length,
+            "turn_rewards": [0.0] * length,
+            "temperatures": [1.0] * length,
+            "rewards": [self.reward or 0.0],
+        }
+        for turn, trained in [*self.earlier, (self, True)]:
+            n = turn.tokens.output_len
+            span = slice(turn.tokens.input_len, turn.tokens.input_len + n)
+            row["loss_mask"][span] = [int(trained and turn.trains)] * n
+            row["logprobs"][span] = turn.tokens.output_logprobs
+            row["versions"][span] = turn.tokens.output_versions
+            row["turn_ids"][span] = [turn.turn] * n
+            row["turn_rewards"][span] = [turn.reward or 0.0] * n
+            row["temperatures"][span] = [turn.tokens.temperature] * n
+        return row
+
+    def to_tensor_dict(self) -> "dict[str, Tensor]":
+        """`to_lists` as tensors (1, L), `rewards` (1,): int32, float32, and attention_mask bool."""
+        return to_tensors(self.to_lists())
+
+    def __repr__(self) -> str:
+        size = f"{self.model_response.input_len}+{self.model_response.output_len}" if self.model_response else "?"
+        parent = self.parent.interaction_id if self.parent else None
+        return (
+            f"Interaction({self.interaction_id!r}, turn {self.turn}, {size} tokens, "
+            f"reward={self.reward}, parent={parent!r})"
+        )
+
+
+def to_tensors(row: dict[str, list]) -> "dict[str, Tensor]":
+    """The lists of `to_lists` as tensors with a batch of one."""
+    import torch
+
+    kinds = {
+        "attention_mask": torch.bool,
+        "logprobs": torch.float32,
+        "turn_rewards": torch.float32,
+        "temperatures": torch.float32,
+        "rewards": torch.float32,
+    }
+    tensors = {key: torch.tensor(values, dtype=kinds.get(key, torch.int32)) for key, values in row.items()}
+    return {key: t if key == "rewards" else t.unsqueeze(0) for key, t in tensors.items()}  # (1, L)
+
+
+def finite(reward: Any) -> float:
+    """`reward` as a float. Raises ValueError for what is no finite number (a string, nan, inf)."""
+    try:
+        value = math.nan if isinstance(reward, str) else float(reward)
+    except (TypeError, OverflowError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"reward: a finite number is needed, not {reward!r}")
+    return value
+
+
+class _Node:
+    """A place in the prefix tree: one message further than its parent."""
+
+    __slots__ = ("children", "ends")
+
+    def __init__(self) -> None:
+        self.children: dict[Any, _Node] = {}
+        self.ends: InteractionWithTokenLogpReward | None = None  # the finished one whose conversation ends here
+
+    def child(self, key: Any) -> "_Node":
+        node = self.children.get(key)
+        if node is None:
+            node = self.children[key] = _Node()
+        return node
+
+
+class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
+    """The interactions of one session, by completion id, in the order in which they were asked for.
+
+    `cache[id] = interaction` enters it and finds its parent, `finish` gives it its tokens, `discard` takes an
+    unfinished one out again. Assigning a finished interaction does both steps.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._roots: dict[str, _Node] = {}  # by template key
+        self._unfinished: dict[str, _Node] = {}  # where the messages of an unfinished interaction end
+        self._discounted = False
+
+    def finished(self) -> list[InteractionWithTokenLogpReward]:
+        """Those with tokens, in the order in which they were asked for."""
+        return [interaction for interaction in self.values() if interaction.complete]
+
+    def __setitem__(self, interaction_id: str, interaction: InteractionWithTokenLogpReward) -> None:
+        """Enter an interaction and find its parent. Raises ValueError without messages or for a known id."""
+        if not interaction.messages:
+            raise ValueError(f"interaction {interaction_id!r} has no messages")
+        if interaction_id in self:
+            raise ValueError(f"interaction {interaction_id!r} is already in the cache")
+        node = self._roots.setdefault(interaction.template_key, _Node())
+        parent = None
+        for message in interaction.messages:
+            node = node.child(canonical(message))
+            parent = node.ends or parent
+        interaction.interaction_id = interaction_id
+        interaction.parent = parent
+        interaction.turn = parent.turn + 1 if parent else 0
+        super().__setitem__(interaction_id, interaction)
+        self._unfinished[interaction_id] = node
+        if interaction.model_response is not None and interaction.output_message_list is not None:
+            self.finish(interaction_id, interaction.model_response, interaction.output_message_list)
+
+    def finish(self, interaction_id: str, response: "ModelResponse", output: list[Message]) -> None:
+        """The call came back: from here on it can be a parent, take a reward and be exported."""
+        interaction, node = self[interaction_id], self._unfinished.pop(interaction_id)
+        interaction.model_response, interaction.output_message_list = response, output
+        for message in output:
+            node = node.child(canonical(message))
+        node.ends = interaction
+
+    def discard(self, interaction_id: str) -> None:
+        """The call failed or was given up: an unfinished interaction leaves no trace. A finished one stays."""
+        if self._unfinished.pop(interaction_id, None):
+            del self[interaction_id]
+
+    def set_reward(self, interaction_id: str, reward: Any) -> None:
+        """Raises KeyError for an id that is unknown or unfinished, ValueError for what is not finite."""
+        value = finite(reward)
+        if interaction_id not in self or not self[interaction_id].complete:
+            raise KeyError(f"interaction_id: no finished interaction {interaction_id!r} in this session")
+        self[interaction_id].reward = value
+
+    def set_last_reward(self, reward: Any) -> None:
+        """Reward the last interaction that finished its call; one that never came back earns nothing."""
+        last = next((i for i in reversed(self.values()) if i.complete), None)
+        if last is None:
+            raise KeyError("interaction_id: this session has no finished interaction to reward")
+        self.set_reward(last.interaction_id, reward)
+
+    def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
+        """Replace every reward by the final one, R(i) = r(i) + gamma * mean R(children), leaves first.
+
+        A child is always younger than its parent, so reversed order visits leaves first, however deep the tree.
+        Raises RuntimeError the second time: rewards would be counted twice.
+        """
+        if self._discounted:
+            raise RuntimeError("apply_reward_discount was already called; the rewards are the final ones")
+        gamma = finite(turn_discount)
+        self._discounted = True
+        children: dict[InteractionWithTokenLogpReward, list[float]] = {}
+        for interaction in reversed(self.finished()):
+            below = children.pop(interaction, [])
+            mean = math.fsum(below) / len(below) if below else 0.0
+            interaction.reward = (interaction.reward or 0.0) + gamma * mean
+            if interaction.parent:
+                children.setdefault(interaction.parent, []).append(interaction.reward)
+
+    def export_interactions(self, style: str = "individual") -> dict[str, InteractionWithTokenLogpReward]:
+        """Rows for training, by id: all finished interactions, or one per leaf. Raises ValueError for a style
+        that is neither "individual" nor "concat"."""
+        if style not in STYLES:
+            raise ValueError(f"style: {' or '.join(STYLES)} is needed, not {style!r}")
+        finished = self.finished()
+        for interaction in finished:
+            interaction.earlier = []
+        if style == "individual":
+            return {i.interaction_id: i for i in finished}
+        before = {i: i.parent for i in finished if i.parent and i.continues(i.parent)}
+        inner, trained = set(before.values()), set()
+        leaves = [i for i in finished if i not in inner]
+        for leaf in leaves:
+            turn = before.get(leaf)
+            while turn is not None:
+                leaf.earlier.append((turn, turn not in trained))
+                trained.add(turn)
+                turn = before.get(turn)
+            leaf.earlier.reverse()
+        return {leaf.interaction_id: leaf for leaf in leaves}
+
+    def __repr__(self) -> str:
+        unset = sum(i.reward is None for i in self.values())
+        return f"InteractionCache({len(self)} interactions, {len(self._unfinished)} unfinished, {unset} unrewarded)"

@@ -1,0 +1,381 @@
+"""Who starts next, who is trained on next: BatchTaskDispatcher (write-up, section 3).
+
+A training step wants B finished prompt groups now; an episode takes seconds to minutes. Between them stands this
+dispatcher: it keeps as many episodes running as the staleness gate allows, and hands them out in order of start.
+
+**From pure to impure.**
+- DispatchState decides. It holds what is pending, what was started and what is finished, takes events (a task came,
+  ended, is asked for) and returns actions (start these; here is your batch). It knows no thread and no clock.
+- BatchTaskDispatcher is the shell: it takes the lock, tells the state, carries out what the state answers.
+- The runner (runner.py) has the thread, the clock, the lock and the waiting; it is the only seam to them.
+
+**Nothing polls.** Section 3 has a producer and a consumer thread. Here they are two methods, _commit and _fetch,
+and whoever brings an event runs them: the caller who submits, the loop's thread when a task ends, the trainer
+when a version is new. An event that could open the gate therefore opens it at once and cannot be missed.
+
+**Order of start.** A batch is the oldest B groups by start, so a straggler holds up the batch it belongs to while
+younger groups run on and wait behind it. A rejected group leaves the order, its place is free, and
+active_submit_and_wait refills it from the generator. staleness.py proves why this order keeps every group's age
+within max_head_offpolicyness; take() checks it.
+
+**Failure.** A task that returns None is rejected; one that raises is rejected and counted as failed. When
+max_consecutive_failures tasks raise and none returns in between, the run stops with the first traceback as the
+cause: a bug that hits every episode ends the run instead of being refilled for ever. fail() stops it from
+outside (a watcher sees a dead server), and so does what our own code raises in the thread. In each case every
+waiting and every later call raises RuntimeError.
+
+**Locks.** One lock, the runner's, re-entrant; inside it the staleness manager's and whatever get_version() takes.
+So: never call the dispatcher while holding a lock that get_version() needs; set the version, let go, then
+call on_new_version(). Episodes and the task generator run without the lock; trace and head_version run under
+it and must be short.
+
+**Not promised.** A batch size other than the gate's B: the proof, and the supply of places, count on B groups a
+version. For groups beside the batches there is wait_for_task.
+
+**Beside AReaL.** Same names. There threads poll (0.05 s and 1 s) and a new version alone wakes nobody; a batch is
+shuffled; a failing workflow is refilled for ever; wait_results hands out rejected groups as None, here they
+leave the order, and only wait_for_task says None.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Generic, Protocol, TypeVar
+
+from runner import AsyncTaskRunner, Runner, TaskQueueFullError, TimedResult
+from staleness import RolloutStat, StalenessManager
+
+__all__ = ["AsyncTaskRunner", "BatchTaskDispatcher", "DispatchState", "TaskQueueFullError", "TimedResult"]
+
+logger = logging.getLogger("dispatcher")
+
+
+class WithTaskID(Protocol):
+    @property
+    def task_id(self) -> int: ...
+
+
+T = TypeVar("T")
+TInput = TypeVar("TInput", bound=WithTaskID)
+TResult = TypeVar("TResult")
+
+
+class DispatchState(Generic[TInput, TResult]):
+    """Every decision of the dispatcher: events in, actions out; no thread, no lock, no clock."""
+
+    def __init__(
+        self,
+        staleness_manager: StalenessManager,
+        head_version: Callable[[TResult], int | None],
+        max_running: int,
+        drop_stale: bool = False,
+        max_consecutive_failures: int | None = None,
+        trace: Callable[[str, int], None] | None = None,
+    ):
+        self.manager = staleness_manager
+        self.head_version = head_version
+        self.max_running = max_running
+        self.drop_stale = drop_stale
+        self.max_failures = max_consecutive_failures or max(8, 2 * staleness_manager.consumer_batch_size)
+        self.trace = trace or (lambda event, task_id: None)
+        # all mutable state
+        self.pending: OrderedDict[int, TInput] = OrderedDict()  # enqueued, not started
+        self.order: OrderedDict[int, TResult | None] = OrderedDict()  # by start; None: still running
+        self.ready: OrderedDict[int, TResult] = OrderedDict()  # by start; accepted, and nothing older runs
+        self.rejected: set[int] = set()  # for wait_for_task: one int for each
+        self.running = 0
+        self.paused = False
+        self.failure: tuple[str, BaseException | None] | None = None  # why everything ended
+        self.errors_in_a_row = 0
+        self.first_error: BaseException | None = None  # of that row
+
+    def __repr__(self) -> str:
+        state = "failed" if self.failure else "paused" if self.paused else "open"
+        return (
+            f"DispatchState({state}, pending={len(self.pending)}, running={self.running}, "
+            f"behind={len(self.order) - self.running}, ready={len(self.ready)}, {self.manager})"
+        )
+
+    # ---- questions
+
+    def may_start(self) -> int:
+        """How many tasks may start now, if there are any."""
+        if self.paused or self.failure:
+            return 0
+        return max(0, min(self.manager.get_capacity(), self.max_running - self.running))
+
+    def is_stalled(self) -> bool:
+        """Only a caller can make anything happen: by a new task, or by a new version."""
+        return not (self.running or self.paused or self.failure)
+
+    def in_flight(self) -> int:
+        """Tasks that may still be consumed."""
+        return len(self.pending) + len(self.order) + len(self.ready)
+
+    def must_act(self, count: int, more: bool) -> bool:
+        """Who wants `count` results has something to do: take them, feed the open gate, or, without more, give up."""
+        hungry = not self.pending and self.may_start() > 0 if more else self.in_flight() < count
+        return hungry or len(self.ready) >= count
+
+    # ---- events
+
+    def enqueue(self, task: TInput) -> None:
+        if task.task_id in self.pending or task.task_id in self.order or task.task_id in self.ready:
+            raise ValueError(f"task {task.task_id} is already in the dispatcher")
+        self.rejected.discard(task.task_id)
+        self.pending[task.task_id] = task
+        self.manager.on_rollout_enqueued()
+        self.trace("submit", task.task_id)
+
+    def start(self) -> list[TInput]:
+        """The tasks to start now, in this order; from here on they count as running."""
+        started = []
+        for _ in range(min(self.may_start(), len(self.pending))):
+            task_id, task = self.pending.popitem(last=False)
+            self.order[task_id] = None
+            self.running += 1
+            self.manager.on_rollout_submitted()
+            self.trace("start", task_id)
+            started.append(task)
+        return started
+
+    def finish(self, result: TimedResult[TResult]) -> None:
+        """A task ended: accepted if it brought data, else rejected; it may make older results consumable."""
+        task_id = result.task_id
+        self.running -= 1
+        self.trace("finish", task_id)
+        if result.data is not None:
+            self.order[task_id] = result.data
+            self.manager.on_rollout_accepted()
+            self.trace("accept", task_id)
+        else:
+            del self.order[task_id]
+            self.rejected.add(task_id)
+            failed = result.error is not None and self.failure is None  # after the end it is our cancellation
+            self.manager.on_rollout_rejected(failed)
+            if failed:
+                self.trace("fail", task_id)
+            self.trace("reject", task_id)
+        self._count_errors(result.error)
+        while self.order and (data := next(iter(self.order.values()))) is not None:
+            oldest_id, _ = self.order.popitem(last=False)
+            self.ready[oldest_id] = data
+
+    def take(self, count: int) -> list[TResult]:
+        """The `count` oldest by start, consumed; [] while one of them is not ready.
+
+        A group too old: with drop_stale it is dropped and the next one steps up, else StalenessError, and then
+        nothing is consumed.
+        """
+        if self.drop_stale:
+            for task_id in [task_id for task_id, data in self.ready.items() if self._is_stale(data)]:
+                del self.ready[task_id]
+                self.manager.on_rollout_dropped()
+                self.trace("drop", task_id)
+        if len(self.ready) < count:
+            return []
+        for data in islice(self.ready.values(), count):
+            if (head_version := self.head_version(data)) is not None:
+                self.manager.check_age(head_version)
+        return [self.ready.popitem(last=False)[1] for _ in range(count)]
+
+    def take_task(self, task_id: int) -> list[TResult | None]:
+        """[result] of one task, [None] if it was rejected, [] while it is not finished. It leaves the order.
+
+        ValueError for an id that was never submitted, or whose result was taken.
+        """
+        if task_id in self.rejected:
+            self.rejected.remove(task_id)
+            return [None]
+        for finished in (self.ready, self.order):
+            if (data := finished.get(task_id)) is not None:
+                del finished[task_id]
+                self.manager.on_rollout_withdrawn()
+                return [data]
+        if task_id in self.order or task_id in self.pending:
+            return []
+        raise ValueError(f"task {task_id} was never submitted, or its result was taken")
+
+    def fail(self, message: str, cause: BaseException | None) -> None:
+        """Nothing starts any more; the first failure is the one that is reported."""
+        self.failure = self.failure or (message, cause)
+
+    def _is_stale(self, data: TResult) -> bool:
+        head_version = self.head_version(data)
+        return head_version is not None and not self.manager.is_fresh(head_version)
+
+    def _count_errors(self, error: BaseException | None) -> None:
+        if error is None:
+            self.errors_in_a_row, self.first_error = 0, None
+            return
+        self.errors_in_a_row += 1
+        first = self.first_error = self.first_error or error
+        if self.errors_in_a_row >= self.max_failures:
+            self.fail(f"{self.errors_in_a_row} tasks failed one after another; the first: {first!r}", first)
+
+
+class BatchTaskDispatcher(Generic[TInput, TResult]):
+    """Section 3's dispatcher: submit inputs, get batches back in order of start, within the staleness bound.
+
+    task_factory(task) returns an async function without arguments whose result is one prompt group, or None:
+    rejected. head_version(result) is the version of its oldest token, None if it has none. trace(event, task_id)
+    hears of every submit, start, finish, accept, reject, fail, drop.
+    """
+
+    def __init__(
+        self,
+        max_queue_size: int,
+        task_factory: Callable[[TInput], Callable[[], Awaitable[TResult | None]]],
+        staleness_manager: StalenessManager,
+        *,
+        head_version: Callable[[TResult], int | None],
+        drop_stale: bool = False,
+        max_consecutive_failures: int | None = None,
+        trace: Callable[[str, int], None] | None = None,
+        runner: Runner | None = None,
+    ):
+        self.max_queue_size = max_queue_size
+        self.task_factory = task_factory
+        self.staleness_manager = staleness_manager
+        self._state: DispatchState[TInput, TResult] = DispatchState(  # all mutable state, under runner.lock
+            staleness_manager, head_version, max_queue_size, drop_stale, max_consecutive_failures, trace
+        )
+        self.runner: Runner = runner or AsyncTaskRunner(max_queue_size)
+        self.runner.on_done = self._fetch
+        self.runner.on_failure = self.fail
+
+    def __repr__(self) -> str:
+        with self.runner.lock:
+            return f"BatchTaskDispatcher({self._state})"
+
+    @property
+    def stats(self) -> RolloutStat:
+        return self.staleness_manager.get_stats()
+
+    def initialize(self) -> None:
+        self.runner.initialize()
+
+    def submit_task_input(self, task: TInput) -> None:
+        """Enqueues without bound; starts as soon as the gate admits it. ValueError: the id is in use."""
+        with self.runner.lock:
+            self._check_alive()
+            self._state.enqueue(task)
+            self._commit()
+
+    def wait_results(self, count: int, timeout: float | None = None, raise_timeout: bool = True) -> list[TResult]:
+        """The `count` oldest by start that were not rejected, in order of start.
+
+        On timeout (seconds; None: never) nothing is consumed, and TimeoutError is raised or [] returned.
+        StalenessError if one of them is older than max_head_offpolicyness and drop_stale is off.
+        """
+        if count < 1:
+            raise ValueError(f"count must be 1 or more, not {count}")
+        results = self._wait(lambda: self._state.take(count), timeout)
+        if not results and raise_timeout:
+            raise TimeoutError(f"the {count} oldest tasks did not finish within {timeout} s: {self!r}")
+        return results
+
+    def wait_for_task(self, task_id: int, timeout: float | None = None, raise_timeout: bool = True) -> TResult | None:
+        """The result of one task, None if it was rejected; it leaves the order and gives its place back.
+
+        For what is done beside the batches, as evaluation: its age is not checked. ValueError: unknown id.
+        """
+        results = self._wait(lambda: self._state.take_task(task_id), timeout)
+        if not results and raise_timeout:
+            raise TimeoutError(f"task {task_id} did not finish within {timeout} s: {self!r}")
+        return results[0] if results else None
+
+    def active_submit_and_wait(self, task_generator: Iterator[TInput], batch_size: int) -> list[TResult]:
+        """A batch of accepted results, while the generator keeps the gate supplied and refills the rejected.
+
+        RuntimeError when the generator is exhausted and what is in flight cannot make up the batch.
+        """
+        results: list[TResult] = []
+        while True:
+            more = self._top_up(task_generator)
+            if results:
+                return results
+            with self.runner.lock:
+                self._wait(partial(self._state.must_act, batch_size, more))
+                results = self._state.take(batch_size)
+                self._commit()
+                if not results and not more and self._state.in_flight() < batch_size:
+                    raise RuntimeError(f"the task generator is exhausted before a batch of {batch_size}: {self._state}")
+
+    def pause(self) -> None:
+        """Starts nothing more; what runs goes on, and results can be taken."""
+        with self.runner.lock:
+            self._state.paused = True
+
+    def resume(self) -> None:
+        with self.runner.lock:
+            self._state.paused = False
+            self._commit()
+            self.runner.wake()
+
+    def on_new_version(self) -> None:
+        """The version provider's version rose: what the gate now admits starts at once."""
+        with self.runner.lock:
+            self._commit()
+            self.runner.wake()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends everything from outside: every waiting and later call raises RuntimeError from `error`."""
+        with self.runner.lock:
+            self._state.fail(f"the rollout cannot go on: {error!r}", error)
+            self.runner.wake()
+
+    def destroy(self) -> None:
+        """1. waiting calls raise; 2. running tasks are cancelled and clean up; 3. the thread is joined."""
+        with self.runner.lock:
+            self._state.fail("the dispatcher is destroyed", None)
+            self.runner.wake()
+        self.runner.destroy()
+
+    # ---- producer and consumer; under the lock, in the thread of whoever brought the event
+
+    def _commit(self) -> None:
+        """The producer (section 3.2): starts what the gate admits."""
+        for task in self._state.start():
+            self.runner.submit(self._run, task, task_id=task.task_id)
+
+    def _fetch(self, result: TimedResult[TResult]) -> None:
+        """The consumer (section 3.3): takes in a result; the place it may give back is used at once."""
+        self._state.finish(result)
+        self._commit()
+
+    async def _run(self, task: TInput) -> TResult | None:
+        return await self.task_factory(task)()
+
+    # ---- waiting
+
+    def _top_up(self, task_generator: Iterator[TInput]) -> bool:
+        """Draws what the gate can use before we are back here; False: exhausted. Not under the lock: it may be slow.
+
+        The number of draws is fixed beforehand: without a staleness limit, tasks could end as fast as we draw.
+        """
+        limit = min(self.staleness_manager.get_pending_limit(), self.max_queue_size)
+        for _ in range(limit - len(self._state.pending)):
+            try:
+                self.submit_task_input(next(task_generator))
+            except StopIteration:
+                return False
+        return True
+
+    def _wait(self, attempt: Callable[[], T], timeout: float | None = None) -> T:
+        def attempt_while_alive() -> T:
+            self._check_alive()
+            result = attempt()
+            self._commit()  # what was dropped or withdrawn gave its place back
+            if not result and timeout is None and self._state.is_stalled():
+                logger.warning("waiting for a new task, or at a closed gate for a new version: %s", self._state)
+            return result
+
+        return self.runner.wait_for(attempt_while_alive, timeout)
+
+    def _check_alive(self) -> None:
+        if self._state.failure is not None:
+            message, cause = self._state.failure
+            raise RuntimeError(message) from cause

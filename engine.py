@@ -1,0 +1,466 @@
+"""The client of the inference servers: generation that weight updates interrupt and that forgets nothing.
+
+While a batch is trained, the servers go on generating; then new weights arrive in the middle of thousands of
+unfinished answers. Waiting for the longest of them would idle every GPU, throwing them away would waste what
+they cost and favour short answers. So the answers are **interrupted**: each keeps its tokens, and the next
+token is computed by the new weights. What the trainer needs in return is to know who computed which token:
+
+    output_tokens    a  b  c  d  e  f
+    output_logprobs  of each token, under the weights that sampled it
+    output_versions  3  3  3  4  4  4        <- a weight update came after the third token
+
+That is the write-up's partial rollout (section 2.1), and `RemoteInfEngine.agenerate` is where it happens. A
+request is a loop over **segments**, one POST /generate each; what the server does at a pause decides how many
+there are:
+
+- `retract` (the default): the server drops the KV cache of what runs, keeps the tokens, and after the update
+  prefills them again under the new weights. The client notices nothing: one segment, whose `weight_versions`
+  spans say where the version changed.
+- `abort`: the server hands back what it has, with finish reason `abort`. The client posts prompt + tokens so
+  far with the rest of the budget; that request waits at the paused server and goes on under the new weights.
+- `in_place`: the server goes on with the KV cache of the old weights. Cheapest, but the tokens after the
+  update come from no policy that can be named, so it is never the default.
+
+A token's version is **what the server reports**, never a variable of this process that is read when the
+answer arrives (AReaL: a `set_version` during the request retags tokens of the old weights). A server without
+spans (SGLang 0.5.16 to 0.5.18) reports only the version at a segment's end, which is right for all of the
+segment if no segment lives through an update: when the engine sees such a server it falls back to `abort` and
+says so.
+
+Control (pause, resume, update_weights) goes to every server, from the trainer's process only. Proxies in
+other processes have an engine each and need not be told: a paused server makes their requests wait.
+
+What is sent is checked first, because an id outside the vocabulary kills an SGLang server with all that runs
+on it, and every sampling parameter is sent, because a server's own defaults come from the model's
+generation_config.json.
+
+Not promised: a stop string whose halves lie on either side of an abort is not seen, and a frequency penalty
+starts to count anew there (`retract` has neither flaw). The noise of a resumed segment is new: (seed, tokens
+so far).
+
+Differs from AReaL: failures and empty aborts back off exponentially (AReaL: one second flat; no pause at all
+after an abort, 2,000 requests in 1.8 s); what was generated before a failure is kept; a request that is wrong
+is never retried; servers are chosen by hash of the conversation, so that its turns find their prefix cache
+(AReaL: by request, round robin); a cancelled caller aborts its request at the server.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import itertools
+import logging
+import random
+import uuid
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+import weights
+from plumbing.wire import CALL_TIMEOUT, EngineError, Wire
+
+logger = logging.getLogger("nano_areal.engine")
+
+EMPTY_ABORT_WAIT = 0.05, 1.0  # seconds, doubling up to: after an abort that brought no token
+FAILURE_WAIT = 0.5, 10.0  # seconds, doubling up to, with jitter: after a server did not answer
+
+
+@dataclass
+class GenerationHyperparameters:
+    """How tokens are sampled."""
+
+    n_samples: int = 1  # samples per prompt, that is a group's size; a request to the engine asks for 1
+    max_new_tokens: int = 512  # most tokens to generate in one turn (clipped to the context window)
+    temperature: float = 1.0  # divides the logits before sampling; 0 is greedy
+    top_p: float = 1.0  # nucleus: keep the likeliest tokens of this total probability; 1 keeps all
+    top_k: int = -1  # keep this many likeliest tokens; -1 keeps all
+    stop: list[str] = field(default_factory=list)  # strings that end a turn (they stay in the tokens)
+    stop_token_ids: list[int] = field(default_factory=list)  # ids that end a turn, beside the model's own
+    frequency_penalty: float = 0.0  # logit penalty per earlier occurrence of a token in this turn; 0 is none
+    greedy: bool = False  # take the likeliest token always (the same as temperature 0)
+    seed: int | None = None  # seed of the sampling noise; none: the server draws its own
+
+    def new(self, **changes: Any) -> "GenerationHyperparameters":
+        """A copy with `changes`; the lists are copied too."""
+        lists: dict[str, Any] = {"stop": list(self.stop), "stop_token_ids": list(self.stop_token_ids)}
+        return dataclasses.replace(self, **(lists | changes))
+
+    @property
+    def trains_exactly(self) -> bool:
+        """Whether tokens are drawn from softmax(logits / temperature) itself: then the logprobs that the
+        server returns are those of the distribution that was sampled, and training can reproduce them."""
+        pure = self.top_p == 1 and self.top_k == -1 and self.frequency_penalty == 0
+        return pure and self.temperature > 0 and not self.greedy
+
+
+@dataclass
+class ModelRequest:
+    """One prompt, given as token ids. `session` names the conversation: its requests go to one server."""
+
+    input_ids: list[int]
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    tokenizer: Any = None
+    session: str | None = None
+
+
+@dataclass
+class ModelResponse:
+    """What one request gave. The three output lists have one entry per generated token, the stop token
+    included.
+
+    `stop_reason`: "stop" or "length" from agenerate; "tool_calls" is set by who parses the text; "abort"
+    marks the segments of which agenerate makes a response.
+    """
+
+    input_tokens: list[int]
+    output_tokens: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)  # of log_softmax(logits / temperature)
+    output_versions: list[int] = field(default_factory=list)  # of the weights that computed each token
+    stop_reason: str = "stop"
+    temperature: float = 1.0  # 1 for greedy tokens: their logprobs are of the logits as they are
+    trains_exactly: bool = True  # see GenerationHyperparameters
+
+    @property
+    def input_len(self) -> int:
+        """Prompt length, tokens."""
+        return len(self.input_tokens)
+
+    @property
+    def output_len(self) -> int:
+        """Generated length, tokens."""
+        return len(self.output_tokens)
+
+
+def rank_servers(servers: list[str], key: str) -> list[str]:
+    """All servers in the order in which a conversation tries them (rendezvous hashing): every conversation
+    has its own fixed order, and a server that disappears moves only those that had it first."""
+    return sorted(servers, key=lambda server: hashlib.blake2b(f"{key}@{server}".encode()).digest())
+
+
+def segment_seed(seed: int, offset: int) -> int:
+    """The seed of the segment that starts after `offset` tokens. A retry with nothing gained repeats itself;
+    a resumed segment does not reuse the noise that sampled the segment before it."""
+    if offset == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}+{offset}".encode(), digest_size=8).digest()) >> 1
+
+
+def sampling_params(gconfig: GenerationHyperparameters, max_new_tokens: int, offset: int) -> dict[str, Any]:
+    """What a segment sends: every parameter that a generation_config.json could set otherwise."""
+    params = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+        "top_p": gconfig.top_p,
+        "top_k": gconfig.top_k,
+        "min_p": 0.0,
+        "frequency_penalty": gconfig.frequency_penalty,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": list(gconfig.stop_token_ids),
+    }
+    if gconfig.stop:  # a server without tokenizer refuses the key
+        params["stop"] = list(gconfig.stop)
+    if gconfig.seed is not None:
+        params["sampling_seed"] = segment_seed(gconfig.seed, offset)
+    return params
+
+
+def probe(input_ids: list[int]) -> dict[str, Any]:
+    """A request for one greedy token."""
+    params = sampling_params(GenerationHyperparameters(greedy=True), max_new_tokens=1, offset=0)
+    return {"input_ids": input_ids, "sampling_params": params, "return_logprob": True}
+
+
+def parse_segment(answer: dict[str, Any]) -> ModelResponse:
+    """One answer of a server; EngineError (502) when it does not say what training needs to know."""
+    try:
+        meta, tokens = answer["meta_info"], answer["output_ids"]
+        logprobs = [entry[0] for entry in meta["output_token_logprobs"]] if tokens else []
+        whole = [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
+        spans = meta.get("weight_versions") or whole
+        versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+        finish = meta["finish_reason"]["type"]
+    except (KeyError, TypeError, ValueError) as error:
+        hint = "is it SGLang's protocol, started with --weight-version 0 (a decimal number)?"
+        raise EngineError(f"an answer that cannot be read ({error!r}): {hint}", 502) from error
+    if not len(tokens) == len(logprobs) == len(versions):
+        counts = f"{len(tokens)} tokens, {len(logprobs)} logprobs, {len(versions)} versions"
+        raise EngineError(f"an answer that does not fit together: {counts}", 502)
+    return ModelResponse([], tokens, logprobs, versions, stop_reason=finish)
+
+
+def backoff(attempt: int, first: float, most: float) -> float:
+    """Seconds before try `attempt` (1, 2, ...): `first`, doubled each time, never above `most`."""
+    return min(most, first * 2.0 ** min(attempt - 1, 30))
+
+
+class RemoteInfEngine:
+    """Every inference server of the run, behind one object.
+
+    addresses: base URLs. request_timeout: seconds for one segment. request_retries: tries after the first
+    one, for connection errors, timeouts and 5xx. vocab_size, context_length: tokens; by default what the
+    servers say. `transport` and `sleep` stand in for the network and for time in tests.
+    """
+
+    def __init__(
+        self,
+        addresses: list[str],
+        *,
+        pause_mode: str = "retract",
+        request_timeout: float = 3600.0,
+        request_retries: int = 3,
+        vocab_size: int | None = None,
+        context_length: int | None = None,
+        transport: httpx.MockTransport | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        if not addresses:
+            raise ValueError("the engine needs the address of at least one server")
+        if pause_mode not in ("retract", "abort", "in_place"):
+            raise ValueError(f"pause_mode is retract, abort or in_place, not {pause_mode!r}")
+        self.addresses = [address.rstrip("/") for address in addresses]
+        self.request_timeout, self.request_retries = request_timeout, request_retries
+        self._sleep = sleep
+        tls = any(address.startswith("https:") for address in addresses)
+        self._wire = Wire(tls, request_retries, transport)
+        self._threads = ThreadPoolExecutor(max_workers=max(8, len(addresses)), thread_name_prefix="engine")
+        # All that changes over the engine's life:
+        self.pause_mode = pause_mode  # becomes "abort" when a server reports no spans
+        self.vocab_size, self.context_length = vocab_size, context_length
+        self.executor: Any = None  # the WorkflowExecutor, attached by itself
+        self._version = 0
+        self._servers_paused = self._destroyed = False
+
+    def __repr__(self) -> str:
+        state = "destroyed" if self._destroyed else "paused" if self._servers_paused else "running"
+        return f"RemoteInfEngine({self.addresses}, version={self._version}, {self.pause_mode}, {state})"
+
+    # Questions
+
+    def get_version(self) -> int:
+        """The version of the newest policy that all servers have."""
+        return self._version
+
+    def health(self) -> list[str]:
+        """The addresses that do not answer (/health of a paused SGLang hangs for 20 s, /model_info never
+        does)."""
+
+        def is_dead(server: str) -> bool:
+            try:
+                self._wire.call(server + "/model_info", timeout=5.0)
+            except EngineError:
+                return True
+            return False
+
+        return list(itertools.compress(self.addresses, self._threads.map(is_dead, self.addresses)))
+
+    def score(self, input_ids: list[list[int]]) -> list[list[float]]:
+        """The servers' own log p(token | tokens before it) at temperature 1, per sequence; the first token's
+        is 0.
+
+        A server takes prompts below its context length only, so of a sequence that fills it the last is
+        missing.
+        """
+
+        def score_one(ids: list[int], server: str) -> list[float]:
+            ids = ids[: self.context_length - 1] if self.context_length else ids
+            self._check_ids(ids)
+            body = {**probe(ids), "logprob_start_len": 0}
+            answer = self._wire.call(server + "/generate", body, self.request_timeout)
+            entries = answer["meta_info"]["input_token_logprobs"]
+            return [0.0] + [entry[0] for entry in entries[1:]]
+
+        return list(self._threads.map(score_one, input_ids, itertools.cycle(self.addresses)))
+
+    # Generation
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Generate until a stop token, a stop string or the budget, through any number of weight updates.
+
+        Raises EngineError: 400 before anything is sent when the request cannot be served, or with the
+        server's own message when it refuses; 503 when no server answered; 502 when an answer makes no sense.
+        """
+        g, budget = req.gconfig, self._budget(req)
+        response = ModelResponse(list(req.input_ids), trains_exactly=g.trains_exactly)
+        response.temperature = 1.0 if g.greedy or g.temperature == 0 else g.temperature
+        ranking = rank_servers(self.addresses, req.session or req.rid)
+        failures = empty_aborts = 0
+        for k in itertools.count():
+            done = response.output_len
+            body = {
+                "rid": f"{req.rid}-{k}",
+                "input_ids": response.input_tokens + response.output_tokens,
+                "sampling_params": sampling_params(g, budget - done, done),
+                "return_logprob": True,
+            }
+            try:
+                segment = await self._generate_segment(ranking[failures % len(ranking)], body)
+            except EngineError as error:
+                if error.status != 503 or failures == self.request_retries:
+                    raise
+                failures += 1
+                await self._sleep(backoff(failures, *FAILURE_WAIT) * random.uniform(0.5, 1.0))
+                continue
+            failures = 0
+            response.output_tokens += segment.output_tokens
+            response.output_logprobs += segment.output_logprobs
+            response.output_versions += segment.output_versions
+            if segment.stop_reason != "abort" or response.output_len >= budget:
+                response.stop_reason = "stop" if segment.stop_reason == "stop" else "length"
+                break
+            empty_aborts = 0 if segment.output_len else empty_aborts + 1
+            if empty_aborts:
+                await self._sleep(backoff(empty_aborts, *EMPTY_ABORT_WAIT))
+        return response
+
+    def _budget(self, req: ModelRequest) -> int:
+        """How many tokens `req` may generate; EngineError (400) if it cannot be served at all."""
+        g = req.gconfig
+        self._check_ids(req.input_ids)
+        if g.n_samples != 1 or g.max_new_tokens < 1:
+            asked = f"n_samples={g.n_samples}, max_new_tokens={g.max_new_tokens}"
+            raise EngineError(f"a request is for one sample of at least 1 token, not {asked}", 400)
+        if self.context_length is None:
+            return g.max_new_tokens
+        room = self.context_length - len(req.input_ids)
+        if room < 1:
+            reason = f"the prompt's {len(req.input_ids)} tokens leave no room in the context of"
+            raise EngineError(f"{reason} {self.context_length} tokens", 400)
+        return min(g.max_new_tokens, room)
+
+    def _check_ids(self, ids: list[int]) -> None:
+        """EngineError (400) unless `ids` is a non-empty list of ints in the vocabulary (0.03 ms per
+        1,000)."""
+        if not ids:
+            raise EngineError("the prompt is empty", 400)
+        if kinds := set(map(type, ids)) - {int}:
+            raise EngineError(f"input_ids must be Python ints, not {[kind.__name__ for kind in kinds]}", 400)
+        if min(ids) < 0 or (self.vocab_size is not None and max(ids) >= self.vocab_size):
+            bad = min(ids) if min(ids) < 0 else max(ids)
+            raise EngineError(f"token id {bad} is outside the vocabulary of {self.vocab_size} tokens", 400)
+
+    async def _generate_segment(self, server: str, body: dict[str, Any]) -> ModelResponse:
+        """One POST /generate. Who gives up on a request must tell the server, which does not notice a closed
+        connection and would generate to the end."""
+        try:
+            answer = await self._wire.post(server + "/generate", body, self.request_timeout)
+        except (asyncio.CancelledError, EngineError) as error:
+            if not (isinstance(error, EngineError) and error.status == 400):
+                await asyncio.shield(self._abort(server, body["rid"]))
+            raise
+        segment = parse_segment(answer)
+        self._require_spans(server, answer)
+        return segment
+
+    async def _abort(self, server: str, rid: str) -> None:
+        with suppress(EngineError):  # a server that is gone generates nothing
+            await self._wire.post(server + "/abort_request", {"rid": rid}, timeout=5.0)
+
+    def _require_spans(self, server: str, answer: dict[str, Any]) -> None:
+        if self.pause_mode != "abort" and answer["output_ids"] and "weight_versions" not in answer["meta_info"]:
+            logger.warning(
+                "%s reports no weight_versions, so the tokens of a request that lives through a weight "
+                "update could not be told apart: pause_mode is abort from now on (SGLang 0.5.19 has them)",
+                server,
+            )
+            self.pause_mode = "abort"
+
+    # Control, from the trainer's main thread
+
+    def initialize(self) -> None:
+        """Ask every server for its vocabulary and context, then for one token.
+
+        The token shows before the first step what would otherwise fail in the middle of a run: a version that
+        is no number, missing logprobs, missing spans, a server that an earlier run left paused.
+        """
+        infos = [self._wire.call(server + "/model_info") for server in self.addresses]
+        for name in ("vocab_size", "context_length"):
+            told = [info[name] for info in infos if info.get(name)]
+            if getattr(self, name) is None and told:
+                setattr(self, name, min(told))
+        answers = self.post_all("/generate", probe([0]))
+        for server, answer in zip(self.addresses, answers, strict=True):
+            parse_segment(answer)
+            self._require_spans(server, answer)
+
+    def pause(self) -> None:
+        """Stop admitting rollouts, then interrupt what the servers generate. Weights may change after
+        this."""
+        if self.executor is not None:
+            self.executor.pause()
+        self._servers_paused = True
+        self.post_all("/pause_generation", {"mode": self.pause_mode})
+
+    def resume(self) -> None:
+        """The reverse of pause: the servers first, or admitted rollouts would meet paused ones."""
+        self.post_all("/continue_generation", {})
+        self._servers_paused = False
+        if self.executor is not None:
+            self.executor.resume()
+
+    def update_weights(self, meta: weights.WeightUpdateMeta) -> None:
+        """Have every server load `meta.version`. Call between pause and resume: without a pause a server
+        first finishes everything it runs. RuntimeError names each server that failed and why."""
+        weights.send(meta, self.post_all)
+
+    def set_version(self, version: int) -> None:
+        """The servers have this version now. It opens the staleness gate; it tags no token."""
+        self._version = version
+        if self.executor is not None:
+            self.executor.on_new_version()
+
+    def post_all(self, path: str, body: Any, timeout: float = CALL_TIMEOUT) -> list[dict[str, Any]]:
+        """POST to all servers at once; their answers in the order of `addresses`. Waits for all, then
+        EngineError names every server that failed, with its reason."""
+        calls = [self._threads.submit(self._wire.call, url + path, body, timeout) for url in self.addresses]
+        if failed := [str(error) for call in calls if (error := call.exception()) is not None]:
+            raise EngineError("; ".join(failed), 503)
+        return [call.result() for call in calls]
+
+    def destroy(self) -> None:
+        """End the executor and close the connections; may be repeated. Servers that this engine left paused
+        are continued, for the next one's sake."""
+        if self._destroyed:
+            return
+        self._destroyed = True
+        if self._servers_paused:
+            try:
+                self.post_all("/continue_generation", {}, timeout=5.0)
+            except EngineError as error:
+                logger.warning("a server may be left paused: %s", error)
+        if self.executor is not None:
+            self.executor.destroy()
+        self._wire.close()
+        self._threads.shutdown()
+
+    # Rollouts: the executor's methods, reached through the engine
+
+    def submit(self, *args: Any, **kwargs: Any) -> int:
+        """WorkflowExecutor.submit(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)."""
+        return self._rollouts().submit(*args, **kwargs)
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        """WorkflowExecutor.wait(count, timeout)."""
+        return self._rollouts().wait(*args, **kwargs)
+
+    def wait_for_task(self, *args: Any, **kwargs: Any) -> Any:
+        """WorkflowExecutor.wait_for_task(task_id, timeout)."""
+        return self._rollouts().wait_for_task(*args, **kwargs)
+
+    def rollout_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """WorkflowExecutor.rollout_batch(data, workflow, ...)."""
+        return self._rollouts().rollout_batch(*args, **kwargs)
+
+    def prepare_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """WorkflowExecutor.prepare_batch(dataloader, workflow, workflow_kwargs, should_accept_fn,
+        group_size)."""
+        return self._rollouts().prepare_batch(*args, **kwargs)
+
+    def _rollouts(self) -> Any:
+        if self.executor is None:
+            raise RuntimeError("this engine runs no rollouts: attach a WorkflowExecutor(engine, ...) first")
+        return self.executor

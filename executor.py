@@ -1,0 +1,373 @@
+"""WorkflowExecutor: from the dataloader to the batch that a training step consumes.
+
+The rule: `prepare_batch` returns the B oldest prompt groups, by start, that were not rejected, as one padded dict of
+tensors (trajectory.py), and leaves behind as many running episodes as the staleness gate allows. So the next batches
+are being generated, by the weights of now, while this one is trained on.
+
+What an episode goes through, in the event loop's thread:
+
+    data -> workflow.arun_episode -> interactions become tensors -> check_trajectory_format -> complete
+         -> should_accept_fn -> dump_to_file -> accepted
+
+None from the workflow or False from should_accept_fn rejects the group; the next prompt of the dataloader takes its
+place. An exception anywhere on the way rejects it too, and counts it as failed; the same trouble again and again stops
+the run with the first traceback (dispatcher.py). A trajectory is dumped whether it was accepted or not: one readable
+line a row in {dump_dir}/{rollout|eval-rollout}/{newest version in it}/{task_id}.jsonl, written by a thread beside the
+loop, because decoding takes longer than anything else here.
+
+The dataloader is a torch DataLoader of lists of samples (collate_fn=identity). It is cycled for ever; where it stands
+is remembered between calls, and the order is its own, hence repeatable. Everything else is taken from *this* call:
+another workflow or should_accept_fn serves every prompt that is drawn from now on; those that are on their way, a few
+batches because that is what asynchronous means, keep theirs. A class is instantiated once a call; give an instance
+where something must outlive it.
+
+Evaluation is a sibling, `for_evaluation()`: the same engine and proxy, no staleness gate, task ids of its own.
+
+What it does not promise: `rollout_batch` on a gated executor takes no more prompts than the gate admits at this version;
+the others would wait for the next one. Evaluate on the sibling.
+
+How it differs from AReaL: prepare_batch there keeps the first call's arguments for ever, returns groups in random
+order and in a list, and a workflow that always raises is refilled for ever.
+"""
+
+import asyncio
+import copy
+import itertools
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dispatcher import BatchTaskDispatcher
+from engine import GenerationHyperparameters
+from reward import close_pool
+from staleness import RolloutStat, StalenessManager
+from trajectory import (
+    Trajectory,
+    check_trajectory_format,
+    complete,
+    concat_padded_tensors,
+    dump_lines,
+    head_version,
+    tail_version,
+)
+from workflow import (
+    GroupedRolloutWorkflow,
+    RolloutWorkflow,
+    WorkflowContext,
+    import_string,
+    resolve_workflow,
+    to_tensors,
+    workflow_context,
+)
+
+if TYPE_CHECKING:
+    from plumbing.config import RolloutConfig
+
+logger = logging.getLogger("nano-areal")
+
+NO_STALENESS_LIMIT = 10**12
+AcceptFn = Callable[[Trajectory], bool]
+
+
+@dataclass(frozen=True)
+class ProxyAddress:
+    """Where the proxy is, and the key of its management endpoints."""
+
+    url: str
+    admin_key: str
+
+
+@dataclass(frozen=True)
+class RolloutTask:
+    """One prompt group to roll out."""
+
+    task_id: int
+    data: dict[str, Any]
+    workflow: RolloutWorkflow
+    should_accept: AcceptFn | None
+    is_eval: bool
+
+
+@dataclass
+class ExecutorStats(RolloutStat):
+    """The life cycle's counts of prompt groups, and beside them the group members that raised."""
+
+    failed_members: int = 0
+
+
+class WorkflowExecutor:
+    """The rollout methods of an engine: submit, wait, wait_for_task, rollout_batch, prepare_batch.
+
+    config: RolloutConfig. gconfig: sampling that classes of RolloutWorkflow get by default; its seed is the run's.
+    tokenizer: likewise, and for the dumps. proxy: needed for agents. dump_dir: the run's folder; None dumps nothing.
+    trace(event, task_id) hears of every submit, start, finish, accept, reject. It attaches itself to the engine; the
+    one that `for_evaluation` makes does not.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        config: "RolloutConfig",
+        *,
+        tokenizer: Any = None,
+        gconfig: GenerationHyperparameters | None = None,
+        proxy: ProxyAddress | None = None,
+        dump_dir: Path | str | None = None,
+        trace: Callable[[str, int], None] | None = None,
+        evaluation: bool = False,
+    ) -> None:
+        if config.dump_to_file and dump_dir is not None and tokenizer is None:
+            raise ValueError("rollout.dump_to_file writes text and needs a tokenizer: set tokenizer_path")
+        self.engine, self.config = engine, config
+        self.name = "eval-rollout" if evaluation else "rollout"
+        self.tokenizer, self.gconfig, self.proxy = tokenizer, gconfig or GenerationHyperparameters(), proxy
+        self.dump_dir = Path(dump_dir) if dump_dir is not None and config.dump_to_file else None
+        batch = config.consumer_batch_size or 1
+        concurrent = config.max_concurrent_rollouts or (config.max_head_offpolicyness + 1) * batch
+        self.staleness_manager = StalenessManager(engine, concurrent, batch, config.max_head_offpolicyness)
+        self.dispatcher: BatchTaskDispatcher[RolloutTask, Trajectory] = BatchTaskDispatcher(
+            config.queue_size or 16 * concurrent,
+            lambda task: lambda: self._run_episode(task),
+            self.staleness_manager,
+            head_version=head_version,
+            drop_stale=config.drop_stale,
+            trace=trace if config.enable_tracing else None,
+        )
+        # All mutable state of this object:
+        self._task_ids = itertools.count()
+        self._samples: dict[Any, Iterator[dict]] = {}  # where each dataloader stands
+        self._keys: dict[type, frozenset[str]] = {}  # what each kind of workflow returned first
+        self._failed_members = 0
+
+        if not evaluation:
+            engine.executor = self
+        self.dispatcher.initialize()
+
+    def for_evaluation(self) -> "WorkflowExecutor":
+        """A sibling without a staleness gate, for rollouts that are not trained on. Destroy it before this one."""
+        manager = self.staleness_manager
+        config = replace(
+            self.config,
+            max_head_offpolicyness=NO_STALENESS_LIMIT,
+            max_concurrent_rollouts=manager.max_concurrent_rollouts,
+        )
+        return WorkflowExecutor(
+            self.engine,
+            config,
+            tokenizer=self.tokenizer,
+            gconfig=self.gconfig,
+            proxy=self.proxy,
+            dump_dir=self.dump_dir,
+            evaluation=True,
+        )
+
+    # ---- questions
+
+    @property
+    def stats(self) -> ExecutorStats:
+        """A snapshot of the counts."""
+        return ExecutorStats(**asdict(self.dispatcher.stats), failed_members=self._failed_members)
+
+    def __repr__(self) -> str:
+        return f"WorkflowExecutor({self.name!r}, failed_members={self._failed_members}, {self.dispatcher!r})"
+
+    def resolve(self, workflow: Any, workflow_kwargs: dict[str, Any] | None, group_size: int) -> RolloutWorkflow:
+        """resolve_workflow with what this run provides: proxy, sampling, tokenizer."""
+        openai, proxy = self.config.openai, None
+        if self.proxy is not None:
+            proxy = {
+                "proxy_addr": self.proxy.url,
+                "admin_key": self.proxy.admin_key,
+                "mode": openai.mode,
+                "discount": openai.turn_discount,
+                "export_style": openai.export_style,
+                "episode_timeout": openai.episode_timeout_seconds,
+            }
+        defaults = {"gconfig": self.gconfig, "tokenizer": self.tokenizer}
+        return resolve_workflow(
+            workflow,
+            workflow_kwargs,
+            group_size,
+            proxy=proxy,
+            defaults=defaults,
+            on_member_failed=self._on_member_failed,
+        )
+
+    def choose_group_size(self, group_size: int | None, is_eval: bool) -> int:
+        """Rollouts per prompt. group_size and gconfig.n_samples are one number; ValueError if they differ."""
+        n_samples = self.gconfig.n_samples
+        chosen = group_size or self.config.group_size or n_samples
+        if not is_eval and n_samples not in (1, chosen):
+            raise ValueError(f"group_size={chosen} and gconfig.n_samples={n_samples} are one number; give one of them")
+        return chosen
+
+    # ---- rollouts
+
+    def submit(
+        self,
+        data: dict[str, Any],
+        workflow: Any,
+        workflow_kwargs: dict[str, Any] | None = None,
+        should_accept_fn: AcceptFn | str | None = None,
+        group_size: int | None = None,
+        is_eval: bool = False,
+    ) -> int:
+        """Enqueue one prompt; it starts when the gate allows. Its task id, for wait_for_task."""
+        return next(self._submit_all([data], workflow, workflow_kwargs, should_accept_fn, group_size, is_eval))
+
+    def wait(self, count: int, timeout: float | None = None) -> Trajectory:
+        """The `count` oldest groups that were not rejected, concatenated. TimeoutError after `timeout` seconds."""
+        return concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
+
+    def wait_for_task(self, task_id: int, timeout: float | None = None) -> Trajectory | None:
+        """One task's group, None if it was rejected. It no longer comes with wait or prepare_batch."""
+        return self.dispatcher.wait_for_task(task_id, timeout)
+
+    def rollout_batch(
+        self,
+        data: Iterable[dict[str, Any]],
+        workflow: Any,
+        workflow_kwargs: dict[str, Any] | None = None,
+        should_accept_fn: AcceptFn | str | None = None,
+        group_size: int | None = None,
+        is_eval: bool = False,
+    ) -> Trajectory:
+        """Roll out every prompt of `data` and wait for all: the accepted groups, in the order of `data`.
+
+        RuntimeError when none was accepted.
+        """
+        ids = list(self._submit_all(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval))
+        groups = [group for task_id in ids if (group := self.wait_for_task(task_id)) is not None]
+        if not groups:
+            raise RuntimeError(f"none of {len(ids)} rollouts was accepted: {self.stats}")
+        return concat_padded_tensors(groups)
+
+    def prepare_batch(
+        self,
+        dataloader: Any,
+        workflow: Any,
+        workflow_kwargs: dict[str, Any] | None = None,
+        should_accept_fn: AcceptFn | str | None = None,
+        group_size: int | None = None,
+    ) -> Trajectory:
+        """The next training batch: dataloader.batch_size groups, rows in order of start, members in order.
+
+        ValueError when the dataloader's batch is not what the gate counts per version.
+        """
+        batch = dataloader.batch_size
+        if batch != self.staleness_manager.consumer_batch_size:
+            raise ValueError(
+                f"rollout.consumer_batch_size={self.staleness_manager.consumer_batch_size} must equal the dataloader's "
+                f"batch_size={batch}: the gate admits that many groups per version, so another batch would let "
+                "groups pile up or grow old"
+            )
+        samples = self._samples.setdefault(dataloader, cycle(dataloader))
+        tasks = self._tasks(samples, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval=False)
+        return concat_padded_tensors(self.dispatcher.active_submit_and_wait(tasks, batch))
+
+    def _tasks(
+        self,
+        samples: Iterable[dict[str, Any]],
+        workflow: Any,
+        workflow_kwargs: dict[str, Any] | None,
+        should_accept_fn: AcceptFn | str | None,
+        group_size: int | None,
+        is_eval: bool,
+    ) -> Iterator[RolloutTask]:
+        """A task for every sample, all with one workflow object."""
+        resolved = self.resolve(workflow, workflow_kwargs, self.choose_group_size(group_size, is_eval))
+        accept = import_string(should_accept_fn) if isinstance(should_accept_fn, str) else should_accept_fn
+        if accept is not None and not callable(accept):
+            raise TypeError(f"should_accept_fn must be a function or 'module.function', not {accept!r}")
+        return (RolloutTask(next(self._task_ids), sample, resolved, accept, is_eval) for sample in samples)
+
+    def _submit_all(self, *args: Any) -> Iterator[int]:
+        for task in self._tasks(*args):
+            self.dispatcher.submit_task_input(task)
+            yield task.task_id
+
+    # ---- events
+
+    def pause(self) -> None:
+        """Start nothing more; what runs goes on."""
+        self.dispatcher.pause()
+
+    def resume(self) -> None:
+        self.dispatcher.resume()
+
+    def on_new_version(self) -> None:
+        """The engine's version rose, and with it the gate."""
+        self.dispatcher.on_new_version()
+
+    def fail(self, error: BaseException) -> None:
+        """Something outside died: every waiting and later call raises."""
+        self.dispatcher.fail(error)
+
+    def destroy(self) -> None:
+        """Cancel what runs, join the thread; the run's own executor also ends the reward processes and detaches from
+        the engine. May be repeated."""
+        self.dispatcher.destroy()
+        if self.engine.executor is self:
+            self.engine.executor = None
+            close_pool()
+
+    close = destroy  # for contextlib.closing
+
+    # ---- one episode, in the event loop's thread
+
+    async def _run_episode(self, task: RolloutTask) -> Trajectory | None:
+        version = self.engine.get_version()
+        workflow_context.set(WorkflowContext(task.is_eval, task.task_id))
+        try:
+            result = await task.workflow.arun_episode(self.engine, copy.deepcopy(task.data))
+            if result is None:
+                return None
+            trajectory = to_tensors(result)
+            self._check(trajectory, task)
+            trajectory = complete(trajectory, task.task_id, version)
+            accepted = task.should_accept is None or task.should_accept(trajectory)
+            if self.dump_dir is not None:
+                folder = self.dump_dir / workflow_context.stat_scope()
+                await asyncio.to_thread(self._dump, trajectory, task.task_id, folder, version)
+        except Exception as error:
+            logger.warning("%s task %d failed: %r", self.name, task.task_id, error)
+            raise
+        return trajectory if accepted else None
+
+    def _check(self, trajectory: Trajectory, task: RolloutTask) -> None:
+        if not self.config.check_trajectory_format:
+            return
+        grouped = isinstance(task.workflow, GroupedRolloutWorkflow)
+        kind = type(task.workflow.workflow if grouped else task.workflow)  # type: ignore[attr-defined]
+        known = self._keys.get(kind)
+        check_trajectory_format(trajectory, known)
+        if known is None:
+            self._keys[kind] = frozenset(trajectory)
+            if "loss_mask" in trajectory and "logprobs" not in trajectory:
+                logger.warning("%s returns no logprobs; decoupled PPO cannot train on its tokens", kind.__name__)
+
+    def _dump(self, trajectory: Trajectory, task_id: int, folder: Path, version: int) -> None:
+        tail = tail_version(trajectory)
+        folder = folder / str(version if tail is None else tail)
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = dump_lines(trajectory, task_id, self.tokenizer)
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        (folder / f"{task_id}.jsonl").write_text(text, encoding="utf-8")
+
+    def _on_member_failed(self, error: BaseException) -> None:
+        self._failed_members += 1
+
+
+def cycle(dataloader: Iterable[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """The samples of the dataloader's batches, epoch after epoch."""
+    while True:
+        empty = True
+        for batch in dataloader:
+            for sample in batch:
+                empty = False
+                yield sample
+        if empty:
+            raise ValueError("the dataloader has no samples")

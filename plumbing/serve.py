@@ -1,0 +1,53 @@
+"""How a server process of this project starts and ends: it takes its port first, and dies with its parent.
+
+A server binds 127.0.0.1 unless told otherwise. The functions raise OSError and ValueError with one line that says
+what to do; printing it is the script's business.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, taken before anything slow is done. Raises OSError or ValueError."""
+    if not 0 <= port < 65536:
+        raise ValueError(f"--port {port}: a number from 0 (any free port) to 65535 is needed")
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        raise OSError(f"--port {port}: cannot listen on {host}: {error.strerror}") from error
+
+
+def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
+    """Serve until a signal, or until standard input is closed, which it is when the parent has died."""
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    server = uvicorn.Server(config)
+
+    def follow_parent() -> None:
+        sys.stdin.buffer.read()
+        server.should_exit = True
+
+    if exit_with_parent:
+        threading.Thread(target=follow_parent, daemon=True).start()
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])
+
+
+def load_tokenizer(model_path: str) -> Any:
+    """The tokenizer of a model folder. transformers would import torch, which takes seconds and serves nothing."""
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_path)
+    except (OSError, ValueError) as error:
+        reason = str(error) if os.path.isdir(model_path) else "no such folder"
+        raise ValueError(f"--model-path {model_path}: no tokenizer there: {reason}") from error

@@ -1,0 +1,196 @@
+"""Advantages, and the loss of three policies.
+
+A language model that learns while it generates is never quite the policy that wrote its training data. Three
+policies take part in one update, and each gives a log-probability to every token that was sampled:
+
+    pi_behav   wrote the token. Its logprob came back from the inference server with the token. One trajectory may
+               have had several: weights may change in the middle of a sentence, and every token keeps its own.
+    pi_prox    the weights at the start of this training step, by one forward pass. The trust region lies round it.
+    pi_theta   the weights now. They move with every minibatch, and only they receive a gradient.
+
+PPO uses one old policy for two jobs: to correct for data from elsewhere and to say how far a step may go. When the
+data is several versions old, a trust region round the policy that wrote it drags the new policy back to the past.
+Decoupled PPO (arXiv 2505.24298, equation 5) gives each job its policy. With u = pi_theta / pi_prox,
+
+    J = mean over tokens of   pi_prox / pi_behav * min(u A, clip(u, 1 - eps, 1 + eps) A)
+                              -- correction --      ---------- trust region ----------
+
+The correction is a constant in this step. Where pi_prox is pi_behav it is one and the formula is PPO; so standard
+PPO is the same code with the old policy in both places, and not a second branch.
+
+Three guards, each met by a token in every second run:
+  cap         a token that pi_prox finds far likelier than pi_behav did (by more than behave_imp_weight_cap) would
+              outvote a thousand others. It leaves the loss. The mean still divides by the tokens that were there,
+              so a batch of outliers takes a small step, not a normal step in the direction of what is left.
+  clip higher the upper bound may be wider than the lower (eps_clip_higher): unlikely tokens may grow.
+  dual clip   for A < 0, u A has no lower bound, and one token that became likely can wreck a policy in one step.
+              No token costs more than c |A|. The tail of a converged policy needs it: P(end of turn) = .999 with one
+              rare failure is such a token.
+
+An advantage belongs to a turn, the stretch of tokens that one request to the model generated, and every trained
+token of the turn gets it. A turn's return is its reward after the tree has passed rewards back to parents (cache.py),
+and it is compared with turns of the same group, found by id. Nothing here is a position: groups may lose members,
+come interleaved or have one member, and a reward cannot be lost because the row ends in a tool's answer.
+
+Everything is aligned with tokens: column t of any tensor speaks of token t, nothing is ever rolled.
+
+What this does not promise: the clip is a heuristic, and pi_theta may leave the trust region on tokens whose gradient
+is already zero. The cap makes the correction biased. There is no critic and no discount inside a turn.
+
+Different from AReaL: the correction is on, as in the paper (there `rejection_sampling`, off); the write-up of its
+documents puts pi_theta / pi_behav in the unclipped branch, which is not the paper's objective; groups go by id, not
+by blocks of rows; a cell of one, or of equal returns, gives 0 and not 100,000; the KL penalty needs reference
+logprobs, and without them there is none.
+
+Shapes: B rows (sequences), T tokens, K turns in the longest row, N turns that are trained.
+"""
+
+import torch
+from torch import Tensor
+
+from plumbing.config import NormConfig, PPOActorConfig
+
+Batch = dict[str, Tensor]
+
+
+def shape_rewards(rewards: Tensor, config: PPOActorConfig) -> Tensor:
+    """The rewards that are learnt from; any shape."""
+    # r <- clip((r + bias) * scaling, -c, c)
+    shaped = (rewards + config.reward_bias) * config.reward_scaling
+    return shaped.clamp(-config.reward_clip, config.reward_clip)
+
+
+def turn_returns(batch: Batch, config: PPOActorConfig) -> tuple[Tensor, Tensor]:
+    """(returns, exists), both (B, K): the return of turn k of a row, and whether any of its tokens is trained.
+
+    Turns that are not trained (a prefix that another row trains, sampling that cannot be corrected) take no part,
+    not in the baseline either. Raises ValueError for a trained token outside any turn and for a reward that is not
+    a finite number.
+    """
+    trained, turns = batch["loss_mask"] > 0, batch["turn_ids"].long()  # (B, T)
+    if bool((trained & (turns < 0)).any()):
+        raise ValueError("loss_mask is 1 on a token whose turn_ids is -1; every trained token belongs to a turn")
+    if not bool(batch["turn_rewards"][trained].isfinite().all()):
+        raise ValueError("turn_rewards is not finite on a trained token; check what the reward function returns")
+
+    # R_k = r_k, the same number on each token of the turn
+    column, K = turns.clamp(min=0), max(int(turns.max()) + 1, 1) if turns.numel() else 1
+    reward = shape_rewards(batch["turn_rewards"].float(), config).masked_fill(~trained, -torch.inf)  # (B, T)
+    returns = reward.new_full((len(turns), K), -torch.inf).scatter_reduce_(1, column, reward, "amax")  # (B, K)
+    exists = returns.isfinite()
+    returns = returns.masked_fill(~exists, 0)
+
+    # R_k <- R_k - beta * sum over the turn of (log pi_behav - log pi_ref)
+    if config.kl_ctl > 0 and "ref_logp" in batch:
+        kl = (batch["logprobs"] - batch["ref_logp"]).masked_fill(~trained, 0)  # (B, T)
+        returns = returns - config.kl_ctl * torch.zeros_like(returns).scatter_add_(1, column, kl)
+    return returns, exists
+
+
+def compute_cells(level: str, group_ids: Tensor, turn_ids: Tensor, per_turn: bool) -> Tensor:
+    """(N,) the number of the cell within which a turn is compared: its group or the batch, its place in the row or any."""
+    anywhere = torch.zeros_like(turn_ids)
+    key = torch.stack([group_ids if level == "group" else anywhere, turn_ids if per_turn else anywhere])
+    return torch.unique(key, dim=1, return_inverse=True)[1]
+
+
+def cell_mean(x: Tensor, cell: Tensor) -> Tensor:
+    """(N,) the mean of x over each entry's cell."""
+    count = torch.bincount(cell)
+    return (x.new_zeros(len(count)).index_add_(0, cell, x) / count)[cell]
+
+
+def cell_std(x: Tensor, cell: Tensor, eps: float) -> Tensor:
+    """(N,) eps + the standard deviation of x in each entry's cell; 1 where a cell has no spread to divide by."""
+    # s^2 = sum (x - mean)^2 / (n - 1)
+    count = torch.bincount(cell)[cell]
+    variance = cell_mean((x - cell_mean(x, cell)).square(), cell) * count / (count - 1).clamp(min=1)
+    return torch.where(variance > 0, variance.sqrt() + eps, 1.0)
+
+
+def normalise(returns: Tensor, group_ids: Tensor, turn_ids: Tensor, norm: NormConfig) -> Tensor:
+    """(N,) returns of turns -> advantages.
+
+    In float64, so that equal returns give exactly 0: a sum of a few float32 numbers has no rounding there.
+    """
+    # A = (R - b) / s
+    R, b, s = returns.double(), torch.zeros(()), torch.ones(())
+    if norm.mean_level != "none":
+        b = cell_mean(R, compute_cells(norm.mean_level, group_ids, turn_ids, norm.per_turn))
+    if norm.std_level == "constant":
+        s = torch.tensor(norm.std_constant)
+    elif norm.std_level != "none":
+        s = cell_std(R, compute_cells(norm.std_level, group_ids, turn_ids, norm.per_turn), norm.eps)
+    return ((R - b) / s).float()
+
+
+def compute_advantages(batch: Batch, config: PPOActorConfig) -> Tensor:
+    """(B, T) float32: each trained token gets the advantage of its turn, all others 0.
+
+    Reads loss_mask, turn_ids, turn_rewards (B, T) and group_ids (B,); with kl_ctl also logprobs and ref_logp (B, T).
+    """
+    returns, exists = turn_returns(batch, config)  # (B, K)
+    row, turn = exists.nonzero(as_tuple=True)  # (N,)
+    group = batch["group_ids"].long()[row]
+    advantages = torch.zeros_like(returns)  # (B, K)
+    if len(row):
+        advantages[row, turn] = normalise(returns[row, turn], group, turn, config.adv_norm)
+    on_tokens = advantages.gather(1, batch["turn_ids"].long().clamp(min=0))  # (B, T)
+    return on_tokens.masked_fill(batch["loss_mask"] <= 0, 0)
+
+
+def ppo_actor_loss_fn(
+    logp: Tensor,
+    prox_logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    eps_clip: float = 0.2,
+    eps_clip_higher: float | None = None,
+    c_clip: float | None = None,
+    behave_imp_weight_cap: float | None = 5.0,
+    use_decoupled_loss: bool = True,
+    denominator: float | Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The negated objective (to be minimised) and its statistics; all tensors of one shape, usually (B, T).
+
+    logp is pi_theta's and carries the gradient; prox_logp is pi_prox's; old_logp is pi_behav's. Standard PPO
+    (use_decoupled_loss false) has one old policy, old_logp, and does not read prox_logp. What stands under a zero of
+    loss_mask is never used, NaN and infinities included.
+
+    `denominator` is the number of trained tokens that the mean is over; default: those given. Loss and statistics
+    are sums divided by it (behave_weight_max is a maximum), so the parts of a batch that is cut in pieces add up.
+    """
+    mask = loss_mask > 0
+    denominator = mask.sum().clamp(min=1) if denominator is None else denominator
+    prox_logp = prox_logp if use_decoupled_loss else old_logp
+    logp, prox_logp, old_logp, A = (x.masked_fill(~mask, 0) for x in (logp, prox_logp, old_logp, advantages))
+
+    # u = pi_theta / pi_prox
+    u = torch.exp(logp - prox_logp.detach())
+    u_clipped = u.clamp(1 - eps_clip, 1 + (eps_clip if eps_clip_higher is None else eps_clip_higher))
+
+    # objective = min(u A, clip(u) A), and for A < 0 at least c A
+    objective = torch.minimum(u * A, u_clipped * A)
+    if c_clip is not None:
+        objective = torch.where(A < 0, torch.maximum(objective, c_clip * A), objective)
+
+    # w = pi_prox / pi_behav, 0 above the cap
+    weight = torch.exp(prox_logp - old_logp).detach()
+    dropped = weight > (torch.inf if behave_imp_weight_cap is None else behave_imp_weight_cap)
+
+    # L = - sum over trained tokens of w * objective / denominator
+    loss = -torch.where(mask, weight.masked_fill(dropped, 0) * objective, 0).sum() / denominator
+
+    with torch.no_grad():
+        log_ratio = logp - old_logp  # log (pi_theta / pi_behav)
+        per_token = {
+            "clip_frac": objective != u * A,
+            "behave_weight_mean": weight,
+            "dropped_share": dropped,
+            "kl": log_ratio.exp() - 1 - log_ratio,  # k3, of pi_theta seen from pi_behav; never negative
+        }
+        stats = {name: torch.where(mask, x, 0).sum() / denominator for name, x in per_token.items()}
+        stats["behave_weight_max"] = torch.where(mask, weight, 0).max() if mask.numel() else loss.detach()
+    return loss, stats

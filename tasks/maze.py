@@ -1,0 +1,212 @@
+"""The drunkard's walk home: long answers with a tail of lengths, drawn as a path through a maze.
+
+The rule: one fixed perfect maze of 12 x 12 cells, named like chess squares, with two homes. The prompt says
+"from b7 to l12"; the answer is every cell visited, from the first to the last. It is paid by SPL, the navigation
+metric: 0 unless every step went through an open passage and the walk ended at home, else shortest / walked length.
+
+**Why this task.** The length of an answer varies tenfold and *depends on the policy*: a drunk wanders up to the
+limit, a sober walker needs 54 moves on average. So there is always somebody still walking when new weights arrive,
+and interruption, overlap and staleness can be seen and measured. Generating and training cost about the same.
+
+**The base model** imitates a drunk who at each corner takes the right way with probability 0.4 and any way
+otherwise, and is cut off after 64 moves. Even perfect imitation of him is worth SPL 0.36. Coming home sober is
+left to reinforcement learning.
+
+**What it does not promise**: generalisation. The maze is one, and learnt by heart; every split is the same 286
+instances.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+# workflow.py and tasks/base_model.py import torch. The pool of processes that computes rewards imports this module and
+# should not wait for that, so the first is named by a string and the second imported where it is needed.
+
+SIDE, MAZE_SEED, SOBER, CURFEW = 12, 96, 0.4, 64
+Cell = tuple[int, int]  # column, row; (0, 0) is a1, at the bottom left
+WORKFLOW = "workflow.RLVRWorkflow"
+WORKFLOW_KWARGS = {"reward_fn": "tasks.maze.reward"}
+
+
+# ---------------------------------------------------------------- the maze
+
+
+def name(cell: Cell) -> str:
+    return f"{chr(ord('a') + cell[0])}{cell[1] + 1}"
+
+
+CELLS = {name((x, y)): (x, y) for x in range(SIDE) for y in range(SIDE)}
+HOMES = ("a1", "l12")
+
+
+@cache
+def passages(seed: int = MAZE_SEED) -> dict[Cell, frozenset[Cell]]:
+    """A perfect maze by depth-first search: a spanning tree of the grid, one way between any two cells."""
+    rng = random.Random(seed)
+    open_to: dict[Cell, set[Cell]] = {cell: set() for cell in CELLS.values()}
+    trail, seen = [(0, 0)], {(0, 0)}
+    while trail:
+        x, y = here = trail[-1]
+        unseen = [n for n in ((x + 1, y), (x - 1, y), (x, y + 1), (x, y - 1)) if n in open_to.keys() - seen]
+        if unseen:
+            there = rng.choice(unseen)
+            open_to[here].add(there)
+            open_to[there].add(here)
+            seen.add(there)
+            trail.append(there)
+        else:
+            trail.pop()
+    return {cell: frozenset(ways) for cell, ways in open_to.items()}
+
+
+@cache
+def distances(home: str) -> dict[Cell, int]:
+    """Moves from every cell to the home."""
+    moves = {CELLS[home]: 0}
+    queue = deque(moves)
+    while queue:
+        here = queue.popleft()
+        for there in passages()[here] - moves.keys():
+            moves[there] = moves[here] + 1
+            queue.append(there)
+    return moves
+
+
+# ---------------------------------------------------------------- the task
+
+
+def dataset(split: str = "train") -> list[dict]:
+    """Every cell with every home but itself: 286 instances."""
+    return [
+        {"messages": [{"role": "user", "content": f"from {start} to {home}"}], "start": start, "home": home}
+        for home in HOMES
+        for start in CELLS
+        if start != home
+    ]
+
+
+def walk_of(answer: str, start: str) -> list[Cell] | None:
+    """The cells of the answer; None where it is not a walk: an unknown word, a wall, or another beginning."""
+    words = answer.removesuffix("<end>").split()
+    if not words or words[0] != start or any(word not in CELLS for word in words):
+        return None
+    walk = [CELLS[word] for word in words]
+    return walk if all(there in passages()[here] for here, there in pairwise(walk)) else None
+
+
+def spl(answer: str, start: str, home: str) -> float:
+    """SPL = S * l / max(p, l), with S success, l the shortest and p the walked length (Anderson et al. 2018)."""
+    walk = walk_of(answer, start)
+    if walk is None or walk[-1] != CELLS[home]:
+        return 0.0
+    return distances(home)[CELLS[start]] / (len(walk) - 1)
+
+
+def reward(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data) -> float:
+    """AReaL's signature of a reward; `data` brings the instance's start and home."""
+    return spl(completions, data["start"], data["home"])
+
+
+def success(reward: float) -> bool:
+    """Got home."""
+    return reward > 0
+
+
+# ---------------------------------------------------------------- the base model
+
+
+def stagger(rng: random.Random, start: str, home: str) -> list[Cell]:
+    """A drunk's walk: the right way with probability SOBER, else any way, until home or CURFEW moves."""
+    walk, moves_home = [CELLS[start]], distances(home)
+    while walk[-1] != CELLS[home] and len(walk) <= CURFEW:
+        ways = sorted(passages()[walk[-1]])
+        walk.append(min(ways, key=moves_home.__getitem__) if rng.random() < SOBER else rng.choice(ways))
+    return walk
+
+
+def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
+    """Write a one-layer Qwen3 (85k parameters) that walks like a drunk to `path`, the same for the same seed."""
+    from tasks import base_model
+
+    tokenizer = base_model.make_tokenizer(["from", "to", *CELLS])
+    model = base_model.make_qwen3(tokenizer, layers=1, context=256, seed=seed)
+    rng, instances = random.Random(seed), dataset()
+
+    def one_walk() -> list[int]:
+        instance = rng.choice(instances)
+        walk = stagger(rng, instance["start"], instance["home"])
+        answer = {"role": "assistant", "content": " ".join(map(name, walk))}
+        ids = base_model.render(tokenizer, [*instance["messages"], answer])
+        return ids if walk[-1] == CELLS[instance["home"]] else ids[:-1]  # cut off: there is no end to imitate
+
+    base_model.imitate(model, tokenizer, lambda: [one_walk() for _ in range(8)], warmup_steps, lr=1e-2)
+    base_model.save_atomically(path, model, tokenizer)
+
+
+# ---------------------------------------------------------------- what was learnt
+
+CORNERS = " ╵╶└╷│┌├╴┘─┴┐┤┬┼"  # by the arms that are walls: 1 up, 2 right, 4 down, 8 left
+
+
+def draw(walk: list[Cell], home: str) -> Text:
+    """The maze in box characters; the walk as dots, its start and the home marked.
+
+    Drawn on a lattice of (2 * SIDE + 1) squared places: cells at odd ones, corners at even ones, walls and passages
+    between. A cell's place is three characters wide, so that squares look square."""
+    size = 2 * SIDE + 1
+
+    def place(cell: Cell) -> tuple[int, int]:
+        return 2 * cell[0] + 1, 2 * (SIDE - 1 - cell[1]) + 1  # column, line; the first line is on top
+
+    open_places = {place(cell) for cell in CELLS.values()}
+    for cell, ways in passages().items():
+        open_places |= {middle(place(cell), place(other)) for other in ways}
+    dots = {place(cell) for cell in walk} | {middle(place(a), place(b)) for a, b in pairwise(walk)}
+    marks = {place(walk[0]): ("S", "bold yellow"), place(CELLS[home]): ("H", "bold green")}
+
+    def is_wall(x: int, y: int) -> bool:
+        return 0 <= x < size and 0 <= y < size and (x, y) not in open_places
+
+    text = Text()
+    for y in range(size):
+        for x in range(size):
+            mark, style = marks.get((x, y), ("•" if (x, y) in dots else " ", "green"))
+            if is_wall(x, y):
+                arms = ((x, y - 1), (x + 1, y), (x, y + 1), (x - 1, y))
+                corner = CORNERS[sum(2**i for i, arm in enumerate(arms) if is_wall(*arm))]
+                text.append("───" if x % 2 else corner, "dim")
+            else:
+                text.append(f" {mark} " if x % 2 else mark, style)
+        text.append("\n")
+    return text
+
+
+def middle(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    return (a[0] + b[0]) // 2, (a[1] + b[1]) // 2
+
+
+def summary(ask: Callable[[list[list[dict]]], list[str]], console: Console) -> None:
+    """Print the greedy walk over the longest way home. `ask`: conversations -> greedy answers."""
+    instance = max(dataset(), key=lambda d: distances(d["home"])[CELLS[d["start"]]])
+    start, home = instance["start"], instance["home"]
+    [answer] = ask([instance["messages"]])
+    walk = walk_of(answer, start)
+    shortest = distances(home)[CELLS[start]]
+    console.print(f"The longest way home, from {start} (S) to {home} (H): {shortest} moves at best.")
+    moves = f"makes {len(walk) - 1} moves" if walk else "runs into a wall"
+    console.print(f"The greedy policy {moves} and is {'' if spl(answer, start, home) else 'not '}home.")
+    console.print(draw(walk or [CELLS[start]], home))
+
+
+def show(messages: list[dict], reward: float) -> str:
+    """One walk on one line, its middle left out."""
+    prompt, words = messages[0]["content"], str(messages[-1]["content"]).split()
+    shown = " ".join(words if len(words) <= 12 else [*words[:8], "…", *words[-3:]])
+    return f"{prompt}: {shown} ({len(words) - 1} moves, SPL {reward:.2f})"

@@ -1,0 +1,394 @@
+"""The trainer's model: what it computes does not depend on how the work is cut, sharded or padded.
+
+Ground truth here is an unmodified Hugging Face model in a plain loop: its logits, its gradients, its optimizer. The
+actor shards the model (over a world of one), cuts the batch into minibatches and micro-batches and trims the padding;
+none of it may change a number by more than rounding.
+"""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from actor import FSDPEngine, FSDPPPOActor, describe_mode, lr_factor, row_lengths, split_microbatches, split_minibatches
+from plumbing.config import NormConfig, OptimizerConfig, PPOActorConfig
+from ppo import ppo_actor_loss_fn
+from weights import WeightUpdateMeta
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def make_batch(lengths=(9, 14, 5, 21, 12, 17, 7, 16), seed=0) -> dict[str, Tensor]:
+    """Random rows in groups of two; the first three tokens of each are the prompt; rewards 0 and 1, temperatures mixed."""
+    g = torch.Generator().manual_seed(seed)
+    B, T = len(lengths), max(lengths)
+    real = torch.arange(T) < torch.tensor(lengths)[:, None]  # (B, T)
+    trained = real & (torch.arange(T) >= 3)
+    rewards = torch.arange(B).fmod(2).float()
+    return {
+        "input_ids": torch.randint(0, 250, (B, T), generator=g).masked_fill(~real, 0).int(),
+        "attention_mask": real,
+        "loss_mask": trained.int(),
+        "logprobs": torch.zeros(B, T),
+        "turn_ids": trained.int() - 1,
+        "turn_rewards": rewards[:, None] * trained,
+        "temperatures": torch.where(trained, 0.7 + torch.rand(B, 1, generator=g), 1.0),
+        "group_ids": (torch.arange(B) // 2).int(),
+    }
+
+
+def make_config(**changes) -> PPOActorConfig:
+    # A large eps: with the usual one AdamW turns the rounding of a gradient near 0 into a full step of either sign.
+    optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, gradient_clipping=changes.pop("gradient_clipping", 1e9))
+    defaults: dict[str, Any] = {
+        "ppo_n_minibatches": 1,
+        "adv_norm": NormConfig(std_level="none"),
+        "optimizer": optimizer,
+    }
+    return PPOActorConfig(**(defaults | changes))
+
+
+@pytest.fixture
+def make_actor(tiny_model_dir: Path):
+    """make_actor(key=value...) -> an initialised actor over the tiny model, in a world of one."""
+    actors = []
+
+    def make(**changes) -> FSDPPPOActor:
+        actor = FSDPPPOActor(make_config(**changes), tiny_model_dir)
+        actors.append(actor)
+        actor.create_process_group()
+        actor.initialize(max_steps=10)
+        return actor
+
+    yield make
+    for actor in reversed(actors):
+        actor.destroy()
+
+
+@pytest.fixture
+def plain(tiny_model_dir: Path):
+    return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+
+
+def plain_logp(model, batch: dict[str, Tensor]) -> Tensor:
+    """(B, T), one row at a time, no padding: log softmax(logits / T) of each token, 0 at position 0 and padding."""
+    logp = torch.zeros(batch["input_ids"].shape)
+    for i, n in enumerate(batch["attention_mask"].sum(1).tolist()):
+        ids = batch["input_ids"][i, :n].long()
+        logits = model(ids[None]).logits[0, :-1] / batch["temperatures"][i, 1:n, None]
+        logp[i, 1:n] = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
+    return logp
+
+
+def prepare(actor: FSDPPPOActor, batch: dict[str, Tensor], drift=0.3) -> dict[str, Tensor]:
+    """What comes before ppo_update; the behaviour policy is a noisy neighbour of pi_prox."""
+    batch["prox_logp"] = actor.compute_logp(batch)
+    noise = torch.randn(batch["prox_logp"].shape, generator=torch.Generator().manual_seed(1))
+    batch["logprobs"] = (batch["prox_logp"] + drift * noise) * batch["loss_mask"]
+    actor.compute_advantages(batch)
+    return batch
+
+
+def gradients(model) -> dict[str, Tensor]:
+    full = {name: p.grad for name, p in model.named_parameters()}
+    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in full.items()}
+
+
+def parameters(actor: FSDPPPOActor) -> dict[str, Tensor]:
+    return {name: p.clone() for name, p in actor.full_state().items()}
+
+
+def test_compute_logp_is_the_log_softmax_at_each_tokens_temperature(make_actor, plain):
+    """Column t is log p(token t | before) at its own temperature; padding in the batch and in a piece changes nothing."""
+    batch = make_batch()
+    with torch.no_grad():
+        expected = plain_logp(plain, batch)
+    for mb_tokens in (16384, 40, 1):
+        logp = make_actor(mb_tokens=mb_tokens).compute_logp(batch)
+        torch.testing.assert_close(logp, expected, atol=2e-5, rtol=0)
+        assert not logp[:, 0].any()
+        assert not logp[~batch["attention_mask"]].any()
+
+
+def test_the_sharded_gradient_is_the_plain_models(make_actor, plain):
+    """FSDP2 on a mesh of one, cut, trimmed and accumulated, gives the gradient of the loss on the unmodified model."""
+    actor = make_actor(mb_tokens=40)
+    batch = prepare(actor, make_batch())
+    stats = actor.ppo_update(batch)
+
+    loss, _ = ppo_actor_loss_fn(
+        plain_logp(plain, batch), *(batch[k] for k in ("prox_logp", "logprobs", "advantages", "loss_mask"))
+    )
+    loss.backward()
+    assert stats["loss"] == pytest.approx(loss.item(), abs=1e-6)
+    for name, gradient in gradients(actor.model).items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, atol=1e-6, rtol=1e-4)
+
+
+def test_micro_batches_do_not_change_the_step(make_actor):
+    """One forward pass or eight: the same gradient norm, statistics and weights, since all divide by the minibatch's tokens."""
+    results = []
+    for mb_tokens in (16384, 1):
+        actor = make_actor(mb_tokens=mb_tokens, entropy_coeff=0.1, ppo_n_minibatches=2)
+        stats = actor.ppo_update(prepare(actor, make_batch()))
+        results.append((stats, parameters(actor)))
+    (a, weights_a), (b, weights_b) = results
+    assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+    for name in weights_a:
+        torch.testing.assert_close(weights_a[name], weights_b[name], atol=1e-5, rtol=0)
+
+
+def test_the_first_update_on_fresh_data_is_the_policy_gradient(make_actor, plain):
+    """One minibatch of data that the current weights sampled: the gradient is that of mean(A log pi), through the model."""
+    actor = make_actor()
+    batch = prepare(actor, make_batch(), drift=0.0)
+    stats = actor.ppo_update(batch)
+    (-(batch["advantages"] * plain_logp(plain, batch)).sum() / batch["loss_mask"].sum()).backward()
+    for name, gradient in gradients(actor.model).items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, atol=1e-6, rtol=1e-4)
+    assert stats["clip_frac"] == 0
+    assert stats["behave_weight_max"] == 1
+
+
+def test_an_update_makes_rewarded_tokens_likelier(make_actor):
+    """After a few steps the tokens with A > 0 have gained log-probability and those with A < 0 have lost it."""
+    actor = make_actor(ppo_n_minibatches=2, ppo_epochs=2)
+    batch = prepare(actor, make_batch())
+    actor.ppo_update(batch)
+    change = actor.compute_logp(batch) - batch["prox_logp"]
+    assert change[batch["advantages"] > 0].mean() > 0.05
+    assert change[batch["advantages"] < 0].mean() < -0.05
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 300))
+@settings(max_examples=200, deadline=None)
+def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
+    """Every row is in one minibatch and one micro-batch of it; no two minibatches differ by more than the longest row."""
+    minibatches = split_minibatches(lengths, n)
+    assert sorted(row for part in minibatches for row in part) == list(range(len(lengths)))
+    assert all(minibatches)
+    loads = [sum(lengths[row] for row in part) for part in minibatches]
+    assert max(loads) - min(loads) <= max(lengths)
+    for part in minibatches:
+        pieces = split_microbatches(part, lengths, mb_tokens)
+        assert sorted(row for piece in pieces for row in piece) == sorted(part)
+        for piece in pieces:
+            assert len(piece) == 1 or len(piece) * max(lengths[row] for row in piece) <= mb_tokens
+
+
+def test_cutting_is_the_same_every_time():
+    """Equal lengths are dealt in the order of the rows, so a run repeats and a group is spread over the minibatches."""
+    assert split_minibatches([5] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
+    assert split_microbatches([0, 1, 2, 3], [4, 9, 4, 8], 18) == [[1, 3], [0, 2]]
+
+
+@pytest.mark.parametrize("poison", [math.nan, -math.inf])
+def test_what_is_not_trained_cannot_leak_into_the_weights(make_actor, poison):
+    """NaN logprobs outside the mask and a temperature of 0 on an untrained token leave loss, gradients and weights alone."""
+    results = []
+    for dirty in (False, True):
+        actor = make_actor()
+        batch = prepare(actor, make_batch())
+        if dirty:
+            outside = batch["loss_mask"] == 0
+            for key in ("logprobs", "prox_logp", "advantages"):
+                batch[key] = batch[key].masked_fill(outside, poison)
+            batch["temperatures"] = batch["temperatures"].masked_fill(outside, 0.0)
+        results.append((actor.ppo_update(batch), parameters(actor)))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(results[0][1][name], results[1][1][name]) for name in results[0][1])
+
+
+def test_a_loss_that_is_not_a_number_stops_before_the_weights(make_actor):
+    """A NaN among the trained tokens is an error that names the step; the weights stay as they were."""
+    actor = make_actor()
+    batch = prepare(actor, make_batch())
+    before = parameters(actor)
+    batch["logprobs"][0, 4] = math.nan
+    with pytest.raises(FloatingPointError, match="training step 1"):
+        actor.ppo_update(batch)
+    assert all(torch.equal(before[name], p) for name, p in parameters(actor).items())
+
+
+def test_a_batch_without_a_trained_token_is_an_error(make_actor):
+    """Nothing to learn from is said, not trained; a minibatch without a trained token among others is only skipped."""
+    actor = make_actor(ppo_n_minibatches=4)
+    batch = prepare(actor, make_batch())
+    batch["loss_mask"][2:] = 0
+    assert math.isfinite(actor.ppo_update(batch)["loss"])
+    batch["loss_mask"][:] = 0
+    with pytest.raises(ValueError, match="no token of the batch is trained"):
+        actor.ppo_update(batch)
+
+
+def test_a_batch_that_is_not_ready_says_what_is_missing(make_actor):
+    """ppo_update names the keys that an earlier call should have written, and left padding is refused."""
+    actor = make_actor()
+    with pytest.raises(ValueError, match=r"\['advantages', 'prox_logp'\]"):
+        actor.ppo_update(make_batch())
+    batch = make_batch()
+    with pytest.raises(ValueError, match="on the right"):
+        row_lengths(batch | {"attention_mask": batch["attention_mask"].flip(1)})
+
+
+def test_standard_ppo_takes_its_old_policy_from_where_it_is_told(make_actor):
+    """recompute_logprob true: pi_old is the forward pass before the update, all ratios 1; false: the server's logprobs."""
+    fractions = {}
+    for recompute in (True, False):
+        actor = make_actor(use_decoupled_loss=False, recompute_logprob=recompute)
+        batch = prepare(actor, make_batch())
+        assert actor.should_compute_prox_logp() is recompute
+        fractions[recompute] = actor.ppo_update(batch)["clip_frac"]
+    assert fractions[True] == 0
+    assert fractions[False] > 0
+
+
+def test_the_mode_is_said_in_words():
+    """Whoever starts a run reads where each policy's logprobs come from; an approximation that is not here is refused."""
+    assert "pi_prox from a forward pass" in describe_mode(make_config())
+    assert "pi_old from a forward pass" in describe_mode(make_config(use_decoupled_loss=False))
+    standard = describe_mode(make_config(use_decoupled_loss=False, recompute_logprob=False))
+    assert "pi_old from the inference server" in standard
+    with pytest.raises(ValueError, match=r"actor\.prox_logp_method='loglinear'; it must be one of: recompute"):
+        describe_mode(make_config(prox_logp_method="loglinear"))
+
+
+def test_the_learning_rate_schedule():
+    """Linear warm-up in equal parts, then constant, a line or half a cosine to min_lr_ratio at max_steps and no further."""
+    table = {
+        "constant": [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1],
+        "linear": [0.25, 0.5, 0.75, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1],
+        "cosine": [0.25, 0.5, 0.75, 1, 1, 0.868198, 0.55, 0.231802, 0.1, 0.1],
+    }
+    for kind, expected in table.items():
+        o = OptimizerConfig(lr_scheduler_type=kind, warmup_steps=4, min_lr_ratio=0.1)
+        assert [lr_factor(step, o, 8) for step in range(10)] == pytest.approx(expected, abs=1e-6)
+
+
+def test_schedules_move_once_a_training_step(make_actor):
+    """step_lr_scheduler moves the learning rate and the annealed entropy bonus; minibatches and epochs do not."""
+    actor = make_actor(ppo_n_minibatches=2, ppo_epochs=2, entropy_coeff=0.3, entropy_anneal=True)
+    actor.config.optimizer.lr_scheduler_type = "linear"
+    for step in range(3):
+        assert actor.ppo_update(prepare(actor, make_batch()))["lr"] == pytest.approx(1e-3 * (1 - step / 10))
+        assert actor.entropy_coefficient() == pytest.approx(0.3 * (1 - step / 10))
+        actor.step_lr_scheduler()
+
+
+def test_the_entropy_bonus_raises_entropy(make_actor):
+    """With no reward to learn from, the bonus alone moves the policy, towards more entropy."""
+    actor = make_actor(entropy_coeff=1.0)
+    entropies = []
+    for _ in range(4):
+        batch = make_batch()
+        batch["turn_rewards"][:] = 0
+        entropies.append(actor.ppo_update(prepare(actor, batch))["entropy"])
+    assert entropies == sorted(entropies)
+    assert entropies[-1] > entropies[0] + 0.05
+
+
+def test_gradients_are_clipped_to_their_norm(make_actor):
+    """gradient_clipping bounds the norm over all parameters; the reported norm is the one before it."""
+    actor = make_actor(gradient_clipping=0.01)
+    stats = actor.ppo_update(prepare(actor, make_batch()))
+    norm = math.sqrt(sum(g.square().sum().item() for g in gradients(actor.model).values()))
+    assert norm == pytest.approx(0.01, rel=1e-3)
+    assert stats["grad_norm"] > 0.02
+
+
+def test_saved_weights_are_a_hugging_face_model(make_actor, tmp_path):
+    """save() writes what AutoModel and AutoTokenizer load, and the loaded model gives the actor's logprobs."""
+    actor = make_actor()
+    batch = prepare(actor, make_batch())
+    actor.ppo_update(batch)
+    actor.save(tmp_path / "checkpoint")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
+    assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint").eos_token == "<|im_end|>"
+    assert json.loads((tmp_path / "checkpoint/config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    with torch.no_grad():
+        torch.testing.assert_close(plain_logp(loaded, batch), actor.compute_logp(batch), atol=2e-5, rtol=0)
+
+
+def test_a_weight_update_writes_first_and_tells_the_servers_then(make_actor, tmp_path):
+    """update_weights leaves a complete v{version} directory on disk before the engine is asked to load it."""
+    actor = make_actor()
+    seen = []
+
+    class Rollout:
+        def update_weights(self, meta: WeightUpdateMeta) -> None:
+            state = AutoModelForCausalLM.from_pretrained(meta.directory).state_dict()
+            seen.append((meta.version, all(torch.equal(state[k], v) for k, v in actor.full_state().items())))
+
+    meta = WeightUpdateMeta(path=str(tmp_path))
+    actor.connect_engine(Rollout(), meta)
+    actor.ppo_update(prepare(actor, make_batch()))
+    actor.update_weights(meta.with_version(1))
+    actor.set_version(1)
+    assert seen == [(1, True)]
+    assert actor.get_version() == 1
+
+
+def test_a_reference_model_stays_where_it_was(make_actor, tiny_model_dir):
+    """A frozen FSDPEngine beside the actor, in the same process group, gives the first weights' logprobs for ever."""
+    actor = make_actor()
+    ref = FSDPEngine(tiny_model_dir)
+    ref.create_process_group()
+    ref.initialize()
+    batch = prepare(actor, make_batch())
+    batch["ref_logp"] = before = ref.compute_logp(batch)
+    assert torch.equal(before, batch["prox_logp"])
+    actor.ppo_update(batch)
+    assert torch.equal(ref.compute_logp(batch), before)
+    assert not torch.equal(actor.compute_logp(batch), before)
+    ref.destroy()
+    assert torch.distributed.is_initialized(), "the group belongs to the actor"
+
+
+def train_one_step(model_dir: Path, target: Path, rows: slice) -> None:
+    """One update of these rows of the test's batch, by however many ranks there are; rank 0 saves the weights."""
+    actor = FSDPPPOActor(make_config(mb_tokens=40), model_dir)
+    actor.create_process_group()
+    actor.initialize(max_steps=10)
+    everything = prepare(actor, make_batch())
+    batch = {key: value[rows] for key, value in everything.items()}
+    stats = actor.ppo_update(batch)
+    actor.save(target)
+    if actor.rank == 0:
+        (target / "stats.json").write_text(json.dumps(stats))
+    actor.destroy()
+
+
+def test_two_ranks_make_the_step_that_one_makes(tiny_model_dir, tmp_path):
+    """Each rank brings half of the rows, and one needs more forward passes; weights and statistics are those of one rank."""
+    train_one_step(tiny_model_dir, tmp_path / "one", slice(None))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, __file__, str(tiny_model_dir), str(tmp_path / "two")]
+    ranks = [subprocess.Popen(command, env={**os.environ, **world, "RANK": str(r)}) for r in range(2)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+
+    one, two = (json.loads((tmp_path / name / "stats.json").read_text()) for name in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-4, abs=1e-6)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], atol=1e-5, rtol=0)
+
+
+if __name__ == "__main__":  # one rank of the test above, with its half of the rows
+    torch.set_num_threads(1)
+    half = slice(0, 4) if os.environ["RANK"] == "0" else slice(4, 8)
+    train_one_step(Path(sys.argv[1]), Path(sys.argv[2]), half)

@@ -1,0 +1,411 @@
+"""A session is a tree: parents by meaning, rewards along the branches, and each sampled token trained once."""
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache import InteractionCache, InteractionWithTokenLogpReward
+from engine import ModelResponse
+from messages import canonical
+
+PAIRS = [
+    json.loads(line) for line in (Path(__file__).parent / "data/chat_pairs.jsonl").read_text().splitlines()
+]
+Messages = list[dict[str, Any]]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def turn(
+    messages: Messages,
+    output: str = "ok",
+    prompt: list[int] | None = None,
+    tokens: list[int] | None = None,
+    **fields: Any,
+) -> InteractionWithTokenLogpReward:
+    """A finished interaction."""
+    tokens = [7] if tokens is None else tokens
+    response = ModelResponse(prompt or [1], tokens, [-0.5] * len(tokens), [3] * len(tokens), "stop")
+    return InteractionWithTokenLogpReward(
+        messages, model_response=response, output_message_list=[said(output)], **fields
+    )
+
+
+def chain(length: int) -> InteractionCache:
+    """One conversation; turn k's prompt is the whole of turn k - 1 and one more token."""
+    cache, messages, ids = InteractionCache(), [user("0")], [0]
+    for k in range(length):
+        cache[str(k)] = turn(list(messages), str(k), list(ids), [100 + k, 200 + k])
+        messages += [said(str(k)), user(str(k + 1))]
+        ids += [100 + k, 200 + k, k]
+    return cache
+
+
+# Random sessions
+
+
+@dataclass
+class Call:
+    """One call of a random agent: which earlier call it goes on from (none: a root), and what is said."""
+
+    goes_on_from: int | None
+    question: str
+    answer: str
+    reward: float | None
+    drifts: bool  # its prompt is not the parent's tokens + a tail
+    finishes: bool
+    sampled: int  # tokens
+
+
+calls = st.lists(
+    st.builds(
+        Call,
+        goes_on_from=st.none() | st.integers(0, 6),
+        question=st.sampled_from("ab"),
+        answer=st.sampled_from("xy"),
+        reward=st.none() | st.integers(-4, 4).map(float),
+        drifts=st.integers(0, 5).map(lambda n: n == 0),
+        finishes=st.integers(0, 5).map(bool),
+        sampled=st.integers(0, 3),
+    ),
+    max_size=12,
+)
+
+
+def play(session: list[Call]) -> InteractionCache:
+    """A cache that has lived through the session; every token in it is unique where it was first seen."""
+    cache, fresh = InteractionCache(), iter(range(1, 10_000))
+    for k, call in enumerate(session):
+        names = [name for name in cache if cache[name].complete]
+        before = (
+            cache[names[call.goes_on_from % len(names)]] if names and call.goes_on_from is not None else None
+        )
+        history = before.messages + (before.output_message_list or []) if before else []
+        interaction = cache[str(k)] = InteractionWithTokenLogpReward([*history, user(call.question)])
+        if not call.finishes:
+            continue
+        parent = interaction.parent
+        ids = parent.tokens.input_tokens + parent.tokens.output_tokens if parent and not call.drifts else []
+        output = [next(fresh) for _ in range(call.sampled)]
+        response = ModelResponse(
+            [*ids, next(fresh)], output, [-float(t) for t in output], [t % 5 for t in output], "stop", 0.5 + k
+        )
+        cache.finish(str(k), response, [said(call.answer)])
+        if call.reward is not None:
+            cache.set_reward(str(k), call.reward)
+    return cache
+
+
+@given(calls)
+def test_the_parent_is_the_longest_finished_prefix(session: list[Call]) -> None:
+    """The walk through the prefix tree finds what a search through all candidates finds; the newest wins ties."""
+    cache = play(session)
+    names = list(cache)
+    for i, name in enumerate(names):
+        child = [canonical(message) for message in cache[name].messages]
+        best, length = None, 0
+        for candidate in (cache[earlier] for earlier in names[:i]):
+            if not candidate.complete:
+                continue
+            whole = [canonical(m) for m in candidate.messages + (candidate.output_message_list or [])]
+            if child[: len(whole)] == whole and len(whole) >= length:
+                best, length = candidate, len(whole)
+        assert cache[name].parent is best
+
+
+@given(calls, st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+def test_discounting_is_its_recursive_definition(session: list[Call], gamma: float) -> None:
+    """R(i) = r(i) + gamma * mean of R over the children of i, and nothing else."""
+    cache = play(session)
+    own = {name: i.reward or 0.0 for name, i in cache.items() if i.complete}
+
+    def final(name: str) -> float:
+        below = [final(child) for child in own if cache[child].parent is cache[name]]
+        return own[name] + gamma * (sum(below) / len(below) if below else 0.0)
+
+    expected = {name: final(name) for name in own}
+    cache.apply_reward_discount(gamma)
+    assert {name: cache[name].reward for name in own} == pytest.approx(expected)
+
+
+@given(calls)
+def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
+    """Each sampled token has mask 1 in one row exactly, behind exactly its own prompt, with its turn's own data."""
+    cache = play(session)
+    cache.apply_reward_discount(0.5)
+    of_token = {t: i for i in cache.finished() for t in i.tokens.output_tokens}
+    trained = []
+    for interaction in cache.export_interactions("concat").values():
+        row = interaction.to_lists()
+        assert {len(values) for key, values in row.items() if key != "rewards"} == {len(row["input_ids"])}
+        for t, token in enumerate(row["input_ids"]):
+            if row["turn_ids"][t] < 0:
+                assert not row["loss_mask"][t]
+                assert row["versions"][t] == -1
+                assert (row["logprobs"][t], row["turn_rewards"][t], row["temperatures"][t]) == (0.0, 0.0, 1.0)
+                continue
+            source = of_token[token]
+            place = source.tokens.output_tokens.index(token)
+            assert row["input_ids"][:t] == source.tokens.input_tokens + source.tokens.output_tokens[:place]
+            assert row["logprobs"][t] == -float(token)
+            assert row["versions"][t] == token % 5
+            assert row["turn_ids"][t] == source.turn
+            assert row["turn_rewards"][t] == source.reward
+            assert row["temperatures"][t] == source.tokens.temperature
+            if row["loss_mask"][t]:
+                trained.append(token)
+    assert sorted(trained) == sorted(of_token)
+
+
+@given(calls)
+def test_individual_exports_every_finished_call(session: list[Call]) -> None:
+    """One row a call: its prompt, its output, its reward; a concat export before it changes nothing."""
+    cache = play(session)
+    cache.export_interactions("concat")
+    exported = cache.export_interactions("individual")
+    assert list(exported.values()) == cache.finished()
+    for interaction in exported.values():
+        row, response = interaction.to_lists(), interaction.tokens
+        assert row["input_ids"] == response.input_tokens + response.output_tokens
+        assert row["loss_mask"] == [0] * response.input_len + [1] * response.output_len
+
+
+# Parents
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair["id"])
+def test_real_clients_turns_are_chained(pair: dict[str, Any]) -> None:
+    """Whatever a framework makes of the history, its next turn is the child of the one before."""
+    cache = InteractionCache()
+    response = ModelResponse([1], [2], [-1.0], [0], "stop")
+    cache["parent"] = InteractionWithTokenLogpReward(
+        pair["parent"], model_response=response, output_message_list=[pair["reply"]]
+    )
+    cache["child"] = InteractionWithTokenLogpReward(pair["child"])
+    assert cache["child"].parent is cache["parent"]
+
+
+def test_tools_and_template_arguments_belong_to_the_key() -> None:
+    """The same messages under other tools render to another prompt: no parent."""
+    cache = InteractionCache()
+    cache["a"] = turn([user("hi")], "ok", template_key="thinking")
+    cache["b"] = turn([user("hi"), said("ok"), user("more")])
+    cache["c"] = turn([user("hi"), said("ok"), user("more")], template_key="thinking")
+    assert cache["b"].parent is None
+    assert cache["c"].parent is cache["a"]
+
+
+def test_an_unfinished_call_is_never_a_parent() -> None:
+    """Until its output is known nothing can extend it, and a call that fails leaves no trace."""
+    cache = InteractionCache()
+    cache["a"] = InteractionWithTokenLogpReward([user("hi")])
+    cache["b"] = turn([user("hi"), said("ok"), user("more")])
+    assert cache["b"].parent is None
+    cache.discard("a")
+    cache.discard("b")
+    assert list(cache) == ["b"]  # what has finished stays
+
+
+def test_finding_a_parent_costs_messages_not_interactions() -> None:
+    """800 siblings over 200 shared messages: each message of each is looked at once (AReaL: by every candidate)."""
+
+    class Counted(dict):
+        looks = 0
+
+        def get(self, key: str, default: Any = None) -> Any:
+            Counted.looks += key == "role"
+            return super().get(key, default)
+
+    shared = [Counted(user(str(i))) for i in range(200)]
+    cache = InteractionCache()
+    for k in range(800):
+        cache[str(k)] = turn(list(shared), str(k))
+    assert Counted.looks == 800 * 200
+
+
+def test_bad_entries_are_refused() -> None:
+    """No messages, or an id that is taken: the caller is wrong."""
+    cache = chain(1)
+    with pytest.raises(ValueError, match="no messages"):
+        cache["x"] = InteractionWithTokenLogpReward([])
+    with pytest.raises(ValueError, match="already"):
+        cache["0"] = turn([user("hi")])
+
+
+# Rewards
+
+
+def test_a_sibling_keeps_its_reward_to_itself() -> None:
+    """A -> {B: 1, C: 2} at gamma .9: B stays 1 (in AReaL it becomes 2.8), and A earns the mean, 1.35."""
+    cache = InteractionCache()
+    cache["A"] = turn([user("q")], "a")
+    for name, reward in (("B", 1.0), ("C", 2.0)):
+        cache[name] = turn([user("q"), said("a"), user(name)])
+        cache.set_reward(name, reward)
+    cache.apply_reward_discount(0.9)
+    assert [cache[name].reward for name in "ABC"] == pytest.approx([1.35, 1.0, 2.0])
+
+
+def test_a_chain_gives_the_geometric_series() -> None:
+    """The documents' example: A -> B -> C, reward 1 on C, gamma .9."""
+    cache = chain(3)
+    cache.set_last_reward(1.0)
+    cache.apply_reward_discount(0.9)
+    assert [i.reward for i in cache.values()] == pytest.approx([0.81, 0.9, 1.0])
+    with pytest.raises(RuntimeError, match="already"):
+        cache.apply_reward_discount(0.9)
+
+
+def test_the_last_reward_goes_to_the_last_finished_call() -> None:
+    """A trailing call that never came back takes no reward (AReaL gives it the whole episode's)."""
+    cache = chain(2)
+    cache["cut"] = InteractionWithTokenLogpReward([user("0")])
+    cache.set_last_reward(1.0)
+    cache.apply_reward_discount(0.5)
+    assert cache["cut"].reward is None
+    assert [i.reward for i in cache.finished()] == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, "1", None, [1], 10**400])
+def test_a_reward_is_a_finite_number(reward: Any) -> None:
+    """One NaN would poison the whole batch: it is refused at the door."""
+    with pytest.raises(ValueError, match="finite"):
+        chain(1).set_reward("0", reward)
+
+
+@pytest.mark.parametrize("reward", [1, True, torch.tensor(1.0)])
+def test_any_number_is_a_reward(reward: Any) -> None:
+    """int, bool and torch scalars count as the float they are."""
+    cache = chain(1)
+    cache.set_last_reward(reward)
+    assert cache["0"].reward == 1.0
+
+
+def test_a_reward_for_nobody_is_an_error() -> None:
+    """An unknown id, an unfinished call, an empty session: KeyError, never a silent zero."""
+    cache = InteractionCache()
+    with pytest.raises(KeyError):
+        cache.set_last_reward(1.0)
+    cache["a"] = InteractionWithTokenLogpReward([user("hi")])
+    for name in ("a", "b"):
+        with pytest.raises(KeyError, match=name):
+            cache.set_reward(name, 1.0)
+
+
+# Export
+
+
+def test_tensors_are_the_documents() -> None:
+    """Keys, dtypes and shapes of the trajectory convention; prompt positions hold 0, 0 and -1."""
+    cache = InteractionCache()
+    cache["a"] = turn([user("q")], prompt=[5, 6], tokens=[7, 8, 9], reward=2.0)
+    tensors = cache["a"].to_tensor_dict()
+    expected = {
+        "input_ids": torch.tensor([[5, 6, 7, 8, 9]], dtype=torch.int32),
+        "attention_mask": torch.ones(1, 5, dtype=torch.bool),
+        "loss_mask": torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32),
+        "logprobs": torch.tensor([[0, 0, -0.5, -0.5, -0.5]]),
+        "versions": torch.tensor([[-1, -1, 3, 3, 3]], dtype=torch.int32),
+        "turn_ids": torch.tensor([[-1, -1, 0, 0, 0]], dtype=torch.int32),
+        "turn_rewards": torch.tensor([[0, 0, 2.0, 2.0, 2.0]]),
+        "temperatures": torch.ones(1, 5),
+        "rewards": torch.tensor([2.0]),
+    }
+    assert tensors.keys() == expected.keys()
+    for key, value in expected.items():
+        assert tensors[key].dtype == value.dtype, key
+        assert torch.equal(tensors[key], value), key
+    with pytest.raises(ValueError, match="unfinished"):
+        InteractionWithTokenLogpReward([user("q")]).to_tensor_dict()
+
+
+def test_a_reward_set_after_the_tensors_shows() -> None:
+    """Tensors are made when they are asked for; AReaL keeps the first ones and trains on the old reward."""
+    cache = chain(2)
+    leaf = cache.export_interactions("concat")["1"]
+    assert leaf.to_tensor_dict()["rewards"].tolist() == [0.0]
+    cache.set_reward("0", 1.0)
+    cache.set_last_reward(2.0)
+    tensors = leaf.to_tensor_dict()
+    assert tensors["rewards"].tolist() == [2.0]
+    assert tensors["turn_rewards"].tolist() == [[0.0, 1.0, 1.0, 0.0, 2.0, 2.0]]
+
+
+def test_an_unsampled_token_is_never_trained() -> None:
+    """A child whose prompt differs from the parent's tokens forks, however well the lengths agree."""
+    cache = InteractionCache()
+    cache["a"] = turn([user("q")], "a", prompt=[1, 2], tokens=[3, 4])
+    cache["b"] = turn([user("q"), said("a"), user("r")], prompt=[1, 2, 3, 99, 5], tokens=[6])
+    assert cache["b"].parent is cache["a"]
+    rows = {name: i.to_lists() for name, i in cache.export_interactions("concat").items()}
+    assert rows.keys() == {"a", "b"}
+    assert rows["b"]["loss_mask"] == [0, 0, 0, 0, 0, 1]
+
+
+def test_an_inner_turns_reward_survives_concat() -> None:
+    """Each turn of a row is trained with its own final reward; AReaL exports the leaf's and drops the others."""
+    cache = chain(2)
+    cache.set_reward("0", 1.0)
+    (row,) = (i.to_lists() for i in cache.export_interactions("concat").values())
+    assert row["turn_rewards"] == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    assert row["rewards"] == [0.0]
+
+
+def test_a_shared_turn_is_trained_in_the_first_leaf_only() -> None:
+    """Two leaves over one root: the root's tokens are context in both rows and loss in one."""
+    cache = InteractionCache()
+    cache["root"] = turn([user("q")], "a", prompt=[1], tokens=[2, 3])
+    for name in ("left", "right"):
+        cache[name] = turn([user("q"), said("a"), user(name)], prompt=[1, 2, 3, 4], tokens=[5])
+    rows = {name: i.to_lists() for name, i in cache.export_interactions("concat").items()}
+    assert rows["left"]["loss_mask"] == [0, 1, 1, 0, 1]
+    assert rows["right"]["loss_mask"] == [0, 0, 0, 0, 1]
+    assert rows["right"]["turn_ids"] == [-1, 0, 0, -1, 1]
+
+
+def test_what_training_cannot_reproduce_stays_out_of_the_loss() -> None:
+    """A turn sampled under top_p, or one that asked not to be stored, is context for those after it."""
+    cache = chain(3)
+    cache["0"].tokens.trains_exactly = False
+    cache["1"].trainable = False
+    (row,) = (i.to_lists() for i in cache.export_interactions("concat").values())
+    assert row["loss_mask"] == [0] * 7 + [1, 1]
+
+
+def test_depth_is_no_limit() -> None:
+    """Longer chains than Python's recursion limit are discounted and exported: nothing here recurses."""
+    depth = sys.getrecursionlimit() + 50
+    cache = chain(depth)
+    cache.set_last_reward(1.0)
+    cache.apply_reward_discount(1.0)
+    assert cache["0"].reward == 1.0
+    (row,) = (i.to_lists() for i in cache.export_interactions("concat").values())
+    assert sum(row["loss_mask"]) == 2 * depth
+
+
+def test_an_unknown_style_is_an_error() -> None:
+    """individual or concat; a typing error is not an empty export."""
+    with pytest.raises(ValueError, match="individual or concat"):
+        chain(1).export_interactions("concatenated")
+
+
+def test_the_state_can_be_read() -> None:
+    """A log line shows what is there."""
+    cache = chain(2)
+    cache["open"] = InteractionWithTokenLogpReward([user("x")])
+    assert repr(cache) == "InteractionCache(3 interactions, 1 unfinished, 3 unrewarded)"
+    assert repr(cache["1"]) == "Interaction('1', turn 1, 4+2 tokens, reward=None, parent='0')"

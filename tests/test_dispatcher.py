@@ -1,0 +1,620 @@
+"""Who starts, who waits, who is trained on: with real threads, and once in virtual time.
+
+An episode here ends when the test says so (a future for each task), so every interleaving is a scripted one.
+The 10 s deadlines only turn a hang into a failure.
+"""
+
+import asyncio
+import heapq
+import logging
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dispatcher import BatchTaskDispatcher, DispatchState, TimedResult, logger
+from staleness import RolloutStat, StalenessError, StalenessManager
+
+DEADLINE = 10.0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    task_id: int
+
+
+@dataclass(frozen=True)
+class Group:
+    task_id: int
+    version: int
+
+
+def prompts(first: int = 0) -> Iterator[Prompt]:
+    return map(Prompt, count(first))
+
+
+class Version:
+    """What the engine is to the gate: the current version, behind a lock of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._version = 0
+
+    def get_version(self) -> int:
+        with self._lock:
+            return self._version
+
+    def set_version(self, version: int) -> None:
+        with self._lock:
+            self._version = version
+
+
+class Stage:
+    """A dispatcher whose episodes end as the test says: finish(i), reject(i), crash(i)."""
+
+    def __init__(self, eta: int = 0, batch: int = 2, concurrent: int = 100, max_queue_size: int = 100, **kwargs):
+        self.version = Version()
+        self.manager = StalenessManager(self.version, concurrent, batch, eta)
+        self.events: list[tuple[str, int]] = []
+        self.cleaned_up: list[int] = []
+        self._started: queue.Queue[int] = queue.Queue()
+        self._outcomes: dict[int, Future] = {}
+        self.dispatcher: BatchTaskDispatcher[Prompt, Group] = BatchTaskDispatcher(
+            max_queue_size,
+            lambda task: lambda: self._episode(task),
+            self.manager,
+            head_version=lambda group: group.version,
+            trace=lambda event, task_id: self.events.append((event, task_id)),
+            **kwargs,
+        )
+        self.dispatcher.initialize()
+
+    async def _episode(self, task: Prompt) -> Group | None:
+        outcome = self._outcome(task.task_id)
+        version = self.version.get_version()
+        self._started.put(task.task_id)
+        try:
+            accepted = await asyncio.wrap_future(outcome)
+        finally:
+            self.cleaned_up.append(task.task_id)
+        return Group(task.task_id, version) if accepted else None
+
+    def _outcome(self, task_id: int) -> Future:
+        return self._outcomes.setdefault(task_id, Future())
+
+    def submit(self, *task_ids: int) -> None:
+        for task_id in task_ids:
+            self.dispatcher.submit_task_input(Prompt(task_id))
+
+    def started(self, number: int) -> list[int]:
+        """Waits until `number` more episodes have started."""
+        return [self._started.get(timeout=DEADLINE) for _ in range(number)]
+
+    def finish(self, *task_ids: int) -> None:
+        for task_id in task_ids:
+            self._outcome(task_id).set_result(True)
+
+    def reject(self, task_id: int) -> None:
+        self._outcome(task_id).set_result(False)
+
+    def crash(self, task_id: int, error: BaseException) -> None:
+        self._outcome(task_id).set_exception(error)
+
+    def new_version(self, version: int) -> None:
+        self.version.set_version(version)
+        self.dispatcher.on_new_version()
+
+    def take(self, number: int, **kwargs) -> list[int]:
+        kwargs = {"timeout": DEADLINE, **kwargs}
+        return [group.task_id for group in self.dispatcher.wait_results(number, **kwargs)]
+
+
+class Background:
+    """A call in a thread of its own; result() returns or raises what it did."""
+
+    def __init__(self, call: Callable[[], Any]):
+        self._future: Future = Future()
+        self._thread = threading.Thread(target=self._run, args=(call,))
+        self._thread.start()
+
+    def _run(self, call: Callable[[], Any]) -> None:
+        try:
+            self._future.set_result(call())
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    def result(self) -> Any:
+        try:
+            return self._future.result(DEADLINE)
+        finally:
+            self._thread.join(DEADLINE)
+
+
+@pytest.fixture
+def make_stage() -> Iterator[Callable[..., Stage]]:
+    stages: list[Stage] = []
+
+    def make(**kwargs) -> Stage:
+        stages.append(Stage(**kwargs))
+        return stages[-1]
+
+    yield make
+    for stage in stages:
+        stage.dispatcher.destroy()
+
+
+@pytest.fixture
+def log() -> Iterator[queue.Queue[str]]:
+    """What the dispatcher logs; a message about a wait is put here while the waiting thread holds the lock."""
+    messages: queue.Queue[str] = queue.Queue()
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.put(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+async def value(x: Any) -> Any:
+    return x
+
+
+# ---- order, gate, versions
+
+
+def test_results_come_in_order_of_start(make_stage):
+    """Whoever finishes first, the oldest are consumed first."""
+    stage = make_stage(batch=3)
+    stage.submit(10, 11, 12)
+    assert stage.started(3) == [10, 11, 12]
+    stage.finish(12, 10, 11)
+    assert stage.take(3) == [10, 11, 12]
+
+
+def test_a_straggler_holds_up_its_batch(make_stage):
+    """The batch waits for its oldest member; younger groups run on and wait behind it."""
+    stage = make_stage(eta=1, batch=2)
+    stage.submit(0, 1, 2, 3)
+    stage.started(4)
+    stage.finish(1, 2, 3)
+    assert stage.dispatcher.wait_for_task(3, timeout=DEADLINE).task_id == 3  # so all three have finished
+    with pytest.raises(TimeoutError, match="the 2 oldest tasks"):
+        stage.take(2, timeout=0)
+    stage.finish(0)
+    assert stage.take(2) == [0, 1]
+
+
+def test_a_timeout_consumes_nothing(make_stage):
+    """After a timeout the same results are still there, in the same order."""
+    stage = make_stage(batch=2)
+    stage.submit(0, 1)
+    stage.finish(0)
+    assert stage.take(2, timeout=0, raise_timeout=False) == []
+    with pytest.raises(TimeoutError):
+        stage.take(2, timeout=0)
+    stage.finish(1)
+    assert stage.take(2) == [0, 1]
+    with pytest.raises(ValueError, match="count"):
+        stage.take(0)
+
+
+def test_a_new_version_alone_wakes_the_producer(make_stage):
+    """No task ends and nobody resumes: the new version itself starts what the gate now admits."""
+    stage = make_stage(eta=0, batch=2)
+    stage.submit(0, 1, 2, 3)
+    assert stage.started(2) == [0, 1]
+    assert stage.manager.get_capacity() == 0
+    stage.new_version(1)
+    assert stage.started(2) == [2, 3]
+
+
+def test_a_waiting_trainer_is_woken_by_a_new_version(make_stage, log):
+    """The trainer waits at a closed gate, and the log says for what; the new version ends the wait."""
+    stage = make_stage(eta=0, batch=1)
+    stage.submit(0, 1)
+    stage.finish(0, 1)
+    assert stage.take(1) == [0]
+    waiting = Background(lambda: stage.take(1, timeout=None))
+    assert "at a closed gate for a new version" in log.get(timeout=DEADLINE)
+    stage.new_version(1)
+    assert waiting.result() == [1]
+
+
+def test_waiting_for_what_was_never_submitted_is_logged(make_stage, log):
+    """Another thread may still submit, so it is a wait and no error; but nobody has to guess."""
+    stage = make_stage()
+    waiting = Background(lambda: stage.take(1, timeout=None))
+    assert "waiting for a new task" in log.get(timeout=DEADLINE)
+    stage.submit(0)
+    stage.finish(0)
+    assert waiting.result() == [0]
+
+
+def test_the_concurrency_limit_is_kept_and_refilled(make_stage):
+    """Two may run: the third starts when one of them ends."""
+    stage = make_stage(eta=5, concurrent=2)
+    stage.submit(0, 1, 2)
+    assert stage.started(2) == [0, 1]
+    assert stage.dispatcher.stats == RolloutStat(enqueued=1, running=2)
+    stage.finish(1)
+    assert stage.started(1) == [2]
+
+
+def test_the_runners_bound_holds_back_instead_of_raising(make_stage):
+    """Pending inputs are unbounded; a small max_queue_size only limits how many run."""
+    stage = make_stage(eta=10, max_queue_size=1)
+    stage.submit(*range(5))
+    for task_id in range(5):
+        assert stage.started(1) == [task_id]
+        stage.finish(task_id)
+    assert stage.take(5) == [0, 1, 2, 3, 4]
+
+
+def test_pause_starts_nothing_and_resume_goes_on(make_stage):
+    """While paused, running groups finish and can be taken, and no group starts."""
+    stage = make_stage(batch=2)
+    stage.submit(0)
+    stage.started(1)
+    stage.dispatcher.pause()
+    stage.submit(1)
+    stage.finish(0)
+    assert stage.take(1) == [0]
+    assert stage.dispatcher.stats == RolloutStat(enqueued=1, accepted=1)
+    stage.dispatcher.resume()
+    assert stage.started(1) == [1]
+
+
+def test_every_event_is_traced(make_stage):
+    """trace hears of each step of a life, in order."""
+    stage = make_stage(eta=5)
+    stage.submit(0)
+    stage.finish(0)
+    stage.take(1)
+    stage.submit(1, 2)
+    stage.reject(1)
+    assert stage.dispatcher.wait_for_task(1, DEADLINE) is None
+    stage.crash(2, ValueError("no"))
+    assert stage.dispatcher.wait_for_task(2, DEADLINE) is None
+    lives = {i: [event for event, task_id in stage.events if task_id == i] for i in range(3)}
+    assert lives == {
+        0: ["submit", "start", "finish", "accept"],
+        1: ["submit", "start", "finish", "reject"],
+        2: ["submit", "start", "finish", "fail", "reject"],
+    }
+    assert stage.dispatcher.stats == RolloutStat(accepted=1, rejected=2, failed=1)
+
+
+def test_an_id_is_used_once_at_a_time(make_stage):
+    """A duplicate is refused while the first is pending, running or not consumed; afterwards it is free."""
+    stage = make_stage(eta=5, concurrent=1)
+    stage.submit(0, 1)
+    for task_id in (0, 1):
+        with pytest.raises(ValueError, match="already in the dispatcher"):
+            stage.submit(task_id)
+    stage.finish(0, 1)
+    assert stage.take(2) == [0, 1]
+    stage.submit(0)
+    assert stage.take(1) == [0]
+
+
+# ---- rejection, refill, dropping
+
+
+def test_rejected_groups_are_refilled(make_stage):
+    """active_submit_and_wait draws new prompts for rejected ones until the batch is whole."""
+    stage = make_stage(eta=0, batch=2)
+    batch = Background(lambda: stage.dispatcher.active_submit_and_wait(prompts(), 2))
+    assert stage.started(2) == [0, 1]
+    stage.reject(0)
+    assert stage.started(1) == [2]
+    stage.crash(2, ValueError("one failing episode"))
+    assert stage.started(1) == [3]
+    stage.finish(3, 1)
+    assert [group.task_id for group in batch.result()] == [1, 3]
+    assert stage.dispatcher.stats.rejected == 2
+    assert stage.dispatcher.stats.failed == 1
+
+
+def test_the_gate_is_kept_supplied_while_the_trainer_trains(make_stage):
+    """After a batch is taken, enough prompts are pending that a new version finds them without our help."""
+    stage = make_stage(eta=1, batch=2)
+    source = prompts()
+    stage.finish(*range(4))
+    assert len(stage.dispatcher.active_submit_and_wait(source, 2)) == 2
+    assert stage.dispatcher.stats.enqueued == stage.manager.get_pending_limit() == 4
+    stage.started(4)
+    stage.new_version(1)
+    assert stage.started(2) == [4, 5]
+
+
+def test_the_same_error_again_and_again_ends_the_run(make_stage):
+    """A bug that fails every episode stops the run with the first traceback instead of being refilled for ever."""
+    stage = make_stage(eta=0, batch=2, max_consecutive_failures=3)
+    errors = [ValueError(f"bug {i}") for i in range(10)]
+    for task_id, error in enumerate(errors):
+        stage.crash(task_id, error)
+    with pytest.raises(RuntimeError, match="3 tasks failed one after another") as info:
+        stage.dispatcher.active_submit_and_wait(prompts(), 2)
+    assert info.value.__cause__ in errors
+    assert info.value.__cause__.__traceback__ is not None
+    with pytest.raises(RuntimeError, match="3 tasks failed one after another"):
+        stage.submit(99)
+
+
+def test_how_many_failures_are_a_bug():
+    """Two batches of failures, and at least eight, when nothing is configured."""
+    for batch, limit in ((1, 8), (32, 64)):
+        manager = StalenessManager(Version(), 1, batch, 0)
+        state: DispatchState = DispatchState(manager, lambda _: None, max_running=1)
+        assert state.max_failures == limit
+
+
+def test_one_success_ends_a_row_of_failures(make_stage):
+    """Only failures with nothing between them end the run; a rejection shows that the episode works."""
+    stage = make_stage(eta=100, concurrent=1, max_consecutive_failures=2)
+    for task_id in range(0, 20, 2):
+        stage.crash(task_id, ValueError("now and then"))
+        stage.reject(task_id + 1)
+    stage.finish(20)
+    stage.submit(*range(21))
+    assert stage.take(1) == [20]
+    assert stage.dispatcher.stats == RolloutStat(accepted=1, rejected=20, failed=10)
+
+
+def test_an_exhausted_generator_still_delivers_whole_batches(make_stage):
+    """Five prompts make two batches of two; the third call says that the generator is exhausted."""
+    stage = make_stage(eta=10, batch=2)
+    stage.finish(*range(5))
+    source = iter([Prompt(i) for i in range(5)])
+    assert [g.task_id for g in stage.dispatcher.active_submit_and_wait(source, 2)] == [0, 1]
+    assert [g.task_id for g in stage.dispatcher.active_submit_and_wait(source, 2)] == [2, 3]
+    with pytest.raises(RuntimeError, match="generator is exhausted"):
+        stage.dispatcher.active_submit_and_wait(source, 2)
+
+
+def test_a_stale_group_is_an_error(make_stage):
+    """Pacing promises age <= eta, so an older group at consumption is a bug, and nothing is consumed."""
+    stage = make_stage(eta=0, batch=1)
+    stage.submit(0)
+    stage.started(1)
+    stage.finish(0)
+    stage.new_version(1)
+    with pytest.raises(StalenessError, match="drop_stale"):
+        stage.take(1)
+    stage.version.set_version(0)
+    assert stage.take(1) == [0]
+
+
+def test_a_stale_group_can_be_dropped_and_replaced(make_stage):
+    """With drop_stale it is counted, gives its place back, and a fresh group is returned instead."""
+    stage = make_stage(eta=0, batch=1, drop_stale=True)
+    stage.submit(0, 1, 2, 3)
+    assert stage.started(1) == [0]
+    stage.new_version(1)
+    assert stage.started(1) == [1]
+    stage.new_version(2)
+    assert stage.started(1) == [2]
+    stage.finish(0, 1, 2)
+    assert stage.take(1) == [2]
+    assert stage.started(1) == [3], "in the place of a dropped one"
+    assert stage.dispatcher.stats == RolloutStat(running=1, accepted=1, dropped=2)
+    assert [event for event in stage.events if event[0] == "drop"] == [("drop", 0), ("drop", 1)]
+    assert stage.manager.get_capacity() == 1
+
+
+# ---- one task
+
+
+def test_wait_for_one_task(make_stage):
+    """One task can be fetched by its id; it leaves the order and gives its place back."""
+    stage = make_stage(eta=0, batch=2)
+    stage.submit(0, 1, 2)
+    stage.finish(1)
+    assert stage.dispatcher.wait_for_task(1, DEADLINE) == Group(1, 0)
+    assert stage.started(3) == [0, 1, 2], "the place it gave back is used"
+    with pytest.raises(TimeoutError, match="task 0"):
+        stage.dispatcher.wait_for_task(0, timeout=0)
+    assert stage.dispatcher.wait_for_task(0, timeout=0, raise_timeout=False) is None
+    with pytest.raises(ValueError, match="task 1 was never submitted, or its result was taken"):
+        stage.dispatcher.wait_for_task(1)
+    stage.finish(0, 2)
+    assert stage.take(2) == [0, 2]
+    assert stage.dispatcher.stats == RolloutStat(accepted=2, withdrawn=1)
+
+
+def test_many_single_tasks_pass_a_narrow_gate(make_stage):
+    """Evaluation by id needs no wide gate: each fetched result makes room, and a rejected one is None."""
+    stage = make_stage(eta=0, batch=2)
+    stage.submit(*range(6))
+    stage.finish(0, 1, 2, 4, 5)
+    stage.reject(3)
+    results = [stage.dispatcher.wait_for_task(task_id, DEADLINE) for task_id in range(6)]
+    assert [group and group.task_id for group in results] == [0, 1, 2, None, 4, 5]
+
+
+def test_evaluation_returns_in_order_of_submission(make_stage):
+    """Without a staleness limit, order of start is order of submission, whatever finishes first."""
+    stage = make_stage(eta=10**12, batch=2, concurrent=3)
+    stage.submit(*range(10))
+    stage.finish(*reversed(range(10)))
+    assert stage.take(10) == list(range(10))
+
+
+# ---- failure and shutdown
+
+
+def test_fail_reaches_a_waiting_caller(make_stage):
+    """A watcher that sees a dead server ends the wait of the trainer, and every later call."""
+    stage = make_stage()
+    stage.submit(0)
+    stage.started(1)
+    waiting = Background(lambda: stage.take(1, timeout=None))
+    error = ConnectionError("server 1 is gone")
+    stage.dispatcher.fail(error)
+    stage.dispatcher.fail(ValueError("a later failure does not hide the first"))
+    with pytest.raises(RuntimeError, match="server 1 is gone") as info:
+        waiting.result()
+    assert info.value.__cause__ is error
+    for call in (lambda: stage.submit(1), lambda: stage.take(1), lambda: stage.dispatcher.wait_for_task(0)):
+        with pytest.raises(RuntimeError, match="server 1 is gone"):
+            call()
+
+
+def test_an_error_of_our_own_in_the_thread_reaches_the_caller(make_stage):
+    """What breaks in the thread is not swallowed there: here the trace callback."""
+    stage = make_stage()
+
+    def broken(event: str, task_id: int) -> None:
+        if event == "finish":
+            raise OSError("disk full")
+
+    stage.dispatcher._state.trace = broken
+    stage.submit(0)
+    stage.finish(0)
+    with pytest.raises(RuntimeError, match="the rollout cannot go on") as info:
+        stage.take(1)
+    assert isinstance(info.value.__cause__, OSError)
+
+
+def test_a_broken_task_factory_is_a_failed_task(make_stage):
+    """An exception while an episode is made counts as one while it runs."""
+    stage = make_stage(batch=1)
+
+    def broken(task: Prompt) -> Any:
+        raise ValueError("no workflow of that name")
+
+    stage.dispatcher.task_factory = broken
+    stage.submit(0)
+    assert stage.dispatcher.wait_for_task(0, DEADLINE) is None
+    assert stage.dispatcher.stats == RolloutStat(rejected=1, failed=1)
+
+
+def test_destroy_cancels_cleans_up_and_leaves_no_thread(make_stage):
+    """Running episodes get their CancelledError and may clean up; the thread is joined; twice is once."""
+    before = set(threading.enumerate())
+    stage = make_stage(eta=5)
+    stage.submit(0, 1)
+    stage.started(2)
+    waiting = Background(lambda: stage.take(1, timeout=None))
+    stage.dispatcher.destroy()
+    stage.dispatcher.destroy()
+    with pytest.raises(RuntimeError, match="the dispatcher is destroyed"):
+        waiting.result()
+    assert sorted(stage.cleaned_up) == [0, 1]
+    assert set(threading.enumerate()) == before
+    assert stage.dispatcher.stats == RolloutStat(rejected=2), "a cancelled episode did not fail"
+    with pytest.raises(RuntimeError, match="destroyed"):
+        stage.submit(2)
+
+
+def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
+    """The main thread waits without a timeout, and KeyboardInterrupt still ends it at once."""
+    stage = make_stage()
+    lock, main_thread = stage.dispatcher.runner.lock, threading.get_ident()
+
+    async def interrupt(task: Prompt) -> None:
+        with lock:  # free only once the main thread waits
+            signal.pthread_kill(main_thread, signal.SIGINT)
+        await asyncio.get_running_loop().create_future()
+
+    stage.dispatcher.task_factory = lambda task: lambda: interrupt(task)
+    with lock:
+        stage.submit(0)
+        with pytest.raises(KeyboardInterrupt):
+            stage.dispatcher.wait_results(1)
+
+
+def test_repr_shows_the_state(make_stage):
+    """A log line with the dispatcher in it says where every group is."""
+    stage = make_stage(eta=0, batch=2)
+    stage.submit(0, 1, 2)
+    stage.started(2)
+    assert repr(stage.dispatcher).startswith(
+        "BatchTaskDispatcher(DispatchState(open, pending=1, running=2, behind=0, ready=0, StalenessManager(version=0,"
+    )
+    assert repr(stage.dispatcher.runner) == "AsyncTaskRunner(open, active=2, finished=0)"
+
+
+# ---- the seam: virtual time
+
+
+class VirtualRunner:
+    """Runs tasks in virtual time: a task takes durations(task_id) seconds, and waiting is what moves the clock."""
+
+    def __init__(self, durations: Callable[[int], float]):
+        self.lock = nullcontext()
+        self.durations = durations
+        self.now = 0.0
+        self.on_done: Callable[[TimedResult], None] = lambda result: None
+        self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self._ends: list[tuple[float, int, TimedResult]] = []
+
+    def initialize(self) -> None: ...
+    def wake(self) -> None: ...
+    def destroy(self) -> None: ...
+
+    def submit(self, async_fn, *args, task_id=None) -> int:
+        try:
+            async_fn(*args).send(None)
+        except StopIteration as end:
+            result = TimedResult(task_id, int(self.now), end.value)
+        heapq.heappush(self._ends, (self.now + self.durations(task_id), task_id, result))
+        return task_id
+
+    def wait_for(self, attempt, timeout=None):
+        deadline = float("inf") if timeout is None else self.now + timeout
+        while not (result := attempt()):
+            assert self._ends or timeout is not None, "nothing will ever happen"
+            if not self._ends or self._ends[0][0] > deadline:
+                self.now = deadline
+                return result
+            self.now, _, done = heapq.heappop(self._ends)
+            self.on_done(done)
+        return result
+
+
+def virtual_training(eta: int, batch: int, durations: Callable[[int], float], steps: int, train_s: float):
+    """(ages by step, seconds) of the shipped dispatcher under a scripted clock."""
+    version = Version()
+    runner = VirtualRunner(durations)
+    dispatcher: BatchTaskDispatcher[Prompt, Group] = BatchTaskDispatcher(
+        1000,
+        lambda task: lambda: value(Group(task.task_id, version.get_version())),
+        StalenessManager(version, 1000, batch, eta),
+        head_version=lambda group: group.version,
+        runner=runner,
+    )
+    source, ages = prompts(), []
+    for step in range(steps):
+        groups = dispatcher.active_submit_and_wait(source, batch)
+        ages.append([step - group.version for group in groups])
+        runner.wait_for(lambda: False, timeout=train_s)  # the trainer trains, and the clock goes on
+        version.set_version(step + 1)
+        dispatcher.on_new_version()
+    return ages, runner.now
+
+
+def test_the_dispatcher_runs_in_virtual_time():
+    """Ten steps of 10 s rollouts and 10 s training: 200 s in turns, 110 s overlapped, and ages as promised."""
+    ages, seconds = virtual_training(0, 4, lambda task_id: 10.0, steps=10, train_s=10.0)
+    assert seconds == 200.0
+    assert max(map(max, ages)) == 0
+    ages, seconds = virtual_training(1, 4, lambda task_id: 10.0, steps=10, train_s=10.0)
+    assert seconds == 110.0
+    assert max(map(max, ages)) == 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 3), st.integers(1, 4), st.lists(st.integers(0, 50), min_size=60, max_size=60), st.integers(0, 30))
+def test_no_choice_of_durations_breaks_the_bound(eta, batch, durations, train_s):
+    """Whatever the lengths of the episodes, the shipped dispatcher trains on nothing older than eta."""
+    ages, _ = virtual_training(eta, batch, lambda i: durations[i % 60], steps=12, train_s=train_s)
+    assert max(map(max, ages)) <= eta

@@ -1,0 +1,635 @@
+"""Interruption loses nothing and mislabels nothing: what a client of inference servers must get right.
+
+The network is replaced at its lowest seam (httpx.MockTransport) by a server that answers from a script; time
+by a list that records how long the engine wanted to sleep. The last tests talk to a real server process.
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Coroutine
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from engine import EngineError, GenerationHyperparameters, ModelRequest, RemoteInfEngine, rank_servers, segment_seed
+from weights import WeightUpdateMeta
+
+A, B = "http://a", "http://b"
+Answer = httpx.Response | Exception | Callable[[], Coroutine[Any, Any, httpx.Response]]
+
+
+def generated(tokens: list[int], finish: str = "stop", **meta: Any) -> httpx.Response:
+    """An answer to /generate in SGLang's form; the logprob of token t is -t. `spans`: [(version, count),
+    ...]."""
+    spans, start = [], 0
+    for version, count in meta.pop("spans", [(0, len(tokens))]):
+        spans.append({"version": str(version), "start": start, "end": start + count})
+        start += count
+    info = {
+        "finish_reason": {"type": finish},
+        "weight_version": spans[-1]["version"],
+        "output_token_logprobs": [[-float(t), t, None] for t in tokens],
+        "weight_versions": spans,
+    }
+    return httpx.Response(200, json={"output_ids": tokens, "meta_info": info | meta})
+
+
+def without_spans(tokens: list[int], finish: str, version: int) -> httpx.Response:
+    """The same from SGLang 0.5.16 to 0.5.18: one version, that of the end."""
+    body = generated(tokens, finish, spans=[(version, len(tokens))]).json()
+    del body["meta_info"]["weight_versions"]
+    return httpx.Response(200, json=body)
+
+
+class Script:
+    """Servers that answer /generate from a script (the last line for ever) and say yes to everything else."""
+
+    def __init__(self, *answers: Answer, info: dict[str, Any] | None = None) -> None:
+        self.answers = list(answers)
+        self.info = info or {}
+        self.requests: list[tuple[str, dict[str, Any]]] = []  # (url, body) in the order of arrival
+        self.slept: list[float] = []
+
+    def __call__(self, request: httpx.Request) -> Any:
+        self.requests.append((str(request.url), json.loads(request.content or b"{}")))
+        if request.url.path == "/model_info":
+            return httpx.Response(200, json=self.info)
+        if request.url.path != "/generate":
+            return httpx.Response(200, json={"success": True})
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer if isinstance(answer, httpx.Response) else answer()
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        await asyncio.sleep(0)
+
+    def engine(self, *addresses: str, **options: Any) -> RemoteInfEngine:
+        transport = httpx.MockTransport(self)
+        return RemoteInfEngine(list(addresses) or [A], transport=transport, sleep=self.sleep, **options)
+
+    def sent(self, path: str = "/generate") -> list[dict[str, Any]]:
+        return [body for url, body in self.requests if url.endswith(path)]
+
+    def paths(self) -> list[str]:
+        return [httpx.URL(url).path for url, _ in self.requests]
+
+
+def request(*ids: int, **gconfig: Any) -> ModelRequest:
+    return ModelRequest(list(ids or (1, 2, 3)), rid="r", gconfig=GenerationHyperparameters(**gconfig))
+
+
+# Interruption
+
+
+@pytest.mark.anyio
+async def test_resumes_where_it_was_interrupted():
+    """An interrupted answer goes on after its own tokens, and each token carries the version that computed
+    it."""
+    script = Script(generated([10, 11], "abort"), generated([12, 13, 14], "stop", spans=[(1, 3)]))
+    response = await script.engine().agenerate(request(max_new_tokens=8))
+    assert response.output_tokens == [10, 11, 12, 13, 14]
+    assert response.output_logprobs == [-10.0, -11.0, -12.0, -13.0, -14.0]
+    assert response.output_versions == [0, 0, 1, 1, 1]
+    assert response.stop_reason == "stop"
+    first, second = script.sent()
+    assert (first["input_ids"], second["input_ids"]) == ([1, 2, 3], [1, 2, 3, 10, 11])
+    assert [body["sampling_params"]["max_new_tokens"] for body in (first, second)] == [8, 6]
+    assert [body["rid"] for body in (first, second)] == ["r-0", "r-1"]
+    assert (response.input_len, response.output_len) == (3, 5)
+
+
+@pytest.mark.anyio
+async def test_spans_within_one_answer():
+    """A server that retracts answers once, and its spans say where in the answer the weights changed."""
+    script = Script(generated([5, 6, 7, 8, 9], spans=[(3, 2), (4, 3)]))
+    response = await script.engine().agenerate(request())
+    assert response.output_versions == [3, 3, 4, 4, 4]
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=8))
+def test_any_interruptions_give_the_same_answer(cuts: list[tuple[int, bool]]):
+    """However often an answer is cut, with a new version at the cut or without: no token is lost, doubled or
+    relabelled."""
+    answers, tokens, versions = [], list[int](), list[int]()
+    version = 0
+    for count, updated in cuts:
+        version += updated
+        piece = list(range(len(tokens), len(tokens) + count))
+        tokens, versions = tokens + piece, versions + [version] * count
+        answers.append(generated(piece, "abort", spans=[(version, count)]))
+    answers.append(generated([100], spans=[(version, 1)]))
+    script = Script(*answers)
+    response = asyncio.run(script.engine().agenerate(request(max_new_tokens=64)))
+    assert response.output_tokens == [*tokens, 100]
+    assert response.output_versions == [*versions, version]
+    assert all(
+        b["input_ids"] == [1, 2, 3, *tokens[: 64 - b["sampling_params"]["max_new_tokens"]]] for b in script.sent()
+    )
+
+
+@pytest.mark.anyio
+async def test_abort_that_spent_the_budget_is_length():
+    """An abort that arrives with the last token allowed asks for no more."""
+    script = Script(generated([4, 5], "abort"))
+    response = await script.engine().agenerate(request(max_new_tokens=2))
+    assert response.stop_reason == "length"
+    assert len(script.sent()) == 1
+
+
+@pytest.mark.anyio
+async def test_version_is_the_servers_not_the_clocks():
+    """AReaL tags with the version read when the answer arrives: a set_version meanwhile must not retag
+    tokens."""
+    in_flight, release = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> httpx.Response:
+        in_flight.set()
+        await release.wait()
+        return generated([7, 8], spans=[(0, 2)])
+
+    engine = Script(slow).engine()
+    answer = asyncio.create_task(engine.agenerate(request()))
+    await in_flight.wait()
+    engine.set_version(1)
+    release.set()
+    assert (await answer).output_versions == [0, 0]
+
+
+@pytest.mark.anyio
+async def test_empty_aborts_are_no_storm():
+    """Forty aborts without a token cost forty waits, doubling to one second (AReaL: 2,000 requests in 1.8
+    s)."""
+    script = Script(*[generated([], "abort")] * 40, generated([9]))
+    response = await script.engine().agenerate(request())
+    assert response.output_tokens == [9]
+    assert script.slept[:6] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0]
+    assert len(script.slept) == 40
+    assert sum(script.slept) > 35
+
+
+@pytest.mark.anyio
+async def test_a_resumed_segment_has_noise_of_its_own():
+    """The seed of a segment depends on where it starts: resumed it is another, retried from the start the
+    same."""
+    script = Script(generated([5], "abort"), httpx.Response(503), generated([6]))
+    await script.engine().agenerate(request(seed=11))
+    seeds = [body["sampling_params"]["sampling_seed"] for body in script.sent()]
+    assert seeds == [11, segment_seed(11, 1), segment_seed(11, 1)]
+    assert 0 <= seeds[1] < 2**63
+    assert seeds[1] != 11
+
+
+# Failures
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "failure",
+    [
+        httpx.Response(503, json={"error": {"message": "busy"}}),
+        httpx.Response(500, text="oops"),
+        httpx.ConnectError("refused"),
+        httpx.ReadError("reset"),
+        httpx.ReadTimeout("slow"),
+    ],
+)
+async def test_failure_keeps_what_was_generated(failure: Answer):
+    """A server that fails in the middle costs a retry after a pause, not the tokens (AReaL: the whole
+    episode)."""
+    script = Script(generated([4, 5], "abort"), failure, failure, generated([6], spans=[(1, 1)]))
+    response = await script.engine().agenerate(request())
+    assert response.output_tokens == [4, 5, 6]
+    assert response.output_versions == [0, 0, 1]
+    assert script.sent()[-1]["input_ids"] == [1, 2, 3, 4, 5]
+    assert 0.25 <= script.slept[0] <= 0.5
+    assert 0.5 <= script.slept[1] <= 1.0
+
+
+@pytest.mark.anyio
+async def test_gives_up_after_the_retries():
+    """request_retries counts the tries after the first; then the error says which server and why."""
+    script = Script(httpx.ConnectError("refused"))
+    with pytest.raises(EngineError, match=r"http://a/generate cannot be reached.*refused") as caught:
+        await script.engine(request_retries=2).agenerate(request())
+    assert caught.value.status == 503
+    assert len(script.sent()) == 3
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"error": {"message": "unknown field: top_q"}},
+        {"error": "unknown field: top_q"},
+        {"object": "error", "message": "unknown field: top_q", "code": 400},
+        {"detail": "unknown field: top_q"},
+    ],
+)
+async def test_a_wrong_request_is_sent_once(body: dict[str, Any]):
+    """A 4xx is the caller's mistake: one request, no retry, and the server's own words."""
+    script = Script(httpx.Response(400, json=body))
+    with pytest.raises(EngineError, match="unknown field: top_q") as caught:
+        await script.engine().agenerate(request())
+    assert caught.value.status == 400
+    assert script.paths() == ["/generate"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(200, json={"text": "hello"}),
+        generated([1, 2], weight_version="default", weight_versions=[{"version": "default", "start": 0, "end": 2}]),
+        generated([1, 2], spans=[(0, 1)]),
+        generated([1, 2], output_token_logprobs=[]),
+    ],
+)
+async def test_an_answer_without_versions_or_logprobs_is_an_error(answer: httpx.Response):
+    """A token whose version or logprob is unknown cannot be trained on, so it is refused, not guessed."""
+    with pytest.raises(EngineError) as caught:
+        await Script(answer).engine().agenerate(request())
+    assert caught.value.status == 502
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("failure", [asyncio.CancelledError, httpx.ReadTimeout])
+async def test_who_gives_up_tells_the_server(failure: type[BaseException]):
+    """SGLang does not notice that a client hung up, so a cancelled or timed-out request is aborted by its
+    rid."""
+    in_flight = asyncio.Event()
+
+    async def hang() -> httpx.Response:
+        in_flight.set()
+        if failure is httpx.ReadTimeout:
+            raise httpx.ReadTimeout("slow")
+        return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    script = Script(generated([4], "abort"), hang)
+    task = asyncio.create_task(script.engine(request_retries=0).agenerate(request()))
+    await in_flight.wait()
+    if failure is asyncio.CancelledError:
+        task.cancel()
+    with pytest.raises((asyncio.CancelledError, EngineError)):
+        await task
+    assert script.sent("/abort_request") == [{"rid": "r-1"}]
+
+
+# What is sent
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("ids", "gconfig", "message"),
+    [
+        ([], {}, "empty"),
+        ([1, 259], {}, "259 is outside the vocabulary of 259"),
+        ([1, -1], {}, "-1 is outside"),
+        ([1, True], {}, "Python ints, not .'bool'"),
+        ([1, 2.0], {}, "Python ints, not .'float'"),
+        ([1] * 64, {}, "64 tokens leave no room in the context of 64"),
+        ([1], {"n_samples": 2}, "one sample"),
+        ([1], {"max_new_tokens": 0}, "at least 1 token"),
+    ],
+)
+async def test_what_would_kill_a_server_is_never_sent(ids: list[int], gconfig: dict[str, Any], message: str):
+    """An id outside the vocabulary kills SGLang with all it runs: the engine answers 400 by itself."""
+    script = Script(generated([1]))
+    engine = script.engine(vocab_size=259, context_length=64)
+    with pytest.raises(EngineError, match=message) as caught:
+        await engine.agenerate(ModelRequest(ids, gconfig=GenerationHyperparameters(**gconfig)))
+    assert caught.value.status == 400
+    assert script.requests == []
+
+
+@pytest.mark.anyio
+async def test_the_budget_ends_with_the_context():
+    """A prompt of context - 1 tokens is served, with one token to generate."""
+    script = Script(generated([5], "length"))
+    response = await script.engine(context_length=64).agenerate(ModelRequest([1] * 63))
+    assert script.sent()[0]["sampling_params"]["max_new_tokens"] == 1
+    assert response.stop_reason == "length"
+
+
+@pytest.mark.anyio
+async def test_every_sampling_parameter_is_sent():
+    """A server's own defaults come from the model's generation_config.json, so nothing is left to them."""
+    script = Script(generated([5]))
+    response = await script.engine().agenerate(request(temperature=0.7, stop=["\n"], stop_token_ids=[2]))
+    assert script.sent()[0]["sampling_params"] == {
+        "max_new_tokens": 512,
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": [2],
+        "stop": ["\n"],
+    }
+    assert script.sent()[0]["return_logprob"] is True
+    assert (response.temperature, response.trains_exactly) == (0.7, True)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("gconfig", [{"greedy": True}, {"temperature": 0.0}])
+async def test_greedy_is_temperature_zero(gconfig: dict[str, Any]):
+    """Greedy tokens are no samples of a distribution: marked so, and their logprobs are those at temperature
+    1."""
+    script = Script(generated([5]))
+    response = await script.engine().agenerate(request(**gconfig))
+    assert script.sent()[0]["sampling_params"]["temperature"] == 0.0
+    assert (response.temperature, response.trains_exactly) == (1.0, False)
+
+
+def test_trains_exactly_means_pure_temperature_sampling():
+    """What changes the distribution behind the logprobs' back cannot be trained on as if it had not."""
+    pure = GenerationHyperparameters(temperature=0.5)
+    assert pure.trains_exactly
+    changes: list[dict[str, Any]] = [{"top_p": 0.9}, {"top_k": 5}, {"frequency_penalty": 0.1}, {"greedy": True}]
+    assert not any(pure.new(**change).trains_exactly for change in changes)
+    assert pure.new().stop is not pure.stop
+
+
+# Several servers
+
+
+KEYS = st.text(min_size=1, max_size=8)
+
+
+@given(KEYS, st.sets(KEYS, min_size=2, max_size=8), st.data())
+def test_a_lost_server_moves_only_its_own_conversations(key: str, servers: set[str], data: st.DataObject):
+    """Rendezvous hashing: without one server, every conversation keeps the order of the others."""
+    order = rank_servers(sorted(servers), key)
+    lost = data.draw(st.sampled_from(order))
+    assert rank_servers(sorted(servers - {lost}), key) == [server for server in order if server != lost]
+    assert rank_servers(sorted(servers, reverse=True), key) == order
+
+
+@pytest.mark.anyio
+async def test_turns_of_a_conversation_go_to_one_server():
+    """Its prefix cache is there (AReaL spreads the turns round robin); other conversations spread over
+    all."""
+    script = Script(generated([5]))
+    engine = script.engine(A, B)
+    for session in "abcdefghijkl" * 3:
+        await engine.agenerate(ModelRequest([1], session=session))
+    hosts = [url for url, _ in script.requests]
+    assert hosts[:12] == hosts[12:24] == hosts[24:]
+    assert len(set(hosts)) == 2
+
+
+@pytest.mark.anyio
+async def test_a_dead_server_hands_over():
+    """A retry goes to the next server of the conversation's own order, with the tokens so far."""
+    script = Script(generated([4], "abort"), httpx.ConnectError("refused"), generated([5]))
+    response = await script.engine(A, B).agenerate(request())
+    first, dead, alive = (url for url, body in script.requests if url.endswith("/generate"))
+    assert first == dead != alive
+    assert response.output_tokens == [4, 5]
+
+
+# Control
+
+
+class Executor:
+    """Stands for the rollout side: records what the engine tells it, in the script's order of events."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: self.script.requests.append((f"executor/{name}", {"args": args}))
+
+
+def test_the_order_of_a_weight_update(tmp_path: Path):
+    """Admission stops before the servers do and starts after them; the new version opens the gate last."""
+    (tmp_path / "v1").mkdir()
+    script = Script(generated([1]))
+    engine = script.engine(A)
+    engine.executor = Executor(script)
+    engine.pause()
+    engine.update_weights(WeightUpdateMeta(path=str(tmp_path), version=1))
+    engine.set_version(1)
+    engine.resume()
+    assert [url.removeprefix(A).lstrip("/") for url, _ in script.requests] == [
+        "executor/pause",
+        "pause_generation",
+        "update_weights_from_disk",
+        "executor/on_new_version",
+        "continue_generation",
+        "executor/resume",
+    ]
+    assert script.sent("/pause_generation") == [{"mode": "retract"}]
+    assert engine.get_version() == 1
+
+
+def test_a_server_without_spans_is_paused_by_abort(caplog: pytest.LogCaptureFixture):
+    """One version for a whole answer is right only if no answer lives through an update; the engine sees it
+    at the start and says so."""
+    script = Script(without_spans([1], "length", 0))
+    engine = script.engine(A, B)
+    engine.initialize()
+    engine.pause()
+    assert script.sent("/pause_generation") == [{"mode": "abort"}] * 2
+    assert [record.message.count("no weight_versions") for record in caplog.records] == [1]
+
+
+@pytest.mark.anyio
+async def test_without_spans_a_segment_has_one_version():
+    """Abort and resume tags exactly without spans: every segment lies on one side of the update."""
+    script = Script(without_spans([4, 5], "abort", 0), without_spans([6], "stop", 1))
+    response = await script.engine(pause_mode="abort").agenerate(request())
+    assert response.output_versions == [0, 0, 1]
+
+
+@pytest.mark.anyio
+async def test_initialize_learns_the_limits():
+    """The smallest vocabulary and context of all servers hold, unless the caller knows better."""
+    script = Script(generated([1]), info={"vocab_size": 259, "context_length": 64})
+    engine = script.engine(A, context_length=32)
+    engine.initialize()
+    assert (engine.vocab_size, engine.context_length) == (259, 32)
+    assert script.sent()[0]["input_ids"] == [0]
+
+
+@pytest.mark.parametrize("failure", [httpx.ConnectError("refused"), httpx.Response(500, text="boom")])
+def test_failing_servers_are_all_named(failure: Answer):
+    """A control call waits for every server, then one error names each that failed."""
+
+    def serve(http_request: httpx.Request) -> httpx.Response:
+        if http_request.url.host == "a":
+            return httpx.Response(200, json={"status": "ok"})
+        if isinstance(failure, Exception):
+            raise failure
+        assert isinstance(failure, httpx.Response)
+        return failure
+
+    engine = RemoteInfEngine([A, B, "http://c"], transport=httpx.MockTransport(serve))
+    with pytest.raises(RuntimeError, match=r"http://b/pause_generation .*; http://c/pause_generation ") as caught:
+        engine.pause()
+    assert "http://a" not in str(caught.value)
+    assert engine.health() == [B, "http://c"]
+
+
+def test_destroy_leaves_no_server_paused():
+    """A run that dies between pause and resume must not leave servers mute (AReaL #1160); twice is once."""
+    script = Script(generated([1]))
+    engine = script.engine(A)
+    engine.executor = Executor(script)
+    engine.pause()
+    engine.destroy()
+    engine.destroy()
+    assert script.paths() == ["executor/pause", "/pause_generation", "/continue_generation", "executor/destroy"]
+    assert "destroyed" in repr(engine)
+
+
+def test_rollouts_need_an_executor():
+    """submit and its kin live on the executor and say so when there is none."""
+    script = Script(generated([1]))
+    engine = script.engine(A)
+    for method in (engine.submit, engine.wait, engine.wait_for_task, engine.rollout_batch, engine.prepare_batch):
+        with pytest.raises(RuntimeError, match="attach a WorkflowExecutor"):
+            method(1)
+    engine.executor = Executor(script)
+    engine.submit("data", is_eval=True)
+    assert script.requests == [("executor/submit", {"args": ("data",)})]
+
+
+@pytest.mark.parametrize("options", [{"addresses": []}, {"addresses": [A], "pause_mode": "stop"}])
+def test_wrong_options_are_refused(options: dict[str, Any]):
+    """No server, or a pause mode that no server knows: said at the start, not at the first update."""
+    with pytest.raises(ValueError, match=r"needs the address|pause_mode is"):
+        RemoteInfEngine(**options)
+
+
+# Connections
+
+
+class CountingServer(BaseHTTPRequestHandler):
+    """A server whose threads are its connections: `server_close` returns when the last one has ended."""
+
+    protocol_version = "HTTP/1.1"
+    connections = 0
+
+    def setup(self) -> None:
+        type(self).connections += 1
+        super().setup()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        content = generated([1, 2]).content
+        self.send_response(200)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+
+def test_connections_are_reused_and_end_with_their_loop():
+    """As many connections as requests were ever in flight, and none is left when the event loop ends."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), CountingServer)
+    server.daemon_threads = False  # so that server_close joins them
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    engine = RemoteInfEngine([f"http://127.0.0.1:{server.server_port}"])
+
+    async def rounds_of_four() -> None:
+        for _ in range(5):
+            await asyncio.gather(*(engine.agenerate(ModelRequest([1])) for _ in range(4)))
+
+    asyncio.run(rounds_of_four())
+    assert CountingServer.connections == 4
+    engine.destroy()
+    server.shutdown()
+    serving.join()
+    server.server_close()
+
+
+# A real server
+
+
+@pytest.fixture
+def real_engine(tiny_server: str):
+    engine = RemoteInfEngine([tiny_server])
+    try:
+        engine.initialize()
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def forward_logprobs(model_dir: Path, ids: list[int]) -> torch.Tensor:
+    """log p(ids[t] | ids[:t]) at position t by transformers, float32; 0 at position 0."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logp = model(torch.tensor([ids])).logits[0].log_softmax(-1)  # (T, V)
+    taken = logp[:-1].gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]  # (T - 1,)
+    return torch.cat([torch.zeros(1), taken])  # (T,)
+
+
+@pytest.mark.parametrize("pause_mode", ["retract", "abort"])
+def test_every_logprob_is_that_of_the_weights_it_names(
+    real_engine: RemoteInfEngine, tiny_model_dir: Path, other_model_dir: Path, tmp_path: Path, pause_mode: str
+):
+    """A weight update in the middle of generation: each token's logprob is a transformers forward's under the
+    weights of that token's version."""
+    real_engine.pause_mode = pause_mode
+    models = {0: tiny_model_dir, 1: other_model_dir}
+    prompts = [[5, 6, 7, 8 + i] for i in range(4)]
+
+    def update(version: int) -> None:
+        link = tmp_path / f"v{version}"
+        link.symlink_to(models[version], target_is_directory=True)
+        real_engine.pause()
+        real_engine.update_weights(WeightUpdateMeta(path=str(tmp_path), version=version))
+        real_engine.set_version(version)
+        real_engine.resume()
+        link.unlink()
+
+    async def generate_through_an_update() -> list[Any]:
+        gconfig = GenerationHyperparameters(max_new_tokens=400, seed=0)
+        tasks = [
+            asyncio.create_task(real_engine.agenerate(ModelRequest(prompt, gconfig=gconfig))) for prompt in prompts
+        ]
+        first = ModelRequest([1, 2], gconfig=GenerationHyperparameters(max_new_tokens=8))
+        await real_engine.agenerate(first)  # by now the others run
+        await asyncio.to_thread(update, 1)
+        return await asyncio.gather(*tasks)
+
+    responses = asyncio.run(generate_through_an_update())
+    update(0)
+    assert any(len(set(response.output_versions)) == 2 for response in responses)
+    for response in responses:
+        assert response.output_versions == sorted(response.output_versions)
+        ids = response.input_tokens + response.output_tokens
+        by_version = {v: forward_logprobs(path, ids)[response.input_len :] for v, path in models.items()}
+        for t, (logprob, version) in enumerate(zip(response.output_logprobs, response.output_versions, strict=True)):
+            assert logprob == pytest.approx(by_version[version][t].item(), abs=1e-4)
+
+
+def test_score_is_the_forward_pass(real_engine: RemoteInfEngine, tiny_model_dir: Path):
+    """The server's own logprobs of given tokens, for the metric that compares it with the trainer."""
+    sequences = [[5, 6, 7], list(range(1, 40)), [3, 1]]
+    for ids, scores in zip(sequences, real_engine.score(sequences), strict=True):
+        assert scores == pytest.approx(forward_logprobs(tiny_model_dir, ids).tolist(), abs=1e-4)
+
+
+def test_one_seed_one_answer(real_engine: RemoteInfEngine):
+    """The same seed gives the same tokens from a real server, through connections of two event loops."""
+    gconfig = GenerationHyperparameters(max_new_tokens=16, seed=5)
+    ask = ModelRequest([9, 8, 7], gconfig=gconfig)
+    first, second = (asyncio.run(real_engine.agenerate(ask)) for _ in range(2))
+    assert first.output_tokens == second.output_tokens

@@ -1,0 +1,548 @@
+"""The executor: batches in order of start, every call by its own arguments, and nothing lost or counted twice."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, free_port, wait_until_up
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from scripted import ScriptedEngine
+from torch.utils.data import DataLoader
+
+from engine import GenerationHyperparameters, RemoteInfEngine
+from executor import ExecutorStats, ProxyAddress, WorkflowExecutor
+from plumbing.config import OpenAIConfig, RolloutConfig
+from workflow import RLVRWorkflow, RolloutWorkflow, workflow_context
+
+Make = Callable[..., WorkflowExecutor]
+
+
+def loader(samples: list[dict], batch_size: int = 2, seed: int | None = None) -> DataLoader:
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return DataLoader(
+        samples,  # type: ignore[arg-type]
+        batch_size=batch_size,
+        shuffle=seed is not None,
+        generator=generator,
+        collate_fn=list,
+    )
+
+
+SAMPLES = [{"n": n} for n in range(5)]
+
+
+class Echo(RolloutWorkflow):
+    """A row that says which sample, which member and which workflow made it."""
+
+    def __init__(self, name: int = 0, fails: tuple[int, ...] = (), rejects: tuple[int, ...] = ()) -> None:
+        self.name, self.fails, self.rejects = name, fails, rejects
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        if data["n"] in self.fails:
+            raise ValueError(f"sample {data['n']} is broken")
+        if data["n"] in self.rejects:
+            return None
+        ids = [data["n"] + 1, workflow_context.get().sample_idx, self.name]
+        return {
+            "input_ids": torch.tensor([ids], dtype=torch.int32),
+            "attention_mask": torch.ones(1, 3, dtype=torch.bool),
+            "loss_mask": torch.tensor([[0, 0, 1]], dtype=torch.int32),
+            "logprobs": torch.zeros(1, 3),
+            "versions": torch.full((1, 3), engine.get_version(), dtype=torch.int32),
+            "rewards": torch.tensor([float(data["n"])]),
+        }
+
+
+class Waits(Echo):
+    """Sample n ends when gates[n] is opened (from any thread)."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.gates = {n: asyncio.Event() for n in range(count)}
+        self.started: list[int] = []
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        self.loop = asyncio.get_running_loop()
+        self.started.append(data["n"])
+        await self.gates[data["n"]].wait()
+        if data["n"] == 3:  # opens the way for the older ones: the order of completion is reversed
+            self.gates[2].set()
+        elif data["n"] > 0:
+            self.gates[data["n"] - 1].set()
+        return await super().arun_episode(engine, data)
+
+    def __deepcopy__(self, memo: dict) -> "Waits":
+        return self
+
+
+@pytest.fixture
+def make(tiny_tokenizer: Any) -> Iterator[Make]:
+    """make(**options) -> an executor over a ScriptedEngine; destroyed after the test."""
+    made: list[WorkflowExecutor] = []
+
+    def make(engine: Any = None, config: dict[str, Any] | None = None, **options: Any) -> WorkflowExecutor:
+        settings = {"consumer_batch_size": 2, "max_head_offpolicyness": 0} | (config or {})
+        engine = engine or ScriptedEngine(tiny_tokenizer)
+        made.append(WorkflowExecutor(engine, RolloutConfig(**settings), **options))
+        return made[-1]
+
+    yield make
+    for executor in made:
+        executor.destroy()
+
+
+def next_version(executor: WorkflowExecutor) -> None:
+    executor.engine.set_version(executor.engine.get_version() + 1)
+
+
+# ---------------------------------------------------------------- prepare_batch
+
+
+def test_prepare_batch_cycles_the_data_in_its_own_order(make: Make) -> None:
+    """Batches follow the loader's order, epoch after epoch, with one row after another in order of start."""
+    executor, data = make(), loader(SAMPLES)
+    seen = []
+    for _ in range(5):
+        batch = executor.prepare_batch(data, Echo())
+        seen += batch["input_ids"][:, 0].tolist()
+        next_version(executor)
+    assert seen == [1, 2, 3, 4, 5] * 2
+    assert batch["task_ids"].tolist() == [8, 9]
+
+
+def test_the_order_of_the_data_is_the_loaders_own_generator(make: Make) -> None:
+    """The same seed of the loader gives the same prompts in the same order; another epoch is shuffled anew."""
+
+    def epochs(seed: int) -> list[int]:
+        executor, data, seen = make(), loader(SAMPLES, seed=seed), []
+        for _ in range(5):
+            seen += executor.prepare_batch(data, Echo())["input_ids"][:, 0].tolist()
+            next_version(executor)
+        return seen
+
+    first = epochs(seed=1)
+    assert first == epochs(seed=1)
+    assert sorted(first[:5]) == sorted(first[5:]) == [1, 2, 3, 4, 5]
+    assert first[:5] != first[5:]
+
+
+def test_every_call_is_served_by_its_own_arguments(make: Make) -> None:
+    """A later call's workflow, its arguments and group size are used, not the first call's (AReaL keeps those for ever)."""
+    executor, data = make(), loader(SAMPLES)
+    rows = []
+    for step in range(4):
+        batch = executor.prepare_batch(data, Echo, {"name": step}, group_size=1 + step)
+        rows.append(batch["input_ids"].tolist())
+        next_version(executor)
+    assert rows[0] == [[1, 0, 0], [2, 0, 0]]
+    assert rows[1] == [[3, 0, 0], [4, 0, 0]]  # were drawn before the second call
+    assert rows[2] == [[5, 0, 1], [5, 1, 1], [1, 0, 1], [1, 1, 1]]
+    assert rows[3] == [[2, i, 2] for i in range(3)] + [[3, i, 2] for i in range(3)]
+
+
+def test_rows_come_in_order_of_start_and_members_in_order(make: Make) -> None:
+    """The last to start finishes first here, and still each group has its place, its rows side by side."""
+    executor, workflow = make(config={"consumer_batch_size": 4}), Waits(4)
+    workflow.gates[3].set()
+    batch = executor.prepare_batch(loader(SAMPLES[:4], batch_size=4), workflow, group_size=2)
+    assert batch["input_ids"][:, :2].tolist() == [[n, i] for n in (1, 2, 3, 4) for i in (0, 1)]
+    assert batch["group_ids"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_rejected_groups_are_refilled_and_failed_ones_counted(make: Make) -> None:
+    """None and False reject, an exception fails; each makes room for the next prompt."""
+    executor = make()
+    workflow = Echo(fails=(0,), rejects=(1,))
+    batch = executor.prepare_batch(loader(SAMPLES), workflow, None, lambda traj: bool(traj["rewards"][0] != 2))
+    assert batch["rewards"].tolist() == [3.0, 4.0]
+    assert replace(executor.stats, enqueued=0) == ExecutorStats(accepted=2, rejected=3, failed=1)
+
+
+def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
+    """A group that lost a member is accepted; the member is in failed_members."""
+
+    class OneFails(Echo):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            if workflow_context.get().sample_idx == 1:
+                raise ValueError("no tool")
+            return await super().arun_episode(engine, data)
+
+    executor = make()
+    batch = executor.prepare_batch(loader(SAMPLES), OneFails(), group_size=3)
+    assert batch["input_ids"][:, :2].tolist() == [[1, 0], [1, 2], [2, 0], [2, 2]]
+    assert replace(executor.stats, enqueued=0) == ExecutorStats(accepted=2, failed_members=2)
+    assert "failed_members=2" in repr(executor)
+
+
+def test_the_same_failure_again_and_again_stops_the_run(make: Make) -> None:
+    """A workflow that always raises ends the run with its first traceback, and is not refilled for ever."""
+    executor = make()
+    with pytest.raises(RuntimeError, match="sample 0 is broken") as stopped:
+        executor.prepare_batch(loader(SAMPLES), Echo(fails=(0, 1, 2, 3, 4)))
+    assert isinstance(stopped.value.__cause__, ValueError)
+
+
+def test_the_loaders_batch_is_what_the_gate_counts(make: Make) -> None:
+    """Another batch size than consumer_batch_size is an error that says why; so is a loader without samples."""
+    with pytest.raises(ValueError, match="consumer_batch_size=2 must equal the dataloader's batch_size=3"):
+        make().prepare_batch(loader(SAMPLES, batch_size=3), Echo())
+    with pytest.raises(ValueError, match="no samples"):
+        make().prepare_batch(loader([]), Echo())
+
+
+def test_group_size_and_n_samples_are_one_number(make: Make) -> None:
+    """Either may be given; given both and different is an error; evaluation takes the group size it is told."""
+    executor = make(gconfig=GenerationHyperparameters(n_samples=3))
+    with pytest.raises(ValueError, match=r"group_size=2 and gconfig.n_samples=3 are one number"):
+        executor.prepare_batch(loader(SAMPLES), Echo(), group_size=2)
+    assert len(executor.prepare_batch(loader(SAMPLES), Echo())["rewards"]) == 6
+    assert make(config={"group_size": 4}).choose_group_size(None, is_eval=False) == 4
+    assert executor.choose_group_size(1, is_eval=True) == 1
+
+
+def test_should_accept_fn_may_be_named_and_must_be_a_function(make: Make) -> None:
+    """A filter comes from configuration as "module.function"."""
+    executor = make()
+    batch = executor.prepare_batch(loader(SAMPLES), Echo(), should_accept_fn=f"{__name__}.is_even")
+    assert batch["rewards"].tolist() == [0.0, 2.0]
+    with pytest.raises(TypeError, match=r"should_accept_fn must be a function or 'module.function', not 7"):
+        executor.submit(SAMPLES[0], Echo(), should_accept_fn=7)  # type: ignore[arg-type]
+
+
+def is_even(traj: dict[str, torch.Tensor]) -> bool:
+    return traj["rewards"][0].item() % 2 == 0
+
+
+# ---------------------------------------------------------------- submit, wait, evaluation
+
+
+def test_submit_and_wait(make: Make) -> None:
+    """submit gives an id; wait gives the oldest groups; wait_for_task gives one, and None for a rejected one."""
+    executor = make(config={"consumer_batch_size": 8})
+    workflow = Echo(rejects=(1,))
+    ids = [executor.engine.executor.submit(sample, workflow) for sample in SAMPLES]
+    one = executor.wait_for_task(ids[3], timeout=30)
+    assert one is not None
+    assert one["rewards"].tolist() == [3.0]
+    assert executor.wait_for_task(ids[1], timeout=30) is None
+    assert executor.wait(3, timeout=30)["rewards"].tolist() == [0.0, 2.0, 4.0]
+    assert executor.stats.accepted == 3
+
+
+def test_rollout_batch_keeps_the_order_of_the_data(make: Make) -> None:
+    """All prompts are rolled out; those accepted come back in the order they were given; none is an error."""
+    executor = make(config={"consumer_batch_size": 8})
+    assert executor.rollout_batch(SAMPLES, Echo(rejects=(1,)))["rewards"].tolist() == [0.0, 2.0, 3.0, 4.0]
+    with pytest.raises(RuntimeError, match="none of 5 rollouts was accepted"):
+        executor.rollout_batch(SAMPLES, Echo(rejects=(0, 1, 2, 3, 4)))
+
+
+def test_evaluation_needs_no_new_version_and_leaves_the_engine_alone(make: Make, tmp_path: Path) -> None:
+    """The sibling for evaluation has no staleness gate, sees is_eval, and does not replace the run's executor."""
+
+    class Sees(Echo):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            assert workflow_context.get().is_eval
+            return await super().arun_episode(engine, data)
+
+    executor = make()
+    evaluation = executor.for_evaluation()
+    many = [{"n": n} for n in range(40)]
+    batch = evaluation.rollout_batch(many, Sees(), group_size=1, is_eval=True)
+    assert batch["rewards"].tolist() == [float(n) for n in range(40)]
+    evaluation.close()
+    assert executor.engine.executor is executor
+    assert executor.stats == ExecutorStats()
+
+
+def test_a_workflow_cannot_change_the_dataset(make: Make) -> None:
+    """What an episode does to its sample is gone with it: the next epoch sees the data as it was."""
+
+    class Writes(Echo):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            data["n"] += 100
+            return await super().arun_episode(engine, data)
+
+    samples = [{"n": 0}, {"n": 1}]
+    make().prepare_batch(loader(samples), Writes())
+    assert samples == [{"n": 0}, {"n": 1}]
+
+
+def test_pause_holds_back_what_has_not_started(make: Make) -> None:
+    """Between pause and resume nothing starts."""
+    executor = make()
+    executor.pause()
+    task_id = executor.submit(SAMPLES[0], Echo())
+    assert executor.stats == ExecutorStats(enqueued=1)
+    executor.resume()
+    assert executor.wait_for_task(task_id, timeout=30) is not None
+
+
+def test_a_failure_outside_ends_every_call(make: Make) -> None:
+    """When a server dies, the trainer that waits for a batch learns why."""
+    executor = make()
+    executor.fail(ChildProcessError("the server died"))
+    with pytest.raises(RuntimeError, match="the server died"):
+        executor.prepare_batch(loader(SAMPLES), Echo())
+
+
+def test_destroy_detaches_and_may_be_repeated(make: Make) -> None:
+    """After destroy the engine has no executor, and nothing is left running."""
+    executor = make()
+    executor.submit(SAMPLES[0], Waits(1))
+    executor.destroy()
+    executor.destroy()
+    assert executor.engine.executor is None
+
+
+# ---------------------------------------------------------------- trajectories
+
+
+class Bad(RolloutWorkflow):
+    """Returns what it was given."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        return data["returns"]
+
+
+def test_a_malformed_trajectory_is_a_failure_that_is_explained(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """The check names what is wrong; a change of keys between episodes of one workflow counts as wrong."""
+    executor = make(config={"consumer_batch_size": 8})
+    good = {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
+    for returns in (good, {"input_ids": torch.ones(2)}, good | {"hint": torch.ones(1)}, {}):
+        executor.wait_for_task(executor.submit({"returns": returns}, Bad()), timeout=30)
+    assert executor.stats.failed == 3
+    assert "lacks attention_mask" in caplog.text
+    assert "adds ['hint']" in caplog.text
+
+
+def test_the_tokens_age_is_taken_from_the_trajectory(make: Make) -> None:
+    """Versions on prompt tokens are no versions: a prompt marked -1 is not infinitely old."""
+
+    class PromptIsMinusOne(Echo):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            traj = await super().arun_episode(engine, data)
+            traj["versions"][:, :2] = -1
+            return traj
+
+    executor, data = make(), loader(SAMPLES)
+    for version in range(3):
+        batch = executor.prepare_batch(data, PromptIsMinusOne())
+        assert batch["versions"][:, 2].tolist() == [version] * 2
+        next_version(executor)
+
+
+async def pays(prompt: str, completion: str, prompt_ids: list, completion_ids: list, **data: Any) -> float:
+    return 1.0
+
+
+def test_dumps_are_the_documents_lines(make: Make, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """{dump_dir}/rollout/{version}/{task_id}.jsonl and eval-rollout/..., with the fields of rollout_workflow.txt."""
+    engine = ScriptedEngine(tiny_tokenizer, lambda request: "vier")
+    executor = make(engine, tokenizer=tiny_tokenizer, dump_dir=tmp_path)
+    engine.set_version(5)
+    sample = {"messages": [{"role": "user", "content": "2+2?"}]}
+    kwargs = {"reward_fn": pays}
+    executor.wait_for_task(executor.submit(sample, RLVRWorkflow, kwargs, group_size=2), timeout=30)
+    executor.wait_for_task(executor.submit(sample, RLVRWorkflow, kwargs, is_eval=True), timeout=30)
+    files = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.jsonl"))
+    assert files == ["eval-rollout/5/1.jsonl", "rollout/5/0.jsonl"]
+    lines = [json.loads(line) for line in (tmp_path / "rollout/5/0.jsonl").read_text().splitlines()]
+    prompt = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    prompt_len = len(tiny_tokenizer.encode(prompt))
+    assert lines == [
+        {
+            "task_id": 0,
+            "sample_idx": i,
+            "seqlen": prompt_len + 5,
+            "prompt_len": prompt_len,
+            "head_version": 5,
+            "tail_version": 5,
+            "reward": 1.0,
+            "prompt": prompt,
+            "completion": "vier<|im_end|>",
+        }
+        for i in range(2)
+    ]
+
+
+def test_dumps_without_a_tokenizer_are_refused_at_the_start(make: Make, tmp_path: Path) -> None:
+    """Text needs a tokenizer; without one the run does not start (AReaL warns and dumps nothing)."""
+    with pytest.raises(ValueError, match="set tokenizer_path"):
+        make(dump_dir=tmp_path)
+    make(dump_dir=tmp_path, config={"dump_to_file": False})
+
+
+# ---------------------------------------------------------------- agents, by the real proxy and server
+
+
+class DocumentsAgent:
+    """docs/agent_workflow.txt, "Proxy Approach"."""
+
+    async def run(self, data: dict, **extra_kwargs: Any) -> float:
+        http_client = extra_kwargs.get("http_client")
+        base_url = extra_kwargs.get("base_url")
+        client = AsyncOpenAI(base_url=base_url, http_client=http_client, max_retries=0, api_key="DUMMY")
+        response = await client.chat.completions.create(
+            model="default", messages=data["messages"], max_completion_tokens=4
+        )
+        return compute_reward(response, data["answer"])
+
+
+def compute_reward(response: Any, answer: str) -> float:
+    return 1.0 if response.choices[0].message.content == answer else 0.5
+
+
+class Talks:
+    """`turns` calls, each going on from the last; then `result` of their ids, or an error."""
+
+    def __init__(self, result: Callable[[list[str]], Any], turns: int = 2) -> None:
+        self.result, self.turns = result, turns
+
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> Any:
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
+        messages, ids = list(data["messages"]), []
+        for _ in range(self.turns):
+            reply = await client.chat.completions.create(model="m", messages=messages, max_completion_tokens=4)
+            ids.append(reply.id)
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+            messages.append({"role": "user", "content": "go on"})
+        return self.result(ids)
+
+
+@pytest.fixture(scope="module")
+def proxy(tiny_server: str, tiny_model_dir: Path) -> Iterator[ProxyAddress]:
+    """A proxy.py process in front of the tiny server."""
+    port = free_port()
+    command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
+    command += ["--port", str(port), "--admin-key", "secret", "--seed", "1", "--exit-with-parent"]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    wait_until_up(f"http://127.0.0.1:{port}", process)
+    yield ProxyAddress(f"http://127.0.0.1:{port}", "secret")
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait(timeout=20)
+
+
+QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
+
+
+@pytest.fixture
+def run_agent(make: Make, proxy: ProxyAddress, tiny_server: str) -> Iterator[Callable[..., Any]]:
+    """run_agent(agent, **openai options) -> (the group or None, the executor's stats)."""
+    engine = RemoteInfEngine([tiny_server])
+    engine.initialize()
+
+    def run(agent: Any, group_size: int = 1, **openai: Any) -> Any:
+        config = {"openai": OpenAIConfig(**openai)}
+        executor = make(engine, config, proxy=proxy)
+        task_id = executor.submit(QUESTION, agent, group_size=group_size)
+        result = executor.wait_for_task(task_id, timeout=60), executor.stats
+        executor.destroy()
+        return result
+
+    yield run
+    engine.destroy()
+
+
+def test_the_documents_agent_is_trained_on_unchanged(run_agent: Any) -> None:
+    """The agent of docs/agent_workflow.txt, the unmodified SDK and its base_url: a group of rows with rewards."""
+    group, stats = run_agent(DocumentsAgent, group_size=3)
+    assert group["rewards"].shape == (3,)
+    assert set(group["rewards"].tolist()) <= {0.5, 1.0}
+    assert (group["loss_mask"].sum(1) >= 1).all()
+    assert group["group_ids"].tolist() == [0, 0, 0]
+    assert stats == ExecutorStats(withdrawn=1)
+
+
+NUMBERS = [1, 1.0, True, np.float32(1), np.int64(1), torch.tensor(1.0), torch.tensor(True)]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda n: type(n).__name__)
+def test_an_agent_may_return_any_number(run_agent: Any, number: Any) -> None:
+    """`return 1` rewards the last completion, and gamma carries it back to the first."""
+    group, _ = run_agent(Talks(lambda ids: number), turn_discount=0.5, export_style="individual")
+    assert group["rewards"].tolist() == [0.5, 1.0]
+
+
+def test_a_conversation_is_one_row_in_style_concat(run_agent: Any) -> None:
+    """Two turns, one row, each turn's tokens with their own final reward."""
+    group, _ = run_agent(Talks(lambda ids: 1), turn_discount=0.5, export_style="concat")
+    assert group["rewards"].tolist() == [1.0]
+    first, second = (group["turn_rewards"][group["turn_ids"] == k] for k in (0, 1))
+    assert set(first.tolist()) == {0.5}
+    assert set(second.tolist()) == {1.0}
+
+
+def test_a_dict_rewards_the_completions_it_names(run_agent: Any) -> None:
+    """Rewards per completion id; an id that the proxy does not know fails the episode."""
+    group, _ = run_agent(Talks(lambda ids: {ids[0]: 3, ids[1]: np.float32(1)}), export_style="individual")
+    assert group["rewards"].tolist() == [4.0, 1.0]
+    assert run_agent(Talks(lambda ids: {"nobody": 1.0})) == (None, ExecutorStats(rejected=1, failed=1))
+
+
+def test_none_means_what_the_agent_set_itself(run_agent: Any) -> None:
+    """An agent that returned None and set nothing is rejected; one that posted a reward keeps it, be it 0."""
+    assert run_agent(Talks(lambda ids: None)) == (None, ExecutorStats(rejected=1))
+
+    class SetsItself(Talks):
+        async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> None:
+            await super().run(data, base_url, api_key, http_client)
+            answer = await http_client.post(base_url.removesuffix("/v1") + "/rl/set_reward", json={"reward": 0.0})
+            assert answer.status_code == 200
+
+    group, stats = run_agent(SetsItself(lambda ids: None))
+    assert group["rewards"].tolist() == [0.0]
+    assert stats == ExecutorStats(withdrawn=1)
+
+
+def test_what_is_no_reward_fails_the_episode_and_is_named(run_agent: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A string, a reward without a completion, and an exception are failures, each with its reason in the log."""
+    failed = (None, ExecutorStats(rejected=1, failed=1))
+    assert run_agent(Talks(lambda ids: "1.0")) == failed
+    assert "a reward is a number, not str" in caplog.text
+    assert run_agent(Talks(lambda ids: 1.0, turns=0)) == failed
+    assert run_agent(Talks(lambda ids: 1 / 0)) == failed
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_an_episode_that_takes_too_long_is_cancelled(run_agent: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """An agent that hangs gives its place back, and sees its cancellation."""
+    cancelled = threading.Event()
+
+    class Hangs:
+        async def run(self, data: dict, **extra_kwargs: Any) -> float:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+            return 1.0
+
+    assert run_agent(Hangs(), episode_timeout_seconds=0.2) == (None, ExecutorStats(rejected=1, failed=1))
+    assert cancelled.is_set()
+    assert "took longer than 0.2 s (rollout.openai.episode_timeout_seconds)" in caplog.text
+
+
+def test_agents_get_the_http_client_that_their_sdk_runs_on(run_agent: Any) -> None:
+    """One client for all episodes of the loop, of the type that the installed openai SDK asks for, closed at the end."""
+    clients = []
+
+    class Keeps:
+        async def run(self, data: dict, http_client: Any, **extra_kwargs: Any) -> None:
+            clients.append(http_client)
+
+    run_agent(Keeps(), group_size=3)
+    assert len(set(map(id, clients))) == 1
+    assert isinstance(clients[0], DefaultAsyncHttpxClient)
+    assert clients[0].is_closed

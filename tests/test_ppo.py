@@ -1,0 +1,387 @@
+"""The objective against a slow loop that is written as the paper writes it, and advantages against arithmetic.
+
+The loop below has no tensors, no masks and no shortcuts: for every trained token it reads off the three policies, forms
+the ratios, takes the minimum, and sums. The real code must give the same number on inputs in which every clip, the
+cap, both signs of the advantage and the mask decide somewhere; each test first asserts that they do.
+"""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plumbing.config import NormConfig, PPOActorConfig
+from ppo import compute_advantages, ppo_actor_loss_fn
+
+NAN, INF = float("nan"), float("inf")
+
+
+# -- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def paper_objective(theta, prox, behav, A, mask, *, eps, eps_high, c, cap) -> tuple[float, Counter]:
+    """mean over trained tokens of (prox / behav) min(u A, clip(u, 1 - eps, 1 + eps_high) A), and what decided how often."""
+    theta, prox, behav, A, mask = (x.tolist() for x in (theta, prox, behav, A, mask))
+    hits: Counter[str] = Counter()
+    total, count = 0.0, 0
+    for i in range(len(theta)):
+        for t in range(len(theta[i])):
+            if not mask[i][t]:
+                hits["masked"] += 1
+                continue
+            count += 1
+            u = math.exp(theta[i][t] - prox[i][t])  # pi_theta / pi_prox
+            w = math.exp(prox[i][t] - behav[i][t])  # pi_prox / pi_behav
+            if w > cap:
+                hits["dropped"] += 1
+                continue
+            clip_u = min(max(u, 1 - eps), 1 + eps_high)
+            term = min(u * A[i][t], clip_u * A[i][t])
+            if clip_u * A[i][t] < u * A[i][t]:
+                hits["clipped above" if A[i][t] > 0 else "clipped below"] += 1
+            elif u != clip_u:
+                hits["outside, not clipped"] += 1
+            else:
+                hits["inside"] += 1
+            if A[i][t] < 0 and term < c * A[i][t]:
+                hits["dual clip"] += 1
+                term = c * A[i][t]
+            total += w * term
+    return total / count, hits
+
+
+def random_tokens(seed: int, shape=(6, 40), spread=0.6):
+    """theta, prox, behav, A (float64) and mask, far enough apart that everything that can decide does."""
+    g = torch.Generator().manual_seed(seed)
+    behav = -3 * torch.rand(shape, generator=g, dtype=torch.float64)
+    prox = behav + spread * torch.randn(shape, generator=g, dtype=torch.float64)
+    theta = prox + spread * torch.randn(shape, generator=g, dtype=torch.float64)
+    A = torch.randn(shape, generator=g, dtype=torch.float64)
+    mask = (torch.rand(shape, generator=g) < 0.7).int()
+    return theta, prox, behav, A, mask
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_loss_is_the_papers_objective(seed):
+    """J = mean of pi_prox/pi_behav * min(u A, clip(u) A), where each clip, the cap, the dual clip and the mask decide."""
+    theta, prox, behav, A, mask = random_tokens(seed)
+    expected, hits = paper_objective(*(x.tolist() for x in (theta, prox, behav, A, mask)), 0.2, 0.28, 1.5, 2.0)
+    branches = {"masked", "dropped", "clipped above", "clipped below", "outside, not clipped", "inside", "dual clip"}
+    assert branches <= hits.keys()
+
+    loss, stats = ppo_actor_loss_fn(
+        theta, prox, behav, A, mask, eps_clip=0.2, eps_clip_higher=0.28, c_clip=1.5, behave_imp_weight_cap=2.0
+    )
+
+    assert loss.item() == pytest.approx(-expected, rel=1e-12)
+    assert stats["dropped_share"].item() == pytest.approx(hits["dropped"] / int(mask.sum()))
+
+
+def test_standard_ppo_is_the_same_loop_with_one_old_policy():
+    """Without the decoupled loss pi_old stands in both places, and pi_prox is not even read."""
+    theta, _, old, A, mask = random_tokens(7)
+    expected, hits = paper_objective(theta, old, old, A, mask, eps=0.2, eps_high=0.2, c=INF, cap=5.0)
+    assert hits["clipped above"]
+    assert hits["clipped below"]
+
+    loss, stats = ppo_actor_loss_fn(theta, torch.full_like(theta, NAN), old, A, mask, use_decoupled_loss=False)
+
+    assert loss.item() == pytest.approx(-expected, rel=1e-12)
+    assert stats["behave_weight_mean"].item() == stats["behave_weight_max"].item() == 1
+
+
+def test_decoupled_is_standard_bit_for_bit_when_the_data_is_fresh():
+    """When pi_prox wrote the data itself, decoupled PPO is PPO: the same bits, in the loss and in the gradient."""
+    theta, _, old, A, mask = (x.float() for x in random_tokens(3))
+    losses, gradients = [], []
+    for decoupled in (True, False):
+        leaf = theta.clone().requires_grad_()
+        loss, _ = ppo_actor_loss_fn(leaf, old, old, A, mask, c_clip=2.0, use_decoupled_loss=decoupled)
+        loss.backward()
+        losses.append(loss)
+        gradients.append(leaf.grad)
+    assert torch.equal(losses[0], losses[1])
+    assert torch.equal(gradients[0], gradients[1])
+
+
+def test_the_first_step_on_fresh_data_is_the_policy_gradient():
+    """At pi_theta = pi_prox = pi_behav no clip is active: the gradient is that of mean(A log pi), REINFORCE's."""
+    _, _, old, A, mask = random_tokens(4)
+    ours, plain = old.clone().requires_grad_(), old.clone().requires_grad_()
+    ppo_actor_loss_fn(ours, old, old, A, mask, c_clip=2.0)[0].backward()
+    (-(A * plain * mask).sum() / mask.sum()).backward()
+    torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-12, atol=0)
+
+
+def test_stale_data_is_weighted_in_the_gradient_too():
+    """At pi_theta = pi_prox every token's gradient is pi_prox/pi_behav * A / n: the correction AReaL leaves off by default."""
+    _, prox, behav, A, mask = random_tokens(5)
+    theta = prox.clone().requires_grad_()
+    ppo_actor_loss_fn(theta, prox, behav, A, mask, behave_imp_weight_cap=None)[0].backward()
+    torch.testing.assert_close(theta.grad, -(prox - behav).exp() * A * mask / mask.sum())
+
+
+def test_the_write_ups_surrogate_is_another_objective():
+    """min(pi_theta/pi_behav A, clip(u) A), as the write-up has it, is not the paper's objective; ours is the paper's."""
+    theta, prox, behav, A, mask = random_tokens(0)
+    u = (theta - prox).exp()
+    surr1, surr2 = (theta - behav).exp() * A, u.clamp(0.8, 1.2) * A
+    write_up = -(torch.minimum(surr1, surr2) * mask).sum() / mask.sum()
+    paper = -((prox - behav).exp() * torch.minimum(u * A, surr2) * mask).sum() / mask.sum()
+
+    loss, _ = ppo_actor_loss_fn(theta, prox, behav, A, mask, behave_imp_weight_cap=None)
+
+    torch.testing.assert_close(loss, paper)
+    assert abs(loss - write_up) > 0.05
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+def test_what_is_under_the_mask_cannot_leak(poison):
+    """NaN and infinities at tokens that are not trained change neither the loss nor a single gradient or statistic."""
+    *clean, mask = random_tokens(1)
+
+    def run(theta, prox, behav, A):
+        leaf = theta.clone().requires_grad_()
+        loss, stats = ppo_actor_loss_fn(leaf, prox, behav, A, mask, c_clip=2.0)
+        loss.backward()
+        return torch.stack([loss.detach(), *stats.values()]), leaf.grad
+
+    for poisoned in range(4):
+        tensors = [x.masked_fill(mask == 0, poison) if i == poisoned else x for i, x in enumerate(clean)]
+        for a, b in zip(run(*clean), run(*tensors), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_dropped_token_leaves_the_sum_but_not_the_count():
+    """Two tokens, one above the cap: the other contributes A / 2 and not A. Outliers make a step small, never large."""
+    zero = torch.zeros(2)
+    theta = zero.clone().requires_grad_()
+    loss, stats = ppo_actor_loss_fn(
+        theta, zero, torch.tensor([0.0, -100.0]), torch.ones(2), torch.ones(2), behave_imp_weight_cap=5.0
+    )
+    loss.backward()
+    assert loss.item() == -0.5
+    assert theta.grad is not None
+    assert theta.grad.tolist() == [-0.5, 0.0]
+    assert stats["dropped_share"].item() == 0.5
+
+
+def test_a_weight_at_the_cap_stays():
+    """The cap drops what is above it; a weight of exactly the cap is used, as it is."""
+    zero = torch.zeros(1)
+    assert ppo_actor_loss_fn(zero, zero, zero, -zero + 3, zero + 1, behave_imp_weight_cap=1.0)[0].item() == -3
+
+
+def test_dual_clip_bounds_what_one_token_can_do():
+    """A token that was rare and became likely, in a failed episode: its loss is at most c |A| and its gradient 0."""
+    theta = torch.tensor([-0.001], requires_grad=True)
+    old, A, one = torch.tensor([-8.0]), torch.tensor([-2.3]), torch.ones(1)
+    assert ppo_actor_loss_fn(theta, old, old, A, one)[0].item() > 1000
+    loss, _ = ppo_actor_loss_fn(theta, old, old, A, one, c_clip=2.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(2 * 2.3)
+    assert theta.grad is not None
+    assert theta.grad.item() == 0
+
+
+def test_the_pieces_of_a_batch_add_up():
+    """With the whole batch's denominator, losses and statistics of its pieces sum to those of the whole."""
+    tensors = random_tokens(2)
+    n = int(tensors[-1].sum())
+    whole, stats = ppo_actor_loss_fn(*tensors)
+    pieces = [ppo_actor_loss_fn(*(x[rows] for x in tensors), denominator=n) for rows in (slice(0, 1), slice(1, 6))]
+    torch.testing.assert_close(sum(loss for loss, _ in pieces), whole)
+    for key in stats.keys() - {"behave_weight_max"}:
+        torch.testing.assert_close(sum(s[key] for _, s in pieces), stats[key])
+
+
+def test_no_trained_token_is_no_loss():
+    """A mask of zeros gives a loss of 0 and gradients of 0, not 0/0."""
+    theta, prox, behav, A, _ = random_tokens(0)
+    theta.requires_grad_()
+    loss, stats = ppo_actor_loss_fn(theta, prox, behav, A, torch.zeros_like(A))
+    loss.backward()
+    assert loss.item() == 0
+    assert not theta.grad.any()
+    assert all(s.item() == 0 for s in stats.values())
+
+
+def test_the_kl_statistic_is_k3_and_never_negative():
+    """kl = mean of (r - 1 - log r), r = pi_theta / pi_behav: 0 only where both agree."""
+    theta, prox, behav, A, mask = random_tokens(6)
+    kl = ppo_actor_loss_fn(theta, prox, behav, A, mask)[1]["kl"]
+    r = (theta - behav).exp()[mask > 0]
+    torch.testing.assert_close(kl, (r - 1 - r.log()).mean())
+    assert ppo_actor_loss_fn(behav, behav, behav, A, mask)[1]["kl"].item() == 0
+
+
+# -- advantages -------------------------------------------------------------------------------------------------------
+
+
+def make_batch(*rows: tuple[int, list[tuple[float, int, bool]]]) -> dict[str, torch.Tensor]:
+    """Rows of (group id, turns); a turn is (reward, number of tokens, trained?). Two prompt tokens stand before each turn."""
+    width = max(sum(2 + n for _, n, _ in turns) for _, turns in rows) + 2
+    shape = (len(rows), width)
+    batch = {
+        "loss_mask": torch.zeros(shape, dtype=torch.int32),
+        "turn_ids": torch.full(shape, -1, dtype=torch.int32),
+        "turn_rewards": torch.zeros(shape),
+        "logprobs": torch.zeros(shape),
+        "group_ids": torch.tensor([group for group, _ in rows], dtype=torch.int32),
+    }
+    for i, (_, turns) in enumerate(rows):
+        at = 0
+        for k, (reward, n, trained) in enumerate(turns):
+            span = slice(at + 2, at + 2 + n)
+            batch["loss_mask"][i, span] = int(trained)
+            batch["turn_ids"][i, span] = k
+            batch["turn_rewards"][i, span] = reward
+            at += 2 + n
+    return batch
+
+
+def single(*rows: tuple[int, float]) -> dict[str, torch.Tensor]:
+    """Rows of one trained turn of three tokens: (group id, reward)."""
+    return make_batch(*((group, [(reward, 3, True)]) for group, reward in rows))
+
+
+def per_row(advantages: torch.Tensor, batch) -> list[float]:
+    """Each row's advantage, after checking that all its trained tokens have it and the others have 0."""
+    values = []
+    for row, mask in zip(advantages, batch["loss_mask"].bool(), strict=True):
+        assert len(set(row[mask].tolist())) == 1
+        assert not row[~mask].any()
+        values.append(row[mask][0].item())
+    return values
+
+
+def config(mean="group", std="none", **changes) -> PPOActorConfig:
+    norm = {k: changes.pop(k) for k in ("per_turn", "std_constant") if k in changes}
+    return PPOActorConfig(adv_norm=NormConfig(mean_level=mean, std_level=std, **norm), **changes)
+
+
+def test_a_group_is_its_id_wherever_its_rows_are():
+    """Groups of 3 and 2, interleaved: each is centred by its own mean. By blocks of rows the last one would get 100,000."""
+    batch = single((7, 1.0), (3, 0.0), (7, 0.0), (3, 1.0), (7, 2.0))
+    assert per_row(compute_advantages(batch, config()), batch) == [0.0, -0.5, -1.0, 0.5, 1.0]
+
+
+def test_a_lost_member_does_not_move_the_others():
+    """One of two groups of 4 keeps a single member: the full group's numbers are right, the single one gets 0."""
+    batch = single((0, 1.0), (0, 0.0), (0, 1.0), (0, 0.0), (1, 1.0))
+    advantages = per_row(compute_advantages(batch, config(std="group")), batch)
+    assert advantages == pytest.approx([0.866, -0.866, 0.866, -0.866, 0.0], abs=1e-3)
+
+
+@given(
+    rewards=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.3, 1.0, -2.0])), min_size=1, max_size=12),
+    order=st.randoms(use_true_random=False),
+    levels=st.tuples(st.sampled_from(["group", "batch", "none"]), st.sampled_from(["group", "batch", "none"])),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_order_of_rows_means_nothing(rewards, order, levels):
+    """Shuffling the rows of a batch shuffles their advantages and changes none of them."""
+    shuffled = list(range(len(rewards)))
+    order.shuffle(shuffled)
+    a, b = single(*rewards), single(*(rewards[i] for i in shuffled))
+    before = per_row(compute_advantages(a, config(*levels)), a)
+    after = per_row(compute_advantages(b, config(*levels)), b)
+    assert after == pytest.approx([before[i] for i in shuffled], abs=1e-6)
+
+
+@pytest.mark.parametrize("std", ["group", "batch", "constant", "none"])
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.7, 1 / 3])
+def test_equal_rewards_teach_nothing(reward, std):
+    """A group whose members all got the same has advantage exactly 0: no rounding error is blown up by a tiny spread."""
+    batch = single(*[(0, reward)] * 7)
+    assert per_row(compute_advantages(batch, config(std=std)), batch) == [0.0] * 7
+
+
+@pytest.mark.parametrize("std", ["group", "batch"])
+def test_a_group_of_one_teaches_nothing(std):
+    """A single rollout is its own baseline: advantage 0, finite, whatever the spread is taken over."""
+    batch = single((5, 3.0))
+    assert per_row(compute_advantages(batch, config(std=std)), batch) == [0.0]
+
+
+def test_without_a_baseline_one_rollout_keeps_its_reward():
+    """With mean and spread off, REINFORCE: the advantage is the reward; a spread that does not exist divides by 1."""
+    batch = single((0, 3.0), (1, -1.0))
+    assert per_row(compute_advantages(batch, config("none", "none")), batch) == [3.0, -1.0]
+    assert per_row(compute_advantages(batch, config("none", "group")), batch) == [3.0, -1.0]
+
+
+def test_the_spread_of_the_batch_and_a_constant_spread():
+    """Mean over the group, divided by the whole batch's standard deviation or by a number that is given."""
+    rewards = [1.0, 0.0, 4.0, 2.0]
+    batch = single((0, rewards[0]), (0, rewards[1]), (1, rewards[2]), (1, rewards[3]))
+    s = torch.tensor(rewards).std().item()
+    expected = [0.5 / s, -0.5 / s, 1 / s, -1 / s]
+    assert per_row(compute_advantages(batch, config(std="batch")), batch) == pytest.approx(expected, rel=1e-4)
+    constant = config(std="constant", std_constant=0.4)
+    assert per_row(compute_advantages(batch, constant), batch) == pytest.approx([1.25, -1.25, 2.5, -2.5])
+
+
+def test_turns_are_compared_with_the_same_turn():
+    """per_turn: a first guess is judged against first guesses. Otherwise all turns of the group share one mean."""
+    batch = make_batch((0, [(1.0, 2, True), (1.0, 2, True)]), (0, [(0.0, 2, True)]))
+    first, second = batch["turn_ids"][0] == 0, batch["turn_ids"][0] == 1
+    A = compute_advantages(batch, config())
+    assert (A[0, first][0].item(), A[0, second][0].item(), A[1, first][0].item()) == (0.5, 0.0, -0.5)
+    A = compute_advantages(batch, config(per_turn=False))
+    assert A[0, first][0].item() == A[0, second][0].item() == pytest.approx(1 / 3)
+
+
+def test_a_score_is_not_lost_behind_a_masked_tail():
+    """A trajectory that ends in a tool's answer, or in a turn that is not trained, still learns its reward (AReaL: all 0)."""
+    batch = make_batch((0, [(1.0, 3, True), (5.0, 2, False)]), (0, [(0.0, 3, True)]))
+    assert not batch["loss_mask"][0, -2:].any()
+    assert per_row(compute_advantages(batch, config()), batch) == [0.5, -0.5]
+
+
+def test_a_turn_that_is_not_trained_has_no_say_in_the_baseline():
+    """A prefix that another row trains is masked here: counting it would count one turn twice."""
+    rows = [(0, [(1.0, 3, True)]), (0, [(0.0, 3, True)])]
+    batch = make_batch(*rows, (0, [(9.0, 3, False)]))
+    assert per_row(compute_advantages({k: v[:2] for k, v in batch.items()}, config()), make_batch(*rows)) == [0.5, -0.5]
+    A = compute_advantages(batch, config())
+    assert A.max().item() == 0.5
+    assert not A[2].any()
+
+
+def test_rewards_are_shifted_scaled_and_clipped_in_that_order():
+    """r <- clip((r + bias) * scaling, -c, c)."""
+    batch = single((0, 0.5), (0, 4.0), (0, -9.0))
+    shaped = config("none", reward_bias=-0.5, reward_scaling=2.0, reward_clip=6.0)
+    assert per_row(compute_advantages(batch, shaped), batch) == [0.0, 6.0, -6.0]
+
+
+def test_the_kl_penalty_needs_a_reference():
+    """kl_ctl alone does nothing (AReaL then taxes every token by its own logprob); with ref_logp a turn pays for its drift."""
+    batch = make_batch((0, [(1.0, 2, True), (1.0, 3, True)]))
+    batch["logprobs"] = torch.where(batch["loss_mask"] > 0, -1.0, NAN)
+    penalised = config("none", kl_ctl=0.1)
+    assert per_row(compute_advantages(batch, penalised), batch) == [1.0]
+    batch["ref_logp"] = torch.where(batch["turn_ids"] == 1, -3.0, -1.0)
+    A = compute_advantages(batch, penalised)
+    assert A[0, batch["turn_ids"][0] == 0].tolist() == pytest.approx([1.0, 1.0])
+    assert A[0, batch["turn_ids"][0] == 1].tolist() == pytest.approx([1 - 0.1 * 3 * 2] * 3)
+
+
+def test_nothing_to_train_is_defined():
+    """A batch in which no token is trained has advantages of 0."""
+    batch = make_batch((0, [(1.0, 3, False)]), (1, [(2.0, 3, False)]))
+    assert not compute_advantages(batch, config(std="group")).any()
+
+
+def test_a_broken_trajectory_says_what_is_wrong():
+    """A trained token outside any turn, or a reward that is not a number, is an error with its cause; never a number."""
+    outside = single((0, 1.0))
+    outside["turn_ids"][:] = -1
+    with pytest.raises(ValueError, match="turn_ids is -1"):
+        compute_advantages(outside, config())
+    with pytest.raises(ValueError, match="not finite"):
+        compute_advantages(single((0, NAN), (0, 1.0)), config())

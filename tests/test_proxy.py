@@ -1,0 +1,647 @@
+"""An agent sees an OpenAI server; the trainer gets its tokens, exactly those that were sampled."""
+
+import asyncio
+import math
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import httpx2
+import openai
+import orjson
+import pytest
+from conftest import ROOT, free_port, wait_until_up
+
+import proxy
+from engine import EngineError, ModelRequest, ModelResponse
+from proxy import PromptBuilder, call_seed, create_app
+from sessions import GRANT_SECONDS, SessionTable
+
+pytestmark = pytest.mark.anyio
+
+ADMIN = {"Authorization": "Bearer admin"}
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+class ScriptedEngine:
+    """Answers with the given texts, one a call; a "…" at the end means cut by length. Records what it was asked."""
+
+    def __init__(self, tokenizer: Any, *texts: str) -> None:
+        self.tokenizer = tokenizer
+        self.texts = list(texts)
+        self.requests: list[ModelRequest] = []
+        self.error: Exception | None = None
+        self.hold: asyncio.Event | None = None  # a generation waits for it
+        self.started, self.cancelled = asyncio.Event(), asyncio.Event()
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        self.requests.append(request)
+        self.started.set()
+        if self.error:
+            raise self.error
+        try:
+            if self.hold:
+                await self.hold.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        text = self.texts.pop(0) if self.texts else "ok"
+        cut = text.endswith("…")
+        output = self.tokenizer.encode(text.removesuffix("…")) + [self.tokenizer.eos_token_id] * (not cut)
+        return ModelResponse(
+            request.input_ids,
+            output,
+            [-0.25] * len(output),
+            [4] * len(output),
+            "length" if cut else "stop",
+            request.gconfig.temperature,
+            request.gconfig.trains_exactly,
+        )
+
+
+class Clock:
+    """Time that moves when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Harness:
+    """The proxy in this process, spoken to over its HTTP interface."""
+
+    def __init__(self, tokenizer: Any, *texts: str, **options: Any) -> None:
+        self.engine = ScriptedEngine(tokenizer, *texts)
+        self.clock = Clock()
+        self.app = create_app(self.engine, tokenizer, "admin", clock=self.clock, **options)
+        transport = httpx.ASGITransport(self.app)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://proxy")
+
+    @property
+    def sessions(self) -> SessionTable:
+        return self.app.state.proxy.sessions
+
+    async def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
+        return await self.http.post(path, json={} if body is None else body, **kwargs)
+
+    async def start(self, task_id: str = "task") -> str:
+        assert (await self.post("/grant_capacity", headers=ADMIN)).status_code == 200
+        answer = await self.post("/rl/start_session", {"task_id": task_id}, headers=ADMIN)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["session_id"]
+
+    async def chat(self, session: str, messages: list[dict[str, Any]], **body: Any) -> dict[str, Any]:
+        answer = await self.post(f"/{session}/v1/chat/completions", {"messages": messages, **body})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def export(self, session: str, **body: Any) -> dict[str, Any]:
+        assert (await self.post(f"/{session}/rl/end_session")).status_code == 200
+        answer = await self.post("/export_trajectories", {"session_id": session, **body}, headers=ADMIN)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["interactions"]
+
+
+Start = Callable[..., Harness]
+
+
+@pytest.fixture
+async def start(tiny_tokenizer: Any) -> AsyncIterator[Start]:
+    """start(*texts, **options) -> a Harness over an engine that says these texts."""
+    made: list[Harness] = []
+
+    def start(*texts: str, **options: Any) -> Harness:
+        made.append(Harness(tiny_tokenizer, *texts, **options))
+        return made[-1]
+
+    yield start
+    for harness in made:
+        await harness.http.aclose()
+
+
+def reply_message(completion: dict[str, Any]) -> dict[str, Any]:
+    return completion["choices"][0]["message"]
+
+
+# Tokens
+
+
+async def test_a_childs_prompt_is_its_parents_tokens_and_a_tail(start: Start, tiny_tokenizer: Any) -> None:
+    """prompt(t+1) = prompt(t) + output(t) + rendered tail: sampled tokens are never tokenised again."""
+    harness = start("one", "two", "three")
+    session, messages = await harness.start(), list(HELLO)
+    for question in ("second", "third", "last"):
+        completion = await harness.chat(session, messages)
+        messages += [reply_message(completion), {"role": "user", "content": question}]
+    first, second, third = (request.input_ids for request in harness.engine.requests)
+    assert first == tiny_tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, return_dict=False)
+    eos = tiny_tokenizer.eos_token_id
+    tail = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    said = [*tiny_tokenizer.encode("one"), eos]
+    assert second == first + said + tiny_tokenizer.encode(tail.format("second"))
+    said = [*tiny_tokenizer.encode("two"), eos]
+    assert third == second + said + tiny_tokenizer.encode(tail.format("third"))
+    full = tiny_tokenizer.apply_chat_template(messages[:5], add_generation_prompt=True, return_dict=False)
+    assert third == full  # here, where the tokenizer has one way to write a text
+
+
+async def test_a_turn_cut_by_length_gets_its_end_token_untrained(start: Start, tiny_tokenizer: Any) -> None:
+    """The end-of-turn token that the policy did not sample is in the next prompt, with mask 0."""
+    harness = start("cut…", "two")
+    session = await harness.start()
+    completion = await harness.chat(session, HELLO, max_tokens=3)
+    assert completion["choices"][0]["finish_reason"] == "length"
+    await harness.chat(session, [*HELLO, reply_message(completion), {"role": "user", "content": "go on"}])
+    (row,) = [i["tensors"] for i in (await harness.export(session, style="concat")).values()]
+    eos = tiny_tokenizer.eos_token_id
+    assert tiny_tokenizer.decode(row["input_ids"]).endswith(
+        "assistant\ncut<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>"
+    )
+    trained = [t for t, mask in zip(row["input_ids"], row["loss_mask"], strict=True) if mask]
+    assert trained == [*tiny_tokenizer.encode("cut"), *tiny_tokenizer.encode("two"), eos]
+
+
+async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(tiny_tokenizer: Any) -> None:
+    """The model may write a text with other tokens than the tokenizer would; the next prompt holds the model's."""
+    prompts = PromptBuilder(tiny_tokenizer)
+    harness = Harness(tiny_tokenizer)
+    session = await harness.start()
+    odd = [*tiny_tokenizer.encode("a"), tiny_tokenizer.pad_token_id, *tiny_tokenizer.encode("b")]
+
+    async def sample(request: ModelRequest) -> ModelResponse:
+        harness.engine.requests.append(request)
+        return ModelResponse(request.input_ids, odd, [-1.0] * 3, [0] * 3, "length")
+
+    harness.engine.agenerate = sample  # type: ignore[method-assign]
+    completion = await harness.chat(session, HELLO)
+    assert reply_message(completion)["content"] == "ab"
+    then = {"role": "user", "content": "?"}
+    await harness.chat(session, [*HELLO, {"role": "assistant", "content": "ab"}, then])
+    first, second = (request.input_ids for request in harness.engine.requests)
+    assert second[: len(first) + 3] == first + odd
+    assert first == prompts.prompt(HELLO, None, {})
+    await harness.http.aclose()
+
+
+async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: Any) -> None:
+    """Where the tail depends on the history, splicing would change the prompt: each turn is rendered whole."""
+    looks_back = tiny_tokenizer.chat_template.replace("{{ m['role'] }}", "{{ m['role'] }}{{ messages | length }}")
+    own = type(tiny_tokenizer)(
+        tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    own.chat_template = looks_back
+    assert PromptBuilder(tiny_tokenizer).splices
+    assert not PromptBuilder(tiny_tokenizer, "hf").splices
+    assert not PromptBuilder(own).splices
+    harness = Harness(own, "one", "two")
+    session = await harness.start()
+    messages = [*HELLO, reply_message(await harness.chat(session, HELLO)), {"role": "user", "content": "?"}]
+    await harness.chat(session, messages)
+    full = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert harness.engine.requests[1].input_ids == full
+    assert len(await harness.export(session, style="concat")) == 2  # the tokens differ: the row forks
+    await harness.http.aclose()
+
+
+async def test_a_stop_string_ends_the_text_but_not_the_tokens(start: Start, tiny_tokenizer: Any) -> None:
+    """The agent reads up to its stop string, the next prompt holds every token that was sampled."""
+    harness = start("one STOP two", "ok")
+    session = await harness.start()
+    completion = await harness.chat(session, HELLO, stop=[" STOP", "two"])
+    assert reply_message(completion)["content"] == "one"
+    await harness.chat(session, [*HELLO, reply_message(completion), {"role": "user", "content": "?"}])
+    first, second = (request.input_ids for request in harness.engine.requests)
+    assert second[len(first) :][:12] == tiny_tokenizer.encode("one STOP two")
+
+
+# Sampling
+
+
+async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> None:
+    """What the agent sets reaches the engine; the rest is pure sampling, which training can reproduce."""
+    harness = start(max_new_tokens=9)
+    session = await harness.start()
+    await harness.chat(session, HELLO)
+    await harness.chat(session, HELLO, temperature=0.5, top_p=0.9, max_completion_tokens=3, seed=5, stop="x")
+    default, asked = (request.gconfig for request in harness.engine.requests)
+    assert default.trains_exactly
+    assert (default.temperature, default.max_new_tokens, default.seed) == (1.0, 9, None)
+    assert default.stop_token_ids == [tiny_tokenizer.eos_token_id]
+    assert (asked.temperature, asked.top_p, asked.max_new_tokens) == (0.5, 0.9, 3)
+    assert (asked.seed, asked.stop) == (5, ["x"])
+    exported = (await harness.export(session)).values()
+    assert [sum(interaction["tensors"]["loss_mask"]) > 0 for interaction in exported] == [True, False]
+
+
+async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
+    """A call's seed comes from the server's seed, the task and the call's place in its session, nothing else."""
+
+    async def seeds(task_id: str) -> list[int | None]:
+        harness = start(seed=1)
+        await harness.start("another")
+        session = await harness.start(task_id)
+        for _ in range(2):
+            await harness.chat(session, HELLO)
+        assert {request.session for request in harness.engine.requests} == {session}
+        return [request.gconfig.seed for request in harness.engine.requests]
+
+    assert await seeds("7") == await seeds("7") == [call_seed(1, "7", 0), call_seed(1, "7", 1)]
+    assert len({*(await seeds("7")), *(await seeds("8"))}) == 4
+
+
+# The reply
+
+
+@asynccontextmanager
+async def sdk(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncIterator[openai.AsyncOpenAI]:
+    transport = httpx2.ASGITransport(harness.app)
+    async with openai.DefaultAsyncHttpxClient(transport=transport) as http:
+        yield openai.AsyncOpenAI(base_url=f"http://proxy{path}", api_key=api_key, http_client=http, max_retries=0)
+
+
+@pytest.mark.parametrize("path", ["/{}/v1", "/{}", "/v1", ""])
+async def test_the_official_sdk_is_served_by_url_or_by_key(start: Start, path: str) -> None:
+    """With the session's URL any api_key works; without it the api_key is the session's; /v1 is optional."""
+    harness = start("hi there")
+    session = await harness.start()
+    api_key = "DUMMY" if "{}" in path else session
+    async with sdk(harness, path.format(session), api_key) as client:
+        completion = await client.chat.completions.create(model="policy", messages=HELLO)
+    assert completion.choices[0].message.content == "hi there"
+    assert completion.choices[0].finish_reason == "stop"
+    assert completion.model == "policy"
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == len("hi there") + 1
+    assert list(await harness.export(session)) == [completion.id]
+
+
+async def test_the_sdk_gets_typed_errors(start: Start) -> None:
+    """What the caller did wrong is the SDK's BadRequestError, which it never retries."""
+    harness = start()
+    async with sdk(harness, f"/{await harness.start()}/v1") as client:
+        with pytest.raises(openai.BadRequestError, match="messages"):
+            await client.chat.completions.create(model="m", messages=[])
+        with pytest.raises(openai.BadRequestError, match="stream"):
+            await client.chat.completions.create(model="m", messages=HELLO, stream=True)
+    async with sdk(harness, "/v1", "DUMMY") as client:
+        with pytest.raises(openai.NotFoundError, match="session"):
+            await client.chat.completions.create(model="m", messages=HELLO)
+
+
+async def test_x_api_key_serves_too(start: Start) -> None:
+    """Some clients send their key in another header; a query string changes nothing."""
+    harness = start()
+    session = await harness.start()
+    answer = await harness.post("/v1/chat/completions?beta=true", {"messages": HELLO}, headers={"x-api-key": session})
+    assert answer.status_code == 200
+    assert (await harness.post("/v1/chat/completions", {"messages": HELLO})).status_code == 401
+
+
+# The caller's mistakes
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b'{"messages": [', 400),
+        (b"[1]", 400),
+        (b"", 400),
+        (b'{"messages": []}', 400),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}', 400),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "n": 2}', 400),
+        (b'{"messages": [{"role": "user", "content": "hi"}]}', 200),
+    ],
+)
+@pytest.mark.parametrize("content_type", ["application/json", "application/x-www-form-urlencoded", "text/plain"])
+async def test_a_body_is_json_whatever_it_says_it_is(
+    start: Start, content: bytes, status: int, content_type: str
+) -> None:
+    """curl -d sends JSON as a form: it is read; what is no JSON is the caller's mistake, not ours (AReaL: 422, 500)."""
+    harness = start()
+    session = await harness.start()
+    path, headers = f"/{session}/v1/chat/completions", {"content-type": content_type}
+    answer = await harness.http.post(path, content=content, headers=headers)
+    assert answer.status_code == status
+    if status != 200:
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert len(await harness.export(session)) == (status == 200)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (EngineError("the prompt has 9 tokens and leaves no room", 400), 400, "invalid_request_error"),
+        (EngineError("no server answered", 503), 503, "server_error"),
+        (EngineError("what is this"), 500, "server_error"),
+    ],
+)
+async def test_an_engines_refusal_is_passed_on(start: Start, error: Exception, status: int, kind: str) -> None:
+    """A prompt longer than the context is a 400 and a dead server a 503; the call leaves no trace in the tree."""
+    harness = start()
+    session = await harness.start()
+    harness.engine.error = error
+    answer = await harness.post(f"/{session}/v1/chat/completions", {"messages": HELLO})
+    assert answer.status_code == status
+    assert answer.json() == {"error": {"message": str(error), "type": kind}}
+    harness.engine.error = None
+    await harness.chat(session, HELLO)
+    assert len(await harness.export(session)) == 1
+
+
+async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: Any) -> None:
+    """A chat template may raise on an order of roles; that is about the messages, so it names them."""
+    own = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
+    refusal = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tool first') }}{% endif %}"
+    own.chat_template = refusal + tiny_tokenizer.chat_template
+    harness = Harness(own)
+    messages = [{"role": "tool", "content": "2"}]
+    answer = await harness.post(f"/{await harness.start()}/v1/chat/completions", {"messages": messages})
+    assert answer.status_code == 400
+    assert "no tool first" in answer.json()["error"]["message"]
+    await harness.http.aclose()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"reward": None},
+        {},
+        {"reward": "1.0"},
+        {"reward": [1]},
+        {"reward": 1, "interaction_id": "chatcmpl-unknown"},
+        {"reward": 1, "interaction_id": {"a": 1}},
+    ],
+)
+async def test_a_reward_that_makes_no_sense_is_a_400(start: Start, body: Any) -> None:
+    """Not a number, not finite, not a known interaction: 400, and nothing is set."""
+    harness = start()
+    session = await harness.start()
+    await harness.chat(session, HELLO)
+    assert (await harness.post(f"/{session}/rl/set_reward", body)).status_code == 400
+    for text in (b'{"reward": NaN}', b'{"reward": 1e999}', b'{"reward": Infinity}'):
+        assert (await harness.http.post(f"/{session}/rl/set_reward", content=text)).status_code == 400
+    ended = await harness.post(f"/{session}/rl/end_session")
+    assert ended.json() == {"interaction_count": 1, "rewarded_count": 0}
+
+
+async def test_a_path_that_is_not_there_is_answered_in_the_same_form(start: Start) -> None:
+    """404 and 405 speak OpenAI's form too."""
+    harness = start()
+    assert (await harness.post("/set_env")).json()["error"]["type"] == "not_found_error"
+    answer = await harness.http.get("/grant_capacity")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (405, "invalid_request_error")
+
+
+# Sessions
+
+
+@pytest.mark.parametrize("path", ["/grant_capacity", "/rl/start_session", "/export_trajectories"])
+async def test_management_needs_the_admin_key(start: Start, path: str) -> None:
+    """401 without a key, 403 with another, the session's own included (AReaL serves /set_env to anybody)."""
+    harness = start()
+    session = await harness.start()
+    assert (await harness.post(path)).status_code == 401
+    for key in ("Bearer wrong", f"Bearer {session}"):
+        answer = await harness.post(path, headers={"Authorization": key})
+        assert answer.status_code == 403
+        assert answer.json()["error"]["type"] == "permission_error"
+
+
+async def test_one_grant_starts_one_session(start: Start) -> None:
+    """429 without a grant; a start that fails keeps its grant; one that nobody claims lapses."""
+    harness = start()
+    begin: Any = {"path": "/rl/start_session", "body": {"task_id": "t"}, "headers": ADMIN}
+    assert (await harness.post(**begin)).status_code == 429
+    for capacity in (1, 2):
+        assert (await harness.post("/grant_capacity", headers=ADMIN)).json() == {"capacity": capacity}
+    for content in (b"{", b"{}", b'{"task_id": [1]}'):
+        answer = await harness.http.post("/rl/start_session", content=content, headers=ADMIN)
+        assert answer.status_code == 400
+    first, second = [(await harness.post(**begin)).json() for _ in range(2)]
+    assert first["session_id"] != second["session_id"]
+    assert min(len(first["session_id"]), len(second["session_id"])) > 20
+    assert first["api_key"] == first["session_id"]
+    assert (await harness.post(**begin)).status_code == 429
+    await harness.post("/grant_capacity", headers=ADMIN)
+    harness.clock.now += GRANT_SECONDS
+    assert (await harness.post(**begin)).status_code == 429
+    assert (await harness.http.get("/health")).json() == {"status": "ok", "sessions": 2, "capacity": 0}
+
+
+async def test_no_work_after_the_end(start: Start) -> None:
+    """410 for completions and rewards of an ended session (AReaL accepts both); ending twice is harmless."""
+    harness = start()
+    session = await harness.start()
+    await harness.chat(session, HELLO)
+    for _ in range(2):
+        ended = await harness.post(f"/{session}/rl/end_session")
+        assert ended.json() == {"interaction_count": 1, "rewarded_count": 0}
+    for path, body in (("v1/chat/completions", {"messages": HELLO}), ("rl/set_reward", {"reward": 1})):
+        assert (await harness.post(f"/{session}/{path}", body)).status_code == 410
+
+
+async def test_export_gives_everything_once(start: Start) -> None:
+    """Discounted rewards, parents, messages and tensors; then the session is gone, and its memory with it."""
+    harness = start("one", "two")
+    session = await harness.start()
+    first = await harness.chat(session, HELLO)
+    messages = [*HELLO, reply_message(first), {"role": "user", "content": "?"}]
+    second = await harness.chat(session, messages)
+    assert (await harness.post(f"/{session}/rl/set_reward", {"reward": 1})).status_code == 200
+    exported = await harness.export(session, discount=0.5, style="individual")
+    assert {key: i["reward"] for key, i in exported.items()} == {first["id"]: 0.5, second["id"]: 1.0}
+    assert {key: i["parent"] for key, i in exported.items()} == {first["id"]: None, second["id"]: first["id"]}
+    assert exported[second["id"]]["messages"] == messages
+    assert exported[second["id"]]["output"] == [{"role": "assistant", "content": "two"}]
+    assert exported[second["id"]]["tensors"]["rewards"] == [1.0]
+    again = await harness.post("/export_trajectories", {"session_id": session}, headers=ADMIN)
+    assert again.status_code == 404
+    assert len(harness.sessions) == 0
+
+
+@pytest.mark.parametrize("body", [{"style": "all"}, {"discount": "much"}, {"discount": None}])
+async def test_a_wrong_export_loses_nothing(start: Start, body: dict[str, Any]) -> None:
+    """An export that is refused can be asked for again; a session that is open is refused too."""
+    harness = start()
+    session = await harness.start()
+    await harness.chat(session, HELLO)
+    request: Any = {"path": "/export_trajectories", "headers": ADMIN}
+    assert (await harness.post(body={"session_id": session}, **request)).status_code == 400
+    await harness.post(f"/{session}/rl/end_session")
+    assert (await harness.post(body={"session_id": session, **body}, **request)).status_code == 400
+    assert len(await harness.export(session)) == 1
+
+
+async def test_discard_frees_a_session_that_nobody_will_export(start: Start) -> None:
+    """An agent that raised leaves nothing behind."""
+    harness = start()
+    session = await harness.start()
+    await harness.chat(session, HELLO)
+    assert (await harness.post(f"/{session}/rl/end_session", {"discard": True})).json()["interaction_count"] == 1
+    assert len(harness.sessions) == 0
+
+
+async def test_a_caller_that_hangs_up_cancels_its_generation(start: Start) -> None:
+    """Nobody will read the answer: the engine is told, and the call leaves no trace."""
+    harness = start()
+    session = await harness.start()
+    harness.engine.hold = asyncio.Event()
+    body = orjson.dumps({"messages": HELLO})
+    gone = asyncio.Event()
+    inbox = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if inbox:
+            return inbox.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        pass
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": f"/{session}/v1/chat/completions",
+        "headers": [],
+        "query_string": b"",
+    }
+    call = asyncio.ensure_future(harness.app(scope, receive, send))  # type: ignore[arg-type]
+    await harness.engine.started.wait()
+    gone.set()
+    await call
+    assert harness.engine.cancelled.is_set()
+    assert await harness.export(session) == {}
+
+
+@pytest.mark.parametrize("discard", [True, False])
+async def test_the_end_of_a_session_cancels_its_generations(start: Start, discard: bool) -> None:
+    """A call that is still running at the end is answered 410 and is not exported half done."""
+    harness = start()
+    session = await harness.start()
+    harness.engine.hold = asyncio.Event()
+    call = asyncio.ensure_future(harness.post(f"/{session}/v1/chat/completions", {"messages": HELLO}))
+    await harness.engine.started.wait()
+    ended = await harness.post(f"/{session}/rl/end_session", {"discard": discard})
+    assert ended.json() == {"interaction_count": 0, "rewarded_count": 0}
+    assert (await call).status_code == 410
+    assert harness.engine.cancelled.is_set()
+    assert len(harness.sessions) == (not discard)
+
+
+async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> None:
+    """The clock runs from the last request's end; a long generation is no idleness (AReaL sweeps it)."""
+    harness = start(session_timeout_seconds=10)
+    idle, busy = await harness.start(), await harness.start()
+    harness.engine.hold = asyncio.Event()
+    call = asyncio.ensure_future(harness.post(f"/{busy}/v1/chat/completions", {"messages": HELLO}))
+    await harness.engine.started.wait()
+    harness.clock.now = 9.0
+    assert (await harness.post(f"/{idle}/rl/set_reward", {"reward": 1})).status_code == 400  # no call yet; used now
+    harness.clock.now = 18.0
+    harness.sessions.expire()
+    assert len(harness.sessions) == 2
+    harness.clock.now = 100.0
+    harness.sessions.expire()
+    assert repr(harness.sessions) == "SessionTable(1 sessions, 1 generations, capacity 0)"
+    assert (await harness.post(f"/{idle}/v1/chat/completions", {"messages": HELLO})).status_code == 404
+    harness.engine.hold.set()
+    assert (await call).status_code == 200
+    harness.clock.now = 109.0
+    assert (await harness.post(f"/{busy}/rl/set_reward", {"reward": 1})).status_code == 200
+    harness.clock.now = 119.0
+    harness.sessions.expire()
+    assert len(harness.sessions) == 0
+
+
+async def test_a_session_disturbs_no_other(start: Start) -> None:
+    """The same words in two sessions are two trees."""
+    harness = start("one", "one", "two")
+    left, right = await harness.start(), await harness.start()
+    messages = [*HELLO, reply_message(await harness.chat(left, HELLO)), {"role": "user", "content": "?"}]
+    await harness.chat(right, messages)
+    assert [i["parent"] for i in (await harness.export(right)).values()] == [None]
+
+
+# The process
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--model-path", "/no/such/folder", "no such folder"),
+        ("--model-path", str(ROOT / "tests"), "no tokenizer there"),
+        ("--port", "taken", "in use"),
+        ("--port", "70000", "port"),
+        ("--server", "not a url", "not a url"),
+    ],
+)
+def test_a_proxy_that_cannot_start_says_why(
+    option: str, value: str, message: str, tiny_model_dir: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line that begins with `error:`, exit code 2, no traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        arguments = {"--server": "http://127.0.0.1:9", "--model-path": str(tiny_model_dir), "--port": "0"}
+        arguments[option] = str(taken.getsockname()[1]) if value == "taken" else value
+        assert proxy.main([word for pair in arguments.items() for word in pair]) == 2
+    written = capsys.readouterr().err
+    assert written.startswith("error: ")
+    assert written.count("\n") == 1
+    assert message in written
+
+
+def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
+    """It only needs a tokenizer; torch would take seconds to import and a gigabyte of address space."""
+    code = (
+        "import sys, proxy; proxy.load_tokenizer(sys.argv[1]); "
+        "sys.exit(any(name == 'torch' and module for name, module in sys.modules.items()))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tiny_model_dir)], cwd=ROOT, check=True)
+
+
+async def test_end_to_end_with_real_servers(tiny_model_dir: Any, tiny_server: str) -> None:
+    """SDK -> proxy process -> server process: every exported token is the server's, spliced turn after turn."""
+    port = free_port()
+    command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
+    command += ["--port", str(port), "--admin-key", "admin", "--seed", "1", "--exit-with-parent"]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_up(url, process)
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            await http.post("/grant_capacity", headers=ADMIN)
+            body = {"task_id": "t"}
+            session = (await http.post("/rl/start_session", json=body, headers=ADMIN)).json()["session_id"]
+            messages: list[Any] = list(HELLO)
+            async with openai.AsyncOpenAI(base_url=f"{url}/{session}/v1", api_key="DUMMY", max_retries=0) as client:
+                for _ in range(3):
+                    completion = await client.chat.completions.create(
+                        model="m", messages=messages, max_completion_tokens=12
+                    )
+                    messages += [completion.choices[0].message.model_dump(), {"role": "user", "content": "?"}]
+                with pytest.raises(openai.BadRequestError, match="context"):
+                    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 3000}])
+            await http.post(f"/{session}/rl/set_reward", json={"reward": 1})
+            await http.post(f"/{session}/rl/end_session")
+            export = {"session_id": session, "discount": 0.5, "style": "concat"}
+            answer = (await http.post("/export_trajectories", json=export, headers=ADMIN)).json()
+        (row,) = [interaction["tensors"] for interaction in answer["interactions"].values()]
+        assert {0, 1, 2} <= set(row["turn_ids"])
+        trained = [t for t, mask in enumerate(row["loss_mask"]) if mask]
+        assert {row["versions"][t] for t in trained} == {0}
+        assert all(row["logprobs"][t] < 0 and math.isfinite(row["logprobs"][t]) for t in trained)
+        assert sorted({row["turn_rewards"][t] for t in trained}) == [0.25, 0.5, 1.0]
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(timeout=20) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == f"proxy at {url}\n"
+        process.stdout.close()

@@ -1,0 +1,208 @@
+"""The whole system, for real: `python train.py` as a user runs it, with its servers, its agents and its ending.
+
+Nothing is replaced here: each test starts the command line, reads what the run wrote, and looks for processes that
+were left behind.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL_GUESS = ["--config", "configs/demo.yaml", "gconfig.n_samples=4", "actor.ppo_n_minibatches=2"]
+SMALL_MAZE = ["--config", "configs/maze.yaml"]
+
+
+def command(tmp_path: Path, *words: str) -> list[str]:
+    fixed = [f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "logger.live=false"]
+    return [sys.executable, "-u", "train.py", *words, *fixed]
+
+
+def run(tmp_path: Path, *words: str) -> list[dict]:
+    """The lines of metrics.jsonl of a finished run."""
+    done = subprocess.run(command(tmp_path, *words), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    lines = (tmp_path / "e" / "t" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def start_and_wait_for_step(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
+    """A run that has finished its first step, and the pids of its children by script."""
+    process = subprocess.Popen(
+        command(tmp_path, *words), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if line.startswith("step 1 "):
+            break
+    else:
+        pytest.fail("the run ended before its first step:\n" + "".join(seen))
+    return process, children(process.pid)
+
+
+def children(pid: int) -> dict[str, int]:
+    table = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+    ).stdout
+    rows = [line.split(None, 2) for line in table.splitlines()]
+    found = {}
+    for child, parent, args in rows:
+        if int(parent) == pid:
+            script = next((name for name in ("tiny_server.py", "proxy.py") if name in args), args)
+            found[script] = int(child)
+    return found
+
+
+def assert_gone(pids: dict[str, int]) -> None:
+    for name, pid in pids.items():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+            pytest.fail(f"{name} ({pid}) is still there")
+
+
+def check_metrics(metrics: list[dict], eta: int) -> None:
+    names = """step version reward success loss staleness_mean staleness_max mixed_version_share accepted rejected
+        failed dropped truncated entropy kl clip_frac behave_weight_mean grad_norm logp_mismatch tokens step_s
+        rollout_wait_s train_s sync_s wall_s""".split()
+    for step, line in enumerate(metrics, start=1):
+        assert set(names) <= set(line), set(names) - set(line)
+        assert (line["step"], line["version"]) == (step, step - 1)
+        assert 0 <= line["staleness_max"] <= eta
+        assert line["logp_mismatch"] < 1e-4
+        assert line["failed"] == line["dropped"] == 0
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+def test_guess_staleness(tmp_path: Path, eta: int) -> None:
+    """Whatever eta is, no token that is trained on is older than eta versions; at 0 every token is of this version."""
+    metrics = run(tmp_path, *SMALL_GUESS, "max_steps=6", f"rollout.max_head_offpolicyness={eta}")
+    assert len(metrics) == 6
+    check_metrics(metrics, eta)
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+def test_maze_staleness(tmp_path: Path, eta: int) -> None:
+    """Long answers straddle weight updates at eta = 2, never at 0, and the age bound holds for every token."""
+    metrics = run(tmp_path, *SMALL_MAZE, "max_steps=6", f"rollout.max_head_offpolicyness={eta}")
+    check_metrics(metrics, eta)
+    mixed = max(line["mixed_version_share"] for line in metrics)
+    assert (mixed > 0) == (eta > 0)
+
+
+def test_synchronous_runs_repeat(tmp_path: Path) -> None:
+    """At eta = 0 the seed decides everything: data, sampling, training."""
+    words = [*SMALL_GUESS, "max_steps=3", "rollout.max_head_offpolicyness=0"]
+    first, second = run(tmp_path / "a", *words), run(tmp_path / "b", *words)
+    exact = ("reward", "success", "tokens", "staleness_max", "accepted", "rejected")
+    for one, two in zip(first, second, strict=True):
+        assert [one[k] for k in exact] == [two[k] for k in exact]
+        assert one["loss"] == pytest.approx(two["loss"], abs=1e-6)
+
+
+def test_what_a_run_writes(tmp_path: Path) -> None:
+    """A run leaves its resolved config, metrics, a trace, the dumps, its tokens and a model that transformers loads."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run(tmp_path, *SMALL_GUESS, "max_steps=2")
+    folder = tmp_path / "e" / "t"
+    assert "max_head_offpolicyness" in (folder / "config.yaml").read_text()
+    events = json.loads((folder / "trace.json").read_text())
+    assert {"submit", "accept", "train", "sync"} <= {event.get("name") for event in events}
+    dumps = [
+        json.loads(line)
+        for path in folder.glob("rollout/*/*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    keys = "task_id sample_idx seqlen prompt_len head_version tail_version reward prompt completion".split()
+    assert dumps
+    assert all(list(d) == keys for d in dumps)
+    tokens = load_file(folder / "tokens" / "00001.safetensors")
+    assert {"input_ids", "versions", "logprobs", "prox_logp", "loss_mask", "turn_ids", "turn_rewards"} <= set(
+        tokens
+    )
+    last = folder / "checkpoints" / "step00002"
+    AutoModelForCausalLM.from_pretrained(last)
+    AutoTokenizer.from_pretrained(last)
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    """Ctrl-C ends the run with a word, exit code 130 and no process left."""
+    process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
+    assert {"tiny_server.py", "proxy.py"} <= set(pids)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted" in output
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize("victim", ["tiny_server.py", "proxy.py"])
+def test_killed_server(tmp_path: Path, victim: str) -> None:
+    """A server that dies ends the run at once, and the message says which one, how, and what it last said."""
+    process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
+    os.kill(pids[victim], signal.SIGKILL)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "ended with code -9" in output
+    assert_gone(pids)
+
+
+def test_killed_trainer(tmp_path: Path) -> None:
+    """Not even kill -9 of the trainer leaves a server behind: each child ends when its parent's pipe closes."""
+    process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
+    process.kill()
+    process.communicate(timeout=30)
+    for pid in pids.values():
+        os.waitid  # noqa: B018
+        wait_gone(pid)
+
+
+def wait_gone(pid: int) -> None:
+    """Wait for a process that is nobody's child here: pidfd tells, where there is one."""
+    import select
+
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    assert select.select([handle], [], [], 20)[0], f"{pid} is still there"
+
+
+def test_exception_in_the_trainer(tmp_path: Path) -> None:
+    """A training step that fails (here: an infinite learning rate) ends the run with its error and no process left."""
+    words = [*SMALL_GUESS, "actor.optimizer.lr=1e30", "actor.optimizer.warmup_steps=0", "max_steps=50"]
+    process, pids = start_and_wait_for_step(tmp_path, *words)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Error" in output
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["actor.eps_clp=0.1"], "did you mean 'actor.eps_clip'"),
+        (["lr=0.1"], "did you mean 'actor.optimizer.lr'"),
+        (["model_path=/nowhere"], "no model at model_path=/nowhere"),
+        (["--config", "nowhere.yaml"], "no recipe at nowhere.yaml"),
+        (["max_steps=many"], "max_steps"),
+        (["rollout.pause_mode=now"], "it must be one of"),
+        (["rollout.group_size=2", "gconfig.n_samples=3"], "are one number"),
+        (["workflow=nowhere.Agent"], "nowhere"),
+    ],
+)
+def test_bad_configuration(tmp_path: Path, words: list[str], says: str) -> None:
+    """What cannot run is refused in one line that says what to do, before anything is started."""
+    done = subprocess.run(command(tmp_path, *words), cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,314 @@
+"""The gate bounds what starts; only the gate together with consumption in order of start bounds what is trained.
+
+Every version here is a plain number and every interleaving is drawn by hypothesis: nothing runs, nothing waits.
+"""
+
+import threading
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dispatcher import DispatchState, TimedResult
+from staleness import RolloutStat, StalenessError, StalenessManager
+
+
+@dataclass
+class Version:
+    version: int = 0
+
+    def get_version(self) -> int:
+        return self.version
+
+
+@dataclass(frozen=True)
+class Prompt:
+    task_id: int
+
+
+@dataclass(frozen=True)
+class Group:
+    task_id: int
+    version: int  # of its oldest token
+
+
+def make_manager(eta: int = 0, batch: int = 2, concurrent: int = 100, version: int = 0) -> StalenessManager:
+    return StalenessManager(Version(version), concurrent, batch, eta)
+
+
+def run(manager: StalenessManager, count: int) -> None:
+    for _ in range(count):
+        manager.on_rollout_enqueued()
+        manager.on_rollout_submitted()
+
+
+# ---- the formula and the life cycle
+
+
+@pytest.mark.parametrize(
+    ("eta", "batch", "concurrent", "version", "accepted", "running", "capacity"),
+    [
+        (0, 4, 100, 0, 0, 0, 4),  # synchronous: one batch
+        (0, 4, 100, 0, 3, 1, 0),
+        (0, 4, 100, 1, 4, 0, 4),  # the batch of version 0 stays in the sum
+        (2, 4, 100, 0, 0, 0, 12),
+        (2, 4, 100, 5, 20, 3, 9),
+        (2, 4, 8, 5, 20, 3, 5),  # the concurrency limit is the smaller one
+        (2, 4, 3, 5, 20, 3, 0),
+        (0, 4, 100, 0, 4, 2, -2),
+        (4, 4, 0, 0, 0, 0, 1),  # max(1, max_concurrent_rollouts)
+        (1, 0, 100, 0, 0, 0, 2),  # max(1, consumer_batch_size)
+        (10**12, 4, 64, 0, 10**6, 0, 64),  # evaluation: no limit but concurrency
+    ],
+)
+def test_capacity_is_the_smaller_of_two_limits(eta, batch, concurrent, version, accepted, running, capacity):
+    """Capacity = min(max_concurrent - running, (eta + v + 1) * B - (accepted + running))."""
+    manager = make_manager(eta, batch, concurrent, version)
+    manager._stat = RolloutStat(accepted=accepted, running=running)
+    assert manager.get_capacity() == capacity
+
+
+def test_a_rejected_rollout_gives_its_place_back():
+    """Accepted groups keep their place for ever; rejected, dropped and withdrawn ones return it."""
+    manager = make_manager(eta=0, batch=4)
+    run(manager, 4)
+    assert manager.get_capacity() == 0
+    manager.on_rollout_accepted()
+    assert manager.get_capacity() == 0
+    manager.on_rollout_rejected()
+    assert manager.get_capacity() == 1
+    manager.on_rollout_rejected(failed=True)
+    assert manager.get_capacity() == 2
+    manager.on_rollout_accepted()
+    manager.on_rollout_dropped()
+    assert manager.get_capacity() == 3
+    manager.on_rollout_withdrawn()
+    assert manager.get_capacity() == 4
+    assert manager.get_stats() == RolloutStat(rejected=2, failed=1, dropped=1, withdrawn=1)
+
+
+def test_the_pending_limit_is_one_gate_full():
+    """(eta + 1) * B prompts are all that the gate can admit between two batches."""
+    assert make_manager(eta=2, batch=4).get_pending_limit() == 12
+
+
+def test_an_impossible_event_is_an_error():
+    """A rollout cannot be accepted before it was submitted: AReaL's counters went to -1 instead."""
+    manager = make_manager()
+    with pytest.raises(RuntimeError, match="became accepted, but none was running"):
+        manager.on_rollout_accepted()
+    with pytest.raises(RuntimeError, match="became running, but none was enqueued"):
+        manager.on_rollout_submitted()
+    with pytest.raises(RuntimeError, match="became dropped, but none was accepted"):
+        manager.on_rollout_dropped()
+    assert manager.get_stats() == RolloutStat()
+
+
+EVENTS = ["enqueued", "submitted", "accepted", "rejected", "dropped", "withdrawn"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(EVENTS), max_size=40))
+def test_counters_are_never_negative_and_lose_nobody(events):
+    """Whatever order events arrive in, each is refused or moves exactly one rollout."""
+    manager = make_manager()
+    entered = 0
+    for event in events:
+        try:
+            getattr(manager, f"on_rollout_{event}")()
+            entered += event == "enqueued"
+        except RuntimeError:
+            pass
+        s = manager.get_stats()
+        assert min(s.enqueued, s.running, s.accepted, s.rejected, s.dropped, s.withdrawn) >= 0
+        assert s.enqueued + s.running + s.accepted + s.rejected + s.dropped + s.withdrawn == entered
+
+
+def test_stats_are_a_copy():
+    """Who reads the counters cannot change them."""
+    manager = make_manager()
+    manager.get_stats().running = 7
+    assert manager.get_stats().running == 0
+
+
+def test_counters_survive_many_threads():
+    """Four threads, two thousand life cycles each: nothing is lost."""
+    manager = make_manager()
+
+    def live() -> None:
+        for _ in range(2000):
+            run(manager, 1)
+            manager.on_rollout_accepted()
+
+    threads = [threading.Thread(target=live) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert manager.get_stats() == RolloutStat(accepted=8000)
+
+
+def test_recovery_restores_what_was_consumed():
+    """After a restart at version 10 the gate admits (eta + 1) * B groups, not (eta + 11) * B (AReaL #1388)."""
+    manager = make_manager(eta=2, batch=4, version=10)
+    assert manager.get_capacity() == 52  # what happens without on_version_recovered
+    manager.on_version_recovered(10)
+    assert manager.get_capacity() == 12
+    manager.on_version_recovered(10, finished_untrained=3)
+    assert manager.get_capacity() == 9
+    run(manager, 2)
+    assert manager.get_capacity() == 7
+
+
+def test_recovery_counts_what_runs():
+    """Rollouts that survived in the process keep their places through a recovery."""
+    manager = make_manager(eta=1, batch=4, version=3)
+    run(manager, 5)
+    manager.on_version_recovered(3)
+    assert manager.get_capacity() == 8 - 5
+    with pytest.raises(ValueError, match="cannot recover at version -1"):
+        manager.on_version_recovered(-1)
+
+
+def test_the_age_check():
+    """Age is counted from the oldest token; eta versions are allowed, eta + 1 are an error that says what to do."""
+    manager = make_manager(eta=2, version=7)
+    assert manager.age(5) == 2
+    assert manager.is_fresh(5)
+    assert not manager.is_fresh(4)
+    manager.check_age(5)
+    with pytest.raises(StalenessError, match=r"version 4 is consumed at version 7.*drop_stale"):
+        manager.check_age(4)
+
+
+def test_a_negative_bound_is_refused():
+    """eta = 0 is synchronous; below that nothing could ever start."""
+    with pytest.raises(ValueError, match="max_staleness"):
+        make_manager(eta=-1)
+
+
+# ---- the bound
+
+
+def make_state(manager: StalenessManager, **kwargs) -> DispatchState[Prompt, Group]:
+    return DispatchState(manager, lambda group: group.version, max_running=10**6, **kwargs)
+
+
+def feed(state: DispatchState, next_id: int, version: int, started: dict[int, int]) -> int:
+    """Keeps the gate supplied and starts what it admits; returns the next free id."""
+    while state.may_start() > 0:
+        state.enqueue(Prompt(next_id))
+        next_id += 1
+        for task in state.start():
+            started[task.task_id] = version
+    return next_id
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 3), st.integers(1, 4), st.integers(1, 9), st.data())
+def test_age_is_bounded_whatever_happens(eta, batch, concurrent, data):
+    """Stragglers, rejections, every order of completion: age <= eta, the gate holds, and nothing hangs."""
+    clock = Version()
+    manager = StalenessManager(clock, concurrent, batch, eta)
+    state = make_state(manager)
+    started: dict[int, int] = {}  # task_id -> version at its start
+    running: set[int] = set()
+    consumed: list[int] = []
+    training = False
+    next_id = 0
+    for _ in range(data.draw(st.integers(1, 60), label="events")):
+        before = set(started)
+        next_id = feed(state, next_id, clock.version, started)
+        running |= set(started) - before
+        stat = manager.get_stats()
+        assert stat.running == state.running == len(running) <= concurrent
+        assert stat.accepted + stat.running <= (eta + clock.version + 1) * batch
+
+        choices: list[tuple] = [("finish", i) for i in sorted(running)] + [("reject", i) for i in sorted(running)]
+        if training:
+            choices.append(("new version", None))
+        elif len(state.ready) >= batch:
+            choices.append(("consume", None))
+        assert choices, f"a deadlock: {state}"
+        event, task_id = data.draw(st.sampled_from(choices), label="event")
+        if event == "consume":
+            groups = state.take(batch)  # raises StalenessError if one is too old
+            assert all(clock.version - started[group.task_id] <= eta for group in groups)
+            consumed += [group.task_id for group in groups]
+            training = True
+        elif event == "new version":
+            clock.version += 1
+            training = False
+        else:
+            running.remove(task_id)
+            group = Group(task_id, started[task_id]) if event == "finish" else None
+            state.finish(TimedResult(task_id, 0, group))
+    assert consumed == sorted(consumed), "ids are given in order of start, and consumed in it"
+
+
+def largest_age(eta: int, batch: int, late: int, in_order_of_start: bool) -> int:
+    """The largest age trained on when group 0 ends only at version `late`, or when the batch waits for it.
+
+    Every other group ends as soon as it has started. The gate is the shipped one.
+    """
+    clock = Version()
+    manager = StalenessManager(clock, 100, batch, eta)
+    started: list[int] = []  # version at start, by number
+    finished: list[int] = []  # numbers, not yet consumed
+    ages: list[int] = []
+    while clock.version <= late:
+        for number in range(len(started), len(started) + manager.get_capacity()):
+            run(manager, 1)
+            started.append(clock.version)
+            if number > 0:
+                manager.on_rollout_accepted()
+                finished.append(number)
+        if clock.version == (0 if in_order_of_start else late):
+            manager.on_rollout_accepted()
+            finished.insert(0, 0)
+        consumed, finished = finished[:batch], finished[batch:]
+        ages += [clock.version - started[number] for number in consumed]
+        clock.version += 1
+    return max(ages)
+
+
+def test_order_of_completion_breaks_the_bound():
+    """eta = 1, B = 2, one straggler: others overtake it, and it is trained on 5 versions late, as in AReaL."""
+    assert largest_age(eta=1, batch=2, late=5, in_order_of_start=False) == 5
+
+
+def test_order_of_start_keeps_the_bound():
+    """The same straggler in order of start: the first batch waits for it, and no age passes eta."""
+    assert largest_age(eta=1, batch=2, late=5, in_order_of_start=True) == 1
+
+
+def test_a_trainer_that_forgets_to_consume_is_caught():
+    """The proof needs B groups a version; the check at consumption catches a loop that breaks it."""
+    clock = Version()
+    manager = StalenessManager(clock, 100, 2, 1)
+    state = make_state(manager)
+    started: dict[int, int] = {}
+    feed(state, 0, 0, started)
+    for task_id in started:
+        state.finish(TimedResult(task_id, 0, Group(task_id, 0)))
+    clock.version = 2  # two versions, and no batch was taken
+    with pytest.raises(StalenessError, match="version 0 is consumed at version 2"):
+        state.take(2)
+    assert len(state.ready) == 4, "the check consumes nothing"
+
+
+def test_what_was_dropped_is_replaced():
+    """With drop_stale a group too old is dropped and counted, and a younger one starts in its place."""
+    clock = Version()
+    manager = StalenessManager(clock, 100, 2, 0)
+    state = make_state(manager, drop_stale=True)
+    started: dict[int, int] = {}
+    feed(state, 0, 0, started)
+    for task_id in list(started):
+        state.finish(TimedResult(task_id, 0, Group(task_id, 0)))
+    clock.version = 1
+    assert manager.get_capacity() == 2
+    assert state.take(2) == []
+    assert manager.get_stats() == RolloutStat(dropped=2)
+    assert manager.get_capacity() == 4

@@ -1,0 +1,203 @@
+"""A trajectory is token-aligned: position t speaks of token t, a version of -1 is nobody's, and padding is never a token."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from trajectory import (
+    PADDING,
+    ROW_KEYS,
+    TOKEN_KEYS,
+    check_trajectory_format,
+    complete,
+    concat_padded_tensors,
+    dump_lines,
+    head_version,
+    tail_version,
+)
+
+
+def ints(*rows: list[int]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def documented() -> dict[str, Tensor]:
+    """The example value of docs/rollout_workflow.txt, whose prompt has version 0 and not -1."""
+    return {
+        "input_ids": ints([1, 2, 3, 4, 5]),
+        "attention_mask": torch.ones(1, 5, dtype=torch.bool),
+        "loss_mask": ints([0, 0, 1, 1, 1]),
+        "logprobs": torch.tensor([[0.0, 0.0, -0.5, -0.3, -0.2]]),
+        "rewards": torch.tensor([1.0]),
+        "versions": ints([0, 0, 1, 1, 1]),
+    }
+
+
+def two_turns() -> dict[str, Tensor]:
+    """prompt, turn 0 (versions 3, 4), a tool's answer, turn 1 (version 5), one position of padding."""
+    return {
+        "input_ids": ints([10, 11, 12, 13, 14, 15, 0]),
+        "attention_mask": ints([1, 1, 1, 1, 1, 1, 0]).bool(),
+        "loss_mask": ints([0, 0, 1, 1, 0, 1, 0]),
+        "logprobs": torch.tensor([[0.0, 0.0, -0.1, -0.2, 0.0, -0.3, 0.0]]),
+        "rewards": torch.tensor([0.5]),
+        "versions": ints([-1, -1, 3, 4, -1, 5, -1]),
+    }
+
+
+class Letters:
+    """A tokenizer whose decode shows which ids it was given."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return " ".join(map(str, ids))
+
+
+def test_the_documents_example_passes_the_check_and_is_completed() -> None:
+    """What the documents show as a return value is a trajectory; what it leaves out is filled in."""
+    check_trajectory_format(documented())
+    traj = complete(documented(), task_id=7)
+    assert traj.keys() == TOKEN_KEYS.keys() | ROW_KEYS.keys()
+    for key, (dtype, _) in (TOKEN_KEYS | ROW_KEYS).items():
+        assert traj[key].dtype == dtype, key
+    assert traj["turn_ids"].tolist() == [[-1, -1, 0, 0, 0]]
+    assert traj["turn_rewards"].tolist() == [[0, 0, 1, 1, 1]]
+    assert traj["temperatures"].tolist() == [[1] * 5]
+    assert traj["task_ids"].tolist() == traj["group_ids"].tolist() == [7]
+    assert traj["truncated"].tolist() == [0]
+
+
+def test_complete_keeps_what_the_workflow_said() -> None:
+    """Only what is missing is guessed: turns that touch, own rewards per turn and keys of the user's own survive."""
+    given = documented() | {
+        "turn_ids": ints([-1, -1, 0, 1, 1]),
+        "turn_rewards": torch.tensor([[0.0, 0.0, 0.9, 1.0, 1.0]]),
+        "temperatures": torch.tensor([[1.0, 1.0, 0.7, 0.7, 0.7]]),
+        "difficulty": torch.tensor([3]),
+    }
+    traj = complete(given, task_id=0)
+    for key, value in given.items():
+        assert torch.equal(traj[key], value), key
+
+
+def test_unknown_versions_are_those_of_the_episodes_start() -> None:
+    """A workflow without versions gets the start's version on generated tokens: its age is over-, never understated."""
+    given = documented()
+    del given["versions"]
+    traj = complete(given, task_id=0, version=4)
+    assert traj["versions"].tolist() == [[-1, -1, 4, 4, 4]]
+
+
+def test_two_required_keys_are_enough_and_train_nothing() -> None:
+    """input_ids and attention_mask alone make a trajectory that is never trained on and has no age."""
+    traj = complete({"input_ids": ints([1, 2]), "attention_mask": ints([1, 1])}, task_id=0)
+    assert traj["attention_mask"].dtype == torch.bool
+    assert traj["loss_mask"].sum() == 0
+    assert head_version(traj) is None
+    assert tail_version(traj) is None
+
+
+def test_head_version_leaves_the_prompt_out() -> None:
+    """The oldest version is that of a generated token; the prompt's -1 is no version (AReaL's dumps always say -1)."""
+    assert (head_version(two_turns()), tail_version(two_turns())) == (3, 5)
+    assert head_version(documented()) == 1  # its prompt says 0
+
+
+def test_head_version_counts_turns_that_are_not_trained() -> None:
+    """A sampled token has an age whether or not it enters the loss."""
+    traj = complete(two_turns(), task_id=0)
+    traj["loss_mask"][:, 2:4] = 0
+    assert head_version(traj) == 3
+
+
+def test_prompt_len_ends_at_the_first_generated_token() -> None:
+    """With alternating masks the prompt is what precedes the first generated token, not all tokens without a loss."""
+    traj = complete(two_turns(), task_id=42)
+    assert dump_lines(traj, 42, Letters()) == [
+        {
+            "task_id": 42,
+            "sample_idx": 0,
+            "seqlen": 6,
+            "prompt_len": 2,
+            "head_version": 3,
+            "tail_version": 5,
+            "reward": 0.5,
+            "prompt": "10 11",
+            "completion": "12 13 14 15",
+        }
+    ]
+
+
+def test_a_row_that_ends_in_a_tools_answer_is_dumped() -> None:
+    """A row whose last token is not trained on is a row like any other (AReaL skips it)."""
+    given = two_turns()
+    given["loss_mask"][0, 5] = 0
+    traj = complete(concat_padded_tensors([given, two_turns()]), task_id=1)
+    lines = dump_lines(traj, 1, Letters())
+    assert [line["sample_idx"] for line in lines] == [0, 1]
+    assert (lines[0]["prompt_len"], lines[0]["tail_version"]) == (2, 4)
+
+
+def test_concat_pads_to_the_longest_with_values_that_mean_nothing() -> None:
+    """Padding has its own value per key: version -1, no turn, temperature 1, and never a mask."""
+    short, long = complete(documented(), task_id=1), complete(two_turns(), task_id=2)
+    both = concat_padded_tensors([short, long])
+    assert both["input_ids"].shape == (2, 7)
+    for key in TOKEN_KEYS:
+        assert torch.equal(both[key][0, :5], short[key][0]), key
+        assert (both[key][0, 5:] == PADDING[key]).all(), key
+        assert torch.equal(both[key][1], long[key][0]), key
+        assert both[key].dtype == short[key].dtype, key
+    assert both["task_ids"].tolist() == [1, 2]
+    assert (head_version(both), tail_version(both)) == (1, 5)
+
+
+def test_concat_keeps_features_that_are_no_tokens() -> None:
+    """A key of the user's own with another second dimension is put together as it is."""
+    short, long = documented(), two_turns()
+    short["embedding"], long["embedding"] = torch.zeros(1, 3), torch.ones(1, 3)
+    assert concat_padded_tensors([short, long])["embedding"].tolist() == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_concat_names_the_keys_that_differ() -> None:
+    """Trajectories of different make are an error that says which key is the difference."""
+    odd = two_turns() | {"hint": torch.zeros(1)}
+    with pytest.raises(ValueError, match="hint"):
+        concat_padded_tensors([documented(), odd])
+    with pytest.raises(ValueError, match="no trajectories"):
+        concat_padded_tensors([])
+
+
+BAD = {
+    "is a dict of tensors, not list": [1, 2],
+    "lacks input_ids, attention_mask": {},
+    "lacks attention_mask": {"input_ids": ints([1])},
+    "'loss_mask'. is a list": documented() | {"loss_mask": [[0, 0, 1, 1, 1]]},
+    r"must be \[batch, seq_len\], but its shape is \[5\]": documented() | {"input_ids": torch.ones(5)},
+    "empty": documented() | {"input_ids": torch.ones(1, 0)},
+    r"'versions'. has shape \[1, 4\]; \[1, 5\]": documented() | {"versions": ints([0, 0, 1, 1])},
+    r"'rewards'. has shape \[2\]; \[1\]": documented() | {"rewards": torch.ones(2)},
+    r"'rewards'. has shape \[\]; \[1\]": documented() | {"rewards": torch.tensor(1.0)},
+    r"'image'. has shape \[3, 5\]; \[1\]": documented() | {"image": torch.ones(3, 5)},
+    "'logprobs'. holds values that are not finite": documented() | {"logprobs": torch.full((1, 5), float("nan"))},
+    "padding": documented() | {"attention_mask": ints([1, 1, 1, 1, 0])},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_the_check_names_what_is_wrong(message: str) -> None:
+    """A workflow's author reads in the error which key is wrong and what it should be."""
+    with pytest.raises(ValueError, match=message):
+        check_trajectory_format(BAD[message])
+
+
+def test_episodes_of_one_workflow_have_the_same_keys() -> None:
+    """A key that comes and goes between episodes is named at once, not when a batch is put together."""
+    keys = frozenset(documented())
+    check_trajectory_format(documented(), keys)
+    fewer = documented()
+    del fewer["versions"]
+    with pytest.raises(ValueError, match=r"lacks \['versions'\], adds \[\]"):
+        check_trajectory_format(fewer, keys)
+    with pytest.raises(ValueError, match=r"lacks \[\], adds \['hint'\]"):
+        check_trajectory_format(documented() | {"hint": torch.zeros(1)}, keys)

@@ -1,0 +1,431 @@
+"""A workflow is one episode: what it returns, who shares its fate, and how anything the user has becomes one."""
+
+import asyncio
+import sys
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from scripted import ScriptedEngine
+
+from cache import InteractionWithTokenLogpReward
+from engine import GenerationHyperparameters, ModelRequest, ModelResponse
+from reward import AsyncRewardWrapper
+from trajectory import check_trajectory_format, complete
+from workflow import (
+    GroupedRolloutWorkflow,
+    MultiTurnWorkflow,
+    OpenAIProxyWorkflow,
+    RLVRWorkflow,
+    RolloutWorkflow,
+    WorkflowContext,
+    import_string,
+    resolve_workflow,
+    workflow_context,
+)
+
+QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
+PROXY = {"proxy_addr": "http://127.0.0.1:1", "admin_key": "k"}
+
+
+def row(*ids: int, rewards: float = 0.0) -> dict[str, torch.Tensor]:
+    """The least that a workflow returns."""
+    return {
+        "input_ids": torch.tensor([ids], dtype=torch.int32),
+        "attention_mask": torch.ones(1, len(ids), dtype=torch.bool),
+        "rewards": torch.tensor([rewards]),
+    }
+
+
+def interaction(*output: int, reward: float = 0.0) -> InteractionWithTokenLogpReward:
+    response = ModelResponse([1, 2], list(output), [-0.5] * len(output), [0] * len(output))
+    return InteractionWithTokenLogpReward(
+        messages=[{"role": "user", "content": "x"}],
+        model_response=response,
+        output_message_list=[{"role": "assistant", "content": "y"}],
+        reward=reward,
+    )
+
+
+class Function(RolloutWorkflow):
+    """A workflow that is a function of the context and the sample."""
+
+    def __init__(self, function: Callable[[WorkflowContext, dict], Any]) -> None:
+        self.function = function
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        return self.function(workflow_context.get(), data)
+
+
+class Agent:
+    """The least that is an agent."""
+
+    def __init__(self, answer: float = 1.0) -> None:
+        self.answer = answer
+
+    async def run(self, data: dict, **extra_kwargs: Any) -> float:
+        return self.answer
+
+
+class SyncAgent:
+    def run(self, data: dict) -> float:
+        return 1.0
+
+
+async def exact(prompt: str, completion: str, prompt_ids: list, completion_ids: list, answer: str, **_: Any) -> bool:
+    return completion.startswith(answer)
+
+
+# ---------------------------------------------------------------- the documents' examples
+
+
+class MyWorkflow(RolloutWorkflow):
+    """docs/rollout_workflow.txt, "To create a custom workflow"."""
+
+    def __init__(self, tokenizer: Any, gconfig: GenerationHyperparameters, **kwargs: Any) -> None:
+        self.tokenizer = tokenizer
+        self.gconfig = gconfig
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        input_ids = self.tokenizer.encode(data["prompt"])
+        req = ModelRequest(rid=uuid.uuid4().hex, input_ids=input_ids, gconfig=self.gconfig, tokenizer=self.tokenizer)
+        resp = await engine.agenerate(req)
+        reward = self.compute_reward(resp, data)
+        if reward < 0:
+            return None
+        return self.build_tensor_dict(resp, reward)
+
+    def compute_reward(self, resp: ModelResponse, data: dict[str, Any]) -> float:
+        return data["reward"]
+
+    def build_tensor_dict(self, resp: ModelResponse, reward: float) -> dict[str, torch.Tensor]:
+        seq = resp.input_tokens + resp.output_tokens
+        return {
+            "input_ids": torch.tensor([seq], dtype=torch.int32),
+            "attention_mask": torch.ones(1, len(seq), dtype=torch.bool),
+            "loss_mask": torch.tensor([[0] * resp.input_len + [1] * resp.output_len], dtype=torch.int32),
+            "logprobs": torch.tensor([[0.0] * resp.input_len + resp.output_logprobs], dtype=torch.float32),
+            "rewards": torch.tensor([reward], dtype=torch.float32),
+            "versions": torch.tensor([[-1] * resp.input_len + resp.output_versions], dtype=torch.int32),
+        }
+
+
+class CustomWorkflow(RolloutWorkflow):
+    """The write-up, A.2."""
+
+    def __init__(self, gconfig: GenerationHyperparameters, tokenizer: Any) -> None:
+        self.gconfig = gconfig
+        self.tokenizer = tokenizer
+        self.async_reward_fn = AsyncRewardWrapper(self.reward_fn)
+
+    @staticmethod
+    async def reward_fn(prompt: str, completion: str, messages: list, answer: str) -> float:
+        return float(completion.startswith(answer))
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        input_ids = self.tokenizer.apply_chat_template(
+            data["messages"], tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+        req = ModelRequest(rid=uuid.uuid4().hex, input_ids=input_ids, gconfig=self.gconfig, tokenizer=self.tokenizer)
+        resp = await engine.agenerate(req)
+        prompt_str = self.tokenizer.decode(resp.input_tokens)
+        completion_str = self.tokenizer.decode(resp.output_tokens)
+        reward = await self.async_reward_fn(prompt_str, completion_str, **data)
+        seq = resp.input_tokens + resp.output_tokens
+        logprobs = [0.0] * resp.input_len + resp.output_logprobs
+        loss_mask = [0] * resp.input_len + [1] * resp.output_len
+        versions = [-1] * resp.input_len + resp.output_versions
+        return {
+            "input_ids": torch.tensor(seq, dtype=torch.int32).unsqueeze(0),
+            "logprobs": torch.tensor(logprobs, dtype=torch.float32).unsqueeze(0),
+            "loss_mask": torch.tensor(loss_mask, dtype=torch.int32).unsqueeze(0),
+            "versions": torch.tensor(versions, dtype=torch.int32).unsqueeze(0),
+            "rewards": torch.tensor(reward, dtype=torch.float32).unsqueeze(0),
+            "attention_mask": torch.ones(len(seq), dtype=torch.bool).unsqueeze(0),
+        }
+
+
+@pytest.mark.anyio
+async def test_the_custom_workflow_of_rollout_workflow_runs(tiny_tokenizer: Any) -> None:
+    """The class that the documents show is a workflow here, resolved by class and keyword arguments."""
+    engine, defaults = (
+        ScriptedEngine(tiny_tokenizer),
+        {"tokenizer": tiny_tokenizer, "gconfig": GenerationHyperparameters()},
+    )
+    workflow = resolve_workflow(MyWorkflow, {"unused": 1}, defaults=defaults)
+    traj: Any = await workflow.arun_episode(engine, {"prompt": "hi", "reward": 1.0})
+    check_trajectory_format(traj)
+    assert tiny_tokenizer.decode(traj["input_ids"][0]) == "hiok<|im_end|>"
+    assert await workflow.arun_episode(engine, {"prompt": "hi", "reward": -1.0}) is None
+
+
+@pytest.mark.anyio
+async def test_the_custom_workflow_of_the_write_up_runs(tiny_tokenizer: Any) -> None:
+    """Appendix A.2, letter by letter but for `return_dict=False`, which newer transformers ask for."""
+    engine = ScriptedEngine(tiny_tokenizer, lambda request: "4")
+    engine.version = 3
+    workflow = CustomWorkflow(GenerationHyperparameters(), tiny_tokenizer)
+    traj: Any = await workflow.arun_episode(engine, QUESTION)
+    check_trajectory_format(traj)
+    assert traj["rewards"].tolist() == [1.0]
+    assert traj["versions"][0][-2:].tolist() == [3, 3]
+
+
+# ---------------------------------------------------------------- one turn, several turns
+
+
+@pytest.mark.anyio
+async def test_rlvr_is_one_row_with_the_sampling_it_was_made_with(tiny_tokenizer: Any) -> None:
+    """Prompt -1, completion as the engine said, its temperature on its tokens, the reward on its turn."""
+    engine = ScriptedEngine(tiny_tokenizer, lambda request: "4")
+    workflow = RLVRWorkflow(exact, GenerationHyperparameters(temperature=0.5, n_samples=4), tiny_tokenizer)
+    traj = complete(await workflow.arun_episode(engine, QUESTION), task_id=0)  # type: ignore[arg-type]
+    assert engine.requests[0].gconfig.n_samples == 1
+    assert (
+        tiny_tokenizer.decode(traj["input_ids"][0])
+        == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
+    )
+    assert traj["loss_mask"][0].tolist() == [0] * (traj["input_ids"].shape[1] - 2) + [1, 1]
+    assert traj["temperatures"][0][-3:].tolist() == [1.0, 0.5, 0.5]
+    assert traj["turn_rewards"][0][-3:].tolist() == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.anyio
+async def test_sampling_that_training_cannot_reproduce_stays_out_of_the_loss(tiny_tokenizer: Any) -> None:
+    """With top_p the returned logprobs are not those of the behaviour policy: the turn is kept and not trained."""
+    workflow = RLVRWorkflow(exact, GenerationHyperparameters(top_p=0.9), tiny_tokenizer)
+    traj: Any = await workflow.arun_episode(ScriptedEngine(tiny_tokenizer), QUESTION)
+    assert traj["loss_mask"].sum() == 0
+    assert traj["turn_ids"].max() == 0
+
+
+@pytest.mark.anyio
+async def test_multi_turn_asks_again_until_the_reward_is_positive(tiny_tokenizer: Any) -> None:
+    """One row; each prompt is the tokens so far and the reflection; the k-th try is worth turn_discount^(k-1)."""
+    answers = iter(["5", "3", "4"])
+    engine = ScriptedEngine(tiny_tokenizer, lambda request: next(answers))
+    workflow = MultiTurnWorkflow(
+        exact, GenerationHyperparameters(), tiny_tokenizer, max_turns=5, turn_discount=0.5, reflection_message="no"
+    )
+    traj = complete(await workflow.arun_episode(engine, QUESTION), task_id=0)  # type: ignore[arg-type]
+    talk = [
+        *QUESTION["messages"],
+        *({"role": "assistant", "content": "5"}, {"role": "user", "content": "no"}),
+        *({"role": "assistant", "content": "3"}, {"role": "user", "content": "no"}),
+    ]
+    rendered = tiny_tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert tiny_tokenizer.decode(traj["input_ids"][0]) == rendered + "4<|im_end|>"
+    trained = traj["input_ids"][0][traj["loss_mask"][0] == 1]
+    assert tiny_tokenizer.decode(trained) == "5<|im_end|>3<|im_end|>4<|im_end|>"
+    assert traj["turn_ids"][0][traj["loss_mask"][0] == 1].tolist() == [0, 0, 1, 1, 2, 2]
+    assert traj["rewards"].tolist() == [0.25]
+    assert traj["turn_rewards"][0][traj["loss_mask"][0] == 1].tolist() == [0.25] * 6
+
+
+@pytest.mark.anyio
+async def test_a_turn_cut_by_length_is_closed_in_the_prompt_and_counted(tiny_tokenizer: Any) -> None:
+    """The end-of-turn token that the policy did not sample is put in for it, untrained; the row says truncated."""
+    engine = ScriptedEngine(tiny_tokenizer, lambda request: "5")
+    engine.cut = True
+    workflow = MultiTurnWorkflow(exact, GenerationHyperparameters(), tiny_tokenizer, max_turns=2)
+    traj: Any = await workflow.arun_episode(engine, QUESTION)
+    assert "5<|im_end|>\n<|im_start|>user\n" in tiny_tokenizer.decode(traj["input_ids"][0])
+    assert tiny_tokenizer.decode(traj["input_ids"][0][traj["loss_mask"][0] == 1]) == "55"
+    assert traj["truncated"].tolist() == [1]
+    assert traj["rewards"].tolist() == [0.0]
+
+
+@pytest.mark.anyio
+async def test_the_noise_of_a_request_depends_on_the_episode_and_on_nothing_else(tiny_tokenizer: Any) -> None:
+    """Members, tasks and turns sample with different seeds, the same run with the same ones, whatever the order."""
+
+    async def seeds(task_id: int, run_seed: int | None) -> list[int | None]:
+        engine = ScriptedEngine(tiny_tokenizer)
+        gconfig = GenerationHyperparameters(seed=run_seed)
+        workflow_context.set(WorkflowContext(task_id=task_id))
+        workflow = MultiTurnWorkflow(exact, gconfig, tiny_tokenizer, max_turns=2)
+        await GroupedRolloutWorkflow(workflow, 3).arun_episode(engine, QUESTION)
+        return [request.gconfig.seed for request in engine.requests]
+
+    first, again = await seeds(0, run_seed=1), await seeds(0, run_seed=1)
+    assert sorted(first) == sorted(again)  # type: ignore[type-var]
+    everything = {*first, *await seeds(1, run_seed=1), *await seeds(0, run_seed=2)}
+    assert len(everything) == 18
+    assert await seeds(0, run_seed=None) == [None] * 6
+
+
+# ---------------------------------------------------------------- groups
+
+
+@pytest.mark.anyio
+async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.LogCaptureFixture) -> None:
+    """The others are kept, in order, and the failure is counted and logged (AReaL loses the whole group)."""
+    failures: list[BaseException] = []
+
+    def member(context: WorkflowContext, data: dict) -> Any:
+        if context.sample_idx == 1:
+            raise ConnectionError("the tool is down")
+        return row(*range(context.sample_idx + 1), rewards=context.sample_idx)
+
+    workflow = GroupedRolloutWorkflow(Function(member), 4, failures.append)
+    traj: Any = await workflow.arun_episode(None, {})
+    assert traj["rewards"].tolist() == [0.0, 2.0, 3.0]
+    assert traj["attention_mask"].sum(1).tolist() == [1, 3, 4]
+    assert [str(failure) for failure in failures] == ["the tool is down"]
+    assert "the tool is down" in caplog.text
+
+
+@pytest.mark.anyio
+async def test_a_ragged_group_is_still_one_group() -> None:
+    """Rows carry their group's id, so that a lost member does not shift the next group's rows into this one."""
+
+    def member(context: WorkflowContext, data: dict) -> Any:
+        return None if context.sample_idx == data["loses"] else row(1, 2)
+
+    workflow = GroupedRolloutWorkflow(Function(member), 3)
+    groups = [
+        complete(await workflow.arun_episode(None, {"loses": loses}), task_id)  # type: ignore[arg-type]
+        for task_id, loses in enumerate([1, None])
+    ]
+    assert [group["group_ids"].tolist() for group in groups] == [[0, 0], [1, 1, 1]]
+
+
+@pytest.mark.anyio
+async def test_a_group_of_nothing_is_rejected_and_a_group_of_errors_raises_the_first() -> None:
+    """All None is a rejected group, all failed is a failed group, and neither hides the other."""
+
+    def errors(context: WorkflowContext, data: dict) -> Any:
+        if context.sample_idx in data["none"]:
+            return None
+        raise ValueError(f"member {context.sample_idx}")
+
+    workflow = GroupedRolloutWorkflow(Function(errors), 3)
+    assert await workflow.arun_episode(None, {"none": [0, 1, 2]}) is None
+    assert await workflow.arun_episode(None, {"none": [2]}) is None
+    with pytest.raises(ValueError, match="member 0"):
+        await workflow.arun_episode(None, {"none": []})
+
+
+@pytest.mark.anyio
+async def test_members_run_at_the_same_time_and_each_in_its_own_context() -> None:
+    """All members meet at a barrier that none could pass alone; each knows its index and keeps the task's id."""
+    barrier = asyncio.Barrier(4)
+
+    class Meets(RolloutWorkflow):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            await barrier.wait()
+            context = workflow_context.get()
+            assert (context.task_id, context.is_eval) == (9, True)
+            return row(1, rewards=context.sample_idx)
+
+    workflow_context.set(WorkflowContext(is_eval=True, task_id=9))
+    traj: Any = await GroupedRolloutWorkflow(Meets(), 4).arun_episode(None, {})
+    assert traj["rewards"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert workflow_context.get().sample_idx == 0
+
+
+@pytest.mark.anyio
+async def test_members_do_not_write_into_each_others_sample() -> None:
+    """An agent that appends to data["messages"] speaks into its own conversation only."""
+
+    def talk(context: WorkflowContext, data: dict) -> Any:
+        data["messages"].append("hello")
+        return row(*range(len(data["messages"])))
+
+    sample: dict[str, list] = {"messages": []}
+    traj: Any = await GroupedRolloutWorkflow(Function(talk), 3).arun_episode(None, sample)
+    assert traj["input_ids"].shape == (3, 1)
+    assert sample == {"messages": []}
+
+
+@pytest.mark.anyio
+async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() -> None:
+    """Interactions stay interactions; beside tensors they become tensors; one id twice is an error."""
+
+    def calls(context: WorkflowContext, data: dict) -> Any:
+        name = data["names"][context.sample_idx]
+        return {name: interaction(3, 4)} if name else interaction(7).to_tensor_dict()
+
+    workflow = GroupedRolloutWorkflow(Function(calls), 2)
+    merged: Any = await workflow.arun_episode(None, {"names": ["a", "b"]})
+    assert list(merged) == ["a", "b"]
+    mixed: Any = await workflow.arun_episode(None, {"names": ["a", None]})
+    assert mixed["input_ids"].tolist() == [[1, 2, 3, 4], [1, 2, 7, 0]]
+    with pytest.raises(ValueError, match="same interaction ids"):
+        await workflow.arun_episode(None, {"names": ["a", "a"]})
+
+
+# ---------------------------------------------------------------- resolution
+
+
+def test_a_workflow_is_found_in_whatever_the_user_gives() -> None:
+    """Instance, class with kwargs, "module.Class" string, agent's class and agent: all become RolloutWorkflows."""
+    instance = Function(lambda context, data: None)
+    assert resolve_workflow(instance) is instance
+    made: Any = resolve_workflow(Function, {"function": len})
+    assert made.function is len
+    by_name: Any = resolve_workflow(f"{__name__}.Function", {"function": len})
+    assert isinstance(by_name, Function)
+    for agent, kwargs in ((Agent, {"answer": 0.5}), (f"{__name__}.Agent", {"answer": 0.5}), (Agent(0.5), None)):
+        wrapped: Any = resolve_workflow(agent, kwargs, proxy=PROXY)
+        assert isinstance(wrapped, OpenAIProxyWorkflow)
+        assert wrapped.agent.answer == 0.5
+    grouped: Any = resolve_workflow(instance, group_size=4)
+    assert (grouped.workflow, grouped.group_size) == (instance, 4)
+
+
+def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
+    """gconfig and tokenizer come from the run where __init__ names them, unless the user gave others."""
+    defaults = {"gconfig": GenerationHyperparameters(top_k=5), "tokenizer": "tokenizer"}
+    made: Any = resolve_workflow(RLVRWorkflow, {"reward_fn": f"{__name__}.exact"}, defaults=defaults)
+    assert (made.gconfig.top_k, made.tokenizer) == (5, "tokenizer")
+    assert made.async_reward_fn.reward_fn is exact
+    own: Any = resolve_workflow(RLVRWorkflow, {"reward_fn": exact, "tokenizer": "mine"}, defaults=defaults)
+    assert own.tokenizer == "mine"
+    assert isinstance(resolve_workflow(Agent, {}, proxy=PROXY, defaults=defaults), OpenAIProxyWorkflow)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "workflow", "kwargs", "proxy"),
+    [
+        (ImportError, "there is no module 'nowhere'", "nowhere.Workflow", {}, None),
+        (ImportError, "module 'workflow' has no 'Nothing'", "workflow.Nothing", {}, None),
+        (ImportError, "a path like 'my_module.MyClass' is needed", "Workflow", {}, None),
+        (TypeError, "missing a required argument: 'function'.*workflow_kwargs", Function, {}, None),
+        (TypeError, "unexpected keyword argument 'typo'", Function, {"function": len, "typo": 1}, None),
+        (TypeError, "neither a RolloutWorkflow nor an agent", dict, {}, None),
+        (TypeError, "SyncAgent is no agent: it needs `async def run", SyncAgent, {}, PROXY),
+        (ValueError, "Agent is an agent, and agents need a proxy", Agent, {}, None),
+        (ValueError, "is an object already; give its class", Agent(), {"answer": 1.0}, PROXY),
+        (ValueError, "rollout.openai.mode='subproc'", Agent, {}, PROXY | {"mode": "subproc"}),
+    ],
+)
+def test_what_cannot_be_resolved_says_what_is_missing(
+    error: type[Exception], message: str, workflow: Any, kwargs: dict, proxy: Any
+) -> None:
+    """Every mistake in configuring a workflow is one sentence that names it."""
+    with pytest.raises(error, match=message):
+        resolve_workflow(workflow, kwargs, proxy=proxy)
+
+
+def test_a_missing_import_inside_a_module_is_not_taken_for_a_missing_module(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the user's module exists but lacks a dependency, the dependency is named."""
+    (tmp_path / "needs_something.py").write_text("import something_not_installed\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'something_not_installed'$"):
+        import_string("needs_something.Workflow")
+    assert "needs_something" not in sys.modules
+
+
+def test_the_scope_of_statistics_follows_the_context() -> None:
+    """stat_scope is "rollout" in training and "eval-rollout" in evaluation."""
+    workflow_context.set(WorkflowContext())
+    assert workflow_context.stat_scope() == "rollout"
+    workflow_context.set(WorkflowContext(is_eval=True, task_id=3))
+    assert workflow_context.stat_scope() == "eval-rollout"
+    assert workflow_context.get().task_id == 3
+    workflow_context.set(WorkflowContext())

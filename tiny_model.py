@@ -1,0 +1,326 @@
+"""The slot cache and one step of a batch: how a Hugging Face model decodes many sequences at once.
+
+**The rule.** A *slot* is one row of the KV cache. It knows how many of its tokens are `cached`; a step feeds what is
+not, `tokens[cached:]`, for every row it is given, and returns the logits of each row's last token. So prefill, decode,
+resuming after an abort, starting over under new weights and continuing a conversation are one code path: they differ
+in `cached` only.
+
+**How it works.** A transformers model asks three things of its cache and mask: it calls `past_key_values.update(k, v,
+layer)`, it takes `position_ids`, and a 4-D `attention_mask` is used as it is. SlotCache answers the first by writing
+keys and values where each row's sequence ends and returning a view of the cache; nothing is concatenated. The model
+itself is unmodified; only its attention function is ours (transformers' AttentionInterface), because it computes all
+query heads that share a key head in one go and because of the next paragraph.
+
+**Bits.** A row's logits shall not depend on its neighbours, or a run with a fixed seed would not repeat itself: which
+requests meet in a batch is a matter of milliseconds. A matrix product rounds differently when its shape makes the
+library choose another kernel. Measured with torch 2.13 and MKL on a CPU with AVX-512: results are equal bit by bit as
+long as every product has at least four rows and the number of keys avoids two residues (`key_length`). Then one row
+alone, the same row among 64, prefill in one go, prefill after a reused prefix and token-by-token decoding all give
+identical logits. Another processor or BLAS may choose its kernels elsewhere: there the tokens are still almost
+always the same, and logits agree to 1e-6. bench/engine.py prints which of the two holds.
+
+**Randomness** is counter-based: the uniform number that picks the token at position p of a request with seed s is a
+hash of (s, p). No generator has state, so a request's noise depends on nothing but itself, and an aborted request
+that is sent again with its partial output goes on with the numbers it would have got.
+
+**Logprobs** are log_softmax(logits / T) over the whole vocabulary in float32, before top_p and top_k, and after
+penalties (they change the logits); at T = 0 log_softmax(logits). That is SGLang's definition and what a trainer
+reproduces by dividing its logits by the same T.
+
+What it does not do: sliding windows, recurrent layers, soft-capped attention (`load` runs a few tokens through the
+model's own forward and refuses a model that disagrees), paged memory (each slot is as long as the longest sequence
+so far), anything but float32. AReaL has no such file: its servers are SGLang and vLLM, on GPUs.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+import tiny_scheduler
+from tiny_scheduler import SamplingParams, Scheduler
+
+MIN_ROWS = 4  # fewer rows in a matrix product select another kernel, and other bits
+
+
+class ModelError(ValueError):
+    """A model or a set of weights that cannot be used; the message is one line."""
+
+
+def key_length(longest: int) -> int:
+    """Keys attended to when the longest row has `longest`: a multiple of 64, so that shapes repeat; 256 and 320
+    keys (modulo the attention kernel's block of 512) are summed in another order than the rest, so 384 replaces them."""
+    keys = -(-longest // 64) * 64
+    return keys + (-keys % 128 or 128 if keys % 512 in (256, 320) else 0)
+
+
+def slot_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **kwargs: Any
+):
+    """softmax(q k' / sqrt(d) + mask) v, the query heads of one key head stacked as rows of one product.
+
+    query (n, heads, q, d); key, value (n, groups, keys, d); mask (n, 1, q, keys), 0 or -inf. Returns (n, q, heads, d).
+    """
+    n, heads, q, d = query.shape
+    stacked = query.reshape(n, key.shape[1], -1, d)  # (n, groups, heads/groups * q, d)
+    rows = stacked.shape[2]
+    if q > 1:
+        attention_mask = attention_mask.repeat(1, 1, rows // q, 1)
+    elif rows < MIN_ROWS:
+        stacked = stacked.repeat(1, 1, -(-MIN_ROWS // rows), 1)
+    out = F.scaled_dot_product_attention(stacked, key, value, attention_mask, scale=kwargs.get("scaling"))
+    return out[:, :, :rows].reshape(n, heads, q, d).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("slots", slot_attention)
+
+
+class SlotCache:
+    """Keys and values of all slots: `kv` (layers, 2, rows, groups, length, d). Four spare rows: filler for batches
+    below four rows, the last of them also the place where the keys of padding are thrown."""
+
+    def __init__(self, layers: int, slots: int, groups: int, d: int) -> None:
+        self.kv = torch.zeros(layers, 2, slots + MIN_ROWS, groups, 64, d)
+        self.where = torch.empty(0)  # (n * groups * q,): flat places that the step under way writes
+        self.rows = slice(0, 0)  # the rows it reads
+        self.keys = 0  # and how many of their keys
+
+    def grow(self, length: int) -> None:
+        """Make room for sequences of `length` tokens (at least doubling, so that copying stays rare)."""
+        layers, two, rows, groups, old, d = self.kv.shape
+        if length > old:
+            new = torch.zeros(layers, two, rows, groups, max(length, 2 * old), d)
+            new[..., :old, :] = self.kv
+            self.kv = new
+
+    def aim(self, rows: slice, places: Tensor, positions: Tensor, keys: int) -> None:
+        """Set what `update` will do in this step: places, positions (n, q) say which cache row and position each
+        fed token is written to; `rows` and `keys` what is read."""
+        _, _, _, groups, length, _ = self.kv.shape
+        flat = (places[:, None] * groups + torch.arange(groups)[:, None]) * length + positions[:, None]
+        self.where, self.rows, self.keys = flat.flatten(), rows, keys  # flat: (n, groups, q)
+
+    def update(self, k: Tensor, v: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """What transformers calls: k, v (n, groups, q, d) of the fed tokens -> views (n, groups, keys, d) of all."""
+        d = k.shape[-1]
+        keys, values = self.kv[layer]
+        keys.view(-1, d).index_copy_(0, self.where, k.reshape(-1, d))
+        values.view(-1, d).index_copy_(0, self.where, v.reshape(-1, d))
+        return keys[self.rows, :, : self.keys], values[self.rows, :, : self.keys]
+
+    def swap(self, i: int, j: int) -> None:
+        self.kv[:, :, [i, j]] = self.kv[:, :, [j, i]]
+
+
+class TinyModel:
+    """A causal LM and its slots. `step` is the only forward pass; `replace_weights` the only change of weights."""
+
+    def __init__(self, model: Any, slots: int) -> None:
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        self.model = model
+        self.slots = slots
+        self.vocab_size: int = config.vocab_size
+        self.context_length: int = config.max_position_embeddings
+        eos = model.generation_config.eos_token_id
+        self.eos = frozenset(
+            eos if isinstance(eos, list) else [eos]
+        )  # ids that end a sequence; may hold None
+        self.cache = SlotCache(
+            config.num_hidden_layers,
+            slots,
+            getattr(config, "num_key_value_heads", None) or heads,
+            getattr(config, "head_dim", None) or config.hidden_size // heads,
+        )
+
+    @classmethod
+    def load(cls, path: str, slots: int) -> "TinyModel":
+        """Read a Hugging Face directory. Raises ModelError when it is none, or of an architecture that does not fit."""
+        if not (Path(path) / "config.json").is_file():
+            raise ModelError(f"no model in {path}: a Hugging Face directory with config.json is needed")
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, attn_implementation="slots"
+            )
+        except (OSError, ValueError) as error:
+            raise ModelError(f"cannot load {path}: {' '.join(str(error).split())}") from error
+        tiny = cls(model.eval(), slots)
+        tiny.check()
+        return tiny
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Refuse a model whose own forward pass disagrees with `step`."""
+        kinds = set(getattr(self.model.config, "layer_types", None) or []) - {"full_attention"}
+        if kinds:
+            raise ModelError(f"layers of kind {', '.join(kinds)} are not supported, only full attention")
+        ids = [i * 7 % self.vocab_size for i in range(6)]
+        ours = self.step([ids], [0])[0, -1]
+        self.model.set_attn_implementation("sdpa")
+        theirs = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        self.model.set_attn_implementation("slots")
+        if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
+            raise ModelError(
+                f"{type(self.model).__name__} does not fit the slot cache: its logits are others"
+            )
+
+    @torch.inference_mode()
+    def step(
+        self, feeds: Sequence[list[int]], cached: Sequence[int], first: int = 0, every: bool = False
+    ) -> Tensor:
+        """Feed the rows first, first + 1, .. their next tokens.
+
+        feeds: per row, the tokens behind its `cached` first ones. Returns logits (n, k, vocab), the last of the k
+        being those of each row's last token; with `every` k covers the longest feed (rows are right-aligned).
+        """
+        n, q = len(feeds), max(map(len, feeds))
+        if q > 1:  # prefill: right-aligned rows, padding in front
+            q = -(-q // MIN_ROWS) * MIN_ROWS
+            ids = torch.tensor([[0] * (q - len(feed)) + feed for feed in feeds])
+            ends = torch.tensor([c + len(feed) for c, feed in zip(cached, feeds, strict=True)])[:, None]
+            positions = ends + torch.arange(-q, 0)  # (n, q)
+            padding = positions < torch.tensor(cached)[:, None]
+        else:  # decode: at least four rows
+            fill = max(0, MIN_ROWS - n)
+            ids = torch.tensor([*feeds, *[[0]] * fill])
+            positions = torch.tensor([*cached, *[0] * fill])[:, None]
+            padding = torch.arange(n + fill)[:, None] >= n
+        rows = ids.shape[0]
+        places = torch.arange(first, first + rows)[:, None].masked_fill(padding, self.slots + MIN_ROWS - 1)
+        positions = positions.masked_fill(padding, 0)
+        keys = key_length(int(positions.max()) + 1)
+        self.cache.grow(keys)
+        self.cache.aim(slice(first, first + rows), places, positions, keys)
+        mask = torch.zeros(rows, q, keys).masked_fill_(
+            torch.arange(keys) > positions[:, :, None], float("-inf")
+        )
+        keep = q if every else min(q, MIN_ROWS)
+        output = self.model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask[:, None],
+            past_key_values=self.cache,
+            logits_to_keep=keep,
+        )
+        return output.logits[:n]
+
+    def replace_weights(self, named: Mapping[str, Tensor]) -> None:
+        """Copy new weights over the old; ModelError, and nothing copied, when names or shapes do not match.
+
+        The disk sends a dict of files; a process group or a list of serialised tensors would come in here too.
+        """
+        own = self.model.state_dict()
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        if unknown := named.keys() - own.keys():
+            raise ModelError(f"the model has no weight {sorted(unknown)[0]} ({len(unknown)} unknown in all)")
+        if missing := own.keys() - named.keys() - set(tied):
+            raise ModelError(f"weight {sorted(missing)[0]} is missing ({len(missing)} in all)")
+        for name, tensor in named.items():
+            if tensor.shape != own[name].shape:
+                raise ModelError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}")
+        with torch.no_grad():
+            for name, tensor in named.items():
+                own[name].copy_(tensor)
+
+
+def read_weights(path: str) -> dict[str, Tensor]:
+    """All tensors of a directory's safetensors files; ModelError when there are none or they cannot be read."""
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"no *.safetensors in {path}")
+    try:
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except Exception as error:  # safetensors raises its own, OSError, and what a cut-off file provokes
+        raise ModelError(f"cannot read the weights in {path}: {error}") from error
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """One number in [0, 1) per row, a hash (splitmix64) of (seed, position). (n,) float32, 23 bits."""
+    x = np.array(seeds, dtype=np.uint64)
+    for word in (np.array(positions, dtype=np.uint64), np.uint64(0)):
+        x = (x ^ word) + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x = x ^ (x >> np.uint64(31))
+    return torch.from_numpy((x >> np.uint64(41)).astype(np.float32) * np.float32(2**-23))
+
+
+def penalties(params: SamplingParams, output: Sequence[int], vocab_size: int) -> Tensor:
+    """What frequency and presence penalties take off the logits: c_v * frequency + [c_v > 0] * presence. (vocab,)"""
+    counts = torch.bincount(torch.tensor(output, dtype=torch.long), minlength=vocab_size)
+    return counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
+
+
+@torch.inference_mode()
+def sample(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    outputs: Sequence[Sequence[int]],
+) -> tuple[list[int], list[float]]:
+    """Draw one token a row. logits (n, vocab); positions: where in its sequence each token will stand; outputs: what
+    was generated so far, for penalties. Returns n tokens and their logprobs."""
+    for i, p in enumerate(params):
+        if p.penalised and outputs[i]:
+            logits[i] -= penalties(p, outputs[i], logits.shape[1])
+    temperature = torch.tensor([p.temperature for p in params])[:, None]  # (n, 1)
+    greedy = temperature == 0
+    logprobs = torch.log_softmax(logits / temperature.masked_fill(greedy, 1), dim=-1)  # (n, vocab)
+    weights = logprobs.exp()
+    order = None
+    if any(p.reshapes for p in params):
+        weights, order = weights.sort(dim=-1, descending=True)
+        rank = torch.arange(weights.shape[1])
+        top_k = torch.tensor([p.top_k if p.top_k > 0 else weights.shape[1] for p in params])[:, None]
+        top_p = torch.tensor([p.top_p for p in params])[:, None]
+        weights = weights * ((rank < top_k) & ((weights.cumsum(-1) - weights < top_p) | (top_p >= 1)))
+    # token = min { v : sum_{w <= v} p_w > u * sum_w p_w }
+    cdf = weights.cumsum(-1)
+    u = uniforms([p.sampling_seed for p in params], positions)[:, None]
+    token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)  # (n, 1)
+    if order is not None:
+        token = order.gather(1, token)
+    if greedy.any():
+        token = torch.where(greedy, logprobs.argmax(-1, keepdim=True), token)
+    return token[:, 0].tolist(), logprobs.gather(1, token)[:, 0].tolist()
+
+
+@torch.inference_mode()
+def run_step(scheduler: Scheduler, model: TinyModel) -> bool:
+    """Plan, compute and account one step; False when there was nothing to do."""
+    step = scheduler.plan()
+    if step is None:
+        return False
+    for i, j in step.moves:
+        model.cache.swap(i, j)
+    slots = scheduler.slots[step.first : step.last]
+    requests = [slot.request for slot in slots if slot.request]
+    scored = any(r.logprob_start >= 0 and not r.input_logprobs for r in requests)
+    feeds = [slot.tokens[slot.cached :] for slot in slots]
+    logits = model.step(feeds, [slot.cached for slot in slots], step.first, every=scored)
+    if scored:
+        score_prompts(requests, logits)
+    tokens, logprobs = sample(
+        logits[:, -1],
+        [r.params for r in requests],
+        [len(r.tokens) for r in requests],
+        [r.output if r.params.penalised else () for r in requests],
+    )
+    scheduler.advance(step, tokens, logprobs)
+    return True
+
+
+def score_prompts(requests: list[tiny_scheduler.Sequence], logits: Tensor) -> None:
+    """Enter log p(t | before) at temperature 1 of prompt tokens; logits (n, k, vocab) are right-aligned."""
+    for row, r in zip(logits, requests, strict=True):
+        if r.logprob_start >= 0 and not r.input_logprobs:
+            prompt = torch.tensor(r.tokens[: r.prompt_tokens])
+            own = torch.log_softmax(row[row.shape[0] - len(r.tokens) :], dim=-1)  # (tokens, vocab)
+            scores = own[: len(prompt) - 1].gather(1, prompt[1:, None])[:, 0].tolist()
+            r.input_logprobs = [None, *scores[r.logprob_start :]]

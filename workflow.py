@@ -1,0 +1,419 @@
+"""Workflows: what one episode does, and how anything that a user hands over becomes one.
+
+The rule: a rollout is a coroutine, `arun_episode(engine, data)`, that turns one sample of the dataset into rows to
+train on. It returns one of three things: a dict of tensors (see trajectory.py), a dict of interactions (calls of an
+agent, with their tokens and rewards), or None, which rejects the sample. Everything else about an episode, when it
+may start, how many run at once, what becomes of its result, belongs to executor.py.
+
+Four kinds come with the project.
+
+  RLVRWorkflow            one prompt, one answer, one verifiable reward
+  MultiTurnWorkflow       answer, look at the reward, reflect, answer again
+  OpenAIProxyWorkflow     any agent: an object with `async def run(self, data, **extra_kwargs)` which talks to a base_url
+  GroupedRolloutWorkflow  the same workflow several times for one prompt, side by side
+
+`resolve_workflow` makes one of these of an instance, a class with its keyword arguments, a "module.Class" string, or
+an agent. Code inside an episode learns what it runs in from `workflow_context`: is this an evaluation, which task,
+which member of the group.
+
+Agents. The proxy gives each episode a session of its own, and the agent gets its URL. It may return a number (int,
+float, bool, numpy or torch scalar: the reward of its last completion), a dict {completion id: number}, or None when
+it set its rewards by itself over HTTP; None with nothing set rejects the episode. One agent object serves all episodes,
+many at a time: what belongs to one episode belongs into local variables of `run`.
+
+Groups. The members of a group run concurrently, each with a copy of `data` of its own. A member that returns None is
+left out; one that raises is counted, logged and left out; the others are kept. Only when every member raised does
+the group raise, the first exception. Which group a row belongs to is written on the row (`group_ids`), so a group
+that lost a member stays a group.
+
+Seeds. With a seed for the run, every request's sampling noise is derived from (seed, task, member, turn) and from
+nothing else, so that the order in which episodes happen to run does not change what they sample.
+
+How this differs from AReaL: a failing member takes its whole group along; `return 1` from an agent is an error;
+groups are found again by position; workflow_kwargs beside an instance are ignored with a warning.
+"""
+
+import asyncio
+import copy
+import hashlib
+import importlib
+import inspect
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import openai
+import torch
+
+from cache import InteractionWithTokenLogpReward
+from client import OpenAIProxyClient
+from engine import GenerationHyperparameters, ModelRequest, ModelResponse
+from reward import AsyncRewardWrapper, parse_rewards
+from trajectory import Trajectory, concat_padded_tensors
+
+logger = logging.getLogger("nano-areal")
+
+Interactions = dict[str, InteractionWithTokenLogpReward]
+EpisodeResult = Trajectory | Interactions | None
+
+
+@dataclass(frozen=True)
+class WorkflowContext:
+    """What an episode is part of."""
+
+    is_eval: bool = False
+    task_id: int | None = None  # None outside of an executor
+    sample_idx: int = 0  # which member of its group
+
+    @property
+    def name(self) -> str:
+        """The episode's name within the run: its session at the proxy, the conversation at the server, its seeds."""
+        return f"{self.task_id}-{self.sample_idx}"
+
+
+_context: ContextVar[WorkflowContext] = ContextVar("workflow_context", default=WorkflowContext())  # noqa: B039
+
+
+class workflow_context:
+    """The context of the running episode: `workflow_context.get().is_eval`. Every episode sees its own."""
+
+    @staticmethod
+    def get() -> WorkflowContext:
+        return _context.get()
+
+    @staticmethod
+    def set(context: WorkflowContext) -> None:
+        _context.set(context)
+
+    @staticmethod
+    def stat_scope() -> str:
+        """ "rollout" or "eval-rollout": the name under which statistics and dumps of this episode go."""
+        return "eval-rollout" if _context.get().is_eval else "rollout"
+
+
+class RolloutWorkflow(ABC):
+    """One episode (docs/rollout_workflow.txt)."""
+
+    @abstractmethod
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
+        """Run it. None rejects the sample; an exception rejects it and counts as failed."""
+
+
+def is_interactions(result: Any) -> bool:
+    """Whether an episode returned interactions rather than tensors."""
+    return (
+        isinstance(result, dict)
+        and bool(result)
+        and all(isinstance(value, InteractionWithTokenLogpReward) for value in result.values())
+    )
+
+
+def to_tensors(result: Trajectory | Interactions) -> Trajectory:
+    """An episode's result as tensors: interactions become rows, one under another."""
+    if is_interactions(result):
+        return concat_padded_tensors([i.to_tensor_dict() for i in result.values()])  # type: ignore[union-attr]
+    return result  # type: ignore[return-value]
+
+
+def request_seed(seed: int | None, turn: int) -> int | None:
+    """Sampling seed, below 2^31, of the turn-th request of the running episode; None if the run has none."""
+    if seed is None:
+        return None
+    name = f"{seed}/{_context.get().name}/{turn}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") >> 1
+
+
+def responses_to_tensors(turns: list[ModelResponse], reward: float) -> Trajectory:
+    """One row [1, L] of a conversation in which every prompt begins with all tokens before it.
+
+    `reward` is every turn's. A turn whose sampling training cannot reproduce (trains_exactly is false) stays in the
+    row and out of the loss.
+    """
+    last = turns[-1]
+    row: dict[str, list] = {"input_ids": last.input_tokens + last.output_tokens}
+    length = len(row["input_ids"])
+    row |= {"loss_mask": [0] * length, "logprobs": [0.0] * length, "temperatures": [1.0] * length}
+    row |= {"versions": [-1] * length, "turn_ids": [-1] * length}
+    for k, turn in enumerate(turns):
+        n, span = turn.output_len, slice(turn.input_len, turn.input_len + turn.output_len)
+        assert row["input_ids"][: span.stop] == turn.input_tokens + turn.output_tokens, f"turn {k} is not a prefix"
+        row["loss_mask"][span] = [int(turn.trains_exactly)] * n
+        row["logprobs"][span] = turn.output_logprobs
+        row["temperatures"][span] = [turn.temperature] * n
+        row["versions"][span] = turn.output_versions
+        row["turn_ids"][span] = [k] * n
+    floats = ("logprobs", "temperatures")
+    return {
+        **{k: torch.tensor([v], dtype=torch.float32 if k in floats else torch.int32) for k, v in row.items()},
+        "attention_mask": torch.ones(1, length, dtype=torch.bool),
+        "rewards": torch.tensor([reward], dtype=torch.float32),
+        "truncated": torch.tensor([last.stop_reason == "length"], dtype=torch.int32),
+    }
+
+
+class RLVRWorkflow(RolloutWorkflow):
+    """`data["messages"]` (chat) -> one completion -> one reward.
+
+    `reward_fn(prompt, completion, prompt_ids, completion_ids, **data)` is a function, a coroutine function, or
+    "module.function"; it gets texts and token ids and returns a number.
+    """
+
+    def __init__(self, reward_fn: Callable[..., Any] | str, gconfig: GenerationHyperparameters, tokenizer: Any) -> None:
+        self.async_reward_fn = AsyncRewardWrapper(import_string(reward_fn) if isinstance(reward_fn, str) else reward_fn)
+        self.gconfig = gconfig
+        self.tokenizer = tokenizer
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
+        response = await self.turn(engine, self.prompt_ids(data["messages"]), turn=0)
+        return responses_to_tensors([response], await self.reward(response, data))
+
+    def prompt_ids(self, messages: list[dict]) -> list[int]:
+        """The chat template over the messages, ready for the assistant to speak."""
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+
+    async def turn(self, engine: Any, input_ids: list[int], turn: int) -> ModelResponse:
+        """One request; its noise and its server depend on the episode, not on what else is running."""
+        gconfig = self.gconfig.new(n_samples=1, seed=request_seed(self.gconfig.seed, turn))
+        request = ModelRequest(input_ids, gconfig=gconfig, tokenizer=self.tokenizer, session=_context.get().name)
+        return await engine.agenerate(request)
+
+    async def reward(self, response: ModelResponse, data: dict[str, Any]) -> float:
+        """The reward function's answer to this prompt and completion."""
+        prompt, completion = response.input_tokens, response.output_tokens
+        texts = self.tokenizer.decode(prompt), self.tokenizer.decode(completion)
+        return await self.async_reward_fn(*texts, prompt, completion, **data)
+
+
+class MultiTurnWorkflow(RLVRWorkflow):
+    """Try, and while the reward is not positive, be told so and try again, in one growing conversation.
+
+    An answer found at the k-th try (k = 1, 2, ...) is worth turn_discount^(k-1) of its reward. The next prompt is the
+    last one, the tokens that were sampled, and the reflection message: nothing is tokenised twice.
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., Any] | str,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        max_turns: int = 3,
+        turn_discount: float = 0.9,
+        reflection_message: str = "That is not right. Think about what went wrong, then answer again.",
+    ) -> None:
+        super().__init__(reward_fn, gconfig, tokenizer)
+        if max_turns < 1:
+            raise ValueError(f"max_turns must be at least 1, not {max_turns}")
+        self.max_turns = max_turns
+        self.turn_discount = turn_discount
+        self.reflection_ids = self._reflection_ids(reflection_message)
+
+    def _reflection_ids(self, message: str) -> list[int]:
+        """What the chat template puts between an assistant's text and its next one, the end-of-turn token first."""
+        text = "\u27e6the assistant's text\u27e7"
+        talk = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": message},
+        ]
+        rendered = self.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+        return self.tokenizer.encode(rendered.partition(text)[2], add_special_tokens=False)
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
+        turns: list[ModelResponse] = []
+        input_ids, reward = self.prompt_ids(data["messages"]), 0.0
+        while len(turns) < self.max_turns and reward <= 0:
+            turns.append(await self.turn(engine, input_ids, turn=len(turns)))
+            reward = await self.reward(turns[-1], data)
+            output = turns[-1].output_tokens
+            ended_itself = output[-1:] == self.reflection_ids[:1]  # a turn that was cut by length did not
+            input_ids = turns[-1].input_tokens + output + self.reflection_ids[ended_itself:]
+        return responses_to_tensors(turns, reward * self.turn_discount ** (len(turns) - 1))
+
+
+class GroupedRolloutWorkflow(RolloutWorkflow):
+    """`group_size` episodes of one workflow for one prompt; `on_member_failed` hears of every member that raised."""
+
+    def __init__(
+        self,
+        workflow: RolloutWorkflow,
+        group_size: int,
+        on_member_failed: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self.workflow = workflow
+        self.group_size = group_size
+        self.on_member_failed = on_member_failed
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
+        members = (self._run_member(i, engine, data) for i in range(self.group_size))
+        results = await asyncio.gather(*members, return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        for failure in failures:
+            logger.warning("task %s: a member of the group failed", _context.get().task_id, exc_info=failure)
+            if self.on_member_failed:
+                self.on_member_failed(failure)
+        if len(failures) == self.group_size:
+            raise failures[0]
+        return self._merge([r for r in results if r is not None and not isinstance(r, BaseException)])
+
+    async def _run_member(self, i: int, engine: Any, data: dict[str, Any]) -> EpisodeResult:
+        workflow_context.set(replace(_context.get(), sample_idx=i))
+        return await self.workflow.arun_episode(engine, copy.deepcopy(data))
+
+    @staticmethod
+    def _merge(results: list[Trajectory | Interactions]) -> EpisodeResult:
+        if not results:
+            return None
+        if not all(map(is_interactions, results)):
+            return concat_padded_tensors([to_tensors(result) for result in results])
+        merged: Interactions = {}
+        for result in results:
+            if merged.keys() & result.keys():
+                raise ValueError(f"two members returned the same interaction ids {merged.keys() & result.keys()}")
+            merged |= result  # type: ignore[arg-type]
+        return merged
+
+
+# What episodes on one event loop share: the agents' HTTP client, ours, and the task that closes both.
+_http: dict[asyncio.AbstractEventLoop, tuple[Any, httpx.AsyncClient, asyncio.Task]] = {}
+
+
+def http_clients(timeout: float) -> tuple[Any, httpx.AsyncClient]:
+    """The running loop's clients: for agents (of the kind that the installed openai SDK runs on), and for /rl calls.
+
+    Made at the first use, closed when the loop ends. `timeout`: seconds for a request, which may be a generation.
+    """
+    loop = asyncio.get_running_loop()
+    if loop not in _http:
+        limits = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None)
+        agents = openai.DefaultAsyncHttpxClient(limits=limits, timeout=timeout, trust_env=False)
+        ours = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=timeout, trust_env=False)
+        _http[loop] = agents, ours, loop.create_task(_close_with_loop(loop))
+    return _http[loop][:2]
+
+
+async def _close_with_loop(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        await asyncio.Event().wait()  # for ever: a loop that ends cancels its tasks first
+    finally:
+        agents, ours, _ = _http.pop(loop)
+        await agents.aclose()
+        await ours.aclose()
+
+
+class OpenAIProxyWorkflow(RolloutWorkflow):
+    """An agent's episode: a session at the proxy, `agent.run` with the session's URL, its rewards, the export.
+
+    discount: gamma by which a turn's reward reaches the turn before it. export_style: individual | concat.
+    episode_timeout: seconds; an episode that takes longer is cancelled and has failed.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        proxy_addr: str,
+        admin_key: str,
+        mode: str = "inline",
+        discount: float = 1.0,
+        export_style: str = "individual",
+        episode_timeout: float = 3600.0,
+    ) -> None:
+        if mode != "inline":
+            raise ValueError(f"rollout.openai.mode={mode!r}: only 'inline' is here, agents run in the rollout loop")
+        if not inspect.iscoroutinefunction(getattr(agent, "run", None)):
+            raise TypeError(f"{type(agent).__name__} is no agent: it needs `async def run(self, data, **extra_kwargs)`")
+        self.agent = agent
+        self.proxy_addr = proxy_addr
+        self.admin_key = admin_key
+        self.discount = discount
+        self.export_style = export_style
+        self.episode_timeout = episode_timeout
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
+        agents_http, http = http_clients(self.episode_timeout)
+        client = OpenAIProxyClient(http, self.proxy_addr, self.admin_key, _context.get().name)
+        clock = asyncio.timeout(self.episode_timeout)
+        try:
+            async with clock:
+                await client.grant_capacity()
+                async with client:
+                    await self._run_agent(client, agents_http, data)
+        except TimeoutError as error:
+            if clock.expired():
+                limit = f"{self.episode_timeout:g} s (rollout.openai.episode_timeout_seconds)"
+                raise TimeoutError(f"the episode took longer than {limit} and was cancelled") from error
+            raise
+        interactions = await client.export_interactions(discount=self.discount, style=self.export_style)
+        return interactions if client.rewarded_count else None
+
+    async def _run_agent(self, client: OpenAIProxyClient, http_client: Any, data: dict[str, Any]) -> None:
+        rewards = parse_rewards(
+            await self.agent.run(data, base_url=client.session_url, http_client=http_client, api_key=client.api_key)
+        )
+        if isinstance(rewards, dict):
+            for interaction_id, reward in rewards.items():
+                await client.set_reward(interaction_id, reward)
+        elif rewards is not None:
+            await client.set_last_reward(rewards)
+
+
+def import_string(path: str) -> Any:
+    """The object named "module.Name". Raises ImportError that says which part of the path is missing."""
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise ImportError(f"{path!r}: a path like 'my_module.MyClass' is needed")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there and lacks one of its own imports
+        raise ImportError(f"{path!r}: there is no module {error.name!r} on the Python path") from error
+    if not hasattr(module, name):
+        raise ImportError(f"{path!r}: module {module_name!r} has no {name!r}")
+    return getattr(module, name)
+
+
+def _instantiate(cls: type, kwargs: dict[str, Any], defaults: dict[str, Any]) -> Any:
+    signature = inspect.signature(cls)
+    kwargs = {key: value for key, value in defaults.items() if key in signature.parameters} | kwargs
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        raise TypeError(f"{cls.__name__}{signature}: {error}; its arguments come from workflow_kwargs") from error
+    return cls(**kwargs)
+
+
+def resolve_workflow(
+    workflow: Any,
+    workflow_kwargs: dict[str, Any] | None = None,
+    group_size: int = 1,
+    *,
+    proxy: dict[str, Any] | None = None,
+    defaults: dict[str, Any] | None = None,
+    on_member_failed: Callable[[BaseException], None] | None = None,
+) -> RolloutWorkflow:
+    """A RolloutWorkflow from what the user gave: an instance, a class, "module.Name" of either, or an agent.
+
+    proxy: keyword arguments of OpenAIProxyWorkflow (proxy_addr, admin_key, ...), needed for agents. defaults: arguments
+    (gconfig, tokenizer) that a RolloutWorkflow's class gets when its __init__ names them and workflow_kwargs do not.
+    Raises ImportError, TypeError or ValueError; each says what to change.
+    """
+    resolved = import_string(workflow) if isinstance(workflow, str) else workflow
+    cls = resolved if inspect.isclass(resolved) else type(resolved)
+    is_workflow = issubclass(cls, RolloutWorkflow)
+    if not is_workflow and not hasattr(resolved, "run"):
+        raise TypeError(f"{workflow!r} is neither a RolloutWorkflow nor an agent with `async def run`")
+    if resolved is cls:
+        resolved = _instantiate(cls, workflow_kwargs or {}, (defaults or {}) if is_workflow else {})
+    elif workflow_kwargs:
+        raise ValueError(f"workflow_kwargs were given, but {workflow!r} is an object already; give its class instead")
+    if not is_workflow:
+        if proxy is None:
+            raise ValueError(f"{cls.__name__} is an agent, and agents need a proxy: none was given")
+        resolved = OpenAIProxyWorkflow(resolved, **proxy)
+    return GroupedRolloutWorkflow(resolved, group_size, on_member_failed) if group_size > 1 else resolved
