@@ -312,7 +312,7 @@ class FSDPPPOActor(FSDPEngine):
         if not stats:
             raise ValueError("no token of the batch is trained: loss_mask is 0 everywhere; were all turns masked?")
         tokens = sum(s["tokens"] for s in stats)
-        mean = {key: sum(s[key] * s["tokens"] for s in stats) / tokens for key in stats[0].keys() - {"tokens"}}
+        mean = {key: sum(s[key] * s["tokens"] for s in stats) / tokens for key in stats[0] if key != "tokens"}
         mean |= {key: max(s[key] for s in stats) for key in MAXIMA}
         return mean | {"lr": self.optimizer.param_groups[0]["lr"]}
 

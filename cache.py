@@ -95,7 +95,8 @@ class InteractionWithTokenLogpReward:
 
         Keys: input_ids, attention_mask, loss_mask (1: train), logprobs (behaviour), versions (prompt -1),
         turn_ids (k for the k-th turn of the conversation, else -1), turn_rewards (the final reward of the
-        token's turn, else 0), temperatures (else 1), rewards (this turn's). Raises ValueError if unfinished.
+        token's turn, else 0), temperatures (else 1); and one number a row: rewards (this turn's), truncated (1: its
+        length limit cut it). Raises ValueError if unfinished.
         """
         last = self.tokens
         length = last.input_len + last.output_len
@@ -109,6 +110,7 @@ class InteractionWithTokenLogpReward:
             "turn_rewards": [0.0] * length,
             "temperatures": [1.0] * length,
             "rewards": [self.reward or 0.0],
+            "truncated": [int(last.stop_reason == "length")],
         }
         for turn, trained in [*self.earlier, (self, True)]:
             n = turn.tokens.output_len
@@ -146,7 +148,7 @@ def to_tensors(row: dict[str, list]) -> "dict[str, Tensor]":
         "rewards": torch.float32,
     }
     tensors = {key: torch.tensor(values, dtype=kinds.get(key, torch.int32)) for key, values in row.items()}
-    return {key: t if key == "rewards" else t.unsqueeze(0) for key, t in tensors.items()}  # (1, L)
+    return {key: t if key in ("rewards", "truncated") else t.unsqueeze(0) for key, t in tensors.items()}  # (1, L)
 
 
 def finite(reward: Any) -> float:

@@ -64,9 +64,7 @@ class OpenAIProxyClient:
         self.task_id = task_id
         self.session_id = ""  # these two are known once the session has started
         self.api_key = ""
-        self.interaction_count = (
-            0  # these two once it has ended: finished interactions, and those with a reward
-        )
+        self.interaction_count = 0  # these two once it has ended: finished interactions, and those with a reward
         self.rewarded_count = 0
 
     @property

@@ -259,11 +259,9 @@ class RemoteInfEngine:
         return list(itertools.compress(self.addresses, self._threads.map(is_dead, self.addresses)))
 
     def score(self, input_ids: list[list[int]]) -> list[list[float]]:
-        """The servers' own log p(token | tokens before it) at temperature 1, per sequence; the first token's
-        is 0.
+        """The servers' own log p(token | tokens before it) at temperature 1, per sequence; the first is 0.
 
-        A server takes prompts below its context length only, so of a sequence that fills it the last is
-        missing.
+        A server takes no prompt as long as its context, so of a sequence that fills it the last is missing.
         """
 
         def score_one(ids: list[int], server: str) -> list[float]:
@@ -333,8 +331,7 @@ class RemoteInfEngine:
         return min(g.max_new_tokens, room)
 
     def _check_ids(self, ids: list[int]) -> None:
-        """EngineError (400) unless `ids` is a non-empty list of ints in the vocabulary (0.03 ms per
-        1,000)."""
+        """EngineError (400) unless `ids` is a non-empty list of ints in the vocabulary."""
         if not ids:
             raise EngineError("the prompt is empty", 400)
         if kinds := set(map(type, ids)) - {int}:

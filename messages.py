@@ -160,10 +160,7 @@ def _parse_calls(calls: Any, where: str) -> list[Message]:
         {
             "id": call.get("id"),
             "type": "function",
-            "function": {
-                "name": call["function"]["name"],
-                "arguments": _parsed(call["function"].get("arguments")),
-            },
+            "function": {"name": call["function"]["name"], "arguments": _parsed(call["function"].get("arguments"))},
         }
         for call in calls
     ]
@@ -172,9 +169,7 @@ def _parse_calls(calls: Any, where: str) -> list[Message]:
 def _is_call(call: Any) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
     return (
-        isinstance(function, dict)
-        and isinstance(function.get("name"), str)
-        and isinstance(call.get("id"), str | None)
+        isinstance(function, dict) and isinstance(function.get("name"), str) and isinstance(call.get("id"), str | None)
     )
 
 
@@ -242,9 +237,7 @@ def _stop(value: Any) -> list[str] | None:
     return stop
 
 
-def render_chat(
-    request: AgentRequest, interaction_id: str, text: str, response: "ModelResponse"
-) -> dict[str, Any]:
+def render_chat(request: AgentRequest, interaction_id: str, text: str, response: "ModelResponse") -> dict[str, Any]:
     """The body of a chat completion: what the strictest clients read, and no key that is null but `content`."""
     message = {"role": "assistant", "content": text}
     finish_reason = "length" if response.stop_reason in ("length", "abort") else "stop"

@@ -81,7 +81,7 @@ def _shared_pool() -> ProcessPool:
     global _pool
     with _lock:
         if _pool is None:
-            _pool = ProcessPool(max_workers=min(4, os.cpu_count() or 1), context=SpawnContext())
+            _pool = ProcessPool(max_workers=min(4, os.cpu_count() or 1), context=_LeanContext())
         return _pool
 
 

@@ -60,9 +60,7 @@ def key_length(longest: int) -> int:
     return keys + (-keys % 128 or 128 if keys % 512 in (256, 320) else 0)
 
 
-def slot_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **kwargs: Any
-):
+def slot_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **kwargs: Any):
     """softmax(q k' / sqrt(d) + mask) v, the query heads of one key head stacked as rows of one product.
 
     query (n, heads, q, d); key, value (n, groups, keys, d); mask (n, 1, q, keys), 0 or -inf. Returns (n, q, heads, d).
@@ -129,9 +127,7 @@ class TinyModel:
         self.vocab_size: int = config.vocab_size
         self.context_length: int = config.max_position_embeddings
         eos = model.generation_config.eos_token_id
-        self.eos = frozenset(
-            eos if isinstance(eos, list) else [eos]
-        )  # ids that end a sequence; may hold None
+        self.eos = frozenset(eos if isinstance(eos, list) else [eos])  # ids that end a sequence; may hold None
         self.cache = SlotCache(
             config.num_hidden_layers,
             slots,
@@ -145,9 +141,7 @@ class TinyModel:
         if not (Path(path) / "config.json").is_file():
             raise ModelError(f"no model in {path}: a Hugging Face directory with config.json is needed")
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, attn_implementation="slots"
-            )
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="slots")
         except (OSError, ValueError) as error:
             raise ModelError(f"cannot load {path}: {' '.join(str(error).split())}") from error
         tiny = cls(model.eval(), slots)
@@ -166,14 +160,10 @@ class TinyModel:
         theirs = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
         self.model.set_attn_implementation("slots")
         if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
-            raise ModelError(
-                f"{type(self.model).__name__} does not fit the slot cache: its logits are others"
-            )
+            raise ModelError(f"{type(self.model).__name__} does not fit the slot cache: its logits are others")
 
     @torch.inference_mode()
-    def step(
-        self, feeds: Sequence[list[int]], cached: Sequence[int], first: int = 0, every: bool = False
-    ) -> Tensor:
+    def step(self, feeds: Sequence[list[int]], cached: Sequence[int], first: int = 0, every: bool = False) -> Tensor:
         """Feed the rows first, first + 1, .. their next tokens.
 
         feeds: per row, the tokens behind its `cached` first ones. Returns logits (n, k, vocab), the last of the k
@@ -197,9 +187,7 @@ class TinyModel:
         keys = key_length(int(positions.max()) + 1)
         self.cache.grow(keys)
         self.cache.aim(slice(first, first + rows), places, positions, keys)
-        mask = torch.zeros(rows, q, keys).masked_fill_(
-            torch.arange(keys) > positions[:, :, None], float("-inf")
-        )
+        mask = torch.zeros(rows, q, keys).masked_fill_(torch.arange(keys) > positions[:, :, None], float("-inf"))
         keep = q if every else min(q, MIN_ROWS)
         output = self.model(
             input_ids=ids,
@@ -259,10 +247,7 @@ def penalties(params: SamplingParams, output: Sequence[int], vocab_size: int) ->
 
 @torch.inference_mode()
 def sample(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    positions: Sequence[int],
-    outputs: Sequence[Sequence[int]],
+    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], outputs: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[float]]:
     """Draw one token a row. logits (n, vocab); positions: where in its sequence each token will stand; outputs: what
     was generated so far, for penalties. Returns n tokens and their logprobs."""

@@ -181,9 +181,7 @@ class Protocol:
             prompt = seq.tokens[max(seq.logprob_start, 0) : seq.prompt_tokens]
             scores = seq.input_logprobs
             meta["input_token_logprobs"] = [[lp, t, None] for lp, t in zip(scores, prompt, strict=False)]
-            meta["output_token_logprobs"] = [
-                [lp, t, None] for lp, t in zip(seq.logprobs[:n], ids, strict=True)
-            ]
+            meta["output_token_logprobs"] = [[lp, t, None] for lp, t in zip(seq.logprobs[:n], ids, strict=True)]
         body: dict[str, Any] = {"output_ids": ids, "meta_info": meta}
         if self.tokenizer is not None:
             body["text"] = self.text(ids, finish, seq.params.skip_special_tokens)
@@ -192,7 +190,5 @@ class Protocol:
     def text(self, ids: list[int], finish: dict[str, Any] | None, skip_special: bool) -> str:
         """The output as text, without what ended it."""
         matched = (finish or {}).get("matched")
-        text = self.tokenizer.decode(
-            ids[:-1] if type(matched) is int else ids, skip_special_tokens=skip_special
-        )
+        text = self.tokenizer.decode(ids[:-1] if type(matched) is int else ids, skip_special_tokens=skip_special)
         return text[: text.index(matched)] if isinstance(matched, str) and matched in text else text

@@ -30,9 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-PREFILL_TOKENS = (
-    8192  # tokens that one prefill step feeds at most, padding included (one request always goes)
-)
+PREFILL_TOKENS = 8192  # tokens that one prefill step feeds at most, padding included (one request always goes)
 
 
 @dataclass(frozen=True)
@@ -133,19 +131,13 @@ class Scheduler:
     """Queue, slots and the version at hand. Not thread-safe: one thread sends it events."""
 
     def __init__(
-        self,
-        slots: int,
-        max_total_tokens: int,
-        version: str = "0",
-        decode: Callable[[list[int]], str] | None = None,
+        self, slots: int, max_total_tokens: int, version: str = "0", decode: Callable[[list[int]], str] | None = None
     ) -> None:
         self.max_total_tokens = max_total_tokens
         self.version = version
         self.decode = decode  # for stop strings
         self.slots = [Slot() for _ in range(slots)]
-        self.running = (
-            0  # slots[:running] are at work (one that just ended stays among them until the next plan)
-        )
+        self.running = 0  # slots[:running] are at work (one that just ended stays among them until the next plan)
         self.waiting: deque[Sequence] = deque()
         self.behind: deque[Sequence] = deque()  # came after an update was asked for, and wait for it
         self.paused: str | None = None
@@ -318,8 +310,6 @@ class Scheduler:
         At least one token is fed, and all of them where the prompt's logprobs are wanted."""
         idle = range(self.running, len(self.slots))
         limit = len(request.tokens) - 1 if request.logprob_start < 0 else 0
-        shared = {
-            i: common_prefix(self.slots[i].tokens[: self.slots[i].cached], request.tokens) for i in idle
-        }
+        shared = {i: common_prefix(self.slots[i].tokens[: self.slots[i].cached], request.tokens) for i in idle}
         best = max(idle, key=lambda i: (min(shared[i], limit), -self.slots[i].used))
         return best, min(shared[best], limit)

@@ -40,6 +40,7 @@ import queue
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -77,9 +78,7 @@ def resolve(future: asyncio.Future, result: Any) -> None:
 class Engine:
     """The one thread that touches scheduler and model. `call` runs a function there, between two steps."""
 
-    def __init__(
-        self, model: TinyModel, scheduler: Scheduler, deliver: Callable[[list[Sequence]], None]
-    ) -> None:
+    def __init__(self, model: TinyModel, scheduler: Scheduler, deliver: Callable[[list[Sequence]], None]) -> None:
         self.model = model
         self.scheduler = scheduler
         self.deliver = deliver  # called in the engine's thread with requests that ended or, streaming, grew
@@ -109,9 +108,7 @@ class Engine:
         self.inbox.put(run)
         return future
 
-    def update(
-        self, read: Callable[[], dict[str, Tensor]], version: str | None, abort_all: bool
-    ) -> asyncio.Future:
+    def update(self, read: Callable[[], dict[str, Tensor]], version: str | None, abort_all: bool) -> asyncio.Future:
         """Replace the weights by what `read` returns, once nothing is in flight. The future's result: None, or why
         the old weights stay."""
         loop = asyncio.get_running_loop()
@@ -263,9 +260,7 @@ class Server:
             self.engine.submit(seq)
         if sequences[0].context.stream:
             return StreamingResponse(self.stream(sequences[0], logprobs), media_type="text/event-stream")
-        gone = asyncio.ensure_future(
-            request.receive()
-        )  # a body that was read is followed by the hang-up only
+        gone = asyncio.ensure_future(request.receive())  # a body that was read is followed by the hang-up only
         try:
             for seq in sequences:
                 await asyncio.wait({seq.context.news, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -365,6 +360,7 @@ class Server:
                 "weight_version": self.scheduler.version,
                 "max_running_requests": len(self.scheduler.slots),
                 "max_total_num_tokens": self.scheduler.max_total_tokens,
+                "cpu_seconds": time.process_time(),
                 "state": repr(self.scheduler),
             }
         )
@@ -398,15 +394,9 @@ def parse_args(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--weight-version", default="0", help="the version of the weights at start")
     parser.add_argument("--max-running-requests", type=int, default=64, help="sequences decoded together")
-    parser.add_argument(
-        "--max-total-tokens", type=int, help="tokens of all running sequences; default: no limit"
-    )
-    parser.add_argument(
-        "--seed", type=int, help="seeds requests that bring no sampling_seed; default: random"
-    )
-    parser.add_argument(
-        "--skip-tokenizer-init", action="store_true", help="token ids only: no text, no stop strings"
-    )
+    parser.add_argument("--max-total-tokens", type=int, help="tokens of all running sequences; default: no limit")
+    parser.add_argument("--seed", type=int, help="seeds requests that bring no sampling_seed; default: random")
+    parser.add_argument("--skip-tokenizer-init", action="store_true", help="token ids only: no text, no stop strings")
     parser.add_argument("--exit-with-parent", action="store_true", help="end when standard input is closed")
     return parser.parse_args(words)
 

@@ -208,9 +208,7 @@ def prepare_model(config: TrainConfig, task: Any, logger: Logger) -> None:
     config.tokenizer_path = config.tokenizer_path or config.model_path
 
 
-def build(
-    config: TrainConfig, run_dir: Path, fleet: Fleet, logger: Logger, trace: Trace, stack: ExitStack
-) -> Parts:
+def build(config: TrainConfig, run_dir: Path, fleet: Fleet, logger: Logger, trace: Trace, stack: ExitStack) -> Parts:
     """Start everything; `stack` ends it in reverse."""
     task = importlib.import_module(config.task) if config.task else None
     prepare_model(config, task, logger)
@@ -218,9 +216,7 @@ def build(
     validation = load_dataset(config.valid_dataset.path or config.train_dataset.path, task, "valid")
     workflow = import_string(config.workflow) if config.workflow else getattr(task, "WORKFLOW", None)
     if workflow is None:
-        raise ConfigError(
-            "no workflow: set workflow to module.Class, an agent with async run() or a RolloutWorkflow"
-        )
+        raise ConfigError("no workflow: set workflow to module.Class, an agent with async run() or a RolloutWorkflow")
     OmegaConf.save(OmegaConf.create({**asdict(config), "revision": revision()}), run_dir / "config.yaml")
 
     # 1. The processes. One that dies fails the run through the executor, wherever the loop is waiting.
@@ -266,7 +262,7 @@ def build(
         ref.initialize()
 
     shuffled = torch.Generator().manual_seed(config.seed)
-    loader = DataLoader(
+    loader: DataLoader = DataLoader(
         dataset,  # type: ignore[arg-type]
         batch_size=config.train_dataset.batch_size,
         shuffle=config.train_dataset.shuffle,
@@ -292,9 +288,7 @@ def build(
 
 def revision() -> str:
     """The commit of this checkout, or unknown."""
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    )
+    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return found.stdout.strip() or "unknown"
 
 
@@ -319,9 +313,7 @@ def summarise(parts: Parts) -> None:
     """What was learnt, how stale the data was, and where everything is."""
     history, say = parts.logger.history, parts.logger.say
     final = [line["success"] for line in history[-5:]]
-    say(
-        f"\nsuccess {history[0]['success']:.3f} in the first step, {sum(final) / len(final):.3f} in the last five"
-    )
+    say(f"\nsuccess {history[0]['success']:.3f} in the first step, {sum(final) / len(final):.3f} in the last five")
     oldest = max(line["staleness_max"] for line in history)
     mean = sum(line["staleness_mean"] for line in history) / len(history)
     total = sum(parts.logger.lag_counts.values())

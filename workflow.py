@@ -39,6 +39,7 @@ import hashlib
 import importlib
 import inspect
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -52,6 +53,7 @@ import torch
 from cache import InteractionWithTokenLogpReward
 from client import OpenAIProxyClient
 from engine import GenerationHyperparameters, ModelRequest, ModelResponse
+from plumbing.wire import stack_transport
 from reward import AsyncRewardWrapper, parse_rewards
 from trajectory import Trajectory, concat_padded_tensors
 
@@ -290,9 +292,10 @@ def http_clients(timeout: float) -> tuple[Any, httpx.AsyncClient]:
     """
     loop = asyncio.get_running_loop()
     if loop not in _http:
-        limits = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None)
-        agents = openai.DefaultAsyncHttpxClient(limits=limits, timeout=timeout, trust_env=False)
-        ours = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=timeout, trust_env=False)
+        base = openai.DefaultAsyncHttpxClient.__base__  # httpx.AsyncClient, or httpx2's
+        sdk = sys.modules[base.__module__.partition(".")[0]]
+        agents = openai.DefaultAsyncHttpxClient(transport=stack_transport(sdk), timeout=timeout, trust_env=False)
+        ours = httpx.AsyncClient(transport=stack_transport(httpx), timeout=timeout, trust_env=False)
         _http[loop] = agents, ours, loop.create_task(_close_with_loop(loop))
     return _http[loop][:2]
 

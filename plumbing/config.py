@@ -31,13 +31,9 @@ class ConfigError(ValueError):
 class OpenAIConfig:
     """How agents reach the policy (docs: "Execution Modes", "Export Styles")."""
 
-    mode: str = (
-        "inline"  # inline: the agent runs in the rollout loop (the process pool of subproc is not here yet)
-    )
+    mode: str = "inline"  # inline: the agent runs in the rollout loop (the process pool of subproc is not here yet)
     turn_discount: float = 1.0  # gamma by which a turn's reward reaches the turn before it
-    export_style: str = (
-        "concat"  # individual: every turn by itself; concat: one sequence per leaf of the tree
-    )
+    export_style: str = "concat"  # individual: every turn by itself; concat: one sequence per leaf of the tree
     session_timeout_seconds: float = 3600.0  # an idle session is dropped after this long
     episode_timeout_seconds: float = 3600.0  # an episode that runs longer is cancelled and counted as failed
 
@@ -46,25 +42,19 @@ class OpenAIConfig:
 class RolloutConfig:
     """The rollout side: admission, concurrency, agents (AReaL: InferenceEngineConfig)."""
 
-    max_head_offpolicyness: int = (
-        2  # eta: the oldest token trained on is at most this many versions old; 0 is synchronous
-    )
+    max_head_offpolicyness: int = 2  # eta: tokens trained on are at most this many versions old; 0 is synchronous
     max_concurrent_rollouts: int | None = None  # prompt groups in flight; default (eta + 1) * batch size
-    consumer_batch_size: int | None = (
-        None  # prompt groups a training step consumes; default train_dataset.batch_size
-    )
+    consumer_batch_size: int | None = None  # prompt groups a training step consumes; default train_dataset.batch_size
     queue_size: int | None = None  # tasks the runner holds at most; default 16 * max_concurrent_rollouts
     group_size: int | None = None  # rollouts per prompt; the same number as gconfig.n_samples
-    drop_stale: bool = False  # true: a group older than eta at consumption is dropped, counted and replaced, instead of being an error
+    drop_stale: bool = False  # a group that is older than eta when consumed: true: drop and replace it; false: an error
     pause_mode: str = "retract"  # what a weight update does to running requests: retract | abort | in_place
     request_timeout: float = 3600.0  # seconds for one generation request
     request_retries: int = 3  # tries after a connection error or a 5xx
     enable_tracing: bool = True  # write every submit, start, finish, accept, reject to trace.json
     check_trajectory_format: bool = True  # verify keys and shapes of what workflows return
     dump_to_file: bool = True  # write every trajectory as text to rollout/{version}/{task_id}.jsonl
-    server_addrs: list[str] = field(
-        default_factory=list
-    )  # servers that are already up; empty: launch our own
+    server_addrs: list[str] = field(default_factory=list)  # servers that are already up; empty: launch our own
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)  # the proxy approach
 
 
@@ -113,9 +103,7 @@ class PPOActorConfig:
     ppo_epochs: int = 1  # passes over the batch
     mb_tokens: int = 16384  # tokens (padding included) in one forward pass; more are accumulated
     use_decoupled_loss: bool = True  # the paper's objective; false: standard PPO
-    recompute_logprob: bool = (
-        True  # pi_old (or pi_prox) by a forward pass before the update; alias recompute_logprobs
-    )
+    recompute_logprob: bool = True  # pi_old (or pi_prox) by a forward pass before the update; alias recompute_logprobs
     prox_logp_method: str = "recompute"  # how pi_prox is found: recompute | loglinear | metrics
     eps_clip: float = 0.2  # the ratio pi_theta/pi_prox is clipped below at 1 - eps_clip
     eps_clip_higher: float | None = None  # and above at 1 + eps_clip_higher; default eps_clip
@@ -183,9 +171,7 @@ class LoggerConfig:
 class TrainConfig:
     """One run."""
 
-    task: str | None = (
-        "tasks.guess"  # module with make_model, dataset and summary; null: everything by model_path and the datasets
-    )
+    task: str | None = "tasks.guess"  # module with make_model, dataset, WORKFLOW, summary; null: give them by keys
     experiment_name: str = "guess"  # the run is written to {fileroot}/{experiment_name}/{trial_name}
     trial_name: str = "auto"  # auto: the date and time
     fileroot: str = "runs"  # where runs are written
@@ -193,9 +179,7 @@ class TrainConfig:
     max_steps: int = 80  # training steps
     model_path: str | None = None  # a Hugging Face model directory; default: what the task makes
     tokenizer_path: str | None = None  # default: model_path
-    workflow: str | None = (
-        None  # "module.Class" of a RolloutWorkflow or of an agent with async run(); default: what the task offers
-    )
+    workflow: str | None = None  # "module.Class", a RolloutWorkflow or an agent with async run(); default: the task's
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the workflow's class
     should_accept_fn: str | None = None  # "module.function": trajectory -> bool; false rejects it
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling
@@ -252,17 +236,15 @@ def field_comments(cls: type) -> dict[str, str]:
     lines = inspect.getsource(cls).splitlines()
     body = ast.parse(inspect.cleandoc("\n".join(lines))).body[0]
     assert isinstance(body, ast.ClassDef)
-    fields = [
-        node for node in body.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    ]
-    return {node.target.id: lines[(node.end_lineno or 0) - 1].partition("  # ")[2] for node in fields}  # type: ignore[union-attr]
+    fields = [node for node in body.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    return {f.target.id: lines[f.end_lineno - 1].partition("  # ")[2] for f in fields}  # type: ignore
 
 
 def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
     """Every key of the configuration, in the order of this file."""
     comments, keys = field_comments(cls), []
     for f in dataclasses.fields(cls):
-        default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
+        default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[operator]
         if dataclasses.is_dataclass(default):
             keys += list_keys(type(default), f"{prefix}{f.name}.")
         else:
@@ -277,7 +259,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for name, child in tree.items() for k, v in flatten(child, f"{prefix}{name}.").items()}
 
 
-def check_keys(given: DictConfig, source: str) -> DictConfig:
+def check_keys(given: Any, source: str) -> DictConfig:
     """Aliases replaced by their keys; an unknown key is an error that names the nearest one."""
     known = {key.name for key in list_keys()}
     checked = OmegaConf.create()
@@ -326,9 +308,7 @@ def resolve(config: TrainConfig) -> None:
             "a step consumes what the gate counts per version"
         )
     rollout.consumer_batch_size = batch
-    rollout.max_concurrent_rollouts = (
-        rollout.max_concurrent_rollouts or (rollout.max_head_offpolicyness + 1) * batch
-    )
+    rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or (rollout.max_head_offpolicyness + 1) * batch
     rollout.queue_size = rollout.queue_size or 16 * rollout.max_concurrent_rollouts
     config.server.seed = config.seed if config.server.seed is None else config.server.seed
     config.tokenizer_path = config.tokenizer_path or config.model_path
@@ -356,9 +336,7 @@ def load(argv: list[str]) -> TrainConfig:
     if not args.config.is_file():
         raise ConfigError(f"no recipe at {args.config}; configs/ holds the ones that come with the project")
     try:
-        recipe = check_keys(
-            OmegaConf.create(OmegaConf.to_container(OmegaConf.load(args.config))), str(args.config)
-        )
+        recipe = check_keys(OmegaConf.create(OmegaConf.to_container(OmegaConf.load(args.config))), str(args.config))
         override = check_keys(OmegaConf.from_dotlist(words), "the command line")
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), recipe, override))
     except OmegaConfBaseException as e:

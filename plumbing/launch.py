@@ -38,9 +38,7 @@ class Child:
 
     def last_words(self, lines: int = 5) -> str:
         text = self.log.read_text(errors="replace").strip().splitlines()[-lines:]
-        return "\n".join(
-            [f"{self.name} ended with code {self.process.returncode}; the end of {self.log}:", *text]
-        )
+        return "\n".join([f"{self.name} ended with code {self.process.returncode}; the end of {self.log}:", *text])
 
 
 def free_port() -> int:
@@ -60,9 +58,7 @@ class Fleet:
     def __repr__(self) -> str:
         return f"Fleet({', '.join(f'{c.name} pid={c.process.pid} code={c.process.poll()}' for c in self.children)})"
 
-    def start(
-        self, name: str, script: str, *arguments: str, environment: dict[str, str] | None = None
-    ) -> Child:
+    def start(self, name: str, script: str, *arguments: str, environment: dict[str, str] | None = None) -> Child:
         """Run `python script arguments --port P` and return at once; `wait_ready` waits for its first answer."""
         port = free_port()
         log = self.log_dir / f"{name}.log"
@@ -133,9 +129,7 @@ def start_servers(config: TrainConfig, fleet: Fleet) -> list[str]:
     if config.rollout.server_addrs:
         return list(config.rollout.server_addrs)
     if config.server.backend == "sglang":
-        raise ConfigError(
-            "server.backend=sglang: start SGLang yourself for now and give rollout.server_addrs=[URL]"
-        )
+        raise ConfigError("server.backend=sglang: start SGLang yourself for now and give rollout.server_addrs=[URL]")
     assert config.model_path is not None
     options = {
         "--model-path": config.model_path,

@@ -112,9 +112,7 @@ class Logger:
         self.history: list[dict[str, Any]] = []
         self.lag_counts: dict[int, int] = {}  # trained tokens by version lag
         self.metrics = (run_dir / "metrics.jsonl").open("a")
-        self.live = (
-            Live(console=self.console, auto_refresh=False) if live and self.console.is_terminal else None
-        )
+        self.live = Live(console=self.console, auto_refresh=False) if live and self.console.is_terminal else None
 
     def __enter__(self) -> "Logger":
         if self.live:
@@ -154,9 +152,7 @@ class Logger:
     def tokens(self, step: int, batch: dict[str, Tensor]) -> None:
         """Write the batch token by token, and count its tokens by version lag (version before the step = step - 1)."""
         mask = batch["loss_mask"].bool()
-        for lag, count in zip(
-            *torch.unique(step - 1 - batch["versions"][mask], return_counts=True), strict=True
-        ):
+        for lag, count in zip(*torch.unique(step - 1 - batch["versions"][mask], return_counts=True), strict=True):
             self.lag_counts[int(lag)] = self.lag_counts.get(int(lag), 0) + int(count)
         if self.tokens_interval and step % self.tokens_interval == 0:
             path = self.run_dir / "tokens" / f"{step:05d}.safetensors"

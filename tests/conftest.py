@@ -92,7 +92,7 @@ def wait_until_up(url: str, process: subprocess.Popen, path: str = "/health", se
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise RuntimeError(f"{process.args} ended with code {process.returncode}")
+            raise RuntimeError(f"{process.args!r} ended with code {process.returncode}")
         try:
             if httpx.get(url + path, timeout=5).status_code == 200:
                 return

@@ -16,9 +16,7 @@ from cache import InteractionCache, InteractionWithTokenLogpReward
 from engine import ModelResponse
 from messages import canonical
 
-PAIRS = [
-    json.loads(line) for line in (Path(__file__).parent / "data/chat_pairs.jsonl").read_text().splitlines()
-]
+PAIRS = [json.loads(line) for line in (Path(__file__).parent / "data/chat_pairs.jsonl").read_text().splitlines()]
 Messages = list[dict[str, Any]]
 
 
@@ -91,9 +89,7 @@ def play(session: list[Call]) -> InteractionCache:
     cache, fresh = InteractionCache(), iter(range(1, 10_000))
     for k, call in enumerate(session):
         names = [name for name in cache if cache[name].complete]
-        before = (
-            cache[names[call.goes_on_from % len(names)]] if names and call.goes_on_from is not None else None
-        )
+        before = cache[names[call.goes_on_from % len(names)]] if names and call.goes_on_from is not None else None
         history = before.messages + (before.output_message_list or []) if before else []
         interaction = cache[str(k)] = InteractionWithTokenLogpReward([*history, user(call.question)])
         if not call.finishes:

@@ -47,12 +47,7 @@ class Server:
     ) -> httpx.Response:
         sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
         sampling |= {"max_new_tokens": max_new_tokens, **params}
-        body = {
-            "input_ids": prompt,
-            "sampling_params": sampling,
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
         return self.post("/generate", body | ({"rid": rid} if rid else {}))
 
     def generate(self, *args: Any, **params: Any) -> dict[str, Any]:
@@ -109,9 +104,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     if url := os.environ.get("NANO_AREAL_CONTRACT_URL"):
         server = Server(url, os.environ["NANO_AREAL_CONTRACT_MODEL"])
     else:
-        server = Server(
-            request.getfixturevalue("tiny_server"), str(request.getfixturevalue("tiny_model_dir"))
-        )
+        server = Server(request.getfixturevalue("tiny_server"), str(request.getfixturevalue("tiny_model_dir")))
     version = server.version()
     yield server
     server.post("/continue_generation", {})
@@ -316,19 +309,14 @@ def test_an_update_without_a_pause_waits(server: Server) -> None:
     assert server.post("/update_weights_from_disk", body).json()["success"] is True
     assert_spans(pending.result(60), [old])
     pending = server.start("contract-wait-abort")
-    assert (
-        server.post("/update_weights_from_disk", body | {"abort_all_requests": True}).json()["success"]
-        is True
-    )
+    assert server.post("/update_weights_from_disk", body | {"abort_all_requests": True}).json()["success"] is True
     assert pending.result(60)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 def test_a_bad_update_changes_nothing(server: Server, tmp_path: Path) -> None:
     """A path without weights is a 400 with success false; version and tokens stay."""
     version, before = server.version(), server.generate(6, temperature=0.0)["output_ids"]
-    answer = server.post(
-        "/update_weights_from_disk", {"model_path": str(tmp_path / "none"), "weight_version": "x"}
-    )
+    answer = server.post("/update_weights_from_disk", {"model_path": str(tmp_path / "none"), "weight_version": "x"})
     assert answer.status_code == 400
     assert answer.json()["success"] is False
     assert server.version() == version

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from engine import ModelResponse
 from messages import BadRequest, canonical, parse_chat, render_chat
 
-PAIRS = [
-    json.loads(line) for line in (Path(__file__).parent / "data/chat_pairs.jsonl").read_text().splitlines()
-]
+PAIRS = [json.loads(line) for line in (Path(__file__).parent / "data/chat_pairs.jsonl").read_text().splitlines()]
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -50,12 +48,8 @@ def test_null_empty_absent_and_parts_are_one_text(text: str, parts: list[str]) -
         == canonical({"role": "user"})
     )
     as_parts = [{"type": "text", "text": part, "cache_control": {"type": "ephemeral"}} for part in parts]
-    assert canonical({"role": "user", "content": as_parts}) == canonical(
-        {"role": "user", "content": "".join(parts)}
-    )
-    assert canonical({"role": "user", "content": text, "name": "a"}) == canonical(
-        {"role": "user", "content": text}
-    )
+    assert canonical({"role": "user", "content": as_parts}) == canonical({"role": "user", "content": "".join(parts)})
+    assert canonical({"role": "user", "content": text, "name": "a"}) == canonical({"role": "user", "content": text})
 
 
 @pytest.mark.parametrize(
@@ -135,10 +129,7 @@ def test_a_template_reads_plain_messages() -> None:
     """Parts become text, developer becomes system, arguments become objects, a tool's `id` its tool_call_id."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     raw = [
-        {
-            "role": "developer",
-            "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "terse"}],
-        },
+        {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "terse"}]},
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
         {"role": "tool", "id": "c1", "content": "2"},
     ]
@@ -153,20 +144,12 @@ def test_a_template_reads_plain_messages() -> None:
 def test_arguments_that_are_no_json_stay_text() -> None:
     """A model may write broken JSON, however deep; the history that quotes it is still recognised."""
     for arguments in ('{"a": ', "[" * 100_000):
-        message = {
-            "role": "assistant",
-            "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": arguments}}],
-        }
+        message = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": arguments}}]}
         assert canonical(message) == canonical(copy.deepcopy(message))
-        assert (
-            parse_chat({"messages": [message]}).messages[0]["tool_calls"][0]["function"]["arguments"]
-            == arguments
-        )
+        assert parse_chat({"messages": [message]}).messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
-@pytest.mark.parametrize(
-    ("stop_reason", "finish"), [("stop", "stop"), ("length", "length"), ("abort", "length")]
-)
+@pytest.mark.parametrize(("stop_reason", "finish"), [("stop", "stop"), ("length", "length"), ("abort", "length")])
 def test_a_reply_has_all_that_strict_clients_read(stop_reason: str, finish: str) -> None:
     """id, model, object, index and usage are there, and no key is null (Vercel's client rejects nulls)."""
     response = ModelResponse([1, 2], [3], [-0.5], [0], stop_reason)

@@ -22,7 +22,7 @@ NAN, INF = float("nan"), float("inf")
 # -- the loss ---------------------------------------------------------------------------------------------------------
 
 
-def paper_objective(theta, prox, behav, A, mask, *, eps, eps_high, c, cap) -> tuple[float, Counter]:
+def paper_objective(theta, prox, behav, A, mask, *, eps, eps_high, c, cap) -> tuple[float, Counter[str]]:
     """mean over trained tokens of (prox / behav) min(u A, clip(u, 1 - eps, 1 + eps_high) A), and what decided how often."""
     theta, prox, behav, A, mask = (x.tolist() for x in (theta, prox, behav, A, mask))
     hits: Counter[str] = Counter()
@@ -68,7 +68,7 @@ def random_tokens(seed: int, shape=(6, 40), spread=0.6):
 def test_the_loss_is_the_papers_objective(seed):
     """J = mean of pi_prox/pi_behav * min(u A, clip(u) A), where each clip, the cap, the dual clip and the mask decide."""
     theta, prox, behav, A, mask = random_tokens(seed)
-    expected, hits = paper_objective(*(x.tolist() for x in (theta, prox, behav, A, mask)), 0.2, 0.28, 1.5, 2.0)
+    expected, hits = paper_objective(theta, prox, behav, A, mask, eps=0.2, eps_high=0.28, c=1.5, cap=2.0)
     branches = {"masked", "dropped", "clipped above", "clipped below", "outside, not clipped", "inside", "dual clip"}
     assert branches <= hits.keys()
 

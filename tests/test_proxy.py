@@ -350,6 +350,7 @@ async def test_an_engines_refusal_is_passed_on(start: Start, error: Exception, s
     answer = await harness.post(f"/{session}/v1/chat/completions", {"messages": HELLO})
     assert answer.status_code == status
     assert answer.json() == {"error": {"message": str(error), "type": kind}}
+    assert repr(harness.sessions.find(session).cache) == "InteractionCache(0 interactions, 0 unfinished, 0 unrewarded)"
     harness.engine.error = None
     await harness.chat(session, HELLO)
     assert len(await harness.export(session)) == 1
@@ -516,7 +517,7 @@ async def test_a_caller_that_hangs_up_cancels_its_generation(start: Start) -> No
     call = asyncio.ensure_future(harness.app(scope, receive, send))  # type: ignore[arg-type]
     await harness.engine.started.wait()
     gone.set()
-    await call
+    await asyncio.wait_for(call, timeout=30)
     assert harness.engine.cancelled.is_set()
     assert await harness.export(session) == {}
 
@@ -531,7 +532,7 @@ async def test_the_end_of_a_session_cancels_its_generations(start: Start, discar
     await harness.engine.started.wait()
     ended = await harness.post(f"/{session}/rl/end_session", {"discard": discard})
     assert ended.json() == {"interaction_count": 0, "rewarded_count": 0}
-    assert (await call).status_code == 410
+    assert (await asyncio.wait_for(call, timeout=30)).status_code == 410
     assert harness.engine.cancelled.is_set()
     assert len(harness.sessions) == (not discard)
 

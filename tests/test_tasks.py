@@ -1,9 +1,12 @@
 """The two tasks are what their pages say: solvable, honestly paid, and made on the spot the same way every time."""
 
+import io
+import json
 import random
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
+import httpx2
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +14,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import client
 from tasks import base_model, guess, maze
 
 TASKS = pytest.mark.parametrize("task", [guess, maze], ids=["guess", "maze"])
@@ -29,6 +31,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return made
 
 
+@pytest.fixture(scope="module")
+def tokenizer(models: dict) -> Any:
+    return AutoTokenizer.from_pretrained(models[guess, 1, 0])
+
+
 def weights_of(path: Path) -> dict:
     return AutoModelForCausalLM.from_pretrained(path).state_dict()
 
@@ -40,7 +47,7 @@ def test_base_model_is_deterministic(models: dict, task) -> None:
     first, again, other = (weights_of(models[task, *key]) for key in ((1, 0), (1, 1), (2, 0)))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
-    task.make_model(models[task, 1, 0].parent / "third", 1, warmup_steps=0)
+    base_model.make_qwen3(base_model.make_tokenizer(guess.WORDS), layers=1, context=64, seed=1)
     assert torch.equal(state, torch.random.get_rng_state())
 
 
@@ -68,9 +75,8 @@ def test_processes_may_race(models: dict) -> None:
 
 
 @given(data=st.data())
-def test_template_splices(models: dict, data) -> None:
+def test_template_splices(tokenizer: Any, data: st.DataObject) -> None:
     """A conversation's rendering is its parent's ids, the ids that were sampled, and the rendered tail."""
-    tokenizer = AutoTokenizer.from_pretrained(models[guess, 1, 0])
     words = st.lists(st.sampled_from(guess.WORDS), max_size=4).map(" ".join)
     texts = data.draw(st.lists(words, min_size=3, max_size=7).filter(lambda texts: len(texts) % 2))
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
@@ -79,16 +85,17 @@ def test_template_splices(models: dict, data) -> None:
         return tokenizer.apply_chat_template(part, add_generation_prompt=True, return_dict=False)
 
     parent, answer, tail = messages[:-2], texts[-2], messages[-1:]
-    sampled = tokenizer.encode(answer, add_special_tokens=False) + [tokenizer.eos_token_id]
+    sampled = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
     assert ids(parent) + sampled + ids(tail) == ids(messages)
     assert tokenizer.decode(sampled, skip_special_tokens=True) == answer
 
 
-def test_only_answers_are_imitated(models: dict) -> None:
+def test_only_answers_are_imitated(tokenizer: Any) -> None:
     """The warm-up's loss is on what the assistant says and on the end of its turn, never on what it is told."""
-    tokenizer = AutoTokenizer.from_pretrained(models[guess, 1, 0])
     said = [guess.QUESTION, "3", "higher", "5"]
-    ids = base_model.render(tokenizer, [{"role": ("user", "assistant")[i % 2], "content": s} for i, s in enumerate(said)])
+    ids = base_model.render(
+        tokenizer, [{"role": ("user", "assistant")[i % 2], "content": s} for i, s in enumerate(said)]
+    )
     labels = [label for label in base_model.answers_only(tokenizer, ids) if label != base_model.IGNORED]
     assert tokenizer.decode(labels) == "3 <end> 5 <end>"
 
@@ -141,14 +148,138 @@ def test_what_is_no_guess(answer: str | None) -> None:
     assert guess.parse(" 3 ") == 3
 
 
-class ScriptedSDK:
-    """Stands where the OpenAI SDK stands: answers from a list, and remembers what it was asked."""
+class Endpoint:
+    """A chat-completions endpoint that gives the scripted answers and remembers what it was asked."""
 
-    def __init__(self, answers: list[str | None]) -> None:
+    def __init__(self, *answers: str) -> None:
         self.answers, self.asked = list(answers), list[list[dict]]()
-        self.chat = SimpleNamespace(completions=self)
 
-    async def create(self, messages: list[dict], **_) -> SimpleNamespace:
-        self.asked.append(list(messages))
-        message = SimpleNamespace(content=self.answers.pop(0))
-        return SimpleNamespace(choices=[SimpleNamespace(message=message)])
+    def reply(self, request: httpx2.Request) -> httpx2.Response:
+        self.asked.append(json.loads(request.content)["messages"])
+        message = {"role": "assistant", "content": self.answers.pop(0)}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        body = {"id": "1", "object": "chat.completion", "created": 0, "model": "default", "choices": [choice]}
+        return httpx2.Response(200, json=body)
+
+    async def play(self, secret: int) -> float:
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(self.reply)) as http:
+            kwargs = {"base_url": "http://test/v1", "http_client": http, "api_key": "DUMMY"}
+            return await guess.GuessAgent().run({"secret": secret}, **kwargs)
+
+
+@pytest.mark.anyio
+async def test_agent_plays_to_the_end() -> None:
+    """The agent goes on until the secret is found or the guesses are spent, and passes on its own words unchanged."""
+    winner, loser = Endpoint("3", " 5", "4"), Endpoint("1", "2", "3", "4")
+    assert await winner.play(secret=4) == 1.0
+    assert await loser.play(secret=6) == 0.0
+    assert [len(asked) for asked in winner.asked] == [1, 3, 5]
+    assert [m["content"] for m in winner.asked[-1]] == [guess.QUESTION, "3", "higher", " 5", "lower"]
+    assert len(loser.asked) == guess.GUESSES
+    assert await Endpoint("4").play(secret=4) == 1.0
+
+
+@pytest.mark.anyio
+async def test_no_number_ends_the_game() -> None:
+    """What cannot be read as a guess is not corrected, repeated or forgiven: the game is over and pays 0."""
+    endpoint = Endpoint("3", "higher", "5")
+    assert await endpoint.play(secret=5) == 0.0
+    assert len(endpoint.asked) == 2
+
+
+# ---------------------------------------------------------------- the walk home
+
+
+def test_maze_is_perfect() -> None:
+    """144 cells, 143 passages, all connected: a spanning tree, so that there is exactly one way between two cells."""
+    passages = maze.passages()
+    assert len(passages) == 144
+    assert sum(map(len, passages.values())) == 2 * 143
+    assert all(here in passages[there] for here in passages for there in passages[here])
+    assert all(len(maze.distances(home)) == 144 for home in maze.HOMES)
+
+
+def test_instances() -> None:
+    """286 instances, none of them trivial; every shortest way fits in the context of the model with room to stray."""
+    instances = maze.dataset()
+    lengths = [maze.distances(d["home"])[maze.CELLS[d["start"]]] for d in instances]
+    assert len(instances) == len({d["messages"][0]["content"] for d in instances}) == 286
+    assert (min(lengths), max(lengths)) == (1, 108)
+    assert 50 < sum(lengths) / len(lengths) < 60
+
+
+def shortest_walk(start: str, home: str) -> list[str]:
+    walk = [maze.CELLS[start]]
+    while walk[-1] != maze.CELLS[home]:
+        walk.append(min(maze.passages()[walk[-1]], key=maze.distances(home).__getitem__))
+    return [maze.name(cell) for cell in walk]
+
+
+def test_spl() -> None:
+    """Only a walk through open passages that ends at home is paid, by how much shorter it could have been."""
+    start, home = "b7", "l12"
+    way = shortest_walk(start, home)
+    moves = len(way) - 1
+    table = {
+        "the shortest way": (way, 1.0),
+        "one step back and forth": ([way[0], way[1], *way], moves / (moves + 2)),
+        "on past home and back": ([*way, way[-2], way[-1]], moves / (moves + 2)),
+        "one cell short": (way[:-1], 0.0),
+        "past home": ([*way, way[-2]], 0.0),
+        "another beginning": (way[1:], 0.0),
+        "through walls": ([way[0], way[-1]], 0.0),
+        "standing still": ([way[0], *way], 0.0),
+        "a word that is no cell": ([*way[:3], "from", *way[3:]], 0.0),
+        "silence": ([], 0.0),
+    }
+    for case, (words, paid) in table.items():
+        for answer in (" ".join(words), " ".join([*words, "<end>"])):
+            reward = maze.reward("", answer, [], [], messages=[], start=start, home=home)
+            assert reward == pytest.approx(paid), case
+            assert maze.success(reward) == (paid > 0), case
+
+
+def test_drunkard_comes_home_sometimes() -> None:
+    """The player whom the base model imitates stays between the walls and gets home in about a quarter of his walks."""
+    rng = random.Random(0)
+    walks = [(d, maze.stagger(rng, d["start"], d["home"])) for d in maze.dataset() for _ in range(3)]
+    answers = [(" ".join(map(maze.name, walk)), d["start"], d["home"]) for d, walk in walks]
+    assert all(maze.walk_of(answer, start) is not None for answer, start, _ in answers)
+    home = sum(maze.spl(*answer) > 0 for answer in answers) / len(answers)
+    assert 0.2 < home < 0.35
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+def printed(task, answers: list[str] | str) -> str:
+    console = Console(width=100, record=True, file=io.StringIO())
+    task.summary(lambda asked: [answers if isinstance(answers, str) else answers.pop(0)] * len(asked), console)
+    return console.export_text()
+
+
+def test_guess_summary() -> None:
+    """The learnt tree stands beside the optimal one, with what each is worth; nonsense is drawn as a question mark."""
+    text = printed(guess, ["4", "2", "1", "3", "5", "6"])
+    assert text.count("finds 6 of 6, mean 2.33 guesses") == 2
+    assert "finds 1 of 6, mean 1.00 guesses" in printed(guess, "3")
+    assert "?" in printed(guess, "higher")
+
+
+def test_maze_summary() -> None:
+    """The greedy walk is drawn through the maze; an answer that is no walk leaves the maze empty."""
+    text = printed(maze, " ".join(shortest_walk("l10", "a1")))
+    assert "makes 108 moves and is home" in text
+    assert text.count("•") == 2 * 108 - 1
+    assert len([line for line in text.splitlines() if set(line) & set("│─┼")]) == 2 * maze.SIDE + 1
+    assert "runs into a wall and is not home" in printed(maze, "l10 a1")
+
+
+def test_samples_fit_on_a_line() -> None:
+    """A conversation is shown as one line that says what happened and what it paid."""
+    messages = [{"content": c} for c in (guess.QUESTION, "3", "higher", "5")]
+    assert guess.show(messages, 1.0) == "3 higher 5: found"
+    way = " ".join(shortest_walk("b7", "l12"))
+    line = maze.show([{"content": "from b7 to l12"}, {"content": way}], 1.0)
+    assert line.startswith("from b7 to l12: b7 ")
+    assert len(line) < 100
