@@ -16,8 +16,10 @@ requests meet in a batch is a matter of milliseconds. A matrix product rounds di
 library choose another kernel. Measured with torch 2.13 and MKL on a CPU with AVX-512: results are equal bit by bit as
 long as every product has at least four rows and the number of keys avoids two residues (`key_length`). Then one row
 alone, the same row among 64, prefill in one go, prefill after a reused prefix and token-by-token decoding all give
-identical logits. Another processor or BLAS may choose its kernels elsewhere: there the tokens are still almost
-always the same, and logits agree to 1e-6. bench/engine.py prints which of the two holds.
+identical logits. Filling up to four rows makes a single stream of a larger model a quarter slower (0.13M parameters: not
+at all), so it is done where `deterministic` asks for it; else batches of one to three rows differ in the last bit.
+Another processor or BLAS may choose its kernels elsewhere: there the tokens are still almost always the same, and
+logits agree to 1e-6. bench/engine.py prints which of the two holds.
 
 **Randomness** is counter-based: the uniform number that picks the token at position p of a request with seed s is a
 hash of (s, p). No generator has state, so a request's noise depends on nothing but itself, and an aborted request
@@ -119,11 +121,12 @@ class SlotCache:
 class TinyModel:
     """A causal LM and its slots. `step` is the only forward pass; `replace_weights` the only change of weights."""
 
-    def __init__(self, model: Any, slots: int) -> None:
+    def __init__(self, model: Any, slots: int, deterministic: bool = False) -> None:
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         self.model = model
         self.slots = slots
+        self.min_rows = MIN_ROWS if deterministic else 1
         self.vocab_size: int = config.vocab_size
         self.context_length: int = config.max_position_embeddings
         eos = model.generation_config.eos_token_id
@@ -136,7 +139,7 @@ class TinyModel:
         )
 
     @classmethod
-    def load(cls, path: str, slots: int) -> "TinyModel":
+    def load(cls, path: str, slots: int, deterministic: bool = False) -> "TinyModel":
         """Read a Hugging Face directory. Raises ModelError when it is none, or of an architecture that does not fit."""
         if not (Path(path) / "config.json").is_file():
             raise ModelError(f"no model in {path}: a Hugging Face directory with config.json is needed")
@@ -144,7 +147,7 @@ class TinyModel:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="slots")
         except (OSError, ValueError) as error:
             raise ModelError(f"cannot load {path}: {' '.join(str(error).split())}") from error
-        tiny = cls(model.eval(), slots)
+        tiny = cls(model.eval(), slots, deterministic)
         tiny.check()
         return tiny
 
@@ -176,9 +179,9 @@ class TinyModel:
             ends = torch.tensor([c + len(feed) for c, feed in zip(cached, feeds, strict=True)])[:, None]
             positions = ends + torch.arange(-q, 0)  # (n, q)
             padding = positions < torch.tensor(cached)[:, None]
-        else:  # decode: at least four rows
-            fill = max(0, MIN_ROWS - n)
-            ids = torch.tensor([*feeds, *[[0]] * fill])
+        else:  # decode: at least min_rows rows
+            fill = max(0, self.min_rows - n)
+            ids = torch.tensor([feed[0] for feed in feeds] + [0] * fill)[:, None]
             positions = torch.tensor([*cached, *[0] * fill])[:, None]
             padding = torch.arange(n + fill)[:, None] >= n
         rows = ids.shape[0]

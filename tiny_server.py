@@ -23,7 +23,8 @@ that many requests get at once costs one thread switch.
     GET  /model_info /server_info /health /ready
 
 **Own choices.** A client that hangs up aborts its request (SGLang computes on for nobody). `sampling_seed` is always
-honoured, and a request's tokens depend on it, the prompt and the weights only (tiny_model.py says where bit for bit).
+honoured; with `--seed` a request's tokens and logprobs depend on it, the prompt and the weights only, not on what else
+is in the batch (tiny_model.py, "Bits"; without, batches of one to three are faster and differ in the last bit).
 flush_cache false does not keep the keys of old weights. An update without a pause waits for what is in flight, as in
 SGLang, and so do requests that come after it.
 
@@ -395,7 +396,9 @@ def parse_args(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--weight-version", default="0", help="the version of the weights at start")
     parser.add_argument("--max-running-requests", type=int, default=64, help="sequences decoded together")
     parser.add_argument("--max-total-tokens", type=int, help="tokens of all running sequences; default: no limit")
-    parser.add_argument("--seed", type=int, help="seeds requests that bring no sampling_seed; default: random")
+    parser.add_argument(
+        "--seed", type=int, help="for requests that bring no sampling_seed; makes a run repeat bit by bit"
+    )
     parser.add_argument("--skip-tokenizer-init", action="store_true", help="token ids only: no text, no stop strings")
     parser.add_argument("--exit-with-parent", action="store_true", help="end when standard input is closed")
     return parser.parse_args(words)
@@ -434,7 +437,7 @@ def main(words: list[str]) -> None:
         sock = socket.create_server((args.host, args.port), backlog=2048)
     except (OSError, OverflowError) as problem:
         raise ListenError(f"cannot listen on {args.host}:{args.port}: {problem}") from problem
-    model = TinyModel.load(args.model_path, args.max_running_requests)
+    model = TinyModel.load(args.model_path, args.max_running_requests, deterministic=args.seed is not None)
     tokenizer = load_tokenizer(args.model_path, args.skip_tokenizer_init)
     limit = args.max_total_tokens or args.max_running_requests * model.context_length
     decode = None if tokenizer is None else tokenizer.decode

@@ -147,7 +147,8 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
     trained = []
     for interaction in cache.export_interactions("concat").values():
         row = interaction.to_lists()
-        assert {len(values) for key, values in row.items() if key != "rewards"} == {len(row["input_ids"])}
+        per_row = ("rewards", "truncated")
+        assert {len(values) for key, values in row.items() if key not in per_row} == {len(row["input_ids"])}
         for t, token in enumerate(row["input_ids"]):
             if row["turn_ids"][t] < 0:
                 assert not row["loss_mask"][t]
@@ -320,6 +321,7 @@ def test_tensors_are_the_documents() -> None:
         "turn_rewards": torch.tensor([[0, 0, 2.0, 2.0, 2.0]]),
         "temperatures": torch.ones(1, 5),
         "rewards": torch.tensor([2.0]),
+        "truncated": torch.tensor([0], dtype=torch.int32),
     }
     assert tensors.keys() == expected.keys()
     for key, value in expected.items():

@@ -52,6 +52,13 @@ def test_null_empty_absent_and_parts_are_one_text(text: str, parts: list[str]) -
     assert canonical({"role": "user", "content": text, "name": "a"}) == canonical({"role": "user", "content": text})
 
 
+def test_a_tools_result_is_the_result_of_its_call() -> None:
+    """The same text for another call is another message; one client calls the call's id just `id`."""
+    result = {"role": "tool", "content": "2", "tool_call_id": "a"}
+    assert canonical(result) == canonical({"role": "tool", "content": "2", "id": "a", "name": "f"})
+    assert canonical(result) != canonical(result | {"tool_call_id": "b"})
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -19,7 +19,7 @@ from conftest import ROOT, free_port, wait_until_up
 import proxy
 from engine import EngineError, ModelRequest, ModelResponse
 from proxy import PromptBuilder, call_seed, create_app
-from sessions import GRANT_SECONDS, SessionTable
+from sessions import GRANT_SECONDS, ProxyError, SessionTable
 
 pytestmark = pytest.mark.anyio
 
@@ -560,6 +560,22 @@ async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> 
     harness.clock.now = 119.0
     harness.sessions.expire()
     assert len(harness.sessions) == 0
+
+
+def test_use_keeps_a_session_and_not_its_neighbours() -> None:
+    """Whoever was unused for longest goes first, whichever started first; what expired is unknown at once."""
+    clock = Clock()
+    table = SessionTable(10.0, clock)
+    for _ in range(2):
+        table.grant()
+    used, unused = table.start("a"), table.start("b")
+    clock.now = 9.0
+    table.open(used.session_id)
+    clock.now = 11.0
+    assert table.find(used.session_id) is used
+    with pytest.raises(ProxyError, match="expired"):
+        table.find(unused.session_id)
+    assert repr(table) == "SessionTable(1 sessions, 0 generations, capacity 0)"
 
 
 async def test_a_session_disturbs_no_other(start: Start) -> None:
