@@ -115,7 +115,10 @@ class SlotCache:
         return keys[self.rows, :, : self.keys], values[self.rows, :, : self.keys]
 
     def swap(self, i: int, j: int) -> None:
-        self.kv[:, :, [i, j]] = self.kv[:, :, [j, i]]
+        """Exchange two rows."""
+        row_i = self.kv[:, :, i].clone()
+        self.kv[:, :, i] = self.kv[:, :, j]
+        self.kv[:, :, j] = row_i
 
 
 class TinyModel:

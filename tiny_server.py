@@ -61,6 +61,9 @@ from tiny_protocol import Protocol, Refused
 from tiny_scheduler import Scheduler, Sequence
 
 MODES = ("abort", "retract", "in_place")
+CONTROLS = ("abort_request", "pause_generation", "continue_generation", "flush_cache")
+UPDATES = ("update_weights_from_disk", "update_weight_version")
+QUESTIONS = ("model_info", "get_model_info", "server_info", "get_server_info", "health", "ready")
 
 
 class ListenError(OSError):
@@ -211,23 +214,6 @@ class Server:
         return f"Server({self.model_path!r}, {self.scheduler!r})"
 
     def app(self) -> FastAPI:
-        routes = {
-            "POST /generate": self.generate,
-            "POST /abort_request": self.abort_request,
-            "POST /pause_generation": self.pause_generation,
-            "POST /continue_generation": self.continue_generation,
-            "POST /update_weights_from_disk": self.update_weights_from_disk,
-            "POST /update_weight_version": self.update_weight_version,
-            "POST /flush_cache": self.flush_cache,
-            "GET /flush_cache": self.flush_cache,
-            "GET /model_info": self.model_info,
-            "GET /get_model_info": self.model_info,
-            "GET /server_info": self.server_info,
-            "GET /get_server_info": self.server_info,
-            "GET /health": self.health,
-            "GET /ready": self.ready,
-        }
-
         @contextlib.asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             self.loop = asyncio.get_running_loop()
@@ -236,9 +222,9 @@ class Server:
             self.engine.stop()
 
         app = FastAPI(lifespan=lifespan, openapi_url=None)
-        for route, handler in routes.items():
-            method, path = route.split()
-            app.router.add_route(path, answering(handler), methods=[method])
+        for path in ("generate", *CONTROLS, *UPDATES, *QUESTIONS):
+            handler = getattr(self, path.removeprefix("get_"))
+            app.router.add_route(f"/{path}", answering(handler), methods=["GET", "POST"])
         return app
 
     def deliver(self, requests: list[Sequence]) -> None:
@@ -316,8 +302,7 @@ class Server:
         abort_all = bool(body.get("abort_all_requests"))
         problem = await self.engine.update(lambda: read_weights(path), version, abort_all)
         if problem:
-            message = f"Failed to update weights, the old ones stay: {problem}"
-            return reply({"success": False, "message": message, "num_paused_requests": 0}, 400)
+            return reply({"success": False, "message": f"The old weights stay: {problem}"}, 400)
         self.model_path = path
         message = "Succeeded to update model weights."
         return reply({"success": True, "message": message, "num_paused_requests": 0})
@@ -344,27 +329,15 @@ class Server:
     # questions
 
     async def model_info(self, _: HTTPRequest) -> Response:
-        return reply(
-            {
-                "model_path": self.model_path,
-                "is_generation": True,
-                "weight_version": self.scheduler.version,
-                "vocab_size": self.model.vocab_size,
-                "context_length": self.model.context_length,
-            }
-        )
+        sizes = {"vocab_size": self.model.vocab_size, "context_length": self.model.context_length}
+        version = {"weight_version": self.scheduler.version, "is_generation": True}
+        return reply({"model_path": self.model_path, **version, **sizes})
 
     async def server_info(self, _: HTTPRequest) -> Response:
-        return reply(
-            {
-                "model_path": self.model_path,
-                "weight_version": self.scheduler.version,
-                "max_running_requests": len(self.scheduler.slots),
-                "max_total_num_tokens": self.scheduler.max_total_tokens,
-                "cpu_seconds": time.process_time(),
-                "state": repr(self.scheduler),
-            }
-        )
+        limits = {"max_total_num_tokens": self.scheduler.max_total_tokens}
+        limits["max_running_requests"] = len(self.scheduler.slots)
+        state = {"state": repr(self.scheduler), "steps": self.scheduler.steps, "cpu_seconds": time.process_time()}
+        return reply({"model_path": self.model_path, "weight_version": self.scheduler.version, **limits, **state})
 
     async def health(self, _: HTTPRequest) -> Response:
         return Response()
@@ -394,11 +367,9 @@ def parse_args(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--weight-version", default="0", help="the version of the weights at start")
-    parser.add_argument("--max-running-requests", type=int, default=64, help="sequences decoded together")
-    parser.add_argument("--max-total-tokens", type=int, help="tokens of all running sequences; default: no limit")
-    parser.add_argument(
-        "--seed", type=int, help="for requests that bring no sampling_seed; makes a run repeat bit by bit"
-    )
+    parser.add_argument("--max-running-requests", type=positive, default=64, help="sequences decoded together")
+    parser.add_argument("--max-total-tokens", type=positive, help="tokens of all running sequences; default: no limit")
+    parser.add_argument("--seed", type=int, help="for requests without sampling_seed; makes runs repeat bit by bit")
     parser.add_argument("--skip-tokenizer-init", action="store_true", help="token ids only: no text, no stop strings")
     parser.add_argument("--exit-with-parent", action="store_true", help="end when standard input is closed")
     return parser.parse_args(words)
@@ -413,6 +384,24 @@ def follow_parent() -> None:
         os._exit(0)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The port, taken before anything slow is loaded; nobody can connect before the server listens."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except (OSError, OverflowError) as problem:
+        raise ListenError(f"cannot listen on {host}:{port}: {problem}") from problem
+    return sock
+
+
+def positive(word: str) -> int:
+    """An integer, at least 1."""
+    if int(word) < 1:
+        raise ValueError
+    return int(word)
 
 
 def load_tokenizer(path: str, skip: bool) -> Any:
@@ -433,10 +422,7 @@ def main(words: list[str]) -> None:
     torch.set_num_threads(1)
     if args.exit_with_parent:
         follow_parent()
-    try:
-        sock = socket.create_server((args.host, args.port), backlog=2048)
-    except (OSError, OverflowError) as problem:
-        raise ListenError(f"cannot listen on {args.host}:{args.port}: {problem}") from problem
+    sock = bind(args.host, args.port)
     model = TinyModel.load(args.model_path, args.max_running_requests, deterministic=args.seed is not None)
     tokenizer = load_tokenizer(args.model_path, args.skip_tokenizer_init)
     limit = args.max_total_tokens or args.max_running_requests * model.context_length

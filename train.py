@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from actor import FSDPEngine, FSDPPPOActor
+from actor import FSDPEngine, FSDPPPOActor, describe_mode
 from engine import ModelRequest, RemoteInfEngine
 from executor import ProxyAddress, WorkflowExecutor
 from plumbing.config import ConfigError, TrainConfig, load
@@ -245,10 +245,11 @@ def build(config: TrainConfig, run_dir: Path, fleet: Fleet, logger: Logger, trac
     stack.callback(executor.destroy)
     evaluation = executor.for_evaluation()
     stack.callback(evaluation.destroy)
-    fleet.watch(on_death=executor.fail)
+    fleet.watch(on_death=lambda death: (executor.fail(death), evaluation.fail(death)))
 
     # 3. The training side.
     assert config.model_path is not None
+    logger.say("\n".join(describe_mode(config.actor)))
     actor = FSDPPPOActor(config.actor, config.model_path)
     stack.callback(actor.destroy)
     actor.create_process_group()

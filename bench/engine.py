@@ -2,18 +2,18 @@
 
     python bench/engine.py [--quick]
 
-Tokens per CPU-second (wall time would measure what else the machine does) of four ways to decode the same random prompts (64 tokens) to 128 new ones with the same Qwen3 in
-fp32 on one thread, at 1, 16 and 64 concurrent requests:
+Tokens per CPU-second (wall time would measure what else the machine does) of four ways to decode the same random
+prompts of 64 tokens to 128 new ones with the same Qwen3 in fp32 on one thread, at 1, 16 and 64 concurrent requests:
 
-    generate  model.generate on one padded batch, sampling at temperature 1
-    engine    the scheduler and the slot cache of tiny_server.py, in process, sampling and logprobs for every request
-    http      the same server as a process of its own, asked over POST /generate by 64 connections at most; its own
-              CPU time, the client's not counted
+    generate  model.generate on one batch, sampling at temperature 1
+    engine    the scheduler and the slot cache of tiny_server.py, in process; draws and logprobs for every request
+    http      the same as a server of its own, asked over POST /generate; the server's CPU time, not the client's
     --seed    the engine in deterministic mode, which fills batches below four rows
 
-The ways alternate within each repetition, and the best repetition of each counts: what disturbs can only slow down. Target: engine / generate at least 0.9 for the two larger models and 0.8 for the smallest. Beside it,
-whether in deterministic mode logits are equal bit by bit, alone, in a batch and decoded token by
-token, on this machine (tiny_model.py, "Bits").
+The ways alternate within each repetition, and the best repetition of each counts: what disturbs can only slow down.
+Target: engine / generate at least 0.9 for the two larger models and 0.8 for the smallest. The last column says whether
+in deterministic mode logits are equal bit by bit on this machine: alone, in a batch, and decoded after a shorter
+prefill (tiny_model.py, "Bits").
 """
 
 import argparse

@@ -8,17 +8,18 @@ The names are AReaL's where AReaL has the key; docs/differences.md lists what is
 """
 
 import argparse
-import ast
 import dataclasses
 import difflib
 import inspect
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from engine import GenerationHyperparameters
 
@@ -31,9 +32,10 @@ class ConfigError(ValueError):
 class OpenAIConfig:
     """How agents reach the policy (docs: "Execution Modes", "Export Styles")."""
 
-    mode: str = "inline"  # inline: the agent runs in the rollout loop (the process pool of subproc is not here yet)
+    mode: Literal["inline"] = "inline"  # where agents run: in the rollout loop (a pool of processes comes later)
     turn_discount: float = 1.0  # gamma by which a turn's reward reaches the turn before it
-    export_style: str = "concat"  # individual: every turn by itself; concat: one sequence per leaf of the tree
+    chat_template_type: Literal["hf", "concat"] = "concat"  # concat: parent's tokens + rendered tail; hf: render all
+    export_style: Literal["individual", "concat"] = "concat"  # a row for every turn, or for every leaf of the tree
     session_timeout_seconds: float = 3600.0  # an idle session is dropped after this long
     episode_timeout_seconds: float = 3600.0  # an episode that runs longer is cancelled and counted as failed
 
@@ -48,7 +50,7 @@ class RolloutConfig:
     queue_size: int | None = None  # tasks the runner holds at most; default 16 * max_concurrent_rollouts
     group_size: int | None = None  # rollouts per prompt; the same number as gconfig.n_samples
     drop_stale: bool = False  # a group that is older than eta when consumed: true: drop and replace it; false: an error
-    pause_mode: str = "retract"  # what a weight update does to running requests: retract | abort | in_place
+    pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how an update interrupts
     request_timeout: float = 3600.0  # seconds for one generation request
     request_retries: int = 3  # tries after a connection error or a 5xx
     enable_tracing: bool = True  # write every submit, start, finish, accept, reject to trace.json
@@ -62,18 +64,17 @@ class RolloutConfig:
 class ServerConfig:
     """The inference server that train.py launches when rollout.server_addrs is empty."""
 
-    backend: str = "auto"  # tiny | sglang; auto: sglang where there is a GPU and sglang is installed
+    backend: Literal["auto", "tiny", "sglang"] = "auto"  # auto: tiny, until train.py can launch SGLang
     max_running_requests: int = 64  # sequences decoded together
     max_total_tokens: int = 16384  # tokens of all running sequences together; bounds the KV cache
-    seed: int | None = None  # seeds requests that bring none; default: seed
 
 
 @dataclass
 class NormConfig:
     """A - mean over mean_level, divided by std over std_level (AReaL: NormConfig)."""
 
-    mean_level: str = "group"  # group | batch | none: over which returns the baseline is taken
-    std_level: str = "group"  # group | batch | constant | none: over which returns the spread is taken
+    mean_level: Literal["group", "batch", "none"] = "group"  # over what the baseline is taken
+    std_level: Literal["group", "batch", "constant", "none"] = "group"  # and the spread
     std_constant: float = 1.0  # the divisor when std_level is constant
     per_turn: bool = True  # true: returns are compared with those of the same turn only
     eps: float = 1e-5  # added to the spread
@@ -88,7 +89,7 @@ class OptimizerConfig:
     beta2: float = 0.95  # AdamW
     eps: float = 1e-8  # AdamW
     weight_decay: float = 0.01  # AdamW
-    lr_scheduler_type: str = "constant"  # constant | linear | cosine, after the warm-up
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
     warmup_steps: int = 0  # training steps of linear warm-up from 0
     min_lr_ratio: float = 0.0  # where the schedule ends, as a share of lr
     gradient_clipping: float = 1.0  # largest gradient norm
@@ -98,13 +99,13 @@ class OptimizerConfig:
 class PPOActorConfig:
     """The trainer: the policies of section 5, and the optimizer (AReaL: PPOActorConfig)."""
 
-    dtype: str = "float32"  # compute type of the forward pass; parameters stay float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # compute type of the forward pass; parameters stay float32
     ppo_n_minibatches: int = 4  # optimizer steps per epoch over the batch
     ppo_epochs: int = 1  # passes over the batch
     mb_tokens: int = 16384  # tokens (padding included) in one forward pass; more are accumulated
     use_decoupled_loss: bool = True  # the paper's objective; false: standard PPO
     recompute_logprob: bool = True  # pi_old (or pi_prox) by a forward pass before the update; alias recompute_logprobs
-    prox_logp_method: str = "recompute"  # how pi_prox is found: recompute | loglinear | metrics
+    prox_logp_method: Literal["recompute"] = "recompute"  # how pi_prox is found
     eps_clip: float = 0.2  # the ratio pi_theta/pi_prox is clipped below at 1 - eps_clip
     eps_clip_higher: float | None = None  # and above at 1 + eps_clip_higher; default eps_clip
     c_clip: float | None = None  # dual clip: where A < 0 the loss is at most c_clip * |A|; > 1
@@ -124,7 +125,7 @@ class RefConfig:
     """The frozen reference model of the KL penalty."""
 
     path: str | None = None  # a model directory; none: no reference model
-    dtype: str = "float32"  # compute type
+    dtype: Literal["float32", "bfloat16"] = "float32"  # compute type
 
 
 @dataclass
@@ -155,7 +156,7 @@ class SaverConfig:
 class WeightUpdateConfig:
     """How new weights reach the servers."""
 
-    mode: str = "disk"  # disk (distributed and tensor come with the cluster)
+    mode: Literal["disk"] = "disk"  # through a directory that all servers read
 
 
 @dataclass
@@ -208,19 +209,6 @@ ALIASES = {
     "eval_interval": "evaluator.interval",
 }
 
-CHOICES = {
-    "rollout.pause_mode": ("retract", "abort", "in_place"),
-    "rollout.openai.mode": ("inline",),
-    "rollout.openai.export_style": ("individual", "concat"),
-    "server.backend": ("auto", "tiny", "sglang"),
-    "actor.dtype": ("float32", "bfloat16"),
-    "actor.prox_logp_method": ("recompute",),
-    "actor.adv_norm.mean_level": ("group", "batch", "none"),
-    "actor.adv_norm.std_level": ("group", "batch", "constant", "none"),
-    "actor.optimizer.lr_scheduler_type": ("constant", "linear", "cosine"),
-    "weight_update.mode": ("disk",),
-}
-
 
 @dataclass(frozen=True)
 class Key:
@@ -233,11 +221,7 @@ class Key:
 
 def field_comments(cls: type) -> dict[str, str]:
     """The comment at the end of each field's line: {field name: meaning}."""
-    lines = inspect.getsource(cls).splitlines()
-    body = ast.parse(inspect.cleandoc("\n".join(lines))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    fields = [node for node in body.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
-    return {f.target.id: lines[f.end_lineno - 1].partition("  # ")[2] for f in fields}  # type: ignore
+    return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(cls), re.MULTILINE))
 
 
 def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
@@ -278,9 +262,6 @@ def check_keys(given: Any, source: str) -> DictConfig:
 def validate(config: TrainConfig) -> None:
     """What can be seen to be wrong before anything is started."""
     values = flatten(dataclasses.asdict(config))
-    for name, choices in CHOICES.items():
-        if values[name] not in choices:
-            raise ConfigError(f"{name}={values[name]!r}; it must be one of: {', '.join(choices)}")
     for name in ("max_steps", "train_dataset.batch_size", "gconfig.n_samples", "actor.ppo_n_minibatches"):
         if values[name] < 1:
             raise ConfigError(f"{name}={values[name]}; it must be at least 1")
@@ -298,20 +279,15 @@ def resolve(config: TrainConfig) -> None:
     """Derived defaults, written back so that the run's config.yaml shows every value that was used."""
     rollout, batch = config.rollout, config.train_dataset.batch_size
     if rollout.group_size not in (None, config.gconfig.n_samples) and config.gconfig.n_samples != 1:
-        raise ConfigError(
-            f"rollout.group_size={rollout.group_size} and gconfig.n_samples={config.gconfig.n_samples} are one number; give one of them"
-        )
+        both = f"rollout.group_size={rollout.group_size} and gconfig.n_samples={config.gconfig.n_samples}"
+        raise ConfigError(f"{both} are one number; give one of them")
     rollout.group_size = config.gconfig.n_samples = rollout.group_size or config.gconfig.n_samples
     if rollout.consumer_batch_size not in (None, batch):
-        raise ConfigError(
-            f"rollout.consumer_batch_size={rollout.consumer_batch_size} must equal train_dataset.batch_size={batch}: "
-            "a step consumes what the gate counts per version"
-        )
+        both = f"rollout.consumer_batch_size={rollout.consumer_batch_size} and train_dataset.batch_size={batch}"
+        raise ConfigError(f"{both} must be equal: a step consumes what the gate counts per version")
     rollout.consumer_batch_size = batch
     rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or (rollout.max_head_offpolicyness + 1) * batch
     rollout.queue_size = rollout.queue_size or 16 * rollout.max_concurrent_rollouts
-    config.server.seed = config.seed if config.server.seed is None else config.server.seed
-    config.tokenizer_path = config.tokenizer_path or config.model_path
 
 
 def print_help() -> None:
@@ -330,18 +306,18 @@ def load(argv: list[str]) -> TrainConfig:
     if args.help:
         print_help()
         sys.exit(0)
-    for word in words:
-        if "=" not in word or word.startswith("-"):
-            raise ConfigError(f"cannot read {word!r}; options are --config FILE, --help and key=value words")
+    if strange := [word for word in words if "=" not in word or word.startswith("-")]:
+        raise ConfigError(f"cannot read {strange[0]!r}; options are --config FILE, --help and key=value words")
     if not args.config.is_file():
         raise ConfigError(f"no recipe at {args.config}; configs/ holds the ones that come with the project")
     try:
-        recipe = check_keys(OmegaConf.create(OmegaConf.to_container(OmegaConf.load(args.config))), str(args.config))
-        override = check_keys(OmegaConf.from_dotlist(words), "the command line")
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), recipe, override))
-    except OmegaConfBaseException as e:
-        raise ConfigError(f"{getattr(e, 'full_key', None) or args.config}: {str(e).splitlines()[0]}") from e
-    assert isinstance(config, TrainConfig)
+        recipe = check_keys(OmegaConf.load(args.config), str(args.config))
+        words_given = check_keys(OmegaConf.from_dotlist(words), "the command line")
+        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), recipe, words_given)
+        config: Any = OmegaConf.to_object(merged)
+    except (OmegaConfBaseException, YAMLError) as error:
+        where = getattr(error, "full_key", None) or args.config
+        raise ConfigError(f"{where}: {' '.join(str(error).splitlines()[:1])}") from error
     validate(config)
     resolve(config)
     return config

@@ -89,7 +89,7 @@ class Fleet:
                 time.sleep(0.05)  # a socket that is not open yet has no event to wait for
         raise TimeoutError(f"{child.name} did not answer within {seconds:.0f} s; see {child.log}")
 
-    def watch(self, on_death: Callable[[ProcessDied], None]) -> None:
+    def watch(self, on_death: Callable[[ProcessDied], object]) -> None:
         """From now on tell of each child that ends by itself."""
 
         def wait_for(child: Child) -> None:
@@ -136,7 +136,7 @@ def start_servers(config: TrainConfig, fleet: Fleet) -> list[str]:
         "--weight-version": "0",
         "--max-running-requests": config.server.max_running_requests,
         "--max-total-tokens": config.server.max_total_tokens,
-        "--seed": config.server.seed,
+        "--seed": config.seed,
     }
     arguments = [str(word) for pair in options.items() for word in pair]
     return [fleet.wait_ready(fleet.start("server", "tiny_server.py", *arguments))]
@@ -151,6 +151,7 @@ def start_proxy(config: TrainConfig, fleet: Fleet, servers: list[str]) -> tuple[
         "--request-timeout": config.rollout.request_timeout,
         "--session-timeout-seconds": config.rollout.openai.session_timeout_seconds,
         "--max-new-tokens": config.gconfig.max_new_tokens,
+        "--chat-template-type": config.rollout.openai.chat_template_type,
     }
     arguments = [str(word) for pair in options.items() for word in pair]
     for url in servers:

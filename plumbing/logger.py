@@ -147,7 +147,7 @@ class Logger:
 
     def say(self, text: str) -> None:
         """Print above the live table."""
-        self.console.print(text, markup=False, highlight=False)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def tokens(self, step: int, batch: dict[str, Tensor]) -> None:
         """Write the batch token by token, and count its tokens by version lag (version before the step = step - 1)."""

@@ -210,7 +210,7 @@ def test_samples_follow_the_distribution_that_was_asked_for() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     n = 4000
     for change in ({"temperature": 0.7}, {"top_k": 2}, {"top_p": 0.7}, {"temperature": 0.0}):
-        params = [SamplingParams(sampling_seed=i, **change) for i in range(n)]  # type: ignore[arg-type]
+        params = [SamplingParams(sampling_seed=i, **change) for i in range(n)]
         tokens, logprobs = sample(logits.repeat(n, 1), params, [0] * n, [()] * n)
         temperature = change.get("temperature", 1.0) or 1.0
         p = torch.softmax(logits / temperature, -1)
