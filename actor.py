@@ -24,7 +24,7 @@ What is computed at padding is not read.
 
 **One rank is not a special case.** The model is sharded with FSDP2 over a mesh of however many ranks there are. Without
 torchrun that is one, on a process group that lives in this process and opens no port. A parameter is then its own
-shard, and the hooks cost 2 to 3 ms an optimizer step: a tenth of the smallest model's, nothing to a large one.
+shard, and the hooks cost 5 to 8 ms an optimizer step: a quarter of the smallest model's, nothing to a large one.
 
 **Temperature.** A token's logprob is that of the distribution it was sampled from: softmax of the logits divided by the
 token's own temperature. So pi_theta, pi_prox and pi_behav speak of the same thing. A token with temperature 0 was not
@@ -59,18 +59,9 @@ from weights import WeightUpdateMeta
 
 logger = logging.getLogger("nano-areal.actor")
 
-MAXIMA = ("behave_weight_max",)  # statistics that are maxima; all others are shares that add up
-PROX_LOGP_METHODS = ("recompute",)
-
 
 def describe_mode(config: PPOActorConfig) -> str:
-    """The objective in words: where the logprobs of each policy come from (section 5.2).
-
-    Raises ValueError for a prox_logp_method that is not here.
-    """
-    if config.prox_logp_method not in PROX_LOGP_METHODS:
-        choices = ", ".join(PROX_LOGP_METHODS)
-        raise ValueError(f"actor.prox_logp_method={config.prox_logp_method!r}; it must be one of: {choices}")
+    """The objective in words: where the logprobs of each policy come from (section 5.2)."""
     server, forward = "the inference server", "a forward pass before the update"
     if config.use_decoupled_loss:
         return f"decoupled PPO: pi_behav from {server}, pi_prox from {forward}, pi_theta from each training pass"
@@ -125,13 +116,6 @@ def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
     return 1 - (1 - config.min_lr_ratio) * fallen[config.lr_scheduler_type]
 
 
-def token_logp(logits: Tensor, ids: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """(log p of each id, log p of every token), (N,) and (N, V), from logits (N, V) at each token's temperature."""
-    temperatures = torch.where(temperatures > 0, temperatures, 1.0)
-    log_p = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)  # (N, V)
-    return log_p.gather(1, ids.long()[:, None]).squeeze(1), log_p
-
-
 class FSDPEngine:
     """A causal language model, sharded over the ranks and frozen."""
 
@@ -171,9 +155,7 @@ class FSDPEngine:
 
     def initialize(self) -> None:
         """Load the model and shard it: each decoder layer, then what is left."""
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            self.model_path, dtype=torch.float32, attn_implementation="sdpa"
-        )
+        model: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
         model.to(self.device)
         mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("dp",))
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
@@ -198,20 +180,24 @@ class FSDPEngine:
     ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
         """One forward pass over `rows`, cut to the longest of them, read at the N tokens where batch[which] is set.
 
-        Returns where those are in the batch, so that batch[key][at] is (N,), and token_logp's two tensors for them.
+        Returns where those are in the batch, so that batch[key][at] is (N,), log p of each of them, and log p of every
+        token of the vocabulary in its place.
         """
         longest = max(lengths[row] for row in rows)
         row, before = (batch[which][rows, 1:longest] > 0).nonzero(as_tuple=True)  # (N,); the logits stand one before
         at = torch.tensor(rows)[row], before + 1
         ids = batch["input_ids"][rows, :longest].long().to(self.device)  # (b, t)
-        logits = self.model(input_ids=ids, use_cache=False).logits[row, before]  # (N, V)
-        tokens, temperatures = (batch[key][at].to(self.device) for key in ("input_ids", "temperatures"))
-        return at, *token_logp(logits, tokens, temperatures)
+        logits = self.model(input_ids=ids, use_cache=False).logits[row, before].float()  # (N, V)
 
-    def all_reduce(self, x: Tensor, op: str = "SUM") -> Tensor:
-        """The sum (or MAX) of `x` over the ranks, in place."""
+        # log p = log softmax(logits / temperature)
+        temperatures = batch["temperatures"][at].to(self.device)  # (N,)
+        log_p = torch.log_softmax(logits / torch.where(temperatures > 0, temperatures, 1.0)[:, None], dim=-1)  # (N, V)
+        return at, log_p.gather(1, ids[row, before + 1, None]).squeeze(1), log_p
+
+    def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """The sum (or the maximum) of `x` over the ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(x, op=getattr(dist.ReduceOp, op))
+            dist.all_reduce(x, op)
         return x
 
     def walk_together(self, pieces: list[list[int]]) -> list[tuple[list[int], bool]]:
@@ -219,7 +205,7 @@ class FSDPEngine:
 
         FSDP's ranks gather each layer together: one that makes fewer forward passes leaves the others waiting.
         """
-        most = int(self.all_reduce(torch.tensor(len(pieces)), "MAX"))
+        most = int(self.all_reduce(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
         return [(rows, True) for rows in pieces] + [(pieces[-1], False)] * (most - len(pieces))
 
     def full_state(self) -> dict[str, Tensor]:
@@ -267,15 +253,10 @@ class FSDPPPOActor(FSDPEngine):
     def initialize(self, max_steps: int) -> None:  # type: ignore[override]
         """Load and shard the model; `max_steps` is the length of the schedules, in training steps."""
         super().initialize()
-        o = self.config.optimizer
         self.max_steps = max_steps
+        o = self.config.optimizer
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=o.lr * lr_factor(self.steps, o, max_steps),
-            betas=(o.beta1, o.beta2),
-            eps=o.eps,
-            weight_decay=o.weight_decay,
-            fused=True,
+            self.model.parameters(), o.lr, (o.beta1, o.beta2), o.eps, o.weight_decay, fused=True
         )
 
     def connect_engine(self, rollout: Any, meta: WeightUpdateMeta) -> None:
@@ -286,9 +267,15 @@ class FSDPPPOActor(FSDPEngine):
         """The engine's prepare_batch."""
         return self.rollout.prepare_batch(*args, **kwargs)
 
+    def policies(self) -> tuple[str, str]:
+        """The keys under which the batch has the logprobs of pi_prox and of pi_behav; in standard PPO both are pi_old."""
+        c = self.config
+        prox = "prox_logp" if c.use_decoupled_loss or c.recompute_logprob else "logprobs"
+        return prox, "logprobs" if c.use_decoupled_loss else prox
+
     def should_compute_prox_logp(self) -> bool:
         """Whether ppo_update reads batch["prox_logp"]: as pi_prox, or as the recomputed pi_old of standard PPO."""
-        return self.config.use_decoupled_loss or self.config.recompute_logprob
+        return "prox_logp" in self.policies()
 
     def compute_advantages(self, batch: Batch) -> None:
         """Write batch["advantages"] (B, T)."""
@@ -301,20 +288,21 @@ class FSDPPPOActor(FSDPEngine):
         Raises ValueError if something is missing or no token is trained, FloatingPointError before an optimizer step
         whose loss or gradient is not finite. A minibatch without a trained token is no step.
         """
-        missing = {"advantages", *(("prox_logp",) if self.should_compute_prox_logp() else ())} - batch.keys()
-        if missing:
+        if missing := {"advantages", self.policies()[0]} - batch.keys():
             raise ValueError(f"the batch lacks {sorted(missing)}; compute_logp and compute_advantages come first")
         lengths = row_lengths(batch)
         batch["theta_logp"] = torch.zeros(batch["input_ids"].shape)
-        parts = split_minibatches(lengths, self.config.ppo_n_minibatches)
-        steps = [self.minibatch_step(batch, rows, lengths) for rows in parts * self.config.ppo_epochs]
-        stats = [step for step in steps if step]
+        lr = self.config.optimizer.lr * lr_factor(self.steps, self.config.optimizer, self.max_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+        parts = split_minibatches(lengths, self.config.ppo_n_minibatches) * self.config.ppo_epochs
+        stats = [step for rows in parts if (step := self.minibatch_step(batch, rows, lengths))]
         if not stats:
             raise ValueError("no token of the batch is trained: loss_mask is 0 everywhere; were all turns masked?")
         tokens = sum(s["tokens"] for s in stats)
         mean = {key: sum(s[key] * s["tokens"] for s in stats) / tokens for key in stats[0] if key != "tokens"}
-        mean |= {key: max(s[key] for s in stats) for key in MAXIMA}
-        return mean | {"lr": self.optimizer.param_groups[0]["lr"]}
+        return mean | {"lr": lr}
 
     def minibatch_step(self, batch: Batch, rows: list[int], lengths: Sequence[int]) -> dict[str, float]:
         """One optimizer step on `rows`, gradients accumulated over micro-batches; empty if no token is trained."""
@@ -328,13 +316,14 @@ class FSDPPPOActor(FSDPEngine):
         for part, counts in self.walk_together(split_microbatches(rows, lengths, self.mb_tokens)):
             loss, shares = self.piece_loss(batch, part, lengths, tokens)
             (loss * (self.world_size if counts else 0)).backward()
-            pieces += [shares] if counts else []
+            if counts:
+                pieces.append(shares)
 
         # 2. Clip, check, step.
         clip = self.config.optimizer.gradient_clipping
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        stats = self.merge(pieces)
+        stats = {key: float(self.all_reduce(torch.stack([p[key] for p in pieces]).sum())) for key in pieces[0]}
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
             raise FloatingPointError(
                 f"loss {stats['loss']}, gradient norm {grad_norm} in training step {self.steps + 1}; the weights were "
@@ -348,11 +337,9 @@ class FSDPPPOActor(FSDPEngine):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The share of the minibatch's loss that `rows` bear, with its graph, and the statistics' shares."""
         c = self.config
-        old = "logprobs" if c.use_decoupled_loss or not c.recompute_logprob else "prox_logp"
-        prox = "prox_logp" if c.use_decoupled_loss else old
         at, logp, log_p = self.forward(batch, rows, lengths, "loss_mask")  # (N,), (N, V)
         batch["theta_logp"][at] = logp.detach().cpu()
-        prox_logp, old_logp, advantages = (batch[key][at].to(self.device) for key in (prox, old, "advantages"))
+        prox_logp, old_logp, advantages = (batch[key][at].to(self.device) for key in (*self.policies(), "advantages"))
         loss, stats = ppo_actor_loss_fn(
             logp,
             prox_logp,
@@ -363,7 +350,6 @@ class FSDPPPOActor(FSDPEngine):
             eps_clip_higher=c.eps_clip_higher,
             c_clip=c.c_clip,
             behave_imp_weight_cap=c.behave_imp_weight_cap,
-            use_decoupled_loss=c.use_decoupled_loss,
             denominator=tokens,
         )
         coefficient = self.entropy_coefficient()
@@ -371,14 +357,6 @@ class FSDPPPOActor(FSDPEngine):
             entropy = -(log_p.exp() * log_p).sum() / tokens
         loss = loss - coefficient * entropy
         return loss, stats | {"loss": loss.detach(), "entropy": entropy.detach()}
-
-    def merge(self, pieces: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Statistics of a minibatch from those of its pieces, over all ranks."""
-        stacked = {key: torch.stack([piece[key] for piece in pieces]) for key in pieces[0]}
-        return {
-            key: float(self.all_reduce(x.max(), "MAX") if key in MAXIMA else self.all_reduce(x.sum()))
-            for key, x in stacked.items()
-        }
 
     def entropy_coefficient(self) -> float:
         """The weight of the entropy bonus in this training step."""
@@ -388,16 +366,12 @@ class FSDPPPOActor(FSDPEngine):
     def step_lr_scheduler(self) -> None:
         """A training step is over: the schedules of learning rate and entropy bonus move on."""
         self.steps += 1
-        o = self.config.optimizer
-        for group in self.optimizer.param_groups:
-            group["lr"] = o.lr * lr_factor(self.steps, o, self.max_steps)
 
     def update_weights(self, meta: WeightUpdateMeta | None = None) -> None:
         """Bring the servers to these weights, as version meta.version; between rollout.pause and rollout.resume."""
         meta = meta or self.weight_update_meta.with_version(self.version + 1)
-        state = self.full_state()
+        self.save(meta.directory)
         if self.rank == 0:
-            weights.write_checkpoint(state, self.model_path, meta.directory)
             self.rollout.update_weights(meta)
         dist.barrier()
 
@@ -406,8 +380,3 @@ class FSDPPPOActor(FSDPEngine):
 
     def get_version(self) -> int:
         return self.version
-
-    def destroy(self) -> None:
-        """Let optimizer and model go, and end the process group if it was made here. Idempotent."""
-        self.optimizer = None
-        super().destroy()

@@ -5,8 +5,9 @@ Turn 2 of a conversation extends turn 1; best-of-n draws siblings; a side questi
 
 The parent of an interaction is the finished one whose messages + output are the longest prefix of its own
 messages, equal in meaning (messages.canonical), under the same tools and template arguments. The cache keeps a
-true prefix tree: one node a message, and at a node the interaction whose conversation ends there. So finding a
-parent is one walk from the root: the work is in the number of messages, however many interactions there are.
+true prefix tree, in which a message is a step from one place to the next, and remembers which interaction's
+conversation ends at a place. So finding a parent is one walk from the root: the work is in the number of messages,
+however many interactions there are.
 
     system - user - [A] assistant - user - [B] assistant          A is the parent of B and of C:
                                          \\ user' - [C] assistant    their messages begin with all of A
@@ -38,7 +39,7 @@ reward of an inner turn in concat, trains a shared turn once per leaf, and cache
 """
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine import ModelResponse
-
-STYLES = ("individual", "concat")
 
 
 @dataclass(eq=False)
@@ -61,7 +60,7 @@ class InteractionWithTokenLogpReward:
     template_key: str = ""  # tools and template arguments: what else decides the prompt
     trainable: bool = True  # false: the agent asked for this turn not to be stored
     model_response: "ModelResponse | None" = None
-    output_message_list: list[Message] | None = None
+    output_message_list: list[Message] = field(default_factory=list)
     completion: dict[str, Any] | None = None  # the reply as the agent got it
     reward: float | None = None  # its own; after apply_reward_discount the final one
     parent: "InteractionWithTokenLogpReward | None" = None
@@ -71,7 +70,7 @@ class InteractionWithTokenLogpReward:
 
     @property
     def complete(self) -> bool:
-        return self.model_response is not None and self.output_message_list is not None
+        return self.model_response is not None
 
     @property
     def trains(self) -> bool:
@@ -140,13 +139,8 @@ def to_tensors(row: dict[str, list]) -> "dict[str, Tensor]":
     """The lists of `to_lists` as tensors with a batch of one."""
     import torch
 
-    kinds = {
-        "attention_mask": torch.bool,
-        "logprobs": torch.float32,
-        "turn_rewards": torch.float32,
-        "temperatures": torch.float32,
-        "rewards": torch.float32,
-    }
+    floats = ("logprobs", "turn_rewards", "temperatures", "rewards")
+    kinds = {"attention_mask": torch.bool, **dict.fromkeys(floats, torch.float32)}
     tensors = {key: torch.tensor(values, dtype=kinds.get(key, torch.int32)) for key, values in row.items()}
     return {key: t if key in ("rewards", "truncated") else t.unsqueeze(0) for key, t in tensors.items()}  # (1, L)
 
@@ -162,22 +156,6 @@ def finite(reward: Any) -> float:
     return value
 
 
-class _Node:
-    """A place in the prefix tree: one message further than its parent."""
-
-    __slots__ = ("children", "ends")
-
-    def __init__(self) -> None:
-        self.children: dict[Any, _Node] = {}
-        self.ends: InteractionWithTokenLogpReward | None = None  # the finished one whose conversation ends here
-
-    def child(self, key: Any) -> "_Node":
-        node = self.children.get(key)
-        if node is None:
-            node = self.children[key] = _Node()
-        return node
-
-
 class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
     """The interactions of one session, by completion id, in the order in which they were asked for.
 
@@ -187,13 +165,22 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._roots: dict[str, _Node] = {}  # by template key
-        self._unfinished: dict[str, _Node] = {}  # where the messages of an unfinished interaction end
+        # The prefix tree. Its places are numbers, its roots the template keys.
+        self._steps: dict[tuple[Any, Any], int] = {}  # (a place, a canonical message) -> the place behind it
+        self._ends: dict[Any, InteractionWithTokenLogpReward] = {}  # place -> the finished one that ends there
+        self._unfinished: dict[str, Any] = {}  # interaction id -> the place where its messages end
         self._discounted = False
 
     def finished(self) -> list[InteractionWithTokenLogpReward]:
         """Those with tokens, in the order in which they were asked for."""
         return [interaction for interaction in self.values() if interaction.complete]
+
+    def _walk(self, place: Any, messages: list[Message]) -> list[Any]:
+        """The places from `place` along `messages`, both ends included; new ones are made."""
+        places = [place]
+        for message in messages:
+            places.append(self._steps.setdefault((places[-1], canonical(message)), len(self._steps)))
+        return places
 
     def __setitem__(self, interaction_id: str, interaction: InteractionWithTokenLogpReward) -> None:
         """Enter an interaction and find its parent. Raises ValueError without messages or for a known id."""
@@ -201,30 +188,24 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
             raise ValueError(f"interaction {interaction_id!r} has no messages")
         if interaction_id in self:
             raise ValueError(f"interaction {interaction_id!r} is already in the cache")
-        node = self._roots.setdefault(interaction.template_key, _Node())
-        parent = None
-        for message in interaction.messages:
-            node = node.child(canonical(message))
-            parent = node.ends or parent
+        places = self._walk(interaction.template_key, interaction.messages)
         interaction.interaction_id = interaction_id
-        interaction.parent = parent
-        interaction.turn = parent.turn + 1 if parent else 0
+        interaction.parent = next((self._ends[place] for place in reversed(places) if place in self._ends), None)
+        interaction.turn = interaction.parent.turn + 1 if interaction.parent else 0
         super().__setitem__(interaction_id, interaction)
-        self._unfinished[interaction_id] = node
-        if interaction.model_response is not None and interaction.output_message_list is not None:
+        self._unfinished[interaction_id] = places[-1]
+        if interaction.model_response:
             self.finish(interaction_id, interaction.model_response, interaction.output_message_list)
 
     def finish(self, interaction_id: str, response: "ModelResponse", output: list[Message]) -> None:
         """The call came back: from here on it can be a parent, take a reward and be exported."""
-        interaction, node = self[interaction_id], self._unfinished.pop(interaction_id)
+        interaction = self[interaction_id]
         interaction.model_response, interaction.output_message_list = response, output
-        for message in output:
-            node = node.child(canonical(message))
-        node.ends = interaction
+        self._ends[self._walk(self._unfinished.pop(interaction_id), output)[-1]] = interaction
 
     def discard(self, interaction_id: str) -> None:
         """The call failed or was given up: an unfinished interaction leaves no trace. A finished one stays."""
-        if self._unfinished.pop(interaction_id, None):
+        if self._unfinished.pop(interaction_id, None) is not None:
             del self[interaction_id]
 
     def set_reward(self, interaction_id: str, reward: Any) -> None:
@@ -236,10 +217,10 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
 
     def set_last_reward(self, reward: Any) -> None:
         """Reward the last interaction that finished its call; one that never came back earns nothing."""
-        last = next((i for i in reversed(self.values()) if i.complete), None)
-        if last is None:
+        finished = self.finished()
+        if not finished:
             raise KeyError("interaction_id: this session has no finished interaction to reward")
-        self.set_reward(last.interaction_id, reward)
+        self.set_reward(finished[-1].interaction_id, reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
         """Replace every reward by the final one, R(i) = r(i) + gamma * mean R(children), leaves first.
@@ -251,19 +232,18 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
             raise RuntimeError("apply_reward_discount was already called; the rewards are the final ones")
         gamma = finite(turn_discount)
         self._discounted = True
-        children: dict[InteractionWithTokenLogpReward, list[float]] = {}
+        below: defaultdict[Any, list[float]] = defaultdict(list)  # R of the children, by parent (None: of the roots)
         for interaction in reversed(self.finished()):
-            below = children.pop(interaction, [])
-            mean = math.fsum(below) / len(below) if below else 0.0
+            final = below[interaction]
+            mean = math.fsum(final) / len(final) if final else 0.0
             interaction.reward = (interaction.reward or 0.0) + gamma * mean
-            if interaction.parent:
-                children.setdefault(interaction.parent, []).append(interaction.reward)
+            below[interaction.parent].append(interaction.reward)
 
     def export_interactions(self, style: str = "individual") -> dict[str, InteractionWithTokenLogpReward]:
         """Rows for training, by id: all finished interactions, or one per leaf. Raises ValueError for a style
         that is neither "individual" nor "concat"."""
-        if style not in STYLES:
-            raise ValueError(f"style: {' or '.join(STYLES)} is needed, not {style!r}")
+        if style not in ("individual", "concat"):
+            raise ValueError(f"style: individual or concat is needed, not {style!r}")
         finished = self.finished()
         for interaction in finished:
             interaction.earlier = []

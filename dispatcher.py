@@ -44,10 +44,8 @@ from functools import partial
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
-from runner import AsyncTaskRunner, Runner, TaskQueueFullError, TimedResult
+from runner import AsyncTaskRunner, Runner, TimedResult
 from staleness import RolloutStat, StalenessManager
-
-__all__ = ["AsyncTaskRunner", "BatchTaskDispatcher", "DispatchState", "TaskQueueFullError", "TimedResult"]
 
 logger = logging.getLogger("dispatcher")
 
@@ -170,15 +168,15 @@ class DispatchState(Generic[TInput, TResult]):
         nothing is consumed.
         """
         if self.drop_stale:
-            for task_id in [task_id for task_id, data in self.ready.items() if self._is_stale(data)]:
+            stale = [i for i, data in self.ready.items() if not self.manager.is_fresh(self.head_version(data))]
+            for task_id in stale:
                 del self.ready[task_id]
                 self.manager.on_rollout_dropped()
                 self.trace("drop", task_id)
         if len(self.ready) < count:
             return []
         for data in islice(self.ready.values(), count):
-            if (head_version := self.head_version(data)) is not None:
-                self.manager.check_age(head_version)
+            self.manager.check_age(self.head_version(data))
         return [self.ready.popitem(last=False)[1] for _ in range(count)]
 
     def take_task(self, task_id: int) -> list[TResult | None]:
@@ -201,10 +199,6 @@ class DispatchState(Generic[TInput, TResult]):
     def fail(self, message: str, cause: BaseException | None) -> None:
         """Nothing starts any more; the first failure is the one that is reported."""
         self.failure = self.failure or (message, cause)
-
-    def _is_stale(self, data: TResult) -> bool:
-        head_version = self.head_version(data)
-        return head_version is not None and not self.manager.is_fresh(head_version)
 
     def _count_errors(self, error: BaseException | None) -> None:
         if error is None:
@@ -264,45 +258,39 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self._state.enqueue(task)
             self._commit()
 
-    def wait_results(self, count: int, timeout: float | None = None, raise_timeout: bool = True) -> list[TResult]:
+    def wait_results(self, count: int, timeout: float | None = None) -> list[TResult]:
         """The `count` oldest by start that were not rejected, in order of start.
 
-        On timeout (seconds; None: never) nothing is consumed, and TimeoutError is raised or [] returned.
-        StalenessError if one of them is older than max_head_offpolicyness and drop_stale is off.
+        TimeoutError after `timeout` seconds (None: never); then nothing is consumed. StalenessError if one of them
+        is older than max_head_offpolicyness and drop_stale is off.
         """
         if count < 1:
             raise ValueError(f"count must be 1 or more, not {count}")
-        results = self._wait(lambda: self._state.take(count), timeout)
-        if not results and raise_timeout:
-            raise TimeoutError(f"the {count} oldest tasks did not finish within {timeout} s: {self!r}")
-        return results
+        return self._wait(f"the {count} oldest tasks", lambda: self._state.take(count), timeout)
 
-    def wait_for_task(self, task_id: int, timeout: float | None = None, raise_timeout: bool = True) -> TResult | None:
+    def wait_for_task(self, task_id: int, timeout: float | None = None) -> TResult | None:
         """The result of one task, None if it was rejected; it leaves the order and gives its place back.
 
         For what is done beside the batches, as evaluation: its age is not checked. ValueError: unknown id.
         """
-        results = self._wait(lambda: self._state.take_task(task_id), timeout)
-        if not results and raise_timeout:
-            raise TimeoutError(f"task {task_id} did not finish within {timeout} s: {self!r}")
-        return results[0] if results else None
+        return self._wait(f"task {task_id}", lambda: self._state.take_task(task_id), timeout)[0]
 
     def active_submit_and_wait(self, task_generator: Iterator[TInput], batch_size: int) -> list[TResult]:
         """A batch of accepted results, while the generator keeps the gate supplied and refills the rejected.
 
         RuntimeError when the generator is exhausted and what is in flight cannot make up the batch.
         """
-        results: list[TResult] = []
         while True:
             more = self._top_up(task_generator)
-            if results:
-                return results
             with self.runner.lock:
-                self._wait(partial(self._state.must_act, batch_size, more))
+                self._wait("a batch", partial(self._state.must_act, batch_size, more))
                 results = self._state.take(batch_size)
                 self._commit()
                 if not results and not more and self._state.in_flight() < batch_size:
                     raise RuntimeError(f"the task generator is exhausted before a batch of {batch_size}: {self._state}")
+            if results:
+                self._top_up(task_generator)  # what starts while the trainer trains
+                return results
 
     def pause(self) -> None:
         """Starts nothing more; what runs goes on, and results can be taken."""
@@ -312,8 +300,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def resume(self) -> None:
         with self.runner.lock:
             self._state.paused = False
-            self._commit()
-            self.runner.wake()
+            self.on_new_version()
 
     def on_new_version(self) -> None:
         """The version provider's version rose: what the gate now admits starts at once."""
@@ -364,7 +351,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
                 return False
         return True
 
-    def _wait(self, attempt: Callable[[], T], timeout: float | None = None) -> T:
+    def _wait(self, what: str, attempt: Callable[[], T], timeout: float | None = None) -> T:
         def attempt_while_alive() -> T:
             self._check_alive()
             result = attempt()
@@ -373,7 +360,10 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
                 logger.warning("waiting for a new task, or at a closed gate for a new version: %s", self._state)
             return result
 
-        return self.runner.wait_for(attempt_while_alive, timeout)
+        result = self.runner.wait_for(attempt_while_alive, timeout)
+        if not result:
+            raise TimeoutError(f"{what} did not finish within {timeout} s: {self!r}")
+        return result
 
     def _check_alive(self) -> None:
         if self._state.failure is not None:

@@ -52,7 +52,6 @@ import logging
 import random
 import uuid
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -198,12 +197,23 @@ def backoff(attempt: int, first: float, most: float) -> float:
     return min(most, first * 2.0 ** min(attempt - 1, 30))
 
 
+def method_of_executor(name: str) -> Callable[..., Any]:
+    """A method of the engine that is the WorkflowExecutor's method `name`."""
+
+    def method(engine: "RemoteInfEngine", *args: Any, **kwargs: Any) -> Any:
+        if engine.executor is None:
+            raise RuntimeError("this engine runs no rollouts: attach a WorkflowExecutor(engine, ...) first")
+        return getattr(engine.executor, name)(*args, **kwargs)
+
+    return method
+
+
 class RemoteInfEngine:
     """Every inference server of the run, behind one object.
 
     addresses: base URLs. request_timeout: seconds for one segment. request_retries: tries after the first
-    one, for connection errors, timeouts and 5xx. vocab_size, context_length: tokens; by default what the
-    servers say. `transport` and `sleep` stand in for the network and for time in tests.
+    one, for connection errors, timeouts and 5xx. `transport` and `sleep` stand in for the network and for time
+    in tests.
     """
 
     def __init__(
@@ -213,8 +223,6 @@ class RemoteInfEngine:
         pause_mode: str = "retract",
         request_timeout: float = 3600.0,
         request_retries: int = 3,
-        vocab_size: int | None = None,
-        context_length: int | None = None,
         transport: httpx.MockTransport | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -225,12 +233,11 @@ class RemoteInfEngine:
         self.addresses = [address.rstrip("/") for address in addresses]
         self.request_timeout, self.request_retries = request_timeout, request_retries
         self._sleep = sleep
-        tls = any(address.startswith("https:") for address in addresses)
-        self._wire = Wire(tls, request_retries, transport)
-        self._threads = ThreadPoolExecutor(max_workers=max(8, len(addresses)), thread_name_prefix="engine")
+        self._wire = Wire(transport)
         # All that changes over the engine's life:
         self.pause_mode = pause_mode  # becomes "abort" when a server reports no spans
-        self.vocab_size, self.context_length = vocab_size, context_length
+        self.vocab_size: int | None = None  # these two, in tokens, as far as the servers tell
+        self.context_length: int | None = None
         self.executor: Any = None  # the WorkflowExecutor, attached by itself
         self._version = 0
         self._servers_paused = self._destroyed = False
@@ -245,34 +252,24 @@ class RemoteInfEngine:
         """The version of the newest policy that all servers have."""
         return self._version
 
-    def health(self) -> list[str]:
-        """The addresses that do not answer (/health of a paused SGLang hangs for 20 s, /model_info never
-        does)."""
-
-        def is_dead(server: str) -> bool:
-            try:
-                self._wire.call(server + "/model_info", timeout=5.0)
-            except EngineError:
-                return True
-            return False
-
-        return list(itertools.compress(self.addresses, self._threads.map(is_dead, self.addresses)))
-
     def score(self, input_ids: list[list[int]]) -> list[list[float]]:
         """The servers' own log p(token | tokens before it) at temperature 1, per sequence; the first is 0.
 
         A server takes no prompt as long as its context, so of a sequence that fills it the last is missing.
         """
 
-        def score_one(ids: list[int], server: str) -> list[float]:
+        async def score_one(server: str, ids: list[int]) -> list[float]:
             ids = ids[: self.context_length - 1] if self.context_length else ids
             self._check_ids(ids)
             body = {**probe(ids), "logprob_start_len": 0}
-            answer = self._wire.call(server + "/generate", body, self.request_timeout)
+            answer = await self._wire.call(server + "/generate", body, self.request_timeout)
             entries = answer["meta_info"]["input_token_logprobs"]
             return [0.0] + [entry[0] for entry in entries[1:]]
 
-        return list(self._threads.map(score_one, input_ids, itertools.cycle(self.addresses)))
+        async def score_all() -> list[list[float]]:
+            return await asyncio.gather(*map(score_one, itertools.cycle(self.addresses), input_ids))
+
+        return asyncio.run(score_all())
 
     # Generation
 
@@ -283,8 +280,8 @@ class RemoteInfEngine:
         server's own message when it refuses; 503 when no server answered; 502 when an answer makes no sense.
         """
         g, budget = req.gconfig, self._budget(req)
-        response = ModelResponse(list(req.input_ids), trains_exactly=g.trains_exactly)
-        response.temperature = 1.0 if g.greedy or g.temperature == 0 else g.temperature
+        temperature = 1.0 if g.greedy or g.temperature == 0 else g.temperature
+        response = ModelResponse(list(req.input_ids), temperature=temperature, trains_exactly=g.trains_exactly)
         ranking = rank_servers(self.addresses, req.session or req.rid)
         failures = empty_aborts = 0
         for k in itertools.count():
@@ -344,29 +341,29 @@ class RemoteInfEngine:
         """One POST /generate. Who gives up on a request must tell the server, which does not notice a closed
         connection and would generate to the end."""
         try:
-            answer = await self._wire.post(server + "/generate", body, self.request_timeout)
+            answer = await self._wire.call(server + "/generate", body, self.request_timeout)
         except (asyncio.CancelledError, EngineError) as error:
-            if not (isinstance(error, EngineError) and error.status == 400):
+            if getattr(error, "status", None) != 400:
                 await asyncio.shield(self._abort(server, body["rid"]))
             raise
-        segment = parse_segment(answer)
-        self._require_spans(server, answer)
-        return segment
+        return self._read_segment(server, answer)
 
     async def _abort(self, server: str, rid: str) -> None:
         with suppress(EngineError):  # a server that is gone generates nothing
-            await self._wire.post(server + "/abort_request", {"rid": rid}, timeout=5.0)
+            await self._wire.call(server + "/abort_request", {"rid": rid}, timeout=5.0)
 
-    def _require_spans(self, server: str, answer: dict[str, Any]) -> None:
-        if self.pause_mode != "abort" and answer["output_ids"] and "weight_versions" not in answer["meta_info"]:
+    def _read_segment(self, server: str, answer: dict[str, Any]) -> ModelResponse:
+        segment = parse_segment(answer)
+        if self.pause_mode != "abort" and segment.output_tokens and "weight_versions" not in answer["meta_info"]:
             logger.warning(
                 "%s reports no weight_versions, so the tokens of a request that lives through a weight "
                 "update could not be told apart: pause_mode is abort from now on (SGLang 0.5.19 has them)",
                 server,
             )
             self.pause_mode = "abort"
+        return segment
 
-    # Control, from the trainer's main thread
+    # Control, from the trainer's main thread: it waits for the servers in event loops of its own
 
     def initialize(self) -> None:
         """Ask every server for its vocabulary and context, then for one token.
@@ -374,15 +371,13 @@ class RemoteInfEngine:
         The token shows before the first step what would otherwise fail in the middle of a run: a version that
         is no number, missing logprobs, missing spans, a server that an earlier run left paused.
         """
-        infos = [self._wire.call(server + "/model_info") for server in self.addresses]
-        for name in ("vocab_size", "context_length"):
-            told = [info[name] for info in infos if info.get(name)]
-            if getattr(self, name) is None and told:
-                setattr(self, name, min(told))
-        answers = self.post_all("/generate", probe([0]))
-        for server, answer in zip(self.addresses, answers, strict=True):
-            parse_segment(answer)
-            self._require_spans(server, answer)
+        infos = self.post_all("/model_info")
+        self.vocab_size = min((info["vocab_size"] for info in infos if info.get("vocab_size")), default=None)
+        self.context_length = min(
+            (info["context_length"] for info in infos if info.get("context_length")), default=None
+        )
+        for server, answer in zip(self.addresses, self.post_all("/generate", probe([0]))):
+            self._read_segment(server, answer)
 
     def pause(self) -> None:
         """Stop admitting rollouts, then interrupt what the servers generate. Weights may change after
@@ -410,17 +405,22 @@ class RemoteInfEngine:
         if self.executor is not None:
             self.executor.on_new_version()
 
-    def post_all(self, path: str, body: Any, timeout: float = CALL_TIMEOUT) -> list[dict[str, Any]]:
-        """POST to all servers at once; their answers in the order of `addresses`. Waits for all, then
-        EngineError names every server that failed, with its reason."""
-        calls = [self._threads.submit(self._wire.call, url + path, body, timeout) for url in self.addresses]
-        if failed := [str(error) for call in calls if (error := call.exception()) is not None]:
+    def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[dict[str, Any]]:
+        """POST (without a body: GET) to all servers at once; their answers in the order of `addresses`. Waits
+        for all, then EngineError names every server that failed, with its reason."""
+
+        async def ask_all() -> list[Any]:
+            calls = (self._wire.call(url + path, body, timeout) for url in self.addresses)
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        answers = asyncio.run(ask_all())
+        if failed := [str(answer) for answer in answers if isinstance(answer, BaseException)]:
             raise EngineError("; ".join(failed), 503)
-        return [call.result() for call in calls]
+        return answers
 
     def destroy(self) -> None:
-        """End the executor and close the connections; may be repeated. Servers that this engine left paused
-        are continued, for the next one's sake."""
+        """End the executor; may be repeated. Servers that this engine left paused are continued, for the next
+        one's sake. Connections end with their event loop."""
         if self._destroyed:
             return
         self._destroyed = True
@@ -431,33 +431,12 @@ class RemoteInfEngine:
                 logger.warning("a server may be left paused: %s", error)
         if self.executor is not None:
             self.executor.destroy()
-        self._wire.close()
-        self._threads.shutdown()
 
     # Rollouts: the executor's methods, reached through the engine
 
-    def submit(self, *args: Any, **kwargs: Any) -> int:
-        """WorkflowExecutor.submit(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)."""
-        return self._rollouts().submit(*args, **kwargs)
-
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
-        """WorkflowExecutor.wait(count, timeout)."""
-        return self._rollouts().wait(*args, **kwargs)
-
-    def wait_for_task(self, *args: Any, **kwargs: Any) -> Any:
-        """WorkflowExecutor.wait_for_task(task_id, timeout)."""
-        return self._rollouts().wait_for_task(*args, **kwargs)
-
-    def rollout_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """WorkflowExecutor.rollout_batch(data, workflow, ...)."""
-        return self._rollouts().rollout_batch(*args, **kwargs)
-
-    def prepare_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """WorkflowExecutor.prepare_batch(dataloader, workflow, workflow_kwargs, should_accept_fn,
-        group_size)."""
-        return self._rollouts().prepare_batch(*args, **kwargs)
-
-    def _rollouts(self) -> Any:
-        if self.executor is None:
-            raise RuntimeError("this engine runs no rollouts: attach a WorkflowExecutor(engine, ...) first")
-        return self.executor
+    submit = method_of_executor("submit")  # (data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
+    wait = method_of_executor("wait")  # (count, timeout)
+    wait_for_task = method_of_executor("wait_for_task")  # (task_id, timeout)
+    rollout_batch = method_of_executor("rollout_batch")  # (data, workflow, ...)
+    prepare_batch = method_of_executor("prepare_batch")
+    # ^ (dataloader, workflow, workflow_kwargs, should_accept_fn, group_size)

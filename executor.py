@@ -36,12 +36,13 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dispatcher import BatchTaskDispatcher
 from engine import GenerationHyperparameters
+from plumbing.config import RolloutConfig
 from reward import close_pool
 from staleness import RolloutStat, StalenessManager
 from trajectory import (
@@ -63,9 +64,6 @@ from workflow import (
     workflow_context,
 )
 
-if TYPE_CHECKING:
-    from plumbing.config import RolloutConfig
-
 logger = logging.getLogger("nano-areal")
 
 NO_STALENESS_LIMIT = 10**12
@@ -76,7 +74,7 @@ AcceptFn = Callable[[Trajectory], bool]
 class ProxyAddress:
     """Where the proxy is, and the key of its management endpoints."""
 
-    url: str
+    proxy_addr: str
     admin_key: str
 
 
@@ -110,24 +108,23 @@ class WorkflowExecutor:
     def __init__(
         self,
         engine: Any,
-        config: "RolloutConfig",
+        config: RolloutConfig,
         *,
         tokenizer: Any = None,
         gconfig: GenerationHyperparameters | None = None,
         proxy: ProxyAddress | None = None,
-        dump_dir: Path | str | None = None,
+        dump_dir: Path | None = None,
         trace: Callable[[str, int], None] | None = None,
         evaluation: bool = False,
     ) -> None:
-        if config.dump_to_file and dump_dir is not None and tokenizer is None:
-            raise ValueError("rollout.dump_to_file writes text and needs a tokenizer: set tokenizer_path")
         self.engine, self.config = engine, config
-        self.name = "eval-rollout" if evaluation else "rollout"
         self.tokenizer, self.gconfig, self.proxy = tokenizer, gconfig or GenerationHyperparameters(), proxy
-        self.dump_dir = Path(dump_dir) if dump_dir is not None and config.dump_to_file else None
-        batch = config.consumer_batch_size or 1
-        concurrent = config.max_concurrent_rollouts or (config.max_head_offpolicyness + 1) * batch
-        self.staleness_manager = StalenessManager(engine, concurrent, batch, config.max_head_offpolicyness)
+        self.dump_dir = dump_dir if config.dump_to_file else None
+        if self.dump_dir is not None and tokenizer is None:
+            raise ValueError("rollout.dump_to_file writes text and needs a tokenizer: set tokenizer_path")
+        batch, eta = config.consumer_batch_size or 1, config.max_head_offpolicyness
+        concurrent = config.max_concurrent_rollouts or (eta + 1) * batch
+        self.staleness_manager = StalenessManager(engine, concurrent, batch, NO_STALENESS_LIMIT if evaluation else eta)
         self.dispatcher: BatchTaskDispatcher[RolloutTask, Trajectory] = BatchTaskDispatcher(
             config.queue_size or 16 * concurrent,
             lambda task: lambda: self._run_episode(task),
@@ -148,15 +145,9 @@ class WorkflowExecutor:
 
     def for_evaluation(self) -> "WorkflowExecutor":
         """A sibling without a staleness gate, for rollouts that are not trained on. Destroy it before this one."""
-        manager = self.staleness_manager
-        config = replace(
-            self.config,
-            max_head_offpolicyness=NO_STALENESS_LIMIT,
-            max_concurrent_rollouts=manager.max_concurrent_rollouts,
-        )
         return WorkflowExecutor(
             self.engine,
-            config,
+            self.config,
             tokenizer=self.tokenizer,
             gconfig=self.gconfig,
             proxy=self.proxy,
@@ -172,29 +163,7 @@ class WorkflowExecutor:
         return ExecutorStats(**asdict(self.dispatcher.stats), failed_members=self._failed_members)
 
     def __repr__(self) -> str:
-        return f"WorkflowExecutor({self.name!r}, failed_members={self._failed_members}, {self.dispatcher!r})"
-
-    def resolve(self, workflow: Any, workflow_kwargs: dict[str, Any] | None, group_size: int) -> RolloutWorkflow:
-        """resolve_workflow with what this run provides: proxy, sampling, tokenizer."""
-        openai, proxy = self.config.openai, None
-        if self.proxy is not None:
-            proxy = {
-                "proxy_addr": self.proxy.url,
-                "admin_key": self.proxy.admin_key,
-                "mode": openai.mode,
-                "discount": openai.turn_discount,
-                "export_style": openai.export_style,
-                "episode_timeout": openai.episode_timeout_seconds,
-            }
-        defaults = {"gconfig": self.gconfig, "tokenizer": self.tokenizer}
-        return resolve_workflow(
-            workflow,
-            workflow_kwargs,
-            group_size,
-            proxy=proxy,
-            defaults=defaults,
-            on_member_failed=self._on_member_failed,
-        )
+        return f"WorkflowExecutor(failed_members={self._failed_members}, {self.dispatcher!r})"
 
     def choose_group_size(self, group_size: int | None, is_eval: bool) -> int:
         """Rollouts per prompt. group_size and gconfig.n_samples are one number; ValueError if they differ."""
@@ -216,7 +185,9 @@ class WorkflowExecutor:
         is_eval: bool = False,
     ) -> int:
         """Enqueue one prompt; it starts when the gate allows. Its task id, for wait_for_task."""
-        return next(self._submit_all([data], workflow, workflow_kwargs, should_accept_fn, group_size, is_eval))
+        [task] = self._tasks([data], workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
+        self.dispatcher.submit_task_input(task)
+        return task.task_id
 
     def wait(self, count: int, timeout: float | None = None) -> Trajectory:
         """The `count` oldest groups that were not rejected, concatenated. TimeoutError after `timeout` seconds."""
@@ -226,23 +197,17 @@ class WorkflowExecutor:
         """One task's group, None if it was rejected. It no longer comes with wait or prepare_batch."""
         return self.dispatcher.wait_for_task(task_id, timeout)
 
-    def rollout_batch(
-        self,
-        data: Iterable[dict[str, Any]],
-        workflow: Any,
-        workflow_kwargs: dict[str, Any] | None = None,
-        should_accept_fn: AcceptFn | str | None = None,
-        group_size: int | None = None,
-        is_eval: bool = False,
-    ) -> Trajectory:
+    def rollout_batch(self, data: Iterable[dict[str, Any]], *args: Any, **kwargs: Any) -> Trajectory:
         """Roll out every prompt of `data` and wait for all: the accepted groups, in the order of `data`.
 
-        RuntimeError when none was accepted.
+        The other arguments are those of `submit`. RuntimeError when none was accepted.
         """
-        ids = list(self._submit_all(data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval))
-        groups = [group for task_id in ids if (group := self.wait_for_task(task_id)) is not None]
+        tasks = list(self._tasks(data, *args, **kwargs))
+        for task in tasks:
+            self.dispatcher.submit_task_input(task)
+        groups = [group for task in tasks if (group := self.wait_for_task(task.task_id)) is not None]
         if not groups:
-            raise RuntimeError(f"none of {len(ids)} rollouts was accepted: {self.stats}")
+            raise RuntimeError(f"none of {len(tasks)} rollouts was accepted: {self.stats}")
         return concat_padded_tensors(groups)
 
     def prepare_batch(
@@ -257,37 +222,51 @@ class WorkflowExecutor:
 
         ValueError when the dataloader's batch is not what the gate counts per version.
         """
-        batch = dataloader.batch_size
-        if batch != self.staleness_manager.consumer_batch_size:
+        batch, counted = dataloader.batch_size, self.staleness_manager.consumer_batch_size
+        if batch != counted:
             raise ValueError(
-                f"rollout.consumer_batch_size={self.staleness_manager.consumer_batch_size} must equal the dataloader's "
-                f"batch_size={batch}: the gate admits that many groups per version, so another batch would let "
-                "groups pile up or grow old"
+                f"rollout.consumer_batch_size={counted} must equal the dataloader's batch_size={batch}: the gate admits "
+                "that many groups per version, so another batch would let groups pile up or grow old"
             )
         samples = self._samples.setdefault(dataloader, cycle(dataloader))
-        tasks = self._tasks(samples, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval=False)
+        tasks = self._tasks(samples, workflow, workflow_kwargs, should_accept_fn, group_size)
         return concat_padded_tensors(self.dispatcher.active_submit_and_wait(tasks, batch))
 
     def _tasks(
         self,
         samples: Iterable[dict[str, Any]],
         workflow: Any,
-        workflow_kwargs: dict[str, Any] | None,
-        should_accept_fn: AcceptFn | str | None,
-        group_size: int | None,
-        is_eval: bool,
+        workflow_kwargs: dict[str, Any] | None = None,
+        should_accept_fn: AcceptFn | str | None = None,
+        group_size: int | None = None,
+        is_eval: bool = False,
     ) -> Iterator[RolloutTask]:
-        """A task for every sample, all with one workflow object."""
-        resolved = self.resolve(workflow, workflow_kwargs, self.choose_group_size(group_size, is_eval))
+        """A task for every sample, all with one workflow object, which gets what this run provides."""
+        resolved = resolve_workflow(
+            workflow,
+            workflow_kwargs,
+            self.choose_group_size(group_size, is_eval),
+            proxy=self._proxy_options(),
+            defaults={"gconfig": self.gconfig, "tokenizer": self.tokenizer},
+            on_member_failed=self._on_member_failed,
+        )
         accept = import_string(should_accept_fn) if isinstance(should_accept_fn, str) else should_accept_fn
         if accept is not None and not callable(accept):
             raise TypeError(f"should_accept_fn must be a function or 'module.function', not {accept!r}")
         return (RolloutTask(next(self._task_ids), sample, resolved, accept, is_eval) for sample in samples)
 
-    def _submit_all(self, *args: Any) -> Iterator[int]:
-        for task in self._tasks(*args):
-            self.dispatcher.submit_task_input(task)
-            yield task.task_id
+    def _proxy_options(self) -> dict[str, Any] | None:
+        """How agents reach the policy: arguments of OpenAIProxyWorkflow."""
+        if self.proxy is None:
+            return None
+        openai = self.config.openai
+        return {
+            **asdict(self.proxy),
+            "mode": openai.mode,
+            "discount": openai.turn_discount,
+            "export_style": openai.export_style,
+            "episode_timeout": openai.episode_timeout_seconds,
+        }
 
     # ---- events
 
@@ -314,8 +293,6 @@ class WorkflowExecutor:
             self.engine.executor = None
             close_pool()
 
-    close = destroy  # for contextlib.closing
-
     # ---- one episode, in the event loop's thread
 
     async def _run_episode(self, task: RolloutTask) -> Trajectory | None:
@@ -326,28 +303,24 @@ class WorkflowExecutor:
             if result is None:
                 return None
             trajectory = to_tensors(result)
-            self._check(trajectory, task)
+            if self.config.check_trajectory_format:
+                self._check(trajectory, task.workflow)
             trajectory = complete(trajectory, task.task_id, version)
             accepted = task.should_accept is None or task.should_accept(trajectory)
             if self.dump_dir is not None:
                 folder = self.dump_dir / workflow_context.stat_scope()
                 await asyncio.to_thread(self._dump, trajectory, task.task_id, folder, version)
         except Exception as error:
-            logger.warning("%s task %d failed: %r", self.name, task.task_id, error)
+            logger.warning("%s task %d failed: %r", workflow_context.stat_scope(), task.task_id, error)
             raise
         return trajectory if accepted else None
 
-    def _check(self, trajectory: Trajectory, task: RolloutTask) -> None:
-        if not self.config.check_trajectory_format:
-            return
-        grouped = isinstance(task.workflow, GroupedRolloutWorkflow)
-        kind = type(task.workflow.workflow if grouped else task.workflow)  # type: ignore[attr-defined]
-        known = self._keys.get(kind)
-        check_trajectory_format(trajectory, known)
-        if known is None:
-            self._keys[kind] = frozenset(trajectory)
-            if "loss_mask" in trajectory and "logprobs" not in trajectory:
-                logger.warning("%s returns no logprobs; decoupled PPO cannot train on its tokens", kind.__name__)
+    def _check(self, trajectory: Trajectory, workflow: RolloutWorkflow) -> None:
+        kind = type(workflow.workflow if isinstance(workflow, GroupedRolloutWorkflow) else workflow)
+        check_trajectory_format(trajectory, self._keys.get(kind))
+        if kind not in self._keys and "loss_mask" in trajectory and "logprobs" not in trajectory:
+            logger.warning("%s returns no logprobs; decoupled PPO cannot train on its tokens", kind.__name__)
+        self._keys.setdefault(kind, frozenset(trajectory))
 
     def _dump(self, trajectory: Trajectory, task_id: int, folder: Path, version: int) -> None:
         tail = tail_version(trajectory)
@@ -364,10 +337,8 @@ class WorkflowExecutor:
 def cycle(dataloader: Iterable[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     """The samples of the dataloader's batches, epoch after epoch."""
     while True:
-        empty = True
+        batch = None
         for batch in dataloader:
-            for sample in batch:
-                empty = False
-                yield sample
-        if empty:
+            yield from batch
+        if batch is None:
             raise ValueError("the dataloader has no samples")

@@ -13,7 +13,8 @@ The rule. Two messages are equal when these four are:
     tool calls      id, name and arguments as parsed JSON, in order
     tool_call_id    of a tool's result (some clients call it `id`)
 
-and everything else (`name`, reasoning, annotations, cache markers, ids of items, unknown keys) is ignored.
+and everything else (`name`, reasoning, annotations, cache markers, ids of items, unknown keys) is ignored. The rule
+is `normalise`: it makes the one plain message that the tree compares and the chat template reads.
 Equal in meaning is not equal in tokens: nothing here is ever tokenised again once it has been generated.
 
 A protocol is a pair of functions: parse, from the caller's JSON to an `AgentRequest`, and render, from the
@@ -61,10 +62,21 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "chat_template": (),
 }
+NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {  # that steer sampling: kind, what is allowed, in words
+    "temperature": (float, lambda x: 0 <= x < math.inf, "a number from 0"),
+    "top_p": (float, lambda x: 0 < x <= 1, "a number above 0 to 1"),
+    "top_k": (int, lambda n: n >= -1, "an integer of at least -1"),
+    "frequency_penalty": (float, lambda x: -2 <= x <= 2, "a number from -2 to 2"),
+    "seed": (int, lambda n: True, "an integer"),
+    "max_tokens": (int, lambda n: n >= 1, "an integer of at least 1"),
+    "max_completion_tokens": (int, lambda n: n >= 1, "an integer of at least 1"),  # its newer name
+}
 
 
 class BadRequest(ValueError):
-    """The caller's request cannot be served as it stands; the message names the field. HTTP 400."""
+    """The caller's request cannot be served as it stands; the message names the field."""
+
+    status = 400  # of HTTP
 
 
 @dataclass(frozen=True)
@@ -84,93 +96,72 @@ class AgentRequest:
     @property
     def template_key(self) -> str:
         """What else than the messages decides the prompt; turns of one conversation agree in it."""
-        return json.dumps(self.template_kwargs, sort_keys=True) if self.template_kwargs else ""
+        return json.dumps(self.template_kwargs, sort_keys=True)
+
+
+def normalise(message: Message) -> Message:
+    """The plain form of a message: two that mean the same (the rule above) have the same one."""
+    role, content = message.get("role"), message.get("content") or ""
+    role = "system" if role == "developer" else role
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    plain: Message = {"role": role, "content": text}
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [
+            {
+                "id": call.get("id"),
+                "type": "function",
+                "function": {"name": call["function"]["name"], "arguments": _parsed(call["function"].get("arguments"))},
+            }
+            for call in calls
+        ]
+    if role == "tool" and (call_id := message.get("tool_call_id") or message.get("id")):
+        plain["tool_call_id"] = str(call_id)
+    return plain
+
+
+def _parsed(arguments: Any) -> Any:
+    """A call's arguments as the object that chat templates want; what does not parse is kept as the text it is."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
 
 
 def canonical(message: Message) -> tuple:
-    """A hashable value that is equal for two messages exactly when they mean the same (the rule above)."""
-    role, content = message.get("role"), message.get("content")
-    role = "system" if role == "developer" else role
-    text = content if type(content) is str else _text(content)
-    calls = message.get("tool_calls")
-    if calls or role == "tool":
-        call_id = message.get("tool_call_id") or message.get("id") if role == "tool" else None
-        return role, text, tuple(map(_canonical_call, calls or ())), call_id
-    return role, text
+    """A hashable value that is equal for two messages exactly when they mean the same."""
+    role, text, *calls = normalise(message).values()
+    return role, text, json.dumps(calls, sort_keys=True) if calls else ""
 
 
-def _text(content: Any) -> str:
-    """The text of a content: null and absent are empty, parts are concatenated, other parts stay themselves."""
-    if content is None:
-        return ""
-    if not isinstance(content, list):
-        return json.dumps(content, sort_keys=True)
-    return "".join(part["text"] if _is_text(part) else json.dumps(part, sort_keys=True) for part in content)
+def parse_messages(raw: Any) -> list[Message]:
+    """The caller's `messages`, checked and normalised. Raises BadRequest."""
+    if not isinstance(raw, list) or not raw:
+        raise BadRequest("messages: a list of at least one message is needed")
+    for i, message in enumerate(raw):
+        _check_message(message, f"messages[{i}]")
+    return [normalise(message) for message in raw]
+
+
+def _check_message(raw: Any, where: str) -> None:
+    if not isinstance(raw, dict) or raw.get("role") not in ROLES:
+        raise BadRequest(f"{where}.role: one of {', '.join(ROLES)} is needed")
+    content, calls = raw.get("content"), raw.get("tool_calls") or []
+    if isinstance(content, list) and not all(map(_is_text, content)):
+        raise BadRequest(f"{where}.content: only parts of type text are understood")
+    if not isinstance(content, str | list | None):
+        raise BadRequest(f"{where}.content: a string, a list of text parts or null is needed")
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
+        raise BadRequest(f"{where}.tool_calls: a list of calls, each with an id and a function with a name, is needed")
 
 
 def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
 
 
-def _canonical_call(call: Message) -> tuple:
-    function = call.get("function") or {}
-    arguments = _parsed(function.get("arguments"))
-    return call.get("id"), function.get("name"), json.dumps(arguments, sort_keys=True)
-
-
-def _parsed(arguments: Any) -> Any:
-    """A call's arguments as JSON; what does not parse is kept as the text it is."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-
-
-def parse_messages(raw: Any) -> list[Message]:
-    """The caller's `messages`, checked and normalised to what a chat template reads. Raises BadRequest."""
-    if not isinstance(raw, list) or not raw:
-        raise BadRequest("messages: a list of at least one message is needed")
-    return [_parse_message(message, f"messages[{i}]") for i, message in enumerate(raw)]
-
-
-def _parse_message(raw: Any, where: str) -> Message:
-    if not isinstance(raw, dict) or raw.get("role") not in ROLES:
-        raise BadRequest(f"{where}.role: one of {', '.join(ROLES)} is needed")
-    content = raw.get("content")
-    if isinstance(content, list) and not all(map(_is_text, content)):
-        raise BadRequest(f"{where}.content: only parts of type text are understood")
-    if not isinstance(content, str | list | None):
-        raise BadRequest(f"{where}.content: a string, a list of text parts or null is needed")
-    role = "system" if raw["role"] == "developer" else raw["role"]
-    message: Message = {"role": role, "content": _text(content) if type(content) is not str else content}
-    if calls := raw.get("tool_calls"):
-        message["tool_calls"] = _parse_calls(calls, f"{where}.tool_calls")
-    if role == "tool" and (call_id := raw.get("tool_call_id") or raw.get("id")):
-        message["tool_call_id"] = str(call_id)
-    return message
-
-
-def _parse_calls(calls: Any, where: str) -> list[Message]:
-    """Tool calls of the history; arguments become objects, as chat templates want them."""
-    if not isinstance(calls, list) or not all(map(_is_call, calls)):
-        raise BadRequest(f"{where}: a list of calls, each with an id and a function with a name, is needed")
-    return [
-        {
-            "id": call.get("id"),
-            "type": "function",
-            "function": {"name": call["function"]["name"], "arguments": _parsed(call["function"].get("arguments"))},
-        }
-        for call in calls
-    ]
-
-
 def _is_call(call: Any) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
-    return (
-        isinstance(function, dict) and isinstance(function.get("name"), str) and isinstance(call.get("id"), str | None)
-    )
+    named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    return named and isinstance(call.get("id"), str | None)
 
 
 def parse_chat(body: dict[str, Any]) -> AgentRequest:
@@ -180,61 +171,39 @@ def parse_chat(body: dict[str, Any]) -> AgentRequest:
         if value is not None and value not in neutral:
             hint = f" or set it to {' or '.join(map(json.dumps, neutral))}" if neutral else ""
             raise BadRequest(f"{name}: this server does not support it; leave it out{hint}")
-    sampling = {
-        "max_new_tokens": _max_tokens(body),
-        "temperature": _number(body, "temperature", low=0.0),
-        "top_p": _number(body, "top_p", low=0.0, high=1.0, above_low=True),
-        "top_k": _integer(body, "top_k", low=-1),
-        "frequency_penalty": _number(body, "frequency_penalty", low=-2.0, high=2.0),
-        "stop": _stop(body.get("stop")),
-        "seed": _integer(body, "seed"),
-    }
     kwargs = body.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, dict):
         raise BadRequest("chat_template_kwargs: an object is needed")
     return AgentRequest(
         messages=parse_messages(body.get("messages")),
         model=str(body.get("model") or "default"),
-        sampling={name: value for name, value in sampling.items() if value is not None},
+        sampling=parse_sampling(body),
         template_kwargs=kwargs,
         store=body.get("store") is not False,
     )
 
 
-def _number(
-    body: dict[str, Any], name: str, low: float, high: float = math.inf, above_low: bool = False
-) -> float | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= high or (above_low and value == low):
-        bounds = f"{'above' if above_low else 'from'} {low:g}" + (f" to {high:g}" if high < math.inf else "")
-        raise BadRequest(f"{name}: a number {bounds} is needed, not {json.dumps(value)}")
-    return float(value)
-
-
-def _integer(body: dict[str, Any], name: str, low: float = -math.inf) -> int | None:
-    value = body.get(name)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
-        at_least = f" of at least {low:g}" if low > -math.inf else ""
-        raise BadRequest(f"{name}: an integer{at_least} is needed, not {json.dumps(value)}")
-    return value
-
-
-def _max_tokens(body: dict[str, Any]) -> int | None:
-    """max_tokens is max_completion_tokens under its older name; both are fine while they agree."""
-    old, new = _integer(body, "max_tokens", low=1), _integer(body, "max_completion_tokens", low=1)
-    if old is not None and new is not None and old != new:
+def parse_sampling(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields of GenerationHyperparameters that the body sets. Raises BadRequest."""
+    sampling: dict[str, Any] = {}
+    for name, (kind, allowed, words) in NUMBERS.items():
+        value = body.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, kind)) or not allowed(value):
+            raise BadRequest(f"{name}: {words} is needed, not {json.dumps(value)}")
+        sampling[name] = kind(value)
+    limits = {sampling.pop(name) for name in ("max_tokens", "max_completion_tokens") if name in sampling}
+    if len(limits) > 1:
         raise BadRequest("max_tokens: it differs from max_completion_tokens; give one of them")
-    return old if new is None else new
-
-
-def _stop(value: Any) -> list[str] | None:
-    stop = [value] if isinstance(value, str) else value
-    if stop is not None and not (isinstance(stop, list) and all(isinstance(s, str) and s for s in stop)):
-        raise BadRequest("stop: a string or a list of strings, none of them empty, is needed")
-    return stop
+    if limits:
+        sampling["max_new_tokens"] = limits.pop()
+    stop = body.get("stop")
+    if stop is not None:
+        sampling["stop"] = [stop] if isinstance(stop, str) else stop
+        if not isinstance(sampling["stop"], list) or not all(isinstance(s, str) and s for s in sampling["stop"]):
+            raise BadRequest("stop: a string or a list of strings, none of them empty, is needed")
+    return sampling
 
 
 def render_chat(request: AgentRequest, interaction_id: str, text: str, response: "ModelResponse") -> dict[str, Any]:

@@ -42,7 +42,7 @@ documents puts pi_theta / pi_behav in the unclipped branch, which is not the pap
 by blocks of rows; a cell of one, or of equal returns, gives 0 and not 100,000; the KL penalty needs reference
 logprobs, and without them there is none.
 
-Shapes: B rows (sequences), T tokens, K turns in the longest row, N turns that are trained.
+Shapes: B rows (sequences), T tokens; of the whole batch N turns and M tokens that are trained.
 """
 
 import torch
@@ -51,40 +51,6 @@ from torch import Tensor
 from plumbing.config import NormConfig, PPOActorConfig
 
 Batch = dict[str, Tensor]
-
-
-def shape_rewards(rewards: Tensor, config: PPOActorConfig) -> Tensor:
-    """The rewards that are learnt from; any shape."""
-    # r <- clip((r + bias) * scaling, -c, c)
-    shaped = (rewards + config.reward_bias) * config.reward_scaling
-    return shaped.clamp(-config.reward_clip, config.reward_clip)
-
-
-def turn_returns(batch: Batch, config: PPOActorConfig) -> tuple[Tensor, Tensor]:
-    """(returns, exists), both (B, K): the return of turn k of a row, and whether any of its tokens is trained.
-
-    Turns that are not trained (a prefix that another row trains, sampling that cannot be corrected) take no part,
-    not in the baseline either. Raises ValueError for a trained token outside any turn and for a reward that is not
-    a finite number.
-    """
-    trained, turns = batch["loss_mask"] > 0, batch["turn_ids"].long()  # (B, T)
-    if bool((trained & (turns < 0)).any()):
-        raise ValueError("loss_mask is 1 on a token whose turn_ids is -1; every trained token belongs to a turn")
-    if not bool(batch["turn_rewards"][trained].isfinite().all()):
-        raise ValueError("turn_rewards is not finite on a trained token; check what the reward function returns")
-
-    # R_k = r_k, the same number on each token of the turn
-    column, K = turns.clamp(min=0), max(int(turns.max()) + 1, 1) if turns.numel() else 1
-    reward = shape_rewards(batch["turn_rewards"].float(), config).masked_fill(~trained, -torch.inf)  # (B, T)
-    returns = reward.new_full((len(turns), K), -torch.inf).scatter_reduce_(1, column, reward, "amax")  # (B, K)
-    exists = returns.isfinite()
-    returns = returns.masked_fill(~exists, 0)
-
-    # R_k <- R_k - beta * sum over the turn of (log pi_behav - log pi_ref)
-    if config.kl_ctl > 0 and "ref_logp" in batch:
-        kl = (batch["logprobs"] - batch["ref_logp"]).masked_fill(~trained, 0)  # (B, T)
-        returns = returns - config.kl_ctl * torch.zeros_like(returns).scatter_add_(1, column, kl)
-    return returns, exists
 
 
 def compute_cells(level: str, group_ids: Tensor, turn_ids: Tensor, per_turn: bool) -> Tensor:
@@ -128,15 +94,34 @@ def compute_advantages(batch: Batch, config: PPOActorConfig) -> Tensor:
     """(B, T) float32: each trained token gets the advantage of its turn, all others 0.
 
     Reads loss_mask, turn_ids, turn_rewards (B, T) and group_ids (B,); with kl_ctl also logprobs and ref_logp (B, T).
+    Turns that are not trained (a prefix that another row trains, sampling that cannot be corrected) take no part,
+    not in the baseline either. Raises ValueError for a trained token outside any turn and for a reward that is not
+    a finite number.
     """
-    returns, exists = turn_returns(batch, config)  # (B, K)
-    row, turn = exists.nonzero(as_tuple=True)  # (N,)
-    group = batch["group_ids"].long()[row]
-    advantages = torch.zeros_like(returns)  # (B, K)
-    if len(row):
-        advantages[row, turn] = normalise(returns[row, turn], group, turn, config.adv_norm)
-    on_tokens = advantages.gather(1, batch["turn_ids"].long().clamp(min=0))  # (B, T)
-    return on_tokens.masked_fill(batch["loss_mask"] <= 0, 0)
+    trained = batch["loss_mask"] > 0  # (B, T)
+    turn_ids, rewards = batch["turn_ids"][trained].long(), batch["turn_rewards"][trained].float()  # (M,)
+    if bool((turn_ids < 0).any()):
+        raise ValueError("loss_mask is 1 on a token whose turn_ids is -1; every trained token belongs to a turn")
+    if not bool(rewards.isfinite().all()):
+        raise ValueError("turn_rewards is not finite on a trained token; check what the reward function returns")
+
+    # The N trained turns, and for each of the M trained tokens the number of its turn.
+    places = torch.stack([trained.nonzero()[:, 0], turn_ids])  # (2, M)
+    (row, turn), turn_of = torch.unique(places, dim=1, return_inverse=True)  # (2, N), (M,)
+
+    # r <- clip((r + bias) * scaling, -c, c), the same number on each token of the turn, whose return it is: R = r
+    rewards = (rewards + config.reward_bias) * config.reward_scaling
+    returns = torch.zeros(row.shape)  # (N,)
+    returns[turn_of] = rewards.clamp(-config.reward_clip, config.reward_clip)
+
+    # R <- R - beta * sum over the turn of (log pi_behav - log pi_ref)
+    if config.kl_ctl > 0 and "ref_logp" in batch:
+        kl = (batch["logprobs"] - batch["ref_logp"])[trained]  # (M,)
+        returns.index_add_(0, turn_of, kl, alpha=-config.kl_ctl)
+
+    advantages = torch.zeros(trained.shape)  # (B, T)
+    advantages[trained] = normalise(returns, batch["group_ids"][row].long(), turn, config.adv_norm)[turn_of]
+    return advantages
 
 
 def ppo_actor_loss_fn(
@@ -160,7 +145,7 @@ def ppo_actor_loss_fn(
     loss_mask is never used, NaN and infinities included.
 
     `denominator` is the number of trained tokens that the mean is over; default: those given. Loss and statistics
-    are sums divided by it (behave_weight_max is a maximum), so the parts of a batch that is cut in pieces add up.
+    are sums divided by it, so the parts of a batch that is cut in pieces add up.
     """
     mask = loss_mask > 0
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator
@@ -192,5 +177,4 @@ def ppo_actor_loss_fn(
             "kl": log_ratio.exp() - 1 - log_ratio,  # k3, of pi_theta seen from pi_behav; never negative
         }
         stats = {name: torch.where(mask, x, 0).sum() / denominator for name, x in per_token.items()}
-        stats["behave_weight_max"] = torch.where(mask, weight, 0).max() if mask.numel() else loss.detach()
     return loss, stats

@@ -40,7 +40,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -70,12 +70,10 @@ class PromptBuilder:
 
     def _is_local(self) -> bool:
         """Whether a two-turn conversation, spliced, is the very sequence that its full rendering is."""
-        first: list[Message] = [{"role": "user", "content": "a"}]
-        answer: Message = {"role": "assistant", "content": "b"}
-        then: list[Message] = [{"role": "user", "content": "c"}]
+        talk = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
         try:
-            spliced = self._encode(self._render(first, {})) + self._encode("b") + self._tail(then, {})
-            return spliced == self._encode(self._render([*first, answer, *then], {}))
+            spliced = self._encode(self._render(talk[:1], {})) + self._encode("b") + self._tail(talk[2:], {})
+            return spliced == self._encode(self._render(talk, {}))
         except BadRequest:
             return False
 
@@ -83,7 +81,7 @@ class PromptBuilder:
         self, messages: list[Message], parent: InteractionWithTokenLogpReward | None, kwargs: dict[str, Any]
     ) -> list[int]:
         """The prompt ids of a call. Raises BadRequest where the template refuses the messages."""
-        if parent is None or parent.output_message_list is None or not self.splices:
+        if parent is None or not self.splices:
             return self._encode(self._render(messages, kwargs))
         known = len(parent.messages) + len(parent.output_message_list)
         tail, tokens = self._tail(messages[known:], kwargs), parent.tokens
@@ -101,9 +99,8 @@ class PromptBuilder:
 
     def _render(self, messages: list[Message], kwargs: dict[str, Any]) -> str:
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, **{**kwargs, "add_generation_prompt": True, "tokenize": False}
-            )
+            options = kwargs | {"add_generation_prompt": True, "tokenize": False}
+            return self._tokenizer.apply_chat_template(messages, **options)
         except TemplateError as error:
             raise BadRequest(f"messages: the chat template refuses them: {error}") from error
 
@@ -133,7 +130,6 @@ class Proxy:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
-        self.tokenizer = tokenizer
         self.prompts = PromptBuilder(tokenizer, chat_template_type)
         self.sessions = SessionTable(session_timeout_seconds, clock)
         self._admin_key = admin_key
@@ -173,7 +169,8 @@ class Proxy:
             prompt = self.prompts.prompt(ask.messages, interaction.parent, ask.template_kwargs)
             gconfig = self.sampling(ask, session)
             session.calls += 1
-            response = await self.generate(session, ModelRequest(prompt, gconfig=gconfig), request)
+            call = ModelRequest(prompt, gconfig=gconfig, session=session.session_id)
+            response = await self.generate(session, call, request)
             text = self.prompts.text(response, gconfig.stop)
             interaction.completion = protocol.render(ask, interaction_id, text, response)
             session.cache.finish(interaction_id, response, [{"role": "assistant", "content": text}])
@@ -181,10 +178,9 @@ class Proxy:
             session.cache.discard(interaction_id)  # which does nothing to a finished one
         return reply(interaction.completion)
 
-    async def generate(self, session: Session, ask: ModelRequest, request: Request) -> ModelResponse:
+    async def generate(self, session: Session, call: ModelRequest, request: Request) -> ModelResponse:
         """The engine's answer, unless the caller hangs up or the session ends first."""
-        ask.session, ask.tokenizer = session.session_id, self.tokenizer
-        generation = asyncio.ensure_future(self.engine.agenerate(ask))
+        generation = asyncio.ensure_future(self.engine.agenerate(call))
         hangup = asyncio.ensure_future(request.receive())  # the body is read: what comes next is the end
         session.running.add(generation)
         try:
@@ -199,7 +195,7 @@ class Proxy:
             if generation.cancel():  # it tells the server before it is gone
                 await asyncio.gather(generation, return_exceptions=True)
             session.running.discard(generation)
-            self.sessions.touch(session)
+            session.last_used = self.sessions.clock()
 
     async def set_reward(self, request: Request) -> Response:
         body = await read_json(request)
@@ -211,7 +207,7 @@ class Proxy:
             else:
                 session.cache.set_reward(str(interaction_id), reward)
         except (KeyError, ValueError) as error:
-            raise ProxyError(400, error.args[0]) from error
+            raise BadRequest(error.args[0]) from error
         return reply({"message": "ok"})
 
     # Management
@@ -255,6 +251,7 @@ class Proxy:
         return reply({"interactions": {key: exported_form(i) for key, i in exported.items()}})
 
     async def health(self, request: Request) -> Response:
+        self.sessions.expire()
         return reply({"status": "ok", "sessions": len(self.sessions), "capacity": self.sessions.capacity})
 
 
@@ -299,12 +296,9 @@ def reply(body: Any, status: int = 200) -> Response:
 
 async def error_reply(request: Request, error: Exception) -> Response:
     """Every error that a caller can meet, in OpenAI's form."""
-    if isinstance(error, HTTPException):
+    status, message = getattr(error, "status", None) or 500, str(error)
+    if isinstance(error, HTTPException):  # the framework's own: no such path or method
         status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}"
-    elif isinstance(error, ProxyError | EngineError):
-        status, message = error.status or 500, str(error)
-    else:
-        status, message = 400, str(error)
     kind = ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return reply({"error": {"message": message, "type": kind}}, status)
 
@@ -312,36 +306,21 @@ async def error_reply(request: Request, error: Exception) -> Response:
 def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> FastAPI:
     """The application. `engine` has `async agenerate(ModelRequest)`; `options` are those of `Proxy`."""
     proxy = Proxy(engine, tokenizer, admin_key, **options)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async def sweep() -> None:
-            while True:
-                await asyncio.sleep(min(proxy.sessions.timeout / 4, 60.0))
-                proxy.sessions.expire()
-
-        sweeper = asyncio.create_task(sweep())
-        yield
-        sweeper.cancel()
-
-    app = FastAPI(title="nano-areal proxy", openapi_url=None, lifespan=lifespan)
-    app.state.proxy = proxy
-
-    def route(path: str, endpoint: Callable, method: str = "POST") -> None:
-        app.add_route(path, endpoint, methods=[method])
-
+    of_session: dict[str, Callable] = {"/rl/set_reward": proxy.set_reward, "/rl/end_session": proxy.end_session}
     for name, protocol in PROTOCOLS.items():
-        call = functools.partial(proxy.complete, protocol)
-        for path in ("/v1/" + name, "/" + name):
-            route(path, call)
-            route("/{session_id}" + path, call)
-    for name, endpoint in (("set_reward", proxy.set_reward), ("end_session", proxy.end_session)):
-        route("/{session_id}/rl/" + name, endpoint)
-        route("/rl/" + name, endpoint)
-    route("/grant_capacity", proxy.grant_capacity)
-    route("/rl/start_session", proxy.start_session)
-    route("/export_trajectories", proxy.export_trajectories)
-    route("/health", proxy.health, "GET")
+        of_session["/v1/" + name] = of_session["/" + name] = functools.partial(proxy.complete, protocol)
+    posts = {  # the first that fits is taken, so /v1 is not mistaken for a session
+        "/grant_capacity": proxy.grant_capacity,
+        "/rl/start_session": proxy.start_session,
+        "/export_trajectories": proxy.export_trajectories,
+        **of_session,
+        **{"/{session_id}" + path: endpoint for path, endpoint in of_session.items()},
+    }
+    app = FastAPI(title="nano-areal proxy", openapi_url=None)
+    app.state.proxy = proxy
+    app.add_route("/health", proxy.health)
+    for path, endpoint in posts.items():
+        app.add_route(path, endpoint, methods=["POST"])
     for error in (ProxyError, BadRequest, EngineError, HTTPException, ClientDisconnect):
         app.add_exception_handler(error, error_reply)
     return app
@@ -354,7 +333,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--model-path", required=True, help="Hugging Face folder with the tokenizer")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8100, help="port to listen on")
-    add("--admin-key", default=os.environ.get("NANO_AREAL_ADMIN_KEY"), help="default: a new one, printed")
+    given = os.environ.get("NANO_AREAL_ADMIN_KEY")
+    add("--admin-key", default=given, help="default: $NANO_AREAL_ADMIN_KEY, else a new one, which is printed")
     add("--seed", type=int, help="makes the sampling of a run repeatable")
     add("--max-new-tokens", type=int, help="for calls that name no limit; default: what the context leaves")
     add("--request-timeout", type=float, default=3600.0, help="seconds for one generation")
@@ -387,7 +367,7 @@ def main(argv: list[str] | None = None) -> int:
         except (OSError, ValueError, EngineError) as error:
             print("error:", " ".join(str(error).split())[:300], file=sys.stderr)
             return 2
-        hint = "" if args.admin_key else f", admin key {key}"
+        hint = "" if args.admin_key else f", admin key {key}"  # one that was given stays out of the logs
         print(f"proxy at http://{args.host}:{listener.getsockname()[1]}{hint}", flush=True)
         serve(app, listener, args.exit_with_parent)
     return 0

@@ -1,10 +1,10 @@
 """The one thread, the one event loop, the one lock: AsyncTaskRunner (write-up, section 3.1), and the seam it fills.
 
 Episodes are coroutines; hundreds of them wait for tokens at once, so one loop in one daemon thread runs them all.
-A caller submits an async function and later fetches what it returned, in order of completion:
+A caller submits an async function, and hears in the loop's thread of each that ends, in order of completion:
 
-    runner.submit(async_fn, *args)   the loop starts it, unless paused
-    runner.wait(count)               the next `count` results
+    runner.submit(async_fn, *args, task_id=7)   the loop starts it
+    runner.on_done(result)                      the runner calls this with what it returned or raised
 
 **Every change of state happens under one lock, and every wait is a wait on it.** wait_for(attempt) looks again
 whenever something ended, and only then: no thread sleeps for a while and looks. Work reaches the loop by
@@ -18,10 +18,11 @@ same dispatcher (tests/test_dispatcher.py: VirtualRunner).
 raises RuntimeError from it. destroy() cancels what runs, lets it clean up, and joins the thread.
 
 **Not promised.** A task that blocks the loop blocks all; one that swallows its cancellation outlives destroy(),
-which names it in the log. Results that nobody fetches count against max_queue_size.
+which names it in the log.
 
-**Beside AReaL.** Same names. There a full output queue kills the thread, a paused runner looks every 0.5 s and
-collects nothing, and the exception of a failed task is lost.
+**Beside AReaL.** Same names. There the runner keeps results for a thread that polls for them, a full output queue
+kills its own thread, a paused runner looks every 0.5 s and collects nothing, and the exception of a failed task is
+lost. Here nothing is kept, and pausing is a decision, hence the dispatcher's.
 """
 
 import asyncio
@@ -33,7 +34,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, Generic, Protocol, TypeVar
 
 new_event_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
@@ -74,17 +74,14 @@ class Runner(Protocol):
     @property
     def lock(self) -> AbstractContextManager[Any]: ...  # re-entrant
     def initialize(self) -> None: ...
-    def submit(self, async_fn: AsyncFn, *args: Any, task_id: int | None = None) -> int: ...
+    def submit(self, async_fn: AsyncFn, *args: Any, task_id: int) -> None: ...
     def wake(self) -> None: ...
     def wait_for(self, attempt: Callable[[], T], timeout: float | None) -> T: ...
     def destroy(self) -> None: ...
 
 
 class AsyncTaskRunner:
-    """Runs coroutines on one event loop in one daemon thread; results come back in order of completion.
-
-    It holds at most max_queue_size tasks: waiting to start, running, or finished and not fetched by wait().
-    """
+    """Runs coroutines on one event loop in one daemon thread, at most max_queue_size at once."""
 
     def __init__(self, max_queue_size: int):
         if max_queue_size < 1:
@@ -92,22 +89,18 @@ class AsyncTaskRunner:
         self.max_queue_size = max_queue_size
         # all mutable state, guarded by the lock
         self.lock = threading.Condition()
-        self.paused = False
         self.failure: BaseException | None = None  # what ended the thread, or our own code in it
         self._closed = False
         self._inputs: deque[tuple[int, AsyncFn, tuple]] = deque()  # submitted, not started
         self._active: dict[int, asyncio.Task | None] = {}  # submitted, not finished
-        self._results: deque[TimedResult] = deque()
-        self._ids = count()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
-        self.on_done: Callable[[TimedResult], None] = self._results.append
+        self.on_done: Callable[[TimedResult], None] = lambda result: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed or self.failure else "paused" if self.paused else "open"
-        return f"AsyncTaskRunner({state}, active={len(self._active)}, finished={len(self._results)})"
+        return f"AsyncTaskRunner({'closed' if self._closed or self.failure else 'open'}, active={len(self._active)})"
 
     def initialize(self) -> None:
         """Starts the thread. Tasks may be submitted before."""
@@ -117,50 +110,18 @@ class AsyncTaskRunner:
                 self._thread = threading.Thread(target=self._thread_main, name="rollout", daemon=True)
                 self._thread.start()
 
-    def submit(self, async_fn: AsyncFn, *args: Any, task_id: int | None = None) -> int:
+    def submit(self, async_fn: AsyncFn, *args: Any, task_id: int) -> None:
         """Runs async_fn(*args) soon. ValueError: the id is in use; TaskQueueFullError: no room."""
         with self.lock:
             self._check_alive()
-            if task_id is None:
-                task_id = next(i for i in self._ids if i not in self._active)
             if task_id in self._active:
                 raise ValueError(f"task {task_id} is already active")
-            if len(self._active) + len(self._results) >= self.max_queue_size:
+            if len(self._active) >= self.max_queue_size:
                 raise TaskQueueFullError(f"{self!r} is full: max_queue_size={self.max_queue_size}")
             self._active[task_id] = None
             self._inputs.append((task_id, async_fn, args))
-            if len(self._inputs) == 1:  # else a call of _start_tasks is on its way, or resume() will make it
+            if len(self._inputs) == 1:  # else a call of _start_tasks is on its way
                 self._call_in_loop(self._start_tasks)
-            return task_id
-
-    def wait(self, count: int, timeout: float | None = None, with_timing: bool = False) -> list[Any]:
-        """The next `count` results in order of completion: data (None if failed), or TimedResults.
-
-        TimeoutError after `timeout` seconds (None: never); then nothing is taken.
-        """
-        if count < 1:
-            raise ValueError(f"count must be 1 or more, not {count}")
-
-        def attempt() -> list[TimedResult]:
-            if len(self._results) >= count:
-                return [self._results.popleft() for _ in range(count)]
-            self._check_alive()
-            return []
-
-        results = self.wait_for(attempt, timeout)
-        if not results:
-            raise TimeoutError(f"fewer than {count} tasks finished within {timeout} s")
-        return results if with_timing else [result.data for result in results]
-
-    def pause(self) -> None:
-        """Starts no more tasks; the running ones go on."""
-        with self.lock:
-            self.paused = True
-
-    def resume(self) -> None:
-        with self.lock:
-            self.paused = False
-            self._call_in_loop(self._start_tasks)
 
     def wake(self) -> None:
         """Lets every waiting call look again."""
@@ -211,7 +172,7 @@ class AsyncTaskRunner:
 
     def _start_tasks(self) -> None:
         with self.lock:
-            while self._loop and self._inputs and not (self.paused or self._closed or self.failure):
+            while self._loop and self._inputs and not (self._closed or self.failure):
                 task_id, async_fn, args = self._inputs.popleft()
                 episode = self._supervise(task_id, async_fn, args)
                 # A fresh context: a task must not inherit the variables of the one that made room for it.

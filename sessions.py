@@ -9,15 +9,16 @@ grant whose start never came for ever).
                 \_______________/^                forgotten: exported, discarded, or idle for too long
 
 A session is idle from the end of its last request on, and never while it generates (AReaL counts from the start of
-the last request, and only looks when somebody starts a session). A session that is forgotten takes its tree with
-it. Nothing here does I/O or reads a clock of its own: `clock` is the one seam, and each method is one decision.
+the last request, and only looks when somebody starts a session). Nobody watches the clock: whenever a session is
+started or asked for, those that were idle for too long are forgotten first. A session that is forgotten takes its tree
+with it. Nothing here does I/O or reads a clock of its own: `clock` is the one seam, and each method is one decision.
 
 It does not promise that an ended session is exported: who fails to ask in time finds it expired.
 """
 
 import asyncio
 import secrets
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -53,7 +54,7 @@ class SessionTable:
     def __init__(self, timeout: float, clock: Callable[[], float]) -> None:
         self.timeout = timeout
         self.clock = clock
-        self._sessions: OrderedDict[str, Session] = OrderedDict()  # the longest unused first
+        self._sessions: dict[str, Session] = {}
         self._grants: deque[float] = deque()  # when each unclaimed grant lapses
 
     def __len__(self) -> int:
@@ -72,7 +73,7 @@ class SessionTable:
         session = self._sessions.get(session_id)
         if session is None:
             raise ProxyError(404, "session: unknown, already exported, or expired; start a new one")
-        self.touch(session)
+        session.last_used = self.clock()
         return session
 
     def open(self, session_id: str) -> Session:
@@ -92,14 +93,10 @@ class SessionTable:
         if not self.capacity:
             raise ProxyError(429, "session: none may start; POST /grant_capacity first")
         self._grants.popleft()
+        self.expire()
         session = Session(secrets.token_urlsafe(16), task_id, self.clock())
         self._sessions[session.session_id] = session
         return session
-
-    def touch(self, session: Session) -> None:
-        if session.session_id in self._sessions:
-            session.last_used = self.clock()
-            self._sessions.move_to_end(session.session_id)
 
     def end(self, session: Session) -> None:
         """No more work: what is being generated is given up."""
@@ -114,14 +111,9 @@ class SessionTable:
     def expire(self) -> None:
         """Forget what was idle for longer than the timeout; a session that generates is not idle."""
         oldest = self.clock() - self.timeout
-        idle = []
-        for session in self._sessions.values():
-            if session.last_used > oldest:
-                break
-            if not session.running:
-                idle.append(session)
-        for session in idle:
-            self.forget(session)
+        for session in list(self._sessions.values()):
+            if session.last_used <= oldest and not session.running:
+                self.forget(session)
 
     def __repr__(self) -> str:
         running = sum(len(session.running) for session in self._sessions.values())

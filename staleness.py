@@ -118,10 +118,11 @@ class StalenessManager:
         """Versions between a group's oldest token and the policy that would be trained on it now."""
         return self.version_provider.get_version() - head_version
 
-    def is_fresh(self, head_version: int) -> bool:
-        return self.age(head_version) <= self.max_staleness
+    def is_fresh(self, head_version: int | None) -> bool:
+        """Whether the group may be consumed now; one without a generated token (None) always may."""
+        return head_version is None or self.age(head_version) <= self.max_staleness
 
-    def check_age(self, head_version: int) -> None:
+    def check_age(self, head_version: int | None) -> None:
         """Raises StalenessError for a group that is too old to be consumed now."""
         if not self.is_fresh(head_version):
             raise StalenessError(

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import orjson
+
 from tiny_scheduler import SamplingParams, Sequence
 
 
@@ -73,6 +75,17 @@ def parse_params(raw: Any, default_seed: int) -> SamplingParams:
         given["temperature"] = 0  # dividing by it would overflow; SGLang takes it as greedy too
     frozen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     return SamplingParams(**frozen)
+
+
+def read_body(raw: bytes) -> dict[str, Any]:
+    """A request's body as an object; an empty body is an empty object."""
+    try:
+        body = orjson.loads(raw) if raw else {}
+    except orjson.JSONDecodeError as problem:
+        raise Refused(f"the body is not JSON: {problem}") from problem
+    if not isinstance(body, dict):
+        raise Refused("the body must be a JSON object")
+    return body
 
 
 class Protocol:

@@ -57,7 +57,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from tiny_model import ModelError, TinyModel, read_weights, run_step
-from tiny_protocol import Protocol, Refused
+from tiny_protocol import Protocol, Refused, read_body
 from tiny_scheduler import Scheduler, Sequence
 
 MODES = ("abort", "retract", "in_place")
@@ -187,18 +187,6 @@ def reply(body: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
-async def read_json(request: HTTPRequest) -> dict[str, Any]:
-    """The body as an object; an empty body is an empty object."""
-    raw = await request.body()
-    try:
-        body = orjson.loads(raw) if raw else {}
-    except orjson.JSONDecodeError as problem:
-        raise Refused(f"the body is not JSON: {problem}") from problem
-    if not isinstance(body, dict):
-        raise Refused("the body must be a JSON object")
-    return body
-
-
 class Server:
     """The routes. Everything that changes the scheduler goes through the engine's inbox."""
 
@@ -240,7 +228,7 @@ class Server:
     # generation
 
     async def generate(self, request: HTTPRequest) -> Response:
-        body = await read_json(request)
+        body = read_body(await request.body())
         sequences, one = self.protocol.parse(body)
         logprobs = bool(body.get("return_logprob"))
         for seq in sequences:
@@ -275,7 +263,7 @@ class Server:
     # control
 
     async def abort_request(self, request: HTTPRequest) -> Response:
-        body = await read_json(request)
+        body = read_body(await request.body())
         rid, everything = body.get("rid"), bool(body.get("abort_all"))
         if not everything and not isinstance(rid, str):
             raise Refused('give {"rid": "..."} or {"abort_all": true}')
@@ -283,7 +271,7 @@ class Server:
         return Response()
 
     async def pause_generation(self, request: HTTPRequest) -> Response:
-        mode = (await read_json(request)).get("mode", "abort")
+        mode = read_body(await request.body()).get("mode", "abort")
         if mode not in MODES:
             raise Refused(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
         await self.engine.call(lambda: self.scheduler.pause(mode))
@@ -294,7 +282,7 @@ class Server:
         return reply({"message": "Generation continued.", "status": "ok"})
 
     async def update_weights_from_disk(self, request: HTTPRequest) -> Response:
-        body = await read_json(request)
+        body = read_body(await request.body())
         path, version = body.get("model_path"), body.get("weight_version")
         if not isinstance(path, str):
             raise Refused("model_path must be the path of a Hugging Face directory")
@@ -308,7 +296,7 @@ class Server:
         return reply({"success": True, "message": message, "num_paused_requests": 0})
 
     async def update_weight_version(self, request: HTTPRequest) -> Response:
-        body = await read_json(request)
+        body = read_body(await request.body())
         version = body.get("new_version")
         if not isinstance(version, str):
             raise Refused("new_version must be a string")

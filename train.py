@@ -22,18 +22,14 @@ How it ends. Everything that is started is entered in one ExitStack and ended in
 connections, the child processes. Ctrl-C, an exception and a dead server all leave through it.
 """
 
-import asyncio
-import importlib
-import json
+import shutil
 import signal
-import subprocess
 import sys
 import time
 import traceback
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -43,37 +39,32 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from actor import FSDPEngine, FSDPPPOActor, describe_mode
-from engine import ModelRequest, RemoteInfEngine
+from engine import RemoteInfEngine
 from executor import ProxyAddress, WorkflowExecutor
 from plumbing.config import ConfigError, TrainConfig, load
-from plumbing.launch import ROOT, Fleet, ProcessDied, start_proxy, start_servers
+from plumbing.inputs import Inputs, load_inputs
+from plumbing.launch import Fleet, ProcessDied, revision, start_proxy, start_server
 from plumbing.logger import Logger, Trace, describe_batch
+from plumbing.report import summarise
 from weights import WeightUpdateMeta
-from workflow import import_string
 
 
 @dataclass
 class Parts:
     """What the loop works with, all of it running."""
 
+    inputs: Inputs
     actor: FSDPPPOActor
     ref: FSDPEngine | None
     rollout: RemoteInfEngine
     evaluation: WorkflowExecutor
     train_dataloader: DataLoader
-    valid_data: list[dict]
-    workflow: Any
-    workflow_kwargs: dict[str, Any]
     weight_update_meta: WeightUpdateMeta
-    task: Any
-    logger: Logger
-    trace: Trace
-    run_dir: Path
 
 
-def train(config: TrainConfig, parts: Parts) -> None:
+def train(config: TrainConfig, parts: Parts, run_dir: Path, logger: Logger, trace: Trace) -> None:
     """Appendix A.1."""
-    actor, ref, rollout, trace, logger = parts.actor, parts.ref, parts.rollout, parts.trace, parts.logger
+    inputs, actor, ref, rollout = parts.inputs, parts.actor, parts.ref, parts.rollout
     assert rollout.executor is not None
     start, counts = time.monotonic(), asdict(rollout.executor.stats)
     for step in range(1, config.max_steps + 1):
@@ -84,8 +75,8 @@ def train(config: TrainConfig, parts: Parts) -> None:
             batch = actor.prepare_batch(
                 parts.train_dataloader,
                 group_size=config.rollout.group_size,
-                workflow=parts.workflow,
-                workflow_kwargs=parts.workflow_kwargs,
+                workflow=inputs.workflow,
+                workflow_kwargs=inputs.workflow_kwargs,
                 should_accept_fn=config.should_accept_fn,
             )
         metrics = {"step": step, "version": actor.get_version(), **describe_batch(batch, actor.get_version())}
@@ -115,21 +106,15 @@ def train(config: TrainConfig, parts: Parts) -> None:
         if config.evaluator.interval and step % config.evaluator.interval == 0:
             metrics["eval_reward"] = evaluate(parts)
         if step == config.max_steps or (config.saver.interval and step % config.saver.interval == 0):
-            save(config, parts, step)
+            save(actor, run_dir / "checkpoints", step, config.saver.keep)
         before, counts = counts, asdict(rollout.executor.stats)
         metrics |= {k: counts[k] - before[k] for k in ("accepted", "rejected", "failed", "dropped")}
-        metrics |= {"success": success(parts.task, batch["rewards"]), **seconds}
+        metrics |= {"success": inputs.success(batch["rewards"].tolist()), **seconds}
         metrics |= {"step_s": time.monotonic() - begin, "wall_s": time.monotonic() - start}
         logger.tokens(step, batch)
         logger.log(metrics)
         if config.logger.sample_interval and step % config.logger.sample_interval == 1:
-            logger.say(sample_text(batch, rollout.executor.tokenizer))
-
-
-def success(task: Any, rewards: Tensor) -> float:
-    """The share of rows whose reward the task calls a success (default: a positive one)."""
-    judge = getattr(task, "success", lambda reward: reward > 0)
-    return sum(bool(judge(r)) for r in rewards.tolist()) / len(rewards)
+            logger.sample(batch, rollout.executor.tokenizer)
 
 
 def logp_mismatch(batch: dict[str, Tensor], actor: FSDPPPOActor, rollout: RemoteInfEngine) -> float:
@@ -154,79 +139,39 @@ def logp_mismatch(batch: dict[str, Tensor], actor: FSDPPPOActor, rollout: Remote
 
 def evaluate(parts: Parts) -> float:
     """Mean reward of one episode per validation prompt, under is_eval, without the staleness gate."""
+    inputs = parts.inputs
     batch = parts.evaluation.rollout_batch(
-        parts.valid_data, parts.workflow, parts.workflow_kwargs, group_size=1, is_eval=True
+        inputs.validation, inputs.workflow, inputs.workflow_kwargs, group_size=1, is_eval=True
     )
     return batch["rewards"].mean().item()
 
 
-def save(config: TrainConfig, parts: Parts, step: int) -> None:
-    """A Hugging Face directory under checkpoints/; only the newest `saver.keep` stay."""
-    folder = parts.run_dir / "checkpoints"
-    parts.actor.save(folder / f"step{step:05d}")
-    for old in sorted(folder.glob("step*"))[: -config.saver.keep]:
-        for file in old.iterdir():
-            file.unlink()
-        old.rmdir()
+def save(actor: FSDPPPOActor, folder: Path, step: int, keep: int) -> None:
+    """A Hugging Face directory `step00040`; only the newest `keep` stay."""
+    actor.save(folder / f"step{step:05d}")
+    for old in sorted(folder.glob("step*"))[:-keep]:
+        shutil.rmtree(old)
 
 
-def sample_text(batch: dict[str, Tensor], tokenizer: Any) -> str:
-    """The batch's first row as the agent and the environment spoke it."""
-    text = tokenizer.decode(batch["input_ids"][0][batch["attention_mask"][0]], skip_special_tokens=False)
-    return f"a sample, reward {batch['rewards'][0]:.2f}: {text}"
-
-
-def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
-    """Samples from a JSONL file, from a "module.function", or from the task."""
-    if path is None:
-        if not hasattr(task, "dataset"):
-            raise ConfigError("no data: set train_dataset.path to a JSONL file or to module.function")
-        return task.dataset(split)
-    if not path.endswith(".jsonl"):
-        return import_string(path)()
-    if not Path(path).is_file():
-        raise ConfigError(f"no dataset at {path}")
-    return [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
-
-
-def prepare_model(config: TrainConfig, task: Any, logger: Logger) -> None:
-    """Fill in model_path and tokenizer_path; the task's base model is made once a seed and kept under .cache/."""
-    if config.model_path is None:
-        if not hasattr(task, "make_model"):
-            raise ConfigError(
-                "no model: set model_path to a Hugging Face directory, or task to a module that makes one"
-            )
-        path = Path(".cache") / f"{config.task}-{config.seed}"
-        if not path.is_dir():
-            logger.say(f"making the base model {path} (once)")
-            task.make_model(path, config.seed)
-        config.model_path = str(path)
-    if not (Path(config.model_path) / "config.json").is_file():
-        raise ConfigError(
-            f"no model at model_path={config.model_path}: a directory with config.json and weights is needed"
-        )
-    config.tokenizer_path = config.tokenizer_path or config.model_path
-
-
-def build(config: TrainConfig, run_dir: Path, fleet: Fleet, logger: Logger, trace: Trace, stack: ExitStack) -> Parts:
+def build(config: TrainConfig, inputs: Inputs, run_dir: Path, fleet: Fleet, trace: Trace, stack: ExitStack) -> Parts:
     """Start everything; `stack` ends it in reverse."""
-    task = importlib.import_module(config.task) if config.task else None
-    prepare_model(config, task, logger)
-    dataset = load_dataset(config.train_dataset.path, task, "train")
-    validation = load_dataset(config.valid_dataset.path or config.train_dataset.path, task, "valid")
-    workflow = import_string(config.workflow) if config.workflow else getattr(task, "WORKFLOW", None)
-    if workflow is None:
-        raise ConfigError("no workflow: set workflow to module.Class, an agent with async run() or a RolloutWorkflow")
-    OmegaConf.save(OmegaConf.create({**asdict(config), "revision": revision()}), run_dir / "config.yaml")
+    # 1. The inference server starts while the trainer's model is loaded.
+    server = start_server(config, fleet)
+    assert config.model_path is not None
+    actor = FSDPPPOActor(config.actor, config.model_path)
+    stack.callback(actor.destroy)
+    actor.create_process_group()
+    actor.initialize(max_steps=config.max_steps)
+    ref = None
+    if config.ref.path is not None:
+        ref = FSDPEngine(config.ref.path, config.ref.dtype)
+        stack.callback(ref.destroy)
+        ref.initialize()
 
-    # 1. The processes. One that dies fails the run through the executor, wherever the loop is waiting.
-    logger.say("starting the inference server and the proxy")
-    servers = start_servers(config, fleet)
-    proxy = ProxyAddress(*start_proxy(config, fleet, servers))
-
-    # 2. The rollout side: the engine speaks to the servers, the executor runs the episodes.
+    # 2. The rollout side: the engine speaks to the servers, the proxy to the agents, the executor runs the episodes.
+    addresses = [fleet.wait_ready(server)] if server else config.rollout.server_addrs
     rollout = RemoteInfEngine(
-        servers,
+        addresses,
         pause_mode=config.rollout.pause_mode,
         request_timeout=config.rollout.request_timeout,
         request_retries=config.rollout.request_retries,
@@ -238,91 +183,26 @@ def build(config: TrainConfig, run_dir: Path, fleet: Fleet, logger: Logger, trac
         config.rollout,
         tokenizer=AutoTokenizer.from_pretrained(config.tokenizer_path),
         gconfig=config.gconfig.new(seed=config.seed if config.gconfig.seed is None else config.gconfig.seed),
-        proxy=proxy,
+        proxy=ProxyAddress(*start_proxy(config, fleet, addresses)),
         dump_dir=run_dir,
         trace=trace.event,
     )
     stack.callback(executor.destroy)
     evaluation = executor.for_evaluation()
     stack.callback(evaluation.destroy)
-    fleet.watch(on_death=lambda death: (executor.fail(death), evaluation.fail(death)))
 
-    # 3. The training side.
-    assert config.model_path is not None
-    logger.say("\n".join(describe_mode(config.actor)))
-    actor = FSDPPPOActor(config.actor, config.model_path)
-    stack.callback(actor.destroy)
-    actor.create_process_group()
-    actor.initialize(max_steps=config.max_steps)
+    # 3. Each knows of the other; a process that dies fails the run wherever the loop is waiting.
     meta = WeightUpdateMeta(mode=config.weight_update.mode, path=str(run_dir / "weights"))
     actor.connect_engine(rollout, meta)
-    ref = None
-    if config.ref.path is not None:
-        ref = FSDPEngine(config.ref.path, config.ref.dtype)
-        stack.callback(ref.destroy)
-        ref.initialize()
-
-    shuffled = torch.Generator().manual_seed(config.seed)
+    fleet.watch(on_death=[executor.fail, evaluation.fail])
     loader: DataLoader = DataLoader(
-        dataset,  # type: ignore[arg-type]
+        inputs.dataset,  # type: ignore[arg-type]
         batch_size=config.train_dataset.batch_size,
         shuffle=config.train_dataset.shuffle,
-        generator=shuffled,
+        generator=torch.Generator().manual_seed(config.seed),
         collate_fn=list,
     )
-    return Parts(
-        actor=actor,
-        ref=ref,
-        rollout=rollout,
-        evaluation=evaluation,
-        train_dataloader=loader,
-        valid_data=validation,
-        workflow=workflow,
-        workflow_kwargs={**getattr(task, "WORKFLOW_KWARGS", {}), **config.workflow_kwargs},
-        weight_update_meta=meta,
-        task=task,
-        logger=logger,
-        trace=trace,
-        run_dir=run_dir,
-    )
-
-
-def revision() -> str:
-    """The commit of this checkout, or unknown."""
-    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
-
-
-def ask_greedily(parts: Parts, conversations: list[list[dict]]) -> list[str]:
-    """What the trained policy, on its server, answers at temperature 0."""
-    assert parts.rollout.executor is not None
-    tokenizer, gconfig = parts.rollout.executor.tokenizer, parts.rollout.executor.gconfig
-
-    async def ask(messages: list[dict]) -> str:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        request = ModelRequest(ids, gconfig=gconfig.new(n_samples=1, greedy=True), tokenizer=tokenizer)
-        response = await parts.rollout.agenerate(request)
-        return tokenizer.decode(response.output_tokens, skip_special_tokens=True)
-
-    async def ask_all() -> list[str]:
-        return list(await asyncio.gather(*map(ask, conversations)))
-
-    return asyncio.run(ask_all())
-
-
-def summarise(parts: Parts) -> None:
-    """What was learnt, how stale the data was, and where everything is."""
-    history, say = parts.logger.history, parts.logger.say
-    final = [line["success"] for line in history[-5:]]
-    say(f"\nsuccess {history[0]['success']:.3f} in the first step, {sum(final) / len(final):.3f} in the last five")
-    oldest = max(line["staleness_max"] for line in history)
-    mean = sum(line["staleness_mean"] for line in history) / len(history)
-    total = sum(parts.logger.lag_counts.values())
-    lags = ", ".join(f"lag {lag} {n / total:.0%}" for lag, n in sorted(parts.logger.lag_counts.items()))
-    say(f"staleness mean {mean:.2f}, max {oldest:.0f}; {total} trained tokens by version lag: {lags}")
-    if hasattr(parts.task, "summary"):
-        parts.task.summary(lambda conversations: ask_greedily(parts, conversations), parts.logger.console)
-    say(f"{len(history)} steps in {history[-1]['wall_s']:.0f} s; everything is in {parts.run_dir}")
+    return Parts(inputs, actor, ref, rollout, evaluation, loader, meta)
 
 
 def run(config: TrainConfig) -> None:
@@ -331,20 +211,22 @@ def run(config: TrainConfig) -> None:
     run_dir = Path(config.fileroot) / config.experiment_name / name
     if (run_dir / "metrics.jsonl").exists():
         raise ConfigError(f"{run_dir} already holds a run; give another trial_name")
+    inputs = load_inputs(config)
     run_dir.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(OmegaConf.create({**asdict(config), "revision": revision()}), run_dir / "config.yaml")
     with ExitStack() as stack:
         trace = Trace(run_dir / "trace.json" if config.rollout.enable_tracing else None)
         stack.callback(trace.close)
-        live, interval = config.logger.live, config.logger.tokens_interval
-        logger = Logger(run_dir, config.max_steps, live=live, tokens_interval=interval)
+        logger = Logger(run_dir, config.max_steps, config.logger)
         stack.callback(logger.close)
         fleet = Fleet(run_dir / "logs")
         stack.callback(fleet.stop)
         try:
-            parts = build(config, run_dir, fleet, logger, trace, stack)
+            logger.say(f"{describe_mode(config.actor)}\nstarting the inference server and the proxy")
+            parts = build(config, inputs, run_dir, fleet, trace, stack)
             with logger:
-                train(config, parts)
-            summarise(parts)
+                train(config, parts, run_dir, logger, trace)
+            summarise(logger, parts.rollout, inputs.task, run_dir)
         except Exception as error:
             fleet.raise_death(error)  # the reason behind a refused connection
             raise

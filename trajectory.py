@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 REQUIRED_KEYS = ("input_ids", "attention_mask")
 
@@ -131,7 +132,6 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
     full = {key: torch.full(shape, fill, dtype=dtype) for key, (dtype, fill) in TOKEN_KEYS.items()}
     full |= {key: torch.full((rows,), fill, dtype=dtype) for key, (dtype, fill) in ROW_KEYS.items()}
     full |= {key: value.to(full[key].dtype) if key in full else value for key, value in traj.items()}
-    full["attention_mask"] = traj["attention_mask"].bool()
     if "turn_ids" not in traj:
         full["turn_ids"] = number_turns(full["loss_mask"]).to(torch.int32)
     sampled = generated(full)  # (B, L)
@@ -153,23 +153,18 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     if not trajectories:
         raise ValueError("no trajectories to concatenate")
     keys = trajectories[0].keys()
-    for traj in trajectories[1:]:
-        if traj.keys() != keys:
-            raise ValueError(
-                f"trajectories with different keys cannot be concatenated: {sorted(keys ^ traj.keys())} "
-                "are in some and not in others"
-            )
+    if partial := {key for traj in trajectories for key in keys ^ traj.keys()}:
+        raise ValueError(f"trajectories with different keys cannot be concatenated: only some have {sorted(partial)}")
     longest = max(traj["input_ids"].shape[1] for traj in trajectories)
     return {key: torch.cat([_pad(traj, key, longest) for traj in trajectories]) for key in keys}
 
 
 def _pad(traj: Trajectory, key: str, length: int) -> Tensor:
     value, own = traj[key], traj["input_ids"].shape[1]
-    if value.ndim < 2 or value.shape[1] != own or own == length:
+    if value.ndim < 2 or value.shape[1] != own:
         return value
-    padded = value.new_full((len(value), length, *value.shape[2:]), PADDING.get(key, 0))
-    padded[:, :own] = value
-    return padded
+    trailing = (0, 0) * (value.ndim - 2)  # pad() counts dimensions from the last one
+    return pad(value, (*trailing, 0, length - own), value=PADDING.get(key, 0))
 
 
 def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ another one.
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 PostAll = Callable[..., list[dict[str, Any]]]  # engine.post_all(path, body, timeout)
 
 LOAD_TIMEOUT = 3600.0  # seconds for the slowest server to load
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 PARTIAL = ".partial"  # suffix of a directory that is being written
 
 
@@ -65,48 +65,29 @@ class WeightUpdateMeta:
 
 
 def write_checkpoint(
-    state: Mapping[str, "torch.Tensor"] | Iterable[tuple[str, "torch.Tensor"]],
-    source_dir: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    state: Mapping[str, "torch.Tensor"], source_dir: str | os.PathLike[str], target: str | os.PathLike[str]
 ) -> Path:
     """Write a Hugging Face directory at `target`, all or nothing: model.safetensors from `state` (tensors in
-    their own dtype, the second of two tied names left out), everything but weights copied from
-    `source_dir`."""
-    import torch
+    their own dtype, none under two names), everything but weights copied from `source_dir`."""
     from safetensors.torch import save_file
 
+    # 1. Beside its place, from where a crash is swept away.
     target = Path(target).absolute()
+    for left in target.parent.glob(f"*{PARTIAL}"):
+        shutil.rmtree(left)
     partial = target.with_name(target.name + PARTIAL)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    remove_partial(target.parent)
-    shutil.copytree(source_dir, partial, ignore=ignore_all_but_model_files)
-
-    tensors: dict[str, torch.Tensor] = {}
-    seen: set[tuple[int, torch.Size]] = set()
-    for name, tensor in state.items() if isinstance(state, Mapping) else state:
-        tensor = tensor.detach().to("cpu").contiguous()
-        place = (tensor.data_ptr(), tensor.shape)
-        if place not in seen or tensor.numel() == 0:
-            seen.add(place)
-            tensors[name] = tensor
+    partial.mkdir(parents=True)
+    for file in Path(source_dir).iterdir():
+        if file.is_file() and not file.name.endswith(WEIGHT_FILES):
+            shutil.copy(file, partial)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
 
+    # 2. All at once.
     if target.exists():  # the same version again, after a recovery
         shutil.rmtree(target)
     os.replace(partial, target)
     return target
-
-
-def ignore_all_but_model_files(folder: str, names: list[str]) -> set[str]:
-    """For shutil.copytree: leave out weights and subdirectories; configuration and tokenizer remain."""
-    weights = shutil.ignore_patterns(*WEIGHT_FILES)(folder, names)
-    return weights | {name for name in names if Path(folder, name).is_dir()}
-
-
-def remove_partial(folder: Path) -> None:
-    """Sweep away what a crash left half written."""
-    for left in folder.glob(f"*{PARTIAL}"):
-        shutil.rmtree(left)
 
 
 def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll) -> None:

@@ -35,6 +35,7 @@ groups are found again by position; workflow_kwargs beside an instance are ignor
 
 import asyncio
 import copy
+import functools
 import hashlib
 import importlib
 import inspect
@@ -46,14 +47,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
-import httpx
 import openai
-import torch
 
 from cache import InteractionWithTokenLogpReward
 from client import OpenAIProxyClient
 from engine import GenerationHyperparameters, ModelRequest, ModelResponse
-from plumbing.wire import stack_transport
+from plumbing.wire import PerLoop, StackTransport
 from reward import AsyncRewardWrapper, parse_rewards
 from trajectory import Trajectory, concat_padded_tensors
 
@@ -74,7 +73,7 @@ class WorkflowContext:
     @property
     def name(self) -> str:
         """The episode's name within the run: its session at the proxy, the conversation at the server, its seeds."""
-        return f"{self.task_id}-{self.sample_idx}"
+        return f"{'eval-' if self.is_eval else ''}{self.task_id}-{self.sample_idx}"
 
 
 _context: ContextVar[WorkflowContext] = ContextVar("workflow_context", default=WorkflowContext())  # noqa: B039
@@ -107,18 +106,15 @@ class RolloutWorkflow(ABC):
 
 def is_interactions(result: Any) -> bool:
     """Whether an episode returned interactions rather than tensors."""
-    return (
-        isinstance(result, dict)
-        and bool(result)
-        and all(isinstance(value, InteractionWithTokenLogpReward) for value in result.values())
-    )
+    values = result.values() if isinstance(result, dict) else ()
+    return bool(values) and all(isinstance(value, InteractionWithTokenLogpReward) for value in values)
 
 
-def to_tensors(result: Trajectory | Interactions) -> Trajectory:
+def to_tensors(result: Any) -> Trajectory:
     """An episode's result as tensors: interactions become rows, one under another."""
     if is_interactions(result):
-        return concat_padded_tensors([i.to_tensor_dict() for i in result.values()])  # type: ignore[union-attr]
-    return result  # type: ignore[return-value]
+        return concat_padded_tensors([interaction.to_tensor_dict() for interaction in result.values()])
+    return result
 
 
 def request_seed(seed: int | None, turn: int) -> int | None:
@@ -129,34 +125,19 @@ def request_seed(seed: int | None, turn: int) -> int | None:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") >> 1
 
 
-def responses_to_tensors(turns: list[ModelResponse], reward: float) -> Trajectory:
+def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
     """One row [1, L] of a conversation in which every prompt begins with all tokens before it.
 
-    `reward` is every turn's. A turn whose sampling training cannot reproduce (trains_exactly is false) stays in the
-    row and out of the loss.
+    It is the row of an agent's conversation in export style concat (cache.py), with the same `reward` for every turn.
     """
-    last = turns[-1]
-    row: dict[str, list] = {"input_ids": last.input_tokens + last.output_tokens}
-    length = len(row["input_ids"])
-    row |= {"loss_mask": [0] * length, "logprobs": [0.0] * length, "temperatures": [1.0] * length}
-    row |= {"versions": [-1] * length, "turn_ids": [-1] * length}
-    for k, turn in enumerate(turns):
-        n, span = turn.output_len, slice(turn.input_len, turn.input_len + turn.output_len)
-        assert row["input_ids"][: span.stop] == turn.input_tokens + turn.output_tokens, f"turn {k} is not a prefix"
-        row["loss_mask"][span] = [int(turn.trains_exactly)] * n
-        row["logprobs"][span] = turn.output_logprobs
-        row["temperatures"][span] = [turn.temperature] * n
-        row["versions"][span] = turn.output_versions
-        row["turn_ids"][span] = [k] * n
-    floats = ("logprobs", "temperatures")
-    return {
-        **{k: torch.tensor([v], dtype=torch.float32 if k in floats else torch.int32) for k, v in row.items()},
-        "attention_mask": torch.ones(1, length, dtype=torch.bool),
-        "rewards": torch.tensor([reward], dtype=torch.float32),
-        "truncated": torch.tensor([last.stop_reason == "length"], dtype=torch.int32),
-    }
+    *earlier, last = [
+        InteractionWithTokenLogpReward([], model_response=turn, reward=reward, turn=k) for k, turn in enumerate(turns)
+    ]
+    last.earlier = [(turn, True) for turn in earlier]
+    return last.to_tensor_dict()
 
 
+@dataclass(eq=False, repr=False)
 class RLVRWorkflow(RolloutWorkflow):
     """`data["messages"]` (chat) -> one completion -> one reward.
 
@@ -164,14 +145,17 @@ class RLVRWorkflow(RolloutWorkflow):
     "module.function"; it gets texts and token ids and returns a number.
     """
 
-    def __init__(self, reward_fn: Callable[..., Any] | str, gconfig: GenerationHyperparameters, tokenizer: Any) -> None:
-        self.async_reward_fn = AsyncRewardWrapper(import_string(reward_fn) if isinstance(reward_fn, str) else reward_fn)
-        self.gconfig = gconfig
-        self.tokenizer = tokenizer
+    reward_fn: Callable[..., Any] | str
+    gconfig: GenerationHyperparameters
+    tokenizer: Any
+
+    def __post_init__(self) -> None:
+        reward_fn = import_string(self.reward_fn) if isinstance(self.reward_fn, str) else self.reward_fn
+        self.async_reward_fn = AsyncRewardWrapper(reward_fn)
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         response = await self.turn(engine, self.prompt_ids(data["messages"]), turn=0)
-        return responses_to_tensors([response], await self.reward(response, data))
+        return to_row([response], await self.reward(response, data))
 
     def prompt_ids(self, messages: list[dict]) -> list[int]:
         """The chat template over the messages, ready for the assistant to speak."""
@@ -192,6 +176,7 @@ class RLVRWorkflow(RolloutWorkflow):
         return await self.async_reward_fn(*texts, prompt, completion, **data)
 
 
+@dataclass(eq=False, repr=False)
 class MultiTurnWorkflow(RLVRWorkflow):
     """Try, and while the reward is not positive, be told so and try again, in one growing conversation.
 
@@ -199,29 +184,23 @@ class MultiTurnWorkflow(RLVRWorkflow):
     last one, the tokens that were sampled, and the reflection message: nothing is tokenised twice.
     """
 
-    def __init__(
-        self,
-        reward_fn: Callable[..., Any] | str,
-        gconfig: GenerationHyperparameters,
-        tokenizer: Any,
-        max_turns: int = 3,
-        turn_discount: float = 0.9,
-        reflection_message: str = "That is not right. Think about what went wrong, then answer again.",
-    ) -> None:
-        super().__init__(reward_fn, gconfig, tokenizer)
-        if max_turns < 1:
-            raise ValueError(f"max_turns must be at least 1, not {max_turns}")
-        self.max_turns = max_turns
-        self.turn_discount = turn_discount
-        self.reflection_ids = self._reflection_ids(reflection_message)
+    max_turns: int = 3
+    turn_discount: float = 0.9
+    reflection_message: str = "That is not right. Think about what went wrong, then answer again."
 
-    def _reflection_ids(self, message: str) -> list[int]:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_turns < 1:
+            raise ValueError(f"max_turns must be at least 1, not {self.max_turns}")
+        self.reflection_ids = self._reflection_ids()
+
+    def _reflection_ids(self) -> list[int]:
         """What the chat template puts between an assistant's text and its next one, the end-of-turn token first."""
         text = "\u27e6the assistant's text\u27e7"
         talk = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": text},
-            {"role": "user", "content": message},
+            {"role": "user", "content": self.reflection_message},
         ]
         rendered = self.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
         return self.tokenizer.encode(rendered.partition(text)[2], add_special_tokens=False)
@@ -235,21 +214,16 @@ class MultiTurnWorkflow(RLVRWorkflow):
             output = turns[-1].output_tokens
             ended_itself = output[-1:] == self.reflection_ids[:1]  # a turn that was cut by length did not
             input_ids = turns[-1].input_tokens + output + self.reflection_ids[ended_itself:]
-        return responses_to_tensors(turns, reward * self.turn_discount ** (len(turns) - 1))
+        return to_row(turns, reward * self.turn_discount ** (len(turns) - 1))
 
 
+@dataclass(eq=False, repr=False)
 class GroupedRolloutWorkflow(RolloutWorkflow):
     """`group_size` episodes of one workflow for one prompt; `on_member_failed` hears of every member that raised."""
 
-    def __init__(
-        self,
-        workflow: RolloutWorkflow,
-        group_size: int,
-        on_member_failed: Callable[[BaseException], None] | None = None,
-    ) -> None:
-        self.workflow = workflow
-        self.group_size = group_size
-        self.on_member_failed = on_member_failed
+    workflow: RolloutWorkflow
+    group_size: int
+    on_member_failed: Callable[[BaseException], None] | None = None
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         members = (self._run_member(i, engine, data) for i in range(self.group_size))
@@ -268,84 +242,66 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         return await self.workflow.arun_episode(engine, copy.deepcopy(data))
 
     @staticmethod
-    def _merge(results: list[Trajectory | Interactions]) -> EpisodeResult:
+    def _merge(results: list[Any]) -> EpisodeResult:
         if not results:
             return None
         if not all(map(is_interactions, results)):
             return concat_padded_tensors([to_tensors(result) for result in results])
-        merged: Interactions = {}
-        for result in results:
-            if merged.keys() & result.keys():
-                raise ValueError(f"two members returned the same interaction ids {merged.keys() & result.keys()}")
-            merged |= result  # type: ignore[arg-type]
+        merged = dict(item for result in results for item in result.items())
+        if len(merged) < sum(map(len, results)):
+            raise ValueError(f"two members returned the same interaction ids: {[list(result) for result in results]}")
         return merged
 
 
-# What episodes on one event loop share: the agents' HTTP client, ours, and the task that closes both.
-_http: dict[asyncio.AbstractEventLoop, tuple[Any, httpx.AsyncClient, asyncio.Task]] = {}
+# What episodes on one event loop share: a way to the proxy's /rl calls, and the agents' HTTP client.
+_rl_transport = PerLoop(StackTransport)
 
 
-def http_clients(timeout: float) -> tuple[Any, httpx.AsyncClient]:
-    """The running loop's clients: for agents (of the kind that the installed openai SDK runs on), and for /rl calls.
+@functools.cache
+def agents_http(timeout: float) -> PerLoop:
+    """A client of the kind that the installed openai SDK runs on. `timeout`: seconds for a request, which may be a
+    generation."""
+    base = openai.DefaultAsyncHttpxClient.__base__  # httpx.AsyncClient, or httpx2's
+    sdk = sys.modules[base.__module__.partition(".")[0]]
 
-    Made at the first use, closed when the loop ends. `timeout`: seconds for a request, which may be a generation.
-    """
-    loop = asyncio.get_running_loop()
-    if loop not in _http:
-        base = openai.DefaultAsyncHttpxClient.__base__  # httpx.AsyncClient, or httpx2's
-        sdk = sys.modules[base.__module__.partition(".")[0]]
-        agents = openai.DefaultAsyncHttpxClient(transport=stack_transport(sdk), timeout=timeout, trust_env=False)
-        ours = httpx.AsyncClient(transport=stack_transport(httpx), timeout=timeout, trust_env=False)
-        _http[loop] = agents, ours, loop.create_task(_close_with_loop(loop))
-    return _http[loop][:2]
+    def client() -> Any:
+        transport: Any = StackTransport(sdk)
+        return openai.DefaultAsyncHttpxClient(transport=transport, timeout=timeout, trust_env=False)
 
-
-async def _close_with_loop(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        await asyncio.Event().wait()  # for ever: a loop that ends cancels its tasks first
-    finally:
-        agents, ours, _ = _http.pop(loop)
-        await agents.aclose()
-        await ours.aclose()
+    return PerLoop(client)
 
 
+@dataclass(eq=False, repr=False)
 class OpenAIProxyWorkflow(RolloutWorkflow):
-    """An agent's episode: a session at the proxy, `agent.run` with the session's URL, its rewards, the export.
+    """An agent's episode: a session at the proxy, `agent.run` with the session's URL, its rewards, the export."""
 
-    discount: gamma by which a turn's reward reaches the turn before it. export_style: individual | concat.
-    episode_timeout: seconds; an episode that takes longer is cancelled and has failed.
-    """
+    agent: Any
+    proxy_addr: str
+    admin_key: str
+    mode: str = "inline"
+    discount: float = 1.0  # gamma by which a turn's reward reaches the turn before it
+    export_style: str = "individual"  # or concat
+    episode_timeout: float = 3600.0  # seconds; an episode that takes longer is cancelled and has failed
 
-    def __init__(
-        self,
-        agent: Any,
-        proxy_addr: str,
-        admin_key: str,
-        mode: str = "inline",
-        discount: float = 1.0,
-        export_style: str = "individual",
-        episode_timeout: float = 3600.0,
-    ) -> None:
-        if mode != "inline":
-            raise ValueError(f"rollout.openai.mode={mode!r}: only 'inline' is here, agents run in the rollout loop")
-        if not inspect.iscoroutinefunction(getattr(agent, "run", None)):
-            raise TypeError(f"{type(agent).__name__} is no agent: it needs `async def run(self, data, **extra_kwargs)`")
-        self.agent = agent
-        self.proxy_addr = proxy_addr
-        self.admin_key = admin_key
-        self.discount = discount
-        self.export_style = export_style
-        self.episode_timeout = episode_timeout
+    def __post_init__(self) -> None:
+        if self.mode != "inline":
+            raise ValueError(
+                f"rollout.openai.mode={self.mode!r}: only 'inline' is here, agents run in the rollout loop"
+            )
+        if not inspect.iscoroutinefunction(getattr(self.agent, "run", None)):
+            name = type(self.agent).__name__
+            raise TypeError(f"{name} is no agent: it needs `async def run(self, data, **extra_kwargs)`")
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
-        agents_http, http = http_clients(self.episode_timeout)
-        client = OpenAIProxyClient(http, self.proxy_addr, self.admin_key, _context.get().name)
+        http_client = await agents_http(self.episode_timeout).get()
+        transport = await _rl_transport.get()
+        client = OpenAIProxyClient(transport, self.proxy_addr, self.admin_key, _context.get().name)
         clock = asyncio.timeout(self.episode_timeout)
         try:
             async with clock:
                 await client.grant_capacity()
                 async with client:
-                    await self._run_agent(client, agents_http, data)
+                    await self._run_agent(client, http_client, data)
         except TimeoutError as error:
             if clock.expired():
                 limit = f"{self.episode_timeout:g} s (rollout.openai.episode_timeout_seconds)"
@@ -373,7 +329,7 @@ def import_string(path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+        if not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there and lacks one of its own imports
         raise ImportError(f"{path!r}: there is no module {error.name!r} on the Python path") from error
     if not hasattr(module, name):

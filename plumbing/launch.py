@@ -89,13 +89,14 @@ class Fleet:
                 time.sleep(0.05)  # a socket that is not open yet has no event to wait for
         raise TimeoutError(f"{child.name} did not answer within {seconds:.0f} s; see {child.log}")
 
-    def watch(self, on_death: Callable[[ProcessDied], object]) -> None:
+    def watch(self, on_death: list[Callable[[ProcessDied], None]]) -> None:
         """From now on tell of each child that ends by itself."""
 
         def wait_for(child: Child) -> None:
             child.process.wait()
             if not self.stopping:
-                on_death(ProcessDied(child.last_words()))
+                for tell in on_death:
+                    tell(ProcessDied(child.last_words()))
 
         for child in self.children:
             threading.Thread(target=wait_for, args=(child,), name=f"watch-{child.name}", daemon=True).start()
@@ -124,10 +125,10 @@ class Fleet:
                 child.process.wait()
 
 
-def start_servers(config: TrainConfig, fleet: Fleet) -> list[str]:
-    """Addresses of the inference servers: the ones given, or one of our own."""
+def start_server(config: TrainConfig, fleet: Fleet) -> Child | None:
+    """An inference server of our own, not waited for; None where rollout.server_addrs gives some that are up."""
     if config.rollout.server_addrs:
-        return list(config.rollout.server_addrs)
+        return None
     if config.server.backend == "sglang":
         raise ConfigError("server.backend=sglang: start SGLang yourself for now and give rollout.server_addrs=[URL]")
     assert config.model_path is not None
@@ -139,7 +140,7 @@ def start_servers(config: TrainConfig, fleet: Fleet) -> list[str]:
         "--seed": config.seed,
     }
     arguments = [str(word) for pair in options.items() for word in pair]
-    return [fleet.wait_ready(fleet.start("server", "tiny_server.py", *arguments))]
+    return fleet.start("server", "tiny_server.py", *arguments)
 
 
 def start_proxy(config: TrainConfig, fleet: Fleet, servers: list[str]) -> tuple[str, str]:
@@ -159,3 +160,9 @@ def start_proxy(config: TrainConfig, fleet: Fleet, servers: list[str]) -> tuple[
     admin_key = secrets.token_urlsafe(16)
     child = fleet.start("proxy", "proxy.py", *arguments, environment={"NANO_AREAL_ADMIN_KEY": admin_key})
     return fleet.wait_ready(child), admin_key
+
+
+def revision() -> str:
+    """The commit of this checkout, or unknown."""
+    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"

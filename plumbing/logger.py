@@ -21,6 +21,8 @@ from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 
+from plumbing.config import LoggerConfig
+
 # The columns of the live table: metric, heading, format.
 COLUMNS = (
     ("step", "step", "{:d}"),
@@ -106,13 +108,13 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, float]:
 class Logger:
     """Everything a run reports goes through `log`, once a step."""
 
-    def __init__(self, run_dir: Path, max_steps: int, *, live: bool, tokens_interval: int) -> None:
-        self.run_dir, self.max_steps, self.tokens_interval = run_dir, max_steps, tokens_interval
+    def __init__(self, run_dir: Path, max_steps: int, config: LoggerConfig) -> None:
+        self.run_dir, self.max_steps, self.tokens_interval = run_dir, max_steps, config.tokens_interval
         self.console = Console()
         self.history: list[dict[str, Any]] = []
         self.lag_counts: dict[int, int] = {}  # trained tokens by version lag
         self.metrics = (run_dir / "metrics.jsonl").open("a")
-        self.live = Live(console=self.console, auto_refresh=False) if live and self.console.is_terminal else None
+        self.live = Live(console=self.console, auto_refresh=False) if config.live and self.console.is_terminal else None
 
     def __enter__(self) -> "Logger":
         if self.live:
@@ -158,3 +160,8 @@ class Logger:
             path = self.run_dir / "tokens" / f"{step:05d}.safetensors"
             path.parent.mkdir(exist_ok=True)
             save_file({k: v.contiguous() for k, v in batch.items()}, path)
+
+    def sample(self, batch: dict[str, Tensor], tokenizer: Any) -> None:
+        """Print the batch's first row as the agent and the environment spoke it."""
+        text = tokenizer.decode(batch["input_ids"][0][batch["attention_mask"][0]], skip_special_tokens=False)
+        self.say(f"a sample, reward {batch['rewards'][0]:.2f}: {' '.join(text.split())}")

@@ -159,7 +159,7 @@ def test_the_first_update_on_fresh_data_is_the_policy_gradient(make_actor, plain
     for name, gradient in gradients(actor.model).items():
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, atol=1e-6, rtol=1e-4)
     assert stats["clip_frac"] == 0
-    assert stats["behave_weight_max"] == 1
+    assert stats["behave_weight_mean"] == pytest.approx(1)
 
 
 def test_an_update_makes_rewarded_tokens_likelier(make_actor):
@@ -256,13 +256,11 @@ def test_standard_ppo_takes_its_old_policy_from_where_it_is_told(make_actor):
 
 
 def test_the_mode_is_said_in_words():
-    """Whoever starts a run reads where each policy's logprobs come from; an approximation that is not here is refused."""
+    """Whoever starts a run reads where each policy's logprobs come from."""
     assert "pi_prox from a forward pass" in describe_mode(make_config())
     assert "pi_old from a forward pass" in describe_mode(make_config(use_decoupled_loss=False))
     standard = describe_mode(make_config(use_decoupled_loss=False, recompute_logprob=False))
     assert "pi_old from the inference server" in standard
-    with pytest.raises(ValueError, match=r"actor\.prox_logp_method='loglinear'; it must be one of: recompute"):
-        describe_mode(make_config(prox_logp_method="loglinear"))
 
 
 def test_the_learning_rate_schedule():

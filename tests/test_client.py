@@ -39,8 +39,8 @@ async def http(app: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.fixture
-async def client(http: httpx.AsyncClient) -> OpenAIProxyClient:
-    client = OpenAIProxyClient(http, "http://proxy/", "admin", "task-0")
+async def client(app: Any) -> OpenAIProxyClient:
+    client = OpenAIProxyClient(httpx.ASGITransport(app), "http://proxy/", "admin", "task-0")
     assert await client.grant_capacity() == 1
     return client
 
@@ -127,13 +127,14 @@ async def test_a_lost_session_is_an_error(client: OpenAIProxyClient, app: Any) -
             app.state.proxy.sessions.forget(app.state.proxy.sessions.find(client.session_id))
 
 
-async def test_a_start_without_a_grant_is_refused(http: httpx.AsyncClient) -> None:
+async def test_a_start_without_a_grant_is_refused(app: Any) -> None:
     """The proxy's words and status are the error's."""
+    transport = httpx.ASGITransport(app)
     with pytest.raises(ProxyCallError, match="grant_capacity") as refused:
-        await OpenAIProxyClient(http, "http://proxy", "admin", "t").__aenter__()
+        await OpenAIProxyClient(transport, "http://proxy", "admin", "t").__aenter__()
     assert refused.value.status == 429
     with pytest.raises(ProxyCallError) as refused:
-        await OpenAIProxyClient(http, "http://proxy", "wrong", "t").grant_capacity()
+        await OpenAIProxyClient(transport, "http://proxy", "wrong", "t").grant_capacity()
     assert refused.value.status == 403
 
 

@@ -260,7 +260,7 @@ def test_evaluation_needs_no_new_version_and_leaves_the_engine_alone(make: Make,
     many = [{"n": n} for n in range(40)]
     batch = evaluation.rollout_batch(many, Sees(), group_size=1, is_eval=True)
     assert batch["rewards"].tolist() == [float(n) for n in range(40)]
-    evaluation.close()
+    evaluation.destroy()
     assert executor.engine.executor is executor
     assert executor.stats == ExecutorStats()
 

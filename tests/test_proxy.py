@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import os
+import re
 import socket
 import subprocess
 import sys
@@ -623,12 +625,28 @@ def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
     subprocess.run([sys.executable, "-c", code, str(tiny_model_dir)], cwd=ROOT, check=True)
 
 
+@pytest.mark.parametrize("source", ["environment", "option", "made up"])
+def test_only_an_admin_key_that_was_made_up_is_printed(tiny_model_dir: Any, tiny_server: str, source: str) -> None:
+    """A key that was given is known to who gave it, and the output lands in the run's log file."""
+    command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
+    command += ["--admin-key", "s3cret"] * (source == "option") + ["--exit-with-parent"]  # which is gone already
+    environment = {name: value for name, value in os.environ.items() if name != "NANO_AREAL_ADMIN_KEY"}
+    environment |= {"NANO_AREAL_ADMIN_KEY": "s3cret"} if source == "environment" else {}
+    streams: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=60, **streams)
+    printed = r", admin key \S{20,}" if source == "made up" else ""
+    assert re.fullmatch(rf"proxy at http://127\.0\.0\.1:\d+{printed}\n", ended.stdout)
+    assert "s3cret" not in ended.stdout + ended.stderr
+
+
 async def test_end_to_end_with_real_servers(tiny_model_dir: Any, tiny_server: str) -> None:
     """SDK -> proxy process -> server process: every exported token is the server's, spliced turn after turn."""
     port = free_port()
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
-    command += ["--port", str(port), "--admin-key", "admin", "--seed", "1", "--exit-with-parent"]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command += ["--port", str(port), "--seed", "1", "--exit-with-parent"]
+    environment = {**os.environ, "NANO_AREAL_ADMIN_KEY": "admin"}  # as train.py gives it
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_up(url, process)

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_GUESS = ["--config", "configs/demo.yaml", "gconfig.n_samples=4", "actor.ppo_n_minibatches=2"]
@@ -108,60 +110,60 @@ def check_metrics(metrics: list[dict], eta: int) -> None:
         assert line["failed"] == line["dropped"] == 0
 
 
+@pytest.fixture(scope="module")
+def guess_run(tmp_path_factory: pytest.TempPathFactory):
+    """Runs of the demo by eta (and a name, for a second one), each made once."""
+    made: dict[tuple[int, str], tuple[Path, list[dict]]] = {}
+
+    def get(eta: int, name: str = "") -> tuple[Path, list[dict]]:
+        if (eta, name) not in made:
+            folder = tmp_path_factory.mktemp(f"guess{eta}{name}")
+            made[eta, name] = folder, run(folder, *SMALL_GUESS, "max_steps=5", f"rollout.max_head_offpolicyness={eta}")
+        return made[eta, name]
+
+    return get
+
+
 @pytest.mark.parametrize("eta", [0, 2])
-def test_guess_staleness(tmp_path: Path, eta: int) -> None:
+def test_guess_staleness(guess_run, eta: int) -> None:
     """Whatever eta is, no token that is trained on is older than eta versions; at 0 every token is of this version."""
-    metrics = run(tmp_path, *SMALL_GUESS, "max_steps=6", f"rollout.max_head_offpolicyness={eta}")
-    assert len(metrics) == 6
+    _, metrics = guess_run(eta)
+    assert len(metrics) == 5
     check_metrics(metrics, eta)
 
 
 @pytest.mark.parametrize("eta", [0, 2])
 def test_maze_staleness(tmp_path: Path, eta: int) -> None:
     """Long answers straddle weight updates at eta = 2, never at 0, and the age bound holds for every token."""
-    metrics = run(tmp_path, *SMALL_MAZE, "max_steps=6", f"rollout.max_head_offpolicyness={eta}")
+    metrics = run(tmp_path, *SMALL_MAZE, "max_steps=5", f"rollout.max_head_offpolicyness={eta}")
     check_metrics(metrics, eta)
     mixed = max(line["mixed_version_share"] for line in metrics)
     assert (mixed > 0) == (eta > 0)
 
 
-def test_synchronous_runs_repeat(tmp_path: Path) -> None:
+def test_synchronous_runs_repeat(guess_run) -> None:
     """At eta = 0 the seed decides everything: data, sampling, training."""
-    words = [*SMALL_GUESS, "max_steps=3", "rollout.max_head_offpolicyness=0"]
-    first, second = run(tmp_path / "a", *words), run(tmp_path / "b", *words)
+    (_, first), (_, second) = guess_run(0), guess_run(0, "again")
     exact = ("reward", "success", "tokens", "staleness_max", "accepted", "rejected")
     for one, two in zip(first, second, strict=True):
         assert [one[k] for k in exact] == [two[k] for k in exact]
-        assert one["loss"] == pytest.approx(two["loss"], abs=1e-6)
+        assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
 
 
-def test_what_a_run_writes(tmp_path: Path) -> None:
+def test_what_a_run_writes(guess_run) -> None:
     """A run leaves its resolved config, metrics, a trace, the dumps, its tokens and a model that transformers loads."""
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    run(tmp_path, *SMALL_GUESS, "max_steps=2")
-    folder = tmp_path / "e" / "t"
-    assert "max_head_offpolicyness" in (folder / "config.yaml").read_text()
+    folder = guess_run(2)[0] / "e" / "t"
+    assert "max_head_offpolicyness: 2" in (folder / "config.yaml").read_text()
     events = json.loads((folder / "trace.json").read_text())
     assert {"submit", "accept", "train", "sync"} <= {event.get("name") for event in events}
     dumps = [json.loads(line) for path in folder.glob("rollout/*/*.jsonl") for line in path.read_text().splitlines()]
-    keys = [
-        "task_id",
-        "sample_idx",
-        "seqlen",
-        "prompt_len",
-        "head_version",
-        "tail_version",
-        "reward",
-        "prompt",
-        "completion",
-    ]
+    keys = ["task_id", "sample_idx", "seqlen", "prompt_len", "head_version", "tail_version", "reward", "prompt"]
     assert dumps
-    assert all(list(d) == keys for d in dumps)
+    assert all(list(dump) == [*keys, "completion"] for dump in dumps)
     tokens = load_file(folder / "tokens" / "00001.safetensors")
-    assert {"input_ids", "versions", "logprobs", "prox_logp", "loss_mask", "turn_ids", "turn_rewards"} <= set(tokens)
-    last = folder / "checkpoints" / "step00002"
+    three = {"logprobs", "prox_logp", "theta_logp"}
+    assert three | {"input_ids", "versions", "loss_mask", "turn_ids", "turn_rewards"} <= set(tokens)
+    last = folder / "checkpoints" / "step00005"
     AutoModelForCausalLM.from_pretrained(last)
     AutoTokenizer.from_pretrained(last)
 
@@ -220,21 +222,13 @@ def test_exception_in_the_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [
-        (["actor.eps_clp=0.1"], "did you mean 'actor.eps_clip'"),
-        (["lr=0.1"], "did you mean 'actor.optimizer.lr'"),
-        (["model_path=/nowhere"], "no model at model_path=/nowhere"),
-        (["--config", "nowhere.yaml"], "no recipe at nowhere.yaml"),
-        (["max_steps=many"], "max_steps"),
-        (["rollout.pause_mode=now"], "it must be one of"),
-        (["rollout.group_size=2", "gconfig.n_samples=3"], "are one number"),
-        (["workflow=nowhere.Agent"], "nowhere"),
-    ],
+    [(["model_path=/nowhere"], "no model at model_path=/nowhere"), (["workflow=nowhere.Agent"], "nowhere")],
 )
 def test_bad_configuration(tmp_path: Path, words: list[str], says: str) -> None:
-    """What cannot run is refused in one line that says what to do, before anything is started."""
+    """What cannot run is refused in one line that says what to do, and nothing has been started or written."""
     done = subprocess.run(command(tmp_path, *words), cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert says in done.stderr
     assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dispatcher import DispatchState, TimedResult
+from dispatcher import DispatchState
+from runner import TimedResult
 from staleness import RolloutStat, StalenessError, StalenessManager
 
 
@@ -177,6 +178,7 @@ def test_the_age_check():
     assert manager.age(5) == 2
     assert manager.is_fresh(5)
     assert not manager.is_fresh(4)
+    assert manager.is_fresh(None)
     manager.check_age(5)
     with pytest.raises(StalenessError, match=r"version 4 is consumed at version 7.*drop_stale"):
         manager.check_age(4)

@@ -1,0 +1,71 @@
+"""Configuration: dataclasses, then a recipe, then words; what is wrong is said in one line, before anything starts."""
+
+from pathlib import Path
+
+import pytest
+
+from plumbing.config import ConfigError, load
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["actor.eps_clp=0.1"], "did you mean 'actor.eps_clip'"),
+        (["lr=0.1"], "did you mean 'actor.optimizer.lr'"),
+        (["qwertyuiop=1"], "--help"),
+        (["--config", "nowhere.yaml"], "no recipe at nowhere.yaml"),
+        (["max_steps=many"], "max_steps"),
+        (["max_steps=0"], "at least 1"),
+        (["rollout.pause_mode=now"], "expected one of"),
+        (["rollout.group_size=2", "gconfig.n_samples=3"], "are one number"),
+        (["rollout.consumer_batch_size=5"], "must be equal"),
+        (["rollout.max_head_offpolicyness=-1"], "0 (synchronous) or more"),
+        (["actor.c_clip=0.5"], "above 1"),
+        (["actor.kl_ctl=0.1"], "ref.path"),
+        (["--fast"], "cannot read '--fast'"),
+    ],
+)
+def test_what_cannot_run_is_said_in_one_line(words: list[str], says: str) -> None:
+    """An unknown key names the nearest one, a bad value names its key, and two keys that disagree name each other."""
+    with pytest.raises(ConfigError) as error:
+        load(words)
+    assert says in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_later_words_win(tmp_path: Path) -> None:
+    """The command line wins over the recipe, and the recipe over the defaults."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("max_steps: 3\nactor: {eps_clip: 0.3}\nworkflow_kwargs: {any: {thing: 1}}\n")
+    config = load(["--config", str(recipe), "max_steps=4"])
+    assert (config.max_steps, config.actor.eps_clip, config.actor.eps_clip_higher) == (4, 0.3, None)
+    assert config.workflow_kwargs == {"any": {"thing": 1}}
+
+
+def test_a_broken_recipe_is_an_error_too(tmp_path: Path) -> None:
+    """YAML that does not parse names its file."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("actor: [")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml"):
+        load(["--config", str(recipe)])
+
+
+def test_spellings_of_the_documents() -> None:
+    """recompute_logprobs and rollout.fileroot are where the documents have them."""
+    config = load(
+        ["actor.recompute_logprobs=false", "rollout.fileroot=elsewhere", "rollout.group_size=4", "gconfig.n_samples=4"]
+    )
+    assert config.actor.recompute_logprob is False
+    assert config.fileroot == "elsewhere"
+
+
+def test_group_size_and_n_samples_are_one_number() -> None:
+    """Either name sets both."""
+    config = load(["--config", "configs/maze.yaml", "gconfig.n_samples=1", "rollout.group_size=4"])
+    assert (config.gconfig.n_samples, config.rollout.group_size) == (4, 4)
+
+
+def test_derived_values_are_written_back() -> None:
+    """A run's config.yaml shows every value that was used, the derived ones too."""
+    config = load(["rollout.max_head_offpolicyness=2", "train_dataset.batch_size=3"])
+    assert (config.rollout.consumer_batch_size, config.rollout.max_concurrent_rollouts) == (3, 9)
