@@ -14,8 +14,8 @@ The rule. Two messages are equal when these four are:
     tool_call_id    of a tool's result (some clients call it `id`)
 
 and everything else (`name`, reasoning, annotations, cache markers, ids of items, unknown keys) is ignored. The rule
-is `normalise`: it makes the one plain message that the tree compares and the chat template reads.
-Equal in meaning is not equal in tokens: nothing here is ever tokenised again once it has been generated.
+is `normalise`: it makes the one plain message that the tree compares and the chat template reads. Equal in meaning
+is not equal in tokens: nothing here is ever tokenised again once it has been generated.
 
 A protocol is a pair of functions: parse, from the caller's JSON to an `AgentRequest`, and render, from the
 tokens that were generated to the caller's reply. Chat completions are here; `PROTOCOLS` is where another

@@ -1,4 +1,5 @@
-"""What a run says about itself when it is over. No concept of its own."""
+"""What a run says about itself when it is over: success before and after, staleness, and the task's own picture of
+what was learnt, asked from the trained policy on its server. No concept of its own."""
 
 import asyncio
 from pathlib import Path
