@@ -36,6 +36,7 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import inspect
 import os
 import secrets
 import sys
@@ -98,10 +99,14 @@ class PromptBuilder:
         return self._encode(self._render(stub + new_messages, kwargs).partition(SENTINEL)[2])
 
     def _render(self, messages: list[Message], kwargs: dict[str, Any]) -> str:
+        render = self._tokenizer.apply_chat_template
+        if taken := kwargs.keys() & inspect.signature(render).parameters.keys():
+            raise BadRequest(
+                f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set, variables of the template can"
+            )
         try:
-            options = kwargs | {"add_generation_prompt": True, "tokenize": False}
-            return self._tokenizer.apply_chat_template(messages, **options)
-        except TemplateError as error:
+            return render(messages, add_generation_prompt=True, tokenize=False, **kwargs)
+        except (TemplateError, TypeError, ValueError) as error:
             raise BadRequest(f"messages: the chat template refuses them: {error}") from error
 
     def _encode(self, text: str) -> list[int]:

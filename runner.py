@@ -156,7 +156,7 @@ class AsyncTaskRunner:
                 runner.run(self._main())
             except BaseException as error:
                 self._fail(error)
-        # Leaving the Runner has cancelled all tasks, waited until they had cleaned up, and closed the loop.
+        # Leaving the Runner has cancelled what the episodes had left behind, and closed the loop.
 
     async def _main(self) -> None:
         with self.lock:
@@ -166,6 +166,11 @@ class AsyncTaskRunner:
                 self._stop.set()
         try:
             await self._stop.wait()
+            # The episodes first, and only then the loop: they may have to say farewell to a server.
+            episodes = [task for task in self._active.values() if task]
+            for episode in episodes:
+                episode.cancel()
+            await asyncio.gather(*episodes, return_exceptions=True)
         finally:
             with self.lock:
                 self._loop = None

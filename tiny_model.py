@@ -41,6 +41,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
@@ -230,7 +231,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
         raise ModelError(f"no *.safetensors in {path}")
     try:
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
-    except Exception as error:  # safetensors raises its own, OSError, and what a cut-off file provokes
+    except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot read the weights in {path}: {error}") from error
 
 
@@ -251,6 +252,16 @@ def penalties(params: SamplingParams, output: Sequence[int], vocab_size: int) ->
     return counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
 
 
+def truncate(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Zero what top_k and top_p leave out; not renormalised. weights (n, vocab), n params -> (n, vocab)."""
+    ranked, order = weights.sort(dim=-1, descending=True)
+    rank = torch.arange(weights.shape[1])
+    top_k = torch.tensor([p.top_k if p.top_k > 0 else weights.shape[1] for p in params])[:, None]
+    top_p = torch.tensor([p.top_p for p in params])[:, None]
+    keep = (rank < top_k) & ((ranked.cumsum(-1) - ranked < top_p) | (top_p >= 1))
+    return torch.zeros_like(weights).scatter(1, order, ranked * keep)
+
+
 @torch.inference_mode()
 def sample(
     logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], outputs: Sequence[Sequence[int]]
@@ -264,19 +275,12 @@ def sample(
     greedy = temperature == 0
     logprobs = torch.log_softmax(logits / temperature.masked_fill(greedy, 1), dim=-1)  # (n, vocab)
     weights = logprobs.exp()
-    order = None
-    if any(p.reshapes for p in params):
-        weights, order = weights.sort(dim=-1, descending=True)
-        rank = torch.arange(weights.shape[1])
-        top_k = torch.tensor([p.top_k if p.top_k > 0 else weights.shape[1] for p in params])[:, None]
-        top_p = torch.tensor([p.top_p for p in params])[:, None]
-        weights = weights * ((rank < top_k) & ((weights.cumsum(-1) - weights < top_p) | (top_p >= 1)))
+    if cut := [i for i, p in enumerate(params) if p.reshapes]:  # only these rows: others must not see it
+        weights[cut] = truncate(weights[cut], [params[i] for i in cut])
     # token = min { v : sum_{w <= v} p_w > u * sum_w p_w }
     cdf = weights.cumsum(-1)
     u = uniforms([p.sampling_seed for p in params], positions)[:, None]
     token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)  # (n, 1)
-    if order is not None:
-        token = order.gather(1, token)
     if greedy.any():
         token = torch.where(greedy, logprobs.argmax(-1, keepdim=True), token)
     return token[:, 0].tolist(), logprobs.gather(1, token)[:, 0].tolist()

@@ -419,7 +419,9 @@ def main(words: list[str]) -> None:
     eos = model.eos | ({tokenizer.eos_token_id} if tokenizer is not None else set())
     protocol = Protocol(model.vocab_size, model.context_length, limit, eos - {None}, tokenizer, args.seed)
     app = Server(model, scheduler, protocol, args.model_path).app()
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=1
+    )
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[sock])
 

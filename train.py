@@ -108,7 +108,7 @@ def train(config: TrainConfig, parts: Parts, run_dir: Path, logger: Logger, trac
         if step == config.max_steps or (config.saver.interval and step % config.saver.interval == 0):
             save(actor, run_dir / "checkpoints", step, config.saver.keep)
         before, counts = counts, asdict(rollout.executor.stats)
-        metrics |= {k: counts[k] - before[k] for k in ("accepted", "rejected", "failed", "dropped")}
+        metrics |= {k: counts[k] - before[k] for k in ("accepted", "rejected", "failed", "dropped", "failed_members")}
         metrics |= {"success": inputs.success(batch["rewards"].tolist()), **seconds}
         metrics |= {"step_s": time.monotonic() - begin, "wall_s": time.monotonic() - start}
         logger.tokens(step, batch)

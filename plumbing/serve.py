@@ -27,7 +27,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
     """Serve until a signal, or until standard input is closed, which it is when the parent has died."""
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    # An idle connection is closed by its client, long before the server would: who closes first while a request is on
+    # its way makes it fail.
+    options: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}
+    config = uvicorn.Config(app, log_level="warning", access_log=False, **options)
     server = uvicorn.Server(config)
 
     def follow_parent() -> None:

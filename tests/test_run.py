@@ -107,7 +107,7 @@ def check_metrics(metrics: list[dict], eta: int) -> None:
         assert (line["step"], line["version"]) == (step, step - 1)
         assert 0 <= line["staleness_max"] <= eta
         assert line["logp_mismatch"] < 1e-4
-        assert line["failed"] == line["dropped"] == 0
+        assert line["failed"] == line["failed_members"] == line["dropped"] == 0
 
 
 @pytest.fixture(scope="module")

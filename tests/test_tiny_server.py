@@ -7,6 +7,7 @@ interrupts whatever in any order, every request ends once, with spans that cover
 
 import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -152,6 +153,15 @@ def test_weights_that_do_not_fit_change_nothing(tiny: TinyModel) -> None:
     assert all(torch.equal(tensor, before[n]) for n, tensor in tiny.model.state_dict().items())
 
 
+def test_a_cut_off_weights_file_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Half a safetensors file is a ModelError that names the directory, not the end of the server."""
+    whole = (tiny_model_dir / "model.safetensors").read_bytes()
+    for part in (whole[: len(whole) // 2], b"", b"not safetensors"):
+        (tmp_path / "model.safetensors").write_bytes(part)
+        with pytest.raises(ModelError, match=re.escape(str(tmp_path))):
+            read_weights(str(tmp_path))
+
+
 # seeds and batches
 
 
@@ -223,6 +233,16 @@ def test_samples_follow_the_distribution_that_was_asked_for() -> None:
         counts = torch.bincount(torch.tensor(tokens), minlength=4) / n
         assert counts.tolist() == pytest.approx((p / p.sum()).tolist(), abs=0.03)
         assert (counts[p == 0] == 0).all()
+
+
+def test_a_neighbours_truncation_does_not_reach_a_row() -> None:
+    """A row draws the same token whether or not another row of its batch uses top_p or top_k."""
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    for seed in range(100):
+        plain = SamplingParams(sampling_seed=seed)
+        (alone,), _ = sample(logits[:1].clone(), [plain], [3], [()])
+        (beside, _), _ = sample(logits.clone(), [plain, SamplingParams(top_p=0.5, top_k=9)], [3, 3], [(), ()])
+        assert alone == beside
 
 
 def test_penalties_count_the_output(tiny: TinyModel) -> None:
