@@ -46,7 +46,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-import tiny_scheduler
 from tiny_scheduler import SamplingParams, Scheduler
 
 MIN_ROWS = 4  # fewer rows in a matrix product select another kernel, and other bits
@@ -135,12 +134,9 @@ class TinyModel:
         self.context_length: int = config.max_position_embeddings
         eos = model.generation_config.eos_token_id
         self.eos = frozenset(eos if isinstance(eos, list) else [eos])  # ids that end a sequence; may hold None
-        self.cache = SlotCache(
-            config.num_hidden_layers,
-            slots,
-            getattr(config, "num_key_value_heads", None) or heads,
-            getattr(config, "head_dim", None) or config.hidden_size // heads,
-        )
+        groups = getattr(config, "num_key_value_heads", None) or heads
+        d = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.cache = SlotCache(config.num_hidden_layers, slots, groups, d)
 
     @classmethod
     def load(cls, path: str, slots: int, deterministic: bool = False) -> "TinyModel":
@@ -213,15 +209,14 @@ class TinyModel:
         own = self.model.state_dict()
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         if unknown := named.keys() - own.keys():
-            raise ModelError(f"the model has no weight {sorted(unknown)[0]} ({len(unknown)} unknown in all)")
+            raise ModelError(f"the model has no weight {min(unknown)} ({len(unknown)} unknown in all)")
         if missing := own.keys() - named.keys() - set(tied):
-            raise ModelError(f"weight {sorted(missing)[0]} is missing ({len(missing)} in all)")
+            raise ModelError(f"weight {min(missing)} is missing ({len(missing)} in all)")
         for name, tensor in named.items():
             if tensor.shape != own[name].shape:
                 raise ModelError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}")
-        with torch.no_grad():
-            for name, tensor in named.items():
-                own[name].copy_(tensor)
+        for name, tensor in named.items():
+            own[name].copy_(tensor)
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
@@ -246,12 +241,6 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
     return torch.from_numpy((x >> np.uint64(41)).astype(np.float32) * np.float32(2**-23))
 
 
-def penalties(params: SamplingParams, output: Sequence[int], vocab_size: int) -> Tensor:
-    """What frequency and presence penalties take off the logits: c_v * frequency + [c_v > 0] * presence. (vocab,)"""
-    counts = torch.bincount(torch.tensor(output, dtype=torch.long), minlength=vocab_size)
-    return counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
-
-
 def truncate(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Zero what top_k and top_p leave out; not renormalised. weights (n, vocab), n params -> (n, vocab)."""
     ranked, order = weights.sort(dim=-1, descending=True)
@@ -269,13 +258,13 @@ def sample(
     """Draw one token a row. logits (n, vocab); positions: where in its sequence each token will stand; outputs: what
     was generated so far, for penalties. Returns n tokens and their logprobs."""
     for i, p in enumerate(params):
-        if p.penalised and outputs[i]:
-            logits[i] -= penalties(p, outputs[i], logits.shape[1])
+        if p.frequency_penalty and outputs[i]:  # logit_v -= penalty * (how often v was generated)
+            logits[i] -= p.frequency_penalty * torch.bincount(torch.tensor(outputs[i]), minlength=logits.shape[1])
     temperature = torch.tensor([p.temperature for p in params])[:, None]  # (n, 1)
     greedy = temperature == 0
     logprobs = torch.log_softmax(logits / temperature.masked_fill(greedy, 1), dim=-1)  # (n, vocab)
     weights = logprobs.exp()
-    if cut := [i for i, p in enumerate(params) if p.reshapes]:  # only these rows: others must not see it
+    if cut := [i for i, p in enumerate(params) if p.truncates]:  # only these rows: others must not see it
         weights[cut] = truncate(weights[cut], [params[i] for i in cut])
     # token = min { v : sum_{w <= v} p_w > u * sum_w p_w }
     cdf = weights.cumsum(-1)
@@ -296,26 +285,20 @@ def run_step(scheduler: Scheduler, model: TinyModel) -> bool:
         model.cache.swap(i, j)
     slots = scheduler.slots[step.first : step.last]
     requests = [slot.request for slot in slots if slot.request]
-    scored = any(r.logprob_start >= 0 and not r.input_logprobs for r in requests)
+    scored = [i for i, r in enumerate(requests) if r.scored and not r.input_logprobs]
     feeds = [slot.tokens[slot.cached :] for slot in slots]
-    logits = model.step(feeds, [slot.cached for slot in slots], step.first, every=scored)
-    if scored:
-        score_prompts(requests, logits)
-    tokens, logprobs = sample(
-        logits[:, -1],
-        [r.params for r in requests],
-        [len(r.tokens) for r in requests],
-        [r.output if r.params.penalised else () for r in requests],
-    )
+    logits = model.step(feeds, [slot.cached for slot in slots], step.first, every=bool(scored))
+    for i in scored:
+        one = requests[i]
+        one.input_logprobs = score_prompt(one.tokens[: one.prompt_tokens], logits[i, -len(one.tokens) :])
+    positions = [len(r.tokens) for r in requests]
+    outputs = [r.output if r.params.frequency_penalty else () for r in requests]
+    tokens, logprobs = sample(logits[:, -1], [r.params for r in requests], positions, outputs)
     scheduler.advance(step, tokens, logprobs)
     return True
 
 
-def score_prompts(requests: list[tiny_scheduler.Sequence], logits: Tensor) -> None:
-    """Enter log p(t | before) at temperature 1 of prompt tokens; logits (n, k, vocab) are right-aligned."""
-    for row, r in zip(logits, requests, strict=True):
-        if r.logprob_start >= 0 and not r.input_logprobs:
-            prompt = torch.tensor(r.tokens[: r.prompt_tokens])
-            own = torch.log_softmax(row[row.shape[0] - len(r.tokens) :], dim=-1)  # (tokens, vocab)
-            scores = own[: len(prompt) - 1].gather(1, prompt[1:, None])[:, 0].tolist()
-            r.input_logprobs = [None, *scores[r.logprob_start :]]
+def score_prompt(prompt: list[int], logits: Tensor) -> list[float | None]:
+    """log p(t | before) at temperature 1 of each token, None for the first; logits (at least n, vocab) of a prompt of n."""
+    logprobs = torch.log_softmax(logits[: len(prompt) - 1], dim=-1)  # (n - 1, vocab)
+    return [None, *logprobs.gather(1, torch.tensor(prompt)[1:, None])[:, 0].tolist()]

@@ -3,22 +3,21 @@
 **The rule.** What can be refused is refused here, before anything is queued, with a message that names the field and
 what it may hold; so a sequence that reaches the scheduler can run to its end. The forms are those measured on SGLang:
 a logprob entry is [logprob, id, null], finish_reason an object, `weight_versions` spans over the output, the stop
-token kept in `output_ids` and cut from `text`. A body with one prompt and n = 1 answers an object, any other a flat
-list.
+token kept in `output_ids` and cut from `text`. A body with one prompt answers an object, a list of prompts a flat list.
 
 Different from SGLang: an id outside the vocabulary is an error and not the server's death, a request without
 sampling parameters gets plain defaults and not those of the model's generation_config.json, `sampling_seed` always
 counts. Top-level fields that are not known are ignored, as SGLang does; sampling parameters that are not known or not
-implemented (grammars, min_p, logit_bias ..) are errors, since ignoring one would change what is sampled.
+implemented (grammars, min_p, n ..) are errors unless they ask for nothing, since ignoring one would change what is
+sampled. Prompts are token ids, never text: whoever trains on tokens knows them.
 """
 
 import asyncio
 import math
 import random
-import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -30,13 +29,13 @@ class Refused(ValueError):
     """What the caller did wrong: a 400 with this message."""
 
 
-@dataclass(eq=False)
+@dataclass
 class Ticket:
-    """Who waits for a request: `news` is resolved when it ended or, streaming, when it grew."""
+    """Who waits for a sequence, and how to answer: `news` is set when it ended or, streaming, when it grew."""
 
     stream: bool
-    news: asyncio.Future
-    start: float = field(default_factory=time.monotonic)
+    logprobs: bool
+    news: asyncio.Event
 
 
 CHECKS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
@@ -45,36 +44,36 @@ CHECKS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "top_p": ((int, float), lambda x: 0 < x <= 1, "a number in (0, 1]"),
     "top_k": (int, lambda x: x == -1 or x >= 1, "-1 (all) or an integer, at least 1"),
     "frequency_penalty": ((int, float), lambda x: -2 <= x <= 2, "a number in [-2, 2]"),
-    "presence_penalty": ((int, float), lambda x: -2 <= x <= 2, "a number in [-2, 2]"),
-    "min_p": ((int, float), lambda x: x == 0, "0: it is not implemented here"),
-    "repetition_penalty": ((int, float), lambda x: x == 1, "1: it is not implemented here"),
     "stop": (list, lambda x: all(isinstance(s, str) and s for s in x), "a string or a list of strings"),
     "stop_token_ids": (list, lambda x: all(type(t) is int for t in x), "a list of token ids"),
     "ignore_eos": (bool, lambda _: True, "true or false"),
-    "skip_special_tokens": (bool, lambda _: True, "true or false"),
     "sampling_seed": (int, lambda _: True, "an integer"),
-    "n": (int, lambda x: 1 <= x <= 1024, "an integer in 1 .. 1024"),
 }
+NEUTRAL = {"min_p": 0, "presence_penalty": 0, "repetition_penalty": 1, "n": 1}  # not implemented: only these values
 
 
 def parse_params(raw: Any, default_seed: int) -> SamplingParams:
     """The request's sampling_params, checked. Raises Refused naming the field."""
     if not isinstance(raw, dict):
         raise Refused("sampling_params must be an object")
-    given = {name: value for name, value in raw.items() if value is not None or name not in CHECKS}
-    if isinstance(given.get("stop"), str):
-        given["stop"] = [given["stop"]]
-    for name, value in given.items():
+    given: dict[str, Any] = {"sampling_seed": default_seed}
+    for name, value in raw.items():
+        if name in NEUTRAL and value in (None, NEUTRAL[name]):
+            continue
         if name not in CHECKS:
-            raise Refused(f"unknown sampling_params field {name!r}; known are {', '.join(CHECKS)}")
+            raise Refused(f"sampling_params field {name!r} is not implemented; known are {', '.join(CHECKS)}")
+        if value is None:
+            continue
+        if name == "stop" and isinstance(value, str):
+            value = [value]
         kind, holds, words = CHECKS[name]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or not holds(value):
             raise Refused(f"{name} must be {words}, not {value!r}")
-    given["sampling_seed"] = given.get("sampling_seed", default_seed) % 2**64
+        given[name] = tuple(value) if isinstance(value, list) else value
+    given["sampling_seed"] %= 2**64
     if given.get("temperature", 1) < 1e-6:
         given["temperature"] = 0  # dividing by it would overflow; SGLang takes it as greedy too
-    frozen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-    return SamplingParams(**frozen)
+    return SamplingParams(**given)
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
@@ -88,120 +87,77 @@ def read_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
+@dataclass
 class Protocol:
     """Reads and writes bodies for one model; it holds what is checked against, and the source of seeds."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        context_length: int,
-        max_total_tokens: int,
-        eos: frozenset[int],
-        tokenizer: Any,
-        seed: int | None,
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.context_length = context_length
-        self.max_total_tokens = max_total_tokens
-        self.eos = eos
-        self.tokenizer = tokenizer
-        self.seeds = random.Random(seed)
+    vocab_size: int
+    max_length: int  # tokens of prompt and output together
+    eos: frozenset[int]
+    decode: Callable[..., str]  # the tokenizer's
+    seeds: random.Random
 
     def parse(self, body: dict[str, Any]) -> tuple[list[Sequence], bool]:
-        """A /generate body as sequences, and whether it asked for one. Raises Refused."""
-        prompts, one = self.prompts(body)
-        raw = body.get("sampling_params") or {}
-        if isinstance(raw, list) and len(raw) != len(prompts):
-            raise Refused(f"{len(raw)} sampling_params for {len(prompts)} prompts")
+        """A /generate body as sequences, and whether input_ids was a list of prompts. Raises Refused."""
+        ids = body.get("input_ids")
+        if body.get("text") is not None or not isinstance(ids, list):
+            raise Refused("give the prompt as input_ids, a list of token ids, not as text")
+        batch = bool(ids) and isinstance(ids[0], list)
         rid = body.get("rid") or uuid.uuid4().hex
-        if not isinstance(rid, str) and not (isinstance(rid, list) and len(rid) == len(prompts)):
-            raise Refused("rid must be a string, or a list with one for each prompt")
-        start = body.get("logprob_start_len", -1) if body.get("return_logprob") else -1
-        if type(start) is not int:
-            raise Refused("logprob_start_len must be an integer")
-        stream, loop, sequences = bool(body.get("stream")), asyncio.get_running_loop(), []
-        for i, prompt in enumerate(prompts):
-            params = parse_params(raw[i] if isinstance(raw, list) else raw, self.seeds.getrandbits(64))
-            self.check(prompt, params, start)
-            for k in range(params.n):
-                own = rid[i] if isinstance(rid, list) else rid if len(prompts) == 1 else f"{rid}_{i}"
-                seq = Sequence(own if params.n == 1 else f"{own}_{k}", len(prompt), list(prompt), params)
-                seq.params = replace(params, sampling_seed=(params.sampling_seed + k) % 2**64)
-                seq.stop_ids = frozenset() if params.ignore_eos else self.eos.union(params.stop_token_ids)
-                seq.logprob_start = start
-                seq.context = Ticket(stream, loop.create_future())
-                sequences.append(seq)
-        if stream and len(sequences) > 1:
-            raise Refused("stream takes one prompt and n = 1")
-        return sequences, one and len(sequences) == 1
+        if not isinstance(rid, str):
+            raise Refused("rid must be a string")
+        start = body.get("logprob_start_len", -1)
+        if start not in (-1, 0):
+            raise Refused("logprob_start_len must be 0, for logprobs of the whole prompt, or -1, for none of it")
+        stream, logprobs = bool(body.get("stream")), bool(body.get("return_logprob"))
+        if stream and batch:
+            raise Refused("stream takes one prompt")
+        sequences = []
+        for i, prompt in enumerate(ids if batch else [ids]):
+            params = parse_params(body.get("sampling_params") or {}, self.seeds.getrandbits(64))
+            self.check(prompt, params)
+            seq = Sequence(f"{rid}_{i}" if batch else rid, len(prompt), list(prompt), params)
+            seq.stop_ids = frozenset() if params.ignore_eos else self.eos.union(params.stop_token_ids)
+            seq.scored = logprobs and start == 0
+            seq.context = Ticket(stream, logprobs, asyncio.Event())
+            sequences.append(seq)
+        return sequences, batch
 
-    def prompts(self, body: dict[str, Any]) -> tuple[list[list[int]], bool]:
-        """Token ids of the prompts, and whether there was one that was no list of one."""
-        ids, text = body.get("input_ids"), body.get("text")
-        if (ids is None) == (text is None):
-            raise Refused("give either input_ids or text")
-        if text is not None:
-            texts = [text] if isinstance(text, str) else text
-            if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
-                raise Refused("text must be a string or a list of strings")
-            if self.tokenizer is None:
-                raise Refused("text needs a tokenizer, and the server has none: send input_ids")
-            return [self.tokenizer(t)["input_ids"] for t in texts], isinstance(text, str)
-        if not isinstance(ids, list) or not ids:
-            raise Refused("input_ids must be a list of token ids, not empty")
-        return (ids, False) if all(isinstance(row, list) for row in ids) else ([ids], True)
-
-    def check(self, prompt: list[int], params: SamplingParams, start: int) -> None:
+    def check(self, prompt: Any, params: SamplingParams) -> None:
         """Refuse what cannot be generated."""
-        vocab, context = self.vocab_size, self.context_length
-        if not prompt:
-            raise Refused("the prompt is empty")
+        if not isinstance(prompt, list) or not prompt:
+            raise Refused("input_ids must be a list of token ids, not empty")
         for token in prompt:
-            if type(token) is not int or not 0 <= token < vocab:
-                raise Refused(f"input_ids holds {token!r}; token ids are integers from 0 to {vocab - 1}")
-        if len(prompt) + params.max_new_tokens > context:
-            raise Refused(
-                f"prompt ({len(prompt)} tokens) and max_new_tokens ({params.max_new_tokens}) together exceed the "
-                f"model's context length of {context}"
-            )
-        if len(prompt) + params.max_new_tokens > self.max_total_tokens:
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                raise Refused(f"input_ids holds {token!r}; token ids are integers from 0 to {self.vocab_size - 1}")
+        if len(prompt) + params.max_new_tokens > self.max_length:
             raise Refused(
                 f"prompt ({len(prompt)} tokens) and max_new_tokens ({params.max_new_tokens}) together exceed "
-                f"--max-total-tokens {self.max_total_tokens}"
+                f"{self.max_length}, the lesser of the model's context length and --max-total-tokens"
             )
-        if params.stop and self.tokenizer is None:
-            raise Refused("stop strings need a tokenizer, and the server has none: send stop_token_ids")
-        if start >= len(prompt):
-            raise Refused(f"logprob_start_len {start} is behind the prompt of {len(prompt)} tokens")
 
-    def answer(self, seq: Sequence, logprobs: bool) -> dict[str, Any]:
+    def answer(self, seq: Sequence) -> dict[str, Any]:
         """The body for what a sequence has by now. Its list of logprobs grows last, so it says how much there is."""
         n = len(seq.logprobs)
         ids = seq.tokens[seq.prompt_tokens : seq.prompt_tokens + n]
-        finish = seq.finish
-        meta = {
+        meta: dict[str, Any] = {
             "id": seq.rid,
-            "finish_reason": finish,
+            "finish_reason": seq.finish,
             "prompt_tokens": seq.prompt_tokens,
             "weight_version": seq.marks[-1][0],
             "num_retractions": seq.retractions,
             "completion_tokens": n,
             "cached_tokens": seq.cached_tokens,
             "weight_versions": seq.spans(n),
-            "e2e_latency": time.monotonic() - seq.context.start,
         }
-        if logprobs:
-            prompt = seq.tokens[max(seq.logprob_start, 0) : seq.prompt_tokens]
-            scores = seq.input_logprobs
-            meta["input_token_logprobs"] = [[lp, t, None] for lp, t in zip(scores, prompt, strict=False)]
+        if seq.context.logprobs:
+            meta["input_token_logprobs"] = [
+                [lp, t, None] for lp, t in zip(seq.input_logprobs, seq.tokens, strict=False)
+            ]
             meta["output_token_logprobs"] = [[lp, t, None] for lp, t in zip(seq.logprobs[:n], ids, strict=True)]
-        body: dict[str, Any] = {"output_ids": ids, "meta_info": meta}
-        if self.tokenizer is not None:
-            body["text"] = self.text(ids, finish, seq.params.skip_special_tokens)
-        return body
+        return {"text": self.text(ids, (seq.finish or {}).get("matched")), "output_ids": ids, "meta_info": meta}
 
-    def text(self, ids: list[int], finish: dict[str, Any] | None, skip_special: bool) -> str:
-        """The output as text, without what ended it."""
-        matched = (finish or {}).get("matched")
-        text = self.tokenizer.decode(ids[:-1] if type(matched) is int else ids, skip_special_tokens=skip_special)
-        return text[: text.index(matched)] if isinstance(matched, str) and matched in text else text
+    def text(self, ids: list[int], matched: int | str | None) -> str:
+        """The output as text, without the token or string that ended it."""
+        text = self.decode(ids[:-1] if isinstance(matched, int) else ids, skip_special_tokens=True)
+        return text.partition(matched)[0] if isinstance(matched, str) else text

@@ -15,19 +15,20 @@ costs one exchange of two rows (`moves`), which the plan hands to whoever holds 
   sequence shares the longest prefix with the request is taken, so the next turn of a conversation feeds only its tail.
 - **Pause** stops the planning. `abort` ends every request with what it has, `retract` puts the running ones back
   at the head of the queue and forgets their keys, `in_place` leaves them where they are. New requests queue up.
-- **An update of the weights** waits until nothing is in flight (requests that come later wait behind it), or happens
-  at once while paused. It forgets every remembered prefix: keys of old weights are never given to a new request,
-  also with flush_cache false, where SGLang would. Only what was paused `in_place` goes on with old keys.
+- **An update of the weights** waits until nothing runs (the queue waits behind it), or happens at once while paused.
+  It forgets every remembered prefix: keys of old weights are never given to a new request, also with flush_cache
+  false, where SGLang would. Only what was paused `in_place` goes on with old keys.
 
-Different from SGLang, on purpose: an abort is delivered at once also while paused in place; a stop token that is also
-the last allowed token ends with "stop"; `/update_weight_version` takes effect between two steps like anything else.
-AReaL keeps none of this: it talks to SGLang.
+Different from SGLang, on purpose: an update without a pause does not wait for what is only queued, which so starts
+under the new weights; an abort is delivered at once also while paused in place; a stop token that is also the last
+allowed token ends with "stop". AReaL keeps none of this: it talks to SGLang.
 """
 
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 PREFILL_TOKENS = 1024  # fed by one prefill step at most, padding included: more falls out of a CPU's cache
@@ -42,24 +43,14 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1  # -1 keeps all
     frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    min_p: float = 0.0  # only 0 is served
-    repetition_penalty: float = 1.0  # only 1 is served
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False  # also ignores stop_token_ids, as in SGLang
     sampling_seed: int = 0  # given by the server where the request brings none
-    n: int = 1
-    skip_special_tokens: bool = True
 
     @property
-    def penalised(self) -> bool:
-        """Whether what was generated changes the logits."""
-        return bool(self.frequency_penalty or self.presence_penalty)
-
-    @property
-    def reshapes(self) -> bool:
-        """Whether the token is drawn from something else than softmax(logits / T)."""
+    def truncates(self) -> bool:
+        """Whether tokens are left out of the draw."""
         return self.top_p < 1 or self.top_k > 0
 
 
@@ -72,7 +63,7 @@ class Sequence:
     tokens: list[int]
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()
-    logprob_start: int = -1  # first prompt token whose logprob is asked for; -1: none
+    scored: bool = False  # whether the prompt's logprobs are asked for
     logprobs: list[float] = field(default_factory=list)
     input_logprobs: list[float | None] = field(default_factory=list)
     marks: list[tuple[str, int]] = field(default_factory=list)
@@ -92,12 +83,8 @@ class Sequence:
 
     def spans(self, n: int) -> list[dict[str, Any]]:
         """SGLang's weight_versions: which of the first n output tokens, [start, end), which version computed."""
-        ends = [start for _, start in self.marks[1:]] + [n]
-        return [
-            {"version": version, "start": start, "end": end}
-            for (version, start), end in zip(self.marks, ends, strict=True)
-            if end > start
-        ]
+        bounds = pairwise([*self.marks, ("", n)])
+        return [{"version": version, "start": a, "end": b} for (version, a), (_, b) in bounds if a < b]
 
 
 @dataclass(eq=False)
@@ -139,30 +126,29 @@ class Scheduler:
         self.slots = [Slot() for _ in range(slots)]
         self.running = 0  # slots[:running] are at work (one that just ended stays among them until the next plan)
         self.waiting: deque[Sequence] = deque()
-        self.behind: deque[Sequence] = deque()  # came after an update was asked for, and wait for it
         self.paused: str | None = None
         self.updates: deque[Any] = deque()  # updates of the weights that are asked for, in order
         self.finished: list[Sequence] = []  # for the shell to take
         self.steps = 0
 
     def __repr__(self) -> str:
-        live = sum(slot.request is not None for slot in self.slots)
         state = f"paused={self.paused}, " if self.paused else ""
-        return (
-            f"Scheduler({state}version={self.version!r}, running={live}, waiting={len(self.waiting)}, "
-            f"behind={len(self.behind)}, updates={len(self.updates)})"
-        )
+        queues = f"running={len(self.at_work())}, waiting={len(self.waiting)}, updates={len(self.updates)}"
+        return f"Scheduler({state}version={self.version!r}, {queues})"
 
     # questions
 
+    def at_work(self) -> list[Sequence]:
+        """The requests in slots."""
+        return [slot.request for slot in self.slots[: self.running] if slot.request]
+
     def live(self) -> list[Sequence]:
-        """Every request that has not ended: running, waiting, behind an update."""
-        return [s.request for s in self.slots[: self.running] if s.request] + [*self.waiting, *self.behind]
+        """Every request that has not ended: running or waiting."""
+        return [*self.at_work(), *self.waiting]
 
     def update_is_due(self) -> bool:
         """Whether the first of `updates` may happen now."""
-        idle = not self.waiting and all(slot.request is None for slot in self.slots)
-        return bool(self.updates) and (self.paused is not None or idle)
+        return bool(self.updates) and (self.paused is not None or not self.at_work())
 
     # events
 
@@ -170,17 +156,14 @@ class Scheduler:
         """Take a request in."""
         assert request.reserved <= self.max_total_tokens, "one that can never run is refused before"
         request.marks.append((self.version, 0))
-        (self.behind if self.updates else self.waiting).append(request)
+        self.waiting.append(request)
 
     def abort(self, matches: Callable[[Sequence], bool] = lambda _: True) -> None:
         """End the matching requests with what they have."""
         for request in self.live():
             if matches(request):
-                started = request.logprobs or any(slot.request is request for slot in self.slots)
-                message = "Aborted" if started else "Abort in waiting queue"
-                self._end(request, {"type": "abort", "message": message})
+                self._end(request, {"type": "abort", "message": "Aborted"})
         self.waiting = deque(r for r in self.waiting if r.finish is None)
-        self.behind = deque(r for r in self.behind if r.finish is None)
 
     def pause(self, mode: str) -> None:
         """Stop planning; what happens to running requests is the mode: abort, retract or in_place."""
@@ -206,26 +189,14 @@ class Scheduler:
     def updated(self, version: str | None) -> None:
         """The first update is over: with the version it brought, or None where it failed and nothing changed."""
         self.updates.popleft()
-        if version is not None:
-            self.flush()
-            for slot in self.slots:
-                slot.stale = slot.request is not None
-            self.relabel(version)
-        if not self.updates:
-            self.waiting.extend(self.behind)
-            self.behind.clear()
-
-    def relabel(self, version: str) -> None:
-        """Tokens from here on count to `version`."""
+        if version is None:
+            return
         self.version = version
         for request in self.live():
             request.marks.append((version, len(request.logprobs)))
-
-    def flush(self) -> None:
-        """Forget the prefixes of idle slots."""
         for slot in self.slots:
-            if slot.request is None:
-                slot.cached = 0
+            slot.stale = slot.request is not None
+            slot.cached = slot.cached if slot.stale else 0
 
     def plan(self) -> Step | None:
         """Fill the slots; what to feed next, or None when there is nothing to do."""
@@ -237,7 +208,8 @@ class Scheduler:
                 self.running -= 1
                 self._swap(i, self.running, moves)
         first = self.running
-        self._admit(moves)
+        if not self.updates:
+            self._admit(moves)
         if not self.running:
             return None
         self.steps += 1
@@ -287,7 +259,7 @@ class Scheduler:
 
     def _admit(self, moves: list[tuple[int, int]]) -> None:
         """Move requests from the queue into slots[running:], as many as fit into one prefill step."""
-        total = sum(slot.request.reserved for slot in self.slots[: self.running] if slot.request)
+        total = sum(request.reserved for request in self.at_work())
         fed: list[int] = []
         while self.waiting and self.running < len(self.slots):
             request = self.waiting[0]
@@ -309,7 +281,7 @@ class Scheduler:
         """The idle slot that remembers most of the request, else the one idle for longest, and how much of it.
         At least one token is fed, and all of them where the prompt's logprobs are wanted."""
         idle = range(self.running, len(self.slots))
-        limit = len(request.tokens) - 1 if request.logprob_start < 0 else 0
+        limit = 0 if request.scored else len(request.tokens) - 1
         shared = {i: common_prefix(self.slots[i].tokens[: self.slots[i].cached], request.tokens) for i in idle}
         best = max(idle, key=lambda i: (min(shared[i], limit), -self.slots[i].used))
         return best, min(shared[best], limit)

@@ -104,7 +104,7 @@ def play_at_random(rng: random.Random) -> list[str]:
     return said[:-1]  # the last guess is not answered
 
 
-def make_model(path: Path, seed: int, warmup_steps: int = 150) -> None:
+def make_model(path: Path, seed: int, warmup_steps: int = 600) -> None:
     """Write a two-layer Qwen3 (135k parameters) that plays at random to `path`, the same for the same seed."""
     tokenizer = base_model.make_tokenizer(WORDS)
     model = base_model.make_qwen3(tokenizer, layers=2, context=64, seed=seed)
@@ -115,7 +115,7 @@ def make_model(path: Path, seed: int, warmup_steps: int = 150) -> None:
         roles = ("user", "assistant")
         return base_model.render(tokenizer, [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)])
 
-    base_model.imitate(model, tokenizer, lambda: [ids_of(*play_at_random(rng)) for _ in range(64)], warmup_steps, 5e-3)
+    base_model.imitate(model, tokenizer, lambda: [ids_of(*play_at_random(rng)) for _ in range(16)], warmup_steps, 5e-3)
     base_model.save_atomically(path, model, tokenizer)
 
 
