@@ -39,6 +39,7 @@ COLUMNS = (
     ("sync_s", "sync s", "{:.2f}"),
 )
 ROWS = 12  # steps that the live table shows
+TRAINER, ROLLOUT = 1, 2  # rows of the trace
 
 
 class Trace:
@@ -50,12 +51,14 @@ class Trace:
         self.file = path.open("w") if path else None
         if self.file:
             self.file.write("[\n")
+        for tid, name in ((TRAINER, "trainer"), (ROLLOUT, "rollout")):
+            self._write({"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": name}})
 
     def event(self, name: str, task_id: int) -> None:
         """submit, start, finish, accept, reject ... of one task; start and finish open and close its span."""
         phase = {"start": "b", "finish": "e"}.get(name, "n")
         title = f"group {task_id}" if phase in "be" else name
-        self._write({"ph": phase, "cat": "rollout", "id": task_id, "name": title, "tid": "rollout"})
+        self._write({"ph": phase, "cat": "rollout", "id": task_id, "name": title, "tid": ROLLOUT})
 
     @contextmanager
     def span(self, name: str, seconds: dict[str, float]) -> Iterator[None]:
@@ -67,10 +70,10 @@ class Trace:
             duration = time.monotonic_ns() - begin
             seconds[f"{name}_s"] = seconds.get(f"{name}_s", 0.0) + duration / 1e9
             stamp = {"ts": (begin - self.start) / 1e3, "dur": duration / 1e3}
-            self._write({"ph": "X", "cat": "trainer", "name": name, "tid": "trainer", **stamp})
+            self._write({"ph": "X", "cat": "trainer", "name": name, "tid": TRAINER, **stamp})
 
     def _write(self, record: dict[str, Any]) -> None:
-        record = {"pid": "nano-areal", "ts": (time.monotonic_ns() - self.start) / 1e3, **record}
+        record = {"pid": 1, "ts": (time.monotonic_ns() - self.start) / 1e3, **record}
         with self.lock:
             if self.file:
                 self.file.write(json.dumps(record) + ",\n")

@@ -194,9 +194,3 @@ def summary(ask: Ask, console: Console) -> None:
         )
         panels.append(Panel(Group(draw(tree), f"[dim]{score}[/dim]"), title=title, width=36))
     console.print(Columns(panels))
-
-
-def show(messages: list[dict], reward: float) -> str:
-    """One game on one line: "3 higher 5 lower 4: found"."""
-    moves = " ".join(str(m["content"]) for m in messages if m["content"] != QUESTION)
-    return f"{moves}: {'found' if success(reward) else 'not found'}"

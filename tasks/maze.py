@@ -203,10 +203,3 @@ def summary(ask: Callable[[list[list[dict]]], list[str]], console: Console) -> N
     moves = f"makes {len(walk) - 1} moves" if walk else "runs into a wall"
     console.print(f"The greedy policy {moves} and is {'' if spl(answer, start, home) else 'not '}home.")
     console.print(draw(walk or [CELLS[start]], home))
-
-
-def show(messages: list[dict], reward: float) -> str:
-    """One walk on one line, its middle left out."""
-    prompt, words = messages[0]["content"], str(messages[-1]["content"]).split()
-    shown = " ".join(words if len(words) <= 12 else [*words[:8], "…", *words[-3:]])
-    return f"{prompt}: {shown} ({len(words) - 1} moves, SPL {reward:.2f})"

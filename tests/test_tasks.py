@@ -273,13 +273,3 @@ def test_maze_summary() -> None:
     assert text.count("•") == 2 * 108 - 1
     assert len([line for line in text.splitlines() if set(line) & set("│─┼")]) == 2 * maze.SIDE + 1
     assert "runs into a wall and is not home" in printed(maze, "l10 a1")
-
-
-def test_samples_fit_on_a_line() -> None:
-    """A conversation is shown as one line that says what happened and what it paid."""
-    messages = [{"content": c} for c in (guess.QUESTION, "3", "higher", "5")]
-    assert guess.show(messages, 1.0) == "3 higher 5: found"
-    way = " ".join(shortest_walk("b7", "l12"))
-    line = maze.show([{"content": "from b7 to l12"}, {"content": way}], 1.0)
-    assert line.startswith("from b7 to l12: b7 ")
-    assert len(line) < 100

@@ -1,0 +1,84 @@
+"""Does a recipe learn on every seed? One real run a seed, one after another, and a table of how they ended.
+
+    python bench/seeds.py 1 2 3 4 5 31 32 33 34 35
+    python bench/seeds.py --config configs/maze.yaml 101 102 103
+
+A run that is there already (runs/seeds/<experiment>/seed<k>) is read, not repeated. success is sampled play: the first
+step's, before anything was learnt, and the mean of the last five steps. load is the machine's one-minute load average
+when the run began: on two cores, more than 2 after the run's own start-up means that it did not have the machine to itself.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from plumbing.config import load  # noqa: E402
+
+
+def train(config: str, seed: int, folder: Path, root: Path) -> None:
+    """One run of train.py, unless its metrics are there; its load average is noted beside them."""
+    if (folder / "metrics.jsonl").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "load.txt").write_text(f"{os.getloadavg()[0]:.1f}")
+    words = [f"seed={seed}", f"trial_name={folder.name}", f"fileroot={root}", "logger.live=false"]
+    command = [sys.executable, "train.py", "--config", config, *words]
+    with (folder / "output.txt").open("w") as out:
+        subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, check=True)
+
+
+def row(seed: int, folder: Path) -> str:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    load_file = folder / "load.txt"
+    cells = [
+        str(seed),
+        f"{lines[0]['success']:.3f}",
+        f"{mean(line['success'] for line in lines[-5:]):.3f}",
+        f"{mean(line['reward'] for line in lines[-5:]):.3f}",
+        f"{mean(line['staleness_mean'] for line in lines):.2f}",
+        f"{max(line['staleness_max'] for line in lines):.0f}",
+        f"{mean(line['mixed_version_share'] for line in lines):.0%}",
+        f"{max(line['logp_mismatch'] for line in lines):.0e}",
+        f"{len(lines)}",
+        f"{lines[-1]['wall_s']:.0f}",
+        load_file.read_text() if load_file.exists() else "?",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("seeds", nargs="+", type=int)
+    parser.add_argument("--config", default="configs/demo.yaml")
+    parser.add_argument("--fileroot", type=Path, default=Path("runs/seeds"))
+    args = parser.parse_args()
+    name = load(["--config", args.config]).experiment_name
+    names = [
+        "seed",
+        "first",
+        "last five",
+        "reward",
+        "staleness",
+        "max",
+        "mixed",
+        "mismatch",
+        "steps",
+        "seconds",
+        "load",
+    ]
+    print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
+    for seed in args.seeds:
+        folder = args.fileroot / name / f"seed{seed}"
+        train(args.config, seed, folder, args.fileroot)
+        print(row(seed, folder), flush=True)
+
+
+if __name__ == "__main__":
+    main()
