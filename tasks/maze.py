@@ -192,14 +192,20 @@ def middle(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     return (a[0] + b[0]) // 2, (a[1] + b[1]) // 2
 
 
+def typical() -> dict:
+    """The instance of median length."""
+    ways = sorted(dataset(), key=lambda d: distances(d["home"])[CELLS[d["start"]]])
+    return ways[len(ways) // 2]
+
+
 def summary(ask: Callable[[list[list[dict]]], list[str]], console: Console) -> None:
-    """Print the greedy walk over the longest way home. `ask`: conversations -> greedy answers."""
-    instance = max(dataset(), key=lambda d: distances(d["home"])[CELLS[d["start"]]])
+    """Draw the greedy walk over a typical way home. `ask`: conversations -> greedy answers."""
+    instance = typical()
     start, home = instance["start"], instance["home"]
     [answer] = ask([instance["messages"]])
     walk = walk_of(answer, start)
     shortest = distances(home)[CELLS[start]]
-    console.print(f"The longest way home, from {start} (S) to {home} (H): {shortest} moves at best.")
+    console.print(f"A typical way home, from {start} (S) to {home} (H): {shortest} moves at best.")
     moves = f"makes {len(walk) - 1} moves" if walk else "runs into a wall"
     console.print(f"The greedy policy {moves} and is {'' if spl(answer, start, home) else 'not '}home.")
     console.print(draw(walk or [CELLS[start]], home))
