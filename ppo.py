@@ -169,10 +169,10 @@ def ppo_actor_loss_fn(
     loss = -torch.where(mask, weight.masked_fill(dropped, 0) * objective, 0).sum() / denominator
 
     with torch.no_grad():
-        log_ratio = logp - old_logp  # log (pi_theta / pi_behav)
+        log_ratio = (logp - old_logp).clamp(-20, 20)  # log (pi_theta / pi_behav); bounded, since it is exponentiated
         per_token = {
             "clip_frac": objective != u * A,
-            "behave_weight_mean": weight,
+            "behave_weight_mean": weight.masked_fill(dropped, 0),
             "dropped_share": dropped,
             "kl": log_ratio.exp() - 1 - log_ratio,  # k3, of pi_theta seen from pi_behav; never negative
         }

@@ -129,6 +129,7 @@ class Proxy:
         admin_key: str,
         *,
         seed: int | None = None,
+        sampling: dict[str, Any] | None = None,
         max_new_tokens: int | None = None,
         session_timeout_seconds: float = 3600.0,
         chat_template_type: str = "concat",
@@ -140,6 +141,7 @@ class Proxy:
         self._admin_key = admin_key
         self._seed = seed
         self._max_new_tokens = max_new_tokens
+        self._sampling = sampling or {}
         self._stop_token_ids = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
 
     # Questions
@@ -154,7 +156,7 @@ class Proxy:
 
     def sampling(self, ask: AgentRequest, session: Session) -> GenerationHyperparameters:
         """What the agent set, else our defaults. The engine clips max_new_tokens to what the context leaves."""
-        ours: dict[str, Any] = {"stop_token_ids": self._stop_token_ids}
+        ours = self._sampling | {"stop_token_ids": self._stop_token_ids + self._sampling.get("stop_token_ids", [])}
         if self._max_new_tokens is not None:
             ours["max_new_tokens"] = self._max_new_tokens
         if self._seed is not None:
@@ -341,6 +343,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     given = os.environ.get("NANO_AREAL_ADMIN_KEY")
     add("--admin-key", default=given, help="default: $NANO_AREAL_ADMIN_KEY, else a new one, which is printed")
     add("--seed", type=int, help="makes the sampling of a run repeatable")
+    add("--sampling", type=orjson.loads, default={}, help='JSON: other defaults, as {"temperature": 0.7}')
     add("--max-new-tokens", type=int, help="for calls that name no limit; default: what the context leaves")
     add("--request-timeout", type=float, default=3600.0, help="seconds for one generation")
     add("--session-timeout-seconds", type=float, default=3600.0, help="an idle session is dropped after this")
@@ -365,6 +368,7 @@ def main(argv: list[str] | None = None) -> int:
                 tokenizer,
                 key,
                 seed=args.seed,
+                sampling=args.sampling,
                 max_new_tokens=args.max_new_tokens or engine.context_length,
                 session_timeout_seconds=args.session_timeout_seconds,
                 chat_template_type=args.chat_template_type,

@@ -113,7 +113,7 @@ def train(config: TrainConfig, parts: Parts, run_dir: Path, logger: Logger, trac
         metrics |= {"step_s": time.monotonic() - begin, "wall_s": time.monotonic() - start}
         logger.tokens(step, batch)
         logger.log(metrics)
-        if config.logger.sample_interval and step % config.logger.sample_interval == 1:
+        if config.logger.sample_interval and (step - 1) % config.logger.sample_interval == 0:
             logger.sample(batch, rollout.executor.tokenizer)
 
 
@@ -182,7 +182,7 @@ def build(config: TrainConfig, inputs: Inputs, run_dir: Path, fleet: Fleet, trac
         rollout,
         config.rollout,
         tokenizer=AutoTokenizer.from_pretrained(config.tokenizer_path),
-        gconfig=config.gconfig.new(seed=config.seed if config.gconfig.seed is None else config.gconfig.seed),
+        gconfig=config.gconfig,
         proxy=ProxyAddress(*start_proxy(config, fleet, addresses)),
         dump_dir=run_dir,
         trace=trace.event,

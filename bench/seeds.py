@@ -55,7 +55,7 @@ def row(seed: int, folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("seeds", nargs="+", type=int)
+    parser.add_argument("seeds", nargs="*", type=int, default=[1])
     parser.add_argument("--config", default="configs/demo.yaml")
     parser.add_argument("--fileroot", type=Path, default=Path("runs/seeds"))
     args = parser.parse_args()

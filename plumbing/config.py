@@ -262,8 +262,10 @@ def check_keys(given: Any, source: str) -> DictConfig:
 def validate(config: TrainConfig) -> None:
     """What can be seen to be wrong before anything is started."""
     values = flatten(dataclasses.asdict(config))
-    for name in ("max_steps", "train_dataset.batch_size", "gconfig.n_samples", "actor.ppo_n_minibatches"):
-        if values[name] < 1:
+    counts = ["max_steps", "train_dataset.batch_size", "gconfig.n_samples", "gconfig.max_new_tokens", "saver.keep"]
+    counts += ["actor.ppo_n_minibatches", "actor.ppo_epochs", "rollout.group_size", "rollout.max_concurrent_rollouts"]
+    for name in counts:
+        if values[name] is not None and values[name] < 1:
             raise ConfigError(f"{name}={values[name]}; it must be at least 1")
     if config.rollout.max_head_offpolicyness < 0:
         raise ConfigError("rollout.max_head_offpolicyness must be 0 (synchronous) or more")
@@ -287,6 +289,7 @@ def resolve(config: TrainConfig) -> None:
         raise ConfigError(f"{both} must be equal: a step consumes what the gate counts per version")
     rollout.consumer_batch_size = batch
     rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or (rollout.max_head_offpolicyness + 1) * batch
+    config.gconfig.seed = config.seed if config.gconfig.seed is None else config.gconfig.seed
     rollout.queue_size = rollout.queue_size or 16 * rollout.max_concurrent_rollouts
 
 

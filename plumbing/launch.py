@@ -6,6 +6,7 @@ own: Ctrl-C reaches train.py alone, which ends them in order. A child that dies 
 for it, and the run fails with the end of the child's log instead of hanging on a request.
 """
 
+import json
 import os
 import secrets
 import socket
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx
@@ -22,6 +23,7 @@ import httpx
 from plumbing.config import ConfigError, TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+SAMPLING = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "frequency_penalty", "greedy")  # of agents, too
 GRACE_SECONDS = 5.0  # what a child gets to end by itself before it is killed
 
 
@@ -83,10 +85,12 @@ class Fleet:
             if child.process.poll() is not None:
                 raise ProcessDied(child.last_words())
             try:
-                if httpx.get(f"{child.url}/health", timeout=5).status_code == 200:
+                # trust_env: a proxy of the environment is not for our own machine
+                if httpx.get(f"{child.url}/health", timeout=5, trust_env=False).status_code == 200:
                     return child.url
             except httpx.TransportError:
-                time.sleep(0.05)  # a socket that is not open yet has no event to wait for
+                pass
+            time.sleep(0.05)  # a socket that is not open yet has no event to wait for
         raise TimeoutError(f"{child.name} did not answer within {seconds:.0f} s; see {child.log}")
 
     def watch(self, on_death: list[Callable[[ProcessDied], None]]) -> None:
@@ -148,7 +152,8 @@ def start_proxy(config: TrainConfig, fleet: Fleet, servers: list[str]) -> tuple[
     assert config.tokenizer_path is not None
     options = {
         "--model-path": config.tokenizer_path,
-        "--seed": config.seed,
+        "--seed": config.gconfig.seed,
+        "--sampling": json.dumps({k: v for k, v in asdict(config.gconfig).items() if k in SAMPLING}),
         "--request-timeout": config.rollout.request_timeout,
         "--session-timeout-seconds": config.rollout.openai.session_timeout_seconds,
         "--max-new-tokens": config.gconfig.max_new_tokens,

@@ -34,7 +34,8 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
     server = uvicorn.Server(config)
 
     def follow_parent() -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 4096):  # not sys.stdin, which would be locked when the process ends
+            pass
         server.should_exit = True
 
     if exit_with_parent:

@@ -94,7 +94,7 @@ def wait_until_up(url: str, process: subprocess.Popen, path: str = "/health", se
         if process.poll() is not None:
             raise RuntimeError(f"{process.args!r} ended with code {process.returncode}")
         try:
-            if httpx.get(url + path, timeout=5).status_code == 200:
+            if httpx.get(url + path, timeout=5, trust_env=False).status_code == 200:
                 return
         except httpx.TransportError:
             time.sleep(0.05)

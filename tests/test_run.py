@@ -211,12 +211,15 @@ def wait_gone(pid: int) -> None:
 
 
 def test_exception_in_the_trainer(tmp_path: Path) -> None:
-    """A training step that fails (here: an infinite learning rate) ends the run with its error and no process left."""
-    words = [*SMALL_GUESS, "actor.optimizer.lr=1e30", "actor.optimizer.warmup_steps=0", "max_steps=50"]
-    process, pids = start_and_wait_for_step(tmp_path, *words)
+    """A training step that fails (here: a file lies where checkpoints go) ends the run with its error, nothing left."""
+    folder = tmp_path / "e" / "t"
+    folder.mkdir(parents=True)
+    (folder / "checkpoints").write_text("in the way")
+    process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "saver.interval=2", "max_steps=50")
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "Error" in output
+    assert "checkpoints" in output
     assert_gone(pids)
 
 
