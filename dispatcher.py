@@ -20,7 +20,8 @@ within max_head_offpolicyness; take() checks it.
 
 **Failure.** A task that returns None is rejected; one that raises is rejected and counted as failed. When
 max_consecutive_failures tasks raise and none returns in between, the run stops with the first traceback as the
-cause: a bug that hits every episode ends the run instead of being refilled for ever. fail() stops it from
+cause: a bug that hits every episode ends the run instead of being refilled for ever. As many rejected in a row
+are a warning in the log, once a row: a filter may be strict and right. fail() stops the run from
 outside (a watcher sees a dead server), and so does what our own code raises in the thread. In each case every
 waiting and every later call raises RuntimeError.
 
@@ -88,6 +89,7 @@ class DispatchState(Generic[TInput, TResult]):
         self.failure: tuple[str, BaseException | None] | None = None  # why everything ended
         self.errors_in_a_row = 0
         self.first_error: BaseException | None = None  # of that row
+        self.rejected_in_a_row = 0
 
     def __repr__(self) -> str:
         state = "failed" if self.failure else "paused" if self.paused else "open"
@@ -157,6 +159,7 @@ class DispatchState(Generic[TInput, TResult]):
                 self.trace("fail", task_id)
             self.trace("reject", task_id)
         self._count_errors(result.error)
+        self._count_rejected(result.data is not None)
         while self.order and (data := next(iter(self.order.values()))) is not None:
             oldest_id, _ = self.order.popitem(last=False)
             self.ready[oldest_id] = data
@@ -208,6 +211,12 @@ class DispatchState(Generic[TInput, TResult]):
         first = self.first_error = self.first_error or error
         if self.errors_in_a_row >= self.max_failures:
             self.fail(f"{self.errors_in_a_row} tasks failed one after another; the first: {first!r}", first)
+
+    def _count_rejected(self, accepted: bool) -> None:
+        self.rejected_in_a_row = 0 if accepted else self.rejected_in_a_row + 1
+        if self.rejected_in_a_row == self.max_failures and not self.failure:
+            hint = "look at should_accept_fn, and at why the workflow returns None (of an agent: it set no reward)"
+            logger.warning("%d tasks in a row were rejected and none was accepted: %s", self.max_failures, hint)
 
 
 class BatchTaskDispatcher(Generic[TInput, TResult]):

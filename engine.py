@@ -88,11 +88,16 @@ class GenerationHyperparameters:
         return dataclasses.replace(self, **(lists | changes))
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken. Servers have the same threshold: below it dividing by it overflows."""
+        return self.greedy or self.temperature < 1e-6
+
+    @property
     def trains_exactly(self) -> bool:
         """Whether tokens are drawn from softmax(logits / temperature) itself: then the logprobs that the
         server returns are those of the distribution that was sampled, and training can reproduce them."""
         pure = self.top_p == 1 and self.top_k == -1 and self.frequency_penalty == 0
-        return pure and self.temperature > 0 and not self.greedy
+        return pure and not self.is_greedy
 
 
 @dataclass
@@ -144,7 +149,7 @@ def segment_seed(seed: int, offset: int) -> int:
     """The seed of the segment that starts after `offset` tokens. A retry with nothing gained repeats itself;
     a resumed segment does not reuse the noise that sampled the segment before it."""
     if offset == 0:
-        return seed
+        return seed % 2**63  # JSON readers and SGLang know no longer ones
     return int.from_bytes(hashlib.blake2b(f"{seed}+{offset}".encode(), digest_size=8).digest()) >> 1
 
 
@@ -152,7 +157,7 @@ def sampling_params(gconfig: GenerationHyperparameters, max_new_tokens: int, off
     """What a segment sends: every parameter that a generation_config.json could set otherwise."""
     params = {
         "max_new_tokens": max_new_tokens,
-        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+        "temperature": 0.0 if gconfig.is_greedy else gconfig.temperature,
         "top_p": gconfig.top_p,
         "top_k": gconfig.top_k,
         "min_p": 0.0,
@@ -280,7 +285,7 @@ class RemoteInfEngine:
         server's own message when it refuses; 503 when no server answered; 502 when an answer makes no sense.
         """
         g, budget = req.gconfig, self._budget(req)
-        temperature = 1.0 if g.greedy or g.temperature == 0 else g.temperature
+        temperature = 1.0 if g.is_greedy else g.temperature
         response = ModelResponse(list(req.input_ids), temperature=temperature, trains_exactly=g.trains_exactly)
         ranking = rank_servers(self.addresses, req.session or req.rid)
         failures = empty_aborts = 0

@@ -30,7 +30,6 @@ It does not promise to detect a history whose texts were rewritten: such a turn 
 """
 
 import json
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -60,16 +59,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "chat_template": (),
+    "stop_token_ids": ([],),
+    **dict.fromkeys(("chat_template", "reasoning_effort"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
 }
 NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {  # that steer sampling: kind, what is allowed, in words
-    "temperature": (float, lambda x: 0 <= x < math.inf, "a number from 0"),
+    "temperature": (float, lambda x: 0 <= x < 2**31, "a number from 0 to below 2**31"),
     "top_p": (float, lambda x: 0 < x <= 1, "a number above 0 to 1"),
-    "top_k": (int, lambda n: n >= -1, "an integer of at least -1"),
+    "top_k": (int, lambda n: -1 <= n < 2**31, "an integer from -1 to below 2**31"),
     "frequency_penalty": (float, lambda x: -2 <= x <= 2, "a number from -2 to 2"),
     "seed": (int, lambda n: True, "an integer"),
-    "max_tokens": (int, lambda n: n >= 1, "an integer of at least 1"),
-    "max_completion_tokens": (int, lambda n: n >= 1, "an integer of at least 1"),  # its newer name
+    "max_tokens": (int, lambda n: 1 <= n < 2**31, "an integer from 1 to below 2**31"),
+    "max_completion_tokens": (int, lambda n: 1 <= n < 2**31, "an integer from 1 to below 2**31"),  # its newer name
 }
 
 
@@ -96,7 +97,15 @@ class AgentRequest:
     @property
     def template_key(self) -> str:
         """What else than the messages decides the prompt; turns of one conversation agree in it."""
-        return json.dumps(self.template_kwargs, sort_keys=True)
+        return _json(self.template_kwargs, "chat_template_kwargs")
+
+
+def _json(value: Any, name: str) -> str:
+    """`value` of the field `name` as text. BadRequest where it is nested too deeply to be written down."""
+    try:
+        return json.dumps(value, sort_keys=True)
+    except RecursionError as error:
+        raise BadRequest(f"{name}: it is nested too deeply") from error
 
 
 def normalise(message: Message) -> Message:
@@ -128,9 +137,9 @@ def _parsed(arguments: Any) -> Any:
 
 
 def canonical(message: Message) -> tuple:
-    """A hashable value that is equal for two messages exactly when they mean the same."""
+    """A hashable value that is equal for two messages exactly when they mean the same. Raises BadRequest."""
     role, text, *calls = normalise(message).values()
-    return role, text, json.dumps(calls, sort_keys=True) if calls else ""
+    return role, text, _json(calls, "messages.tool_calls") if calls else ""
 
 
 def parse_messages(raw: Any) -> list[Message]:
@@ -191,7 +200,7 @@ def parse_sampling(body: dict[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, kind)) or not allowed(value):
-            raise BadRequest(f"{name}: {words} is needed, not {json.dumps(value)}")
+            raise BadRequest(f"{name}: {words} is needed, not {_json(value, name)}")
         sampling[name] = kind(value)
     limits = {sampling.pop(name) for name in ("max_tokens", "max_completion_tokens") if name in sampling}
     if len(limits) > 1:

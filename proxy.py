@@ -106,7 +106,7 @@ class PromptBuilder:
             )
         try:
             return render(messages, add_generation_prompt=True, tokenize=False, **kwargs)
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise BadRequest(f"messages: the chat template refuses them: {error}") from error
 
     def _encode(self, text: str) -> list[int]:

@@ -15,7 +15,8 @@ A wrong number would be learnt; a failure is counted.
 What a worker costs. Processes are spawned, not forked (the trainer has threads and a GPU), and a spawned process
 imports the module of the reward function, found by its name. It does not run the trainer's own script a second time,
 as Python would have it by default, because that would import torch in every worker: hence `_LeanProcess`. So keep
-heavy imports out of a reward's module, and the function out of `__main__`.
+heavy imports out of a reward's module, and the function out of `__main__`. A worker ends when the process that
+started it is gone, however that ended and whatever the worker computes.
 
 How it differs from AReaL, which retries a timed-out reward three times while the first call still occupies its
 process, and then returns 0.
@@ -30,6 +31,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing import parent_process
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
@@ -77,11 +79,24 @@ class _LeanContext(SpawnContext):
     Process = _LeanProcess
 
 
+def _end_with_parent() -> None:
+    """In a new worker: a thread that ends it when its parent is gone, which kill -9 leaves no other way to learn."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
 def _shared_pool() -> ProcessPool:
     global _pool
     with _lock:
         if _pool is None:
-            _pool = ProcessPool(max_workers=min(4, os.cpu_count() or 1), context=_LeanContext())
+            workers = min(4, os.cpu_count() or 1)
+            _pool = ProcessPool(workers, initializer=_end_with_parent, context=_LeanContext())
         return _pool
 
 

@@ -242,12 +242,12 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
 
 
 def truncate(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Zero what top_k and top_p leave out; not renormalised. weights (n, vocab), n params -> (n, vocab)."""
+    """Zero what top_k and top_p leave out, never the likeliest; not renormalised. weights (n, vocab) -> the same."""
     ranked, order = weights.sort(dim=-1, descending=True)
     rank = torch.arange(weights.shape[1])
     top_k = torch.tensor([p.top_k if p.top_k > 0 else weights.shape[1] for p in params])[:, None]
     top_p = torch.tensor([p.top_p for p in params])[:, None]
-    keep = (rank < top_k) & ((ranked.cumsum(-1) - ranked < top_p) | (top_p >= 1))
+    keep = (rank < top_k) & ((ranked.cumsum(-1) - ranked < top_p) | (top_p >= 1) | (rank == 0))
     return torch.zeros_like(weights).scatter(1, order, ranked * keep)
 
 

@@ -13,7 +13,6 @@ sampled. Prompts are token ids, never text: whoever trains on tokens knows them.
 """
 
 import asyncio
-import math
 import random
 import uuid
 from collections.abc import Callable
@@ -39,10 +38,10 @@ class Ticket:
 
 
 CHECKS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
-    "max_new_tokens": (int, lambda x: x >= 0, "an integer, at least 0"),
-    "temperature": ((int, float), lambda x: 0 <= x < math.inf, "a finite number, at least 0"),
+    "max_new_tokens": (int, lambda x: 0 <= x < 2**31, "an integer in [0, 2**31)"),
+    "temperature": ((int, float), lambda x: 0 <= x < 2**31, "a number in [0, 2**31)"),
     "top_p": ((int, float), lambda x: 0 < x <= 1, "a number in (0, 1]"),
-    "top_k": (int, lambda x: x == -1 or x >= 1, "-1 (all) or an integer, at least 1"),
+    "top_k": (int, lambda x: x == -1 or 1 <= x < 2**31, "-1 (all) or an integer in [1, 2**31)"),
     "frequency_penalty": ((int, float), lambda x: -2 <= x <= 2, "a number in [-2, 2]"),
     "stop": (list, lambda x: all(isinstance(s, str) and s for s in x), "a string or a list of strings"),
     "stop_token_ids": (list, lambda x: all(type(t) is int for t in x), "a list of token ids"),

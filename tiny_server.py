@@ -264,7 +264,7 @@ class Server:
         """SGLang's, and beside it what the client checks against, what tests look at, and what the benchmark needs."""
         model, version = self.engine.model, self.scheduler.version
         known = {"model_path": self.model_path, "is_generation": True, "weight_version": version}
-        sizes = {"vocab_size": model.vocab_size, "context_length": model.context_length}
+        sizes = {"vocab_size": model.vocab_size, "context_length": self.protocol.max_length}
         return reply({**known, **sizes, "state": repr(self.scheduler), "cpu_seconds": time.process_time()})
 
     async def health(self, _: Request) -> Response:

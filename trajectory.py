@@ -108,6 +108,8 @@ def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = No
             raise ValueError(f"trajectory[{key!r}] holds values that are not finite")
     if (generated(traj) & ~traj["attention_mask"].bool()).any():
         raise ValueError("the trajectory trains on padding: loss_mask is 1 where attention_mask is False")
+    if "versions" in traj and (traj["versions"][generated(traj)] < 0).any():
+        raise ValueError("trajectory['versions'] is negative on generated tokens; -1 is for tokens of no policy")
     if expected_keys is not None and traj.keys() != expected_keys:
         fewer, more = sorted(expected_keys - traj.keys()), sorted(traj.keys() - expected_keys)
         raise ValueError(f"the keys differ from this workflow's earlier trajectories: lacks {fewer}, adds {more}")

@@ -239,7 +239,10 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
     async def _run_member(self, i: int, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         workflow_context.set(replace(_context.get(), sample_idx=i))
-        return await self.workflow.arun_episode(engine, copy.deepcopy(data))
+        try:
+            return await self.workflow.arun_episode(engine, copy.deepcopy(data))
+        except SystemExit as error:  # a task of ours that raised it would end the event loop, and every episode
+            raise RuntimeError(f"the episode called sys.exit({error.code!r})") from error
 
     @staticmethod
     def _merge(results: list[Any]) -> EpisodeResult:

@@ -369,6 +369,17 @@ def test_one_success_ends_a_row_of_failures(make_stage):
     assert stage.dispatcher.stats == RolloutStat(accepted=1, rejected=20, failed=10)
 
 
+def test_a_row_of_rejections_is_logged_once(make_stage, caplog):
+    """Rejections are refilled for ever, but not without a word; an acceptance begins a new row."""
+    stage = make_stage(eta=100, concurrent=1, max_consecutive_failures=3)
+    accepted = (2, 10)  # rows of 2, 7 and 3 rejections
+    for task_id in range(14):
+        stage.finish(task_id) if task_id in accepted else stage.reject(task_id)
+    stage.submit(*range(14))
+    assert stage.dispatcher.wait_for_task(13, timeout=DEADLINE) is None
+    assert caplog.text.count("3 tasks in a row were rejected and none was accepted: look at should_accept_fn") == 2
+
+
 def test_an_exhausted_generator_still_delivers_whole_batches(make_stage):
     """Five prompts make two batches of two; the third call says that the generator is exhausted."""
     stage = make_stage(eta=10, batch=2)

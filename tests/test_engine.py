@@ -345,7 +345,7 @@ async def test_every_sampling_parameter_is_sent():
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("gconfig", [{"greedy": True}, {"temperature": 0.0}])
+@pytest.mark.parametrize("gconfig", [{"greedy": True}, {"temperature": 0.0}, {"temperature": 9e-7}])
 async def test_greedy_is_temperature_zero(gconfig: dict[str, Any]):
     """Greedy tokens are no samples of a distribution: marked so, and their logprobs are those at temperature
     1."""
@@ -359,9 +359,17 @@ def test_trains_exactly_means_pure_temperature_sampling():
     """What changes the distribution behind the logprobs' back cannot be trained on as if it had not."""
     pure = GenerationHyperparameters(temperature=0.5)
     assert pure.trains_exactly
+    assert pure.new(temperature=1e-6).trains_exactly
     changes: list[dict[str, Any]] = [{"top_p": 0.9}, {"top_k": 5}, {"frequency_penalty": 0.1}, {"greedy": True}]
     assert not any(pure.new(**change).trains_exactly for change in changes)
     assert pure.new().stop is not pure.stop
+
+
+@pytest.mark.parametrize("seed", [0, 7, -1, 2**63, 10**30])
+def test_any_seed_is_one_that_servers_take(seed: int):
+    """A seed of any size becomes a number of 63 bits; those that have no more stay as they are."""
+    assert segment_seed(seed, 0) == seed % 2**63
+    assert 0 <= segment_seed(seed, 5) < 2**63
 
 
 # Several servers

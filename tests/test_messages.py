@@ -71,13 +71,22 @@ def test_a_tools_result_is_the_result_of_its_call() -> None:
         ("logit_bias", {"5": 1}),
         ("presence_penalty", 0.5),
         ("chat_template", "{{ messages }}"),
+        ("stop_token_ids", [5]),
+        ("reasoning_effort", "high"),
+        ("guided_json", {}),
+        ("guided_choice", ["a"]),
         ("temperature", -1),
         ("temperature", "hot"),
         ("temperature", True),
         ("top_p", 0),
         ("top_p", 1.5),
         ("top_k", 0.5),
+        ("top_k", 2**63),
+        ("top_k", 2**31),
+        ("temperature", 10**400),
         ("max_tokens", 0),
+        ("max_tokens", 2**31),
+        ("max_completion_tokens", 2**63),
         ("max_completion_tokens", "many"),
         ("frequency_penalty", 3),
         ("seed", 1.5),
@@ -106,7 +115,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(name: str, value: Any) -> No
 
 def test_neutral_values_and_unknown_keys_are_accepted() -> None:
     """Frameworks send the defaults of what they do not use, and keys that mean nothing here."""
-    body = {
+    body: dict[str, Any] = {
         "stream": False,
         "n": 1,
         "tools": None,
@@ -118,6 +127,8 @@ def test_neutral_values_and_unknown_keys_are_accepted() -> None:
         "metadata": {},
         "stream_options": None,
         "parallel_tool_calls": True,
+        "stop_token_ids": [],
+        "reasoning_effort": None,
     }
     assert parse_chat({"messages": HELLO, **body}).sampling == {}
 
@@ -154,6 +165,21 @@ def test_arguments_that_are_no_json_stay_text() -> None:
         message = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": arguments}}]}
         assert canonical(message) == canonical(copy.deepcopy(message))
         assert parse_chat({"messages": [message]}).messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_what_is_nested_too_deeply_is_refused_by_name() -> None:
+    """The body's parser takes a thousand levels, more than can be written down again: the caller is told."""
+    deep: Any = {}
+    for _ in range(1000):
+        deep = {"a": deep}
+    call = {"id": "c", "function": {"name": "f", "arguments": deep}}
+    asked = parse_chat({"messages": [{"role": "assistant", "tool_calls": [call]}], "chat_template_kwargs": deep})
+    with pytest.raises(BadRequest, match=r"^messages\.tool_calls"):
+        canonical(asked.messages[0])
+    with pytest.raises(BadRequest, match=r"^chat_template_kwargs"):
+        _ = asked.template_key
+    with pytest.raises(BadRequest, match=r"^top_k"):
+        parse_chat({"messages": HELLO, "top_k": deep})
 
 
 @pytest.mark.parametrize(("stop_reason", "finish"), [("stop", "stop"), ("length", "length"), ("abort", "length")])

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import os
+import select
 import subprocess
 import sys
 import time
@@ -45,6 +46,14 @@ def hang(fifo):
         file.flush()
         while True:
             signal.pause()
+
+def compute(fifo):
+    """The same, but busy."""
+    with open(fifo, "w") as file:
+        file.write("alive")
+        file.flush()
+        while True:
+            pass
 '''
 
 
@@ -172,6 +181,27 @@ async def test_a_cancelled_episode_takes_its_reward_with_it(rewards: ModuleType,
         assert await asyncio.wait_for(asyncio.to_thread(file.read), 30) == ""
     with pytest.raises(asyncio.CancelledError):
         await running
+
+
+TRAINER = """
+import asyncio, sys, some_rewards, reward
+if __name__ == "__main__":
+    asyncio.run(reward.AsyncRewardWrapper(getattr(some_rewards, sys.argv[1]), 600)(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("busy", ["hang", "compute"])
+def test_a_worker_does_not_outlive_a_killed_trainer(rewards: ModuleType, tmp_path: Path, fifo: str, busy: str) -> None:
+    """kill -9 gives the trainer no chance to end its workers; they notice by themselves, even while they compute."""
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    paths = os.pathsep.join([str(ROOT), str(Path(rewards.__file__ or "").parent)])
+    command = [sys.executable, str(tmp_path / "trainer.py"), busy, fifo]
+    env, quiet = os.environ | {"PYTHONPATH": paths}, subprocess.DEVNULL  # Python speaks of leaked semaphores
+    with subprocess.Popen(command, env=env, stderr=quiet) as trainer, open(fifo) as file:
+        assert file.read(5) == "alive"
+        trainer.kill()
+        assert select.select([file], [], [], 30)[0], "the worker lives on"  # readable: it is at its end
+        assert file.read() == ""
 
 
 @pytest.mark.anyio

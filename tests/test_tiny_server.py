@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config
 
 from tiny_model import ModelError, TinyModel, key_length, read_weights, run_step, sample, uniforms
+from tiny_protocol import Refused, parse_params
 from tiny_scheduler import SamplingParams, Scheduler, Sequence, Step, common_prefix
 
 PROMPT = list(range(60, 80))
@@ -245,6 +246,14 @@ def test_a_neighbours_truncation_does_not_reach_a_row() -> None:
         assert alone == beside
 
 
+def test_the_likeliest_token_is_always_kept() -> None:
+    """A top_p that float32 rounds to 0 leaves the likeliest token, not none."""
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
+    for seed in range(20):
+        tokens, _ = sample(logits.clone(), [SamplingParams(top_p=1e-46, sampling_seed=seed)], [0], [()])
+        assert tokens == [1]
+
+
 def test_penalties_count_the_output(tiny: TinyModel) -> None:
     """A frequency penalty at temperature 0 makes a repeating model move on, and the logprob is the penalised one's."""
     logits = torch.tensor([[3.0, 2.9, 0.0]])
@@ -418,6 +427,37 @@ def test_admission_never_exceeds_the_token_budget() -> None:
     assert step is not None
     assert step.last == 3
     assert repr(scheduler) == "Scheduler(version='0', running=3, waiting=3, updates=0)"
+
+
+# the protocol
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("top_k", 2**63), ("top_k", 2**31), ("max_new_tokens", 2**31), ("temperature", 2**63)]
+)
+def test_a_number_that_no_tensor_holds_is_refused(name: str, value: int) -> None:
+    """It would overflow in the engine's thread, which ends the server; the refusal names the field."""
+    with pytest.raises(Refused, match=f"^{name}"):
+        parse_params({name: value}, 0)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 10**30])
+def test_any_integer_is_a_seed(seed: int) -> None:
+    """The noise takes 64 bits of it."""
+    params = parse_params({"sampling_seed": seed, "top_k": 2**31 - 1, "temperature": 2**31 - 1}, 0)
+    tokens, _ = sample(torch.zeros(1, 8), [params], [0], [()])
+    assert params.sampling_seed == seed % 2**64
+    assert 0 <= tokens[0] < 8
+
+
+def test_the_context_that_is_told_is_the_one_that_is_honoured(start_tiny_server: StartServer) -> None:
+    """With --max-total-tokens below the model's context, /model_info names the lesser."""
+    url = start_tiny_server("--max-total-tokens", "100")
+    told = httpx.get(url + "/model_info").json()["context_length"]
+    assert told == 100
+    for prompt, status in ((told - 1, 200), (told, 400)):
+        body = {"input_ids": [1] * prompt, "sampling_params": {"max_new_tokens": 1}}
+        assert post(url, "/generate", body).status_code == status
 
 
 # the process

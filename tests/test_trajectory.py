@@ -180,6 +180,7 @@ BAD = {
     r"'rewards'. has shape \[\]; \[1\]": documented() | {"rewards": torch.tensor(1.0)},
     r"'image'. has shape \[3, 5\]; \[1\]": documented() | {"image": torch.ones(3, 5)},
     "'logprobs'. holds values that are not finite": documented() | {"logprobs": torch.full((1, 5), float("nan"))},
+    "'versions'. is negative on generated tokens": documented() | {"versions": ints([-1, -1, 1, -1, 1])},
     "padding": documented() | {"attention_mask": ints([1, 1, 1, 1, 0])},
 }
 

@@ -277,6 +277,21 @@ async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.L
     assert "the tool is down" in caplog.text
 
 
+def test_a_member_that_exits_is_a_failed_member() -> None:
+    """sys.exit() in an agent is its own failure: neither the others nor the loop of all episodes end with it."""
+    failures: list[BaseException] = []
+
+    def member(context: WorkflowContext, data: dict) -> Any:
+        return sys.exit(3) if context.sample_idx == 1 else row(1)
+
+    async def episode() -> Any:
+        return await GroupedRolloutWorkflow(Function(member), 3, failures.append).arun_episode(None, {})
+
+    assert len(asyncio.run(episode())["rewards"]) == 2  # a loop of its own: without the mend it would end
+    assert [repr(failure) for failure in failures] == ["RuntimeError('the episode called sys.exit(3)')"]
+    assert isinstance(failures[0].__cause__, SystemExit)
+
+
 @pytest.mark.anyio
 async def test_a_ragged_group_is_still_one_group() -> None:
     """Rows carry their group's id, so that a lost member does not shift the next group's rows into this one."""
