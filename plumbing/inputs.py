@@ -5,6 +5,7 @@ A task is a module with make_model, dataset and WORKFLOW, and if it likes WORKFL
 started or written, so that a mistake is one line.
 """
 
+import hashlib
 import importlib
 import json
 from dataclasses import dataclass
@@ -61,13 +62,15 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
 
 
 def prepare_model(config: TrainConfig, task: Any) -> None:
-    """Fill in model_path and tokenizer_path; the task's base model is made once a seed and kept under .cache/."""
+    """Fill in model_path and tokenizer_path; the task's base model is made once a seed and kept under .cache/, as long
+    as the task's folder stays as it is."""
     if config.model_path is None:
         if not hasattr(task, "make_model"):
             raise ConfigError(
                 "no model: set model_path to a Hugging Face directory, or task to a module that makes one"
             )
-        path = Path(".cache") / f"{config.task}-{config.seed}"
+        sources = b"".join(file.read_bytes() for file in sorted(Path(task.__file__).parent.glob("*.py")))
+        path = Path(".cache") / f"{config.task}-{config.seed}-{hashlib.blake2b(sources, digest_size=4).hexdigest()}"
         if not path.is_dir():
             print(f"making the base model {path} (once)", flush=True)
             task.make_model(path, config.seed)

@@ -48,7 +48,7 @@ class Trace:
     def __init__(self, path: Path | None) -> None:
         self.start = time.monotonic_ns()
         self.lock = threading.Lock()
-        self.file = path.open("w") if path else None
+        self.file = path.open("w", buffering=1) if path else None
         if self.file:
             self.file.write("[\n")
         for tid, name in ((TRAINER, "trainer"), (ROLLOUT, "rollout")):
@@ -90,7 +90,7 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, float]:
     """What a batch says about itself at the moment it is consumed by a trainer that holds `version`.
 
     staleness = version - versions over the trained tokens; mixed_version_share = the share of trained rows with
-    tokens of more than one version; tokens = the number of trained tokens.
+    tokens of more than one version; tokens = the number of trained tokens; untrained = sampled ones that are not trained.
     """
     mask = batch["loss_mask"].bool()  # (B, T)
     versions = batch["versions"]
@@ -105,6 +105,7 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, float]:
         "mixed_version_share": (newest > oldest)[trained].float().mean().item() if trained.any() else 0.0,
         "truncated": int(batch["truncated"].sum()),
         "tokens": int(mask.sum()),
+        "untrained": int((batch["turn_ids"] >= 0).sum()) - int(mask.sum()),
     }
 
 
