@@ -9,8 +9,8 @@ export OMP_NUM_THREADS ?= 1
 demo: $(VENV)/ready            ## train the demo: two to three minutes
 	$(BIN)/python train.py
 
-test: $(VENV)/ready            ## every test, a few minutes
-	$(BIN)/python -m pytest
+test: $(VENV)/ready            ## every test, a few minutes; a file's tests stay together, for they share servers
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/ready            ## format, style, types
 	$(BIN)/ruff format --check .

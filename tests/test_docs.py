@@ -135,6 +135,13 @@ def test_named_files_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_named_targets_exist(page: Path) -> None:
+    """Every `make target` that a page shows is in the Makefile."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([\w-]+)", page.read_text(), re.MULTILINE)) <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_named_keys_exist(page: Path) -> None:
     """Every `key=value` that a page shows after train.py is a key of the configuration."""
     known = {key.name for key in list_keys()}
