@@ -100,7 +100,9 @@ def test_none_says_that_the_agent_set_its_rewards_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["1", [1.0], (1.0,), torch.ones(2), np.ones(1), 1j, object(), {"a": None}, Decimal(1)], ids=lambda v: type(v).__name__
+    "value",
+    ["1", [1.0], (1.0,), torch.ones(2), np.ones(1), 1j, object(), {"a": None}, Decimal(1)],
+    ids=lambda v: type(v).__name__,
 )
 def test_what_is_no_number_is_named(value: Any) -> None:
     """An agent that returns something else learns what it returned and what it may return."""
