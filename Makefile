@@ -4,13 +4,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-sglang lint bench clean
 
 demo: $(VENV)/ready            ## train the demo: two to three minutes
 	$(BIN)/python train.py
 
 test: $(VENV)/ready            ## every test, a few minutes; a file's tests stay together, for they share servers
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-sglang: $(VENV)/ready .venv-sglang/ready   ## the wire contract and a training run with the real SGLang, on a CPU
+	NANO_AREAL_SGLANG=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -v tests/test_contract.py tests/test_sglang_run.py
 
 lint: $(VENV)/ready            ## format, style, types
 	$(BIN)/ruff format --check .
@@ -28,5 +31,9 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+.venv-sglang/ready: tests/sglang_cpu/install.sh tests/sglang_cpu/requirements.txt
+	tests/sglang_cpu/install.sh .venv-sglang $(PYTHON)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) runs .cache
+	rm -rf $(VENV) .venv-sglang runs .cache

@@ -370,9 +370,9 @@ class FSDPPPOActor(FSDPEngine):
     def update_weights(self, meta: WeightUpdateMeta | None = None) -> None:
         """Bring the servers to these weights, as version meta.version; between rollout.pause and rollout.resume."""
         meta = meta or self.weight_update_meta.with_version(self.version + 1)
-        self.save(meta.directory)
-        if self.rank == 0:
-            self.rollout.update_weights(meta)
+        if meta.mode == "disk":
+            self.save(meta.directory)
+        weights.push(meta, self.model, self.dtype, self.rollout if self.rank == 0 else None)
         dist.barrier()
 
     def set_version(self, version: int) -> None:

@@ -51,12 +51,14 @@ import itertools
 import logging
 import random
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 
 import weights
 from plumbing.wire import CALL_TIMEOUT, EngineError, Wire
@@ -200,6 +202,16 @@ def parse_segment(answer: dict[str, Any]) -> ModelResponse:
 def backoff(attempt: int, first: float, most: float) -> float:
     """Seconds before try `attempt` (1, 2, ...): `first`, doubled each time, never above `most`."""
     return min(most, first * 2.0 ** min(attempt - 1, 30))
+
+
+def read_vocab_size(model_path: str | None) -> int | None:
+    """Ids that the embeddings of a model folder know; None where there is none. Servers do not tell it, and SGLang
+    dies of an id outside."""
+    try:
+        config = orjson.loads((Path(model_path or "") / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return config.get("text_config", config).get("vocab_size")
 
 
 def method_of_executor(name: str) -> Callable[..., Any]:
@@ -376,11 +388,12 @@ class RemoteInfEngine:
         The token shows before the first step what would otherwise fail in the middle of a run: a version that
         is no number, missing logprobs, missing spans, a server that an earlier run left paused.
         """
-        infos = self.post_all("/model_info")
-        self.vocab_size = min((info["vocab_size"] for info in infos if info.get("vocab_size")), default=None)
-        self.context_length = min(
-            (info["context_length"] for info in infos if info.get("context_length")), default=None
-        )
+        infos = self.post_all("/server_info")
+        self.vocab_size = min((n for info in infos if (n := read_vocab_size(info.get("model_path")))), default=None)
+        if self.vocab_size is None:
+            logger.warning("no server's model can be read from here: ids outside its vocabulary are not refused")
+        lengths = [info["max_req_input_len"] for info in infos if info.get("max_req_input_len")]
+        self.context_length = min(lengths, default=None)
         for server, answer in zip(self.addresses, self.post_all("/generate", probe([0]))):
             self._read_segment(server, answer)
 
@@ -399,10 +412,12 @@ class RemoteInfEngine:
         if self.executor is not None:
             self.executor.resume()
 
-    def update_weights(self, meta: weights.WeightUpdateMeta) -> None:
-        """Have every server load `meta.version`. Call between pause and resume: without a pause a server
-        first finishes everything it runs. RuntimeError names each server that failed and why."""
-        weights.send(meta, self.post_all)
+    def update_weights(self, meta: weights.WeightUpdateMeta, buckets: Iterable[weights.Bucket] = ()) -> None:
+        """Have every server take `meta.version`, the model being `buckets` or on disk. Call between pause and resume:
+        without a pause a server first finishes everything it runs. RuntimeError names each server that failed and
+        why."""
+        keeps_keys = self.pause_mode == "in_place"
+        weights.send(dataclasses.replace(meta, flush_cache=not keeps_keys), self.post_all, buckets)
 
     def set_version(self, version: int) -> None:
         """The servers have this version now. It opens the staleness gate; it tags no token."""
@@ -411,11 +426,12 @@ class RemoteInfEngine:
             self.executor.on_new_version()
 
     def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[dict[str, Any]]:
-        """POST (without a body: GET) to all servers at once; their answers in the order of `addresses`. Waits
-        for all, then EngineError names every server that failed, with its reason."""
+        """POST (without a body: GET) to all servers at once, a list of bodies one to each; their answers in the order
+        of `addresses`. Waits for all, then EngineError names every server that failed, with its reason."""
+        bodies = body if isinstance(body, list) else [body] * len(self.addresses)
 
         async def ask_all() -> list[Any]:
-            calls = (self._wire.call(url + path, body, timeout) for url in self.addresses)
+            calls = (self._wire.call(url + path, one, timeout) for url, one in zip(self.addresses, bodies))
             return await asyncio.gather(*calls, return_exceptions=True)
 
         answers = asyncio.run(ask_all())

@@ -34,6 +34,9 @@ model's own forward and refuses a model that disagrees), paged memory (each slot
 so far), anything but float32. AReaL has no such file: its servers are SGLang and vLLM, on GPUs.
 """
 
+import base64
+import io
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -201,16 +204,14 @@ class TinyModel:
         )
         return output.logits[:n]
 
-    def replace_weights(self, named: Mapping[str, Tensor]) -> None:
-        """Copy new weights over the old; ModelError, and nothing copied, when names or shapes do not match.
-
-        The disk sends a dict of files; a process group or a list of serialised tensors would come in here too.
-        """
+    def replace_weights(self, named: Mapping[str, Tensor], whole: bool = True) -> None:
+        """Copy new weights over the old; ModelError, and nothing copied, when names or shapes do not match, or when it
+        should be the `whole` model and is not."""
         own = self.model.state_dict()
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         if unknown := named.keys() - own.keys():
             raise ModelError(f"the model has no weight {min(unknown)} ({len(unknown)} unknown in all)")
-        if missing := own.keys() - named.keys() - set(tied):
+        if whole and (missing := own.keys() - named.keys() - set(tied)):
             raise ModelError(f"weight {min(missing)} is missing ({len(missing)} in all)")
         for name, tensor in named.items():
             if tensor.shape != own[name].shape:
@@ -228,6 +229,40 @@ def read_weights(path: str) -> dict[str, Tensor]:
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
     except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot read the weights in {path}: {error}") from error
+
+
+def receive_weights(group: Any, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> dict[str, Tensor]:
+    """The tensors that rank 0 of `group` broadcasts in this order; ModelError when they cannot be or do not come."""
+    try:
+        like = zip(names, dtypes, shapes, strict=True)
+        named = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in like}
+        for work in [group.broadcast(tensor, 0) for tensor in named.values()]:
+            work.wait()
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"cannot receive the weights: {error}") from error
+    return named
+
+
+class HandleReader(pickle.Unpickler):
+    """Opens handles of tensors and nothing else: a pickle can call any function, and this one came over HTTP."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = module == "torch.multiprocessing.reductions" and name.startswith("rebuild_")
+        data = (module, name) in {("torch", "Tensor"), ("torch", "Size"), ("torch.storage", "UntypedStorage")}
+        if known or data or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise ModelError(f"handles of tensors do not need {module}.{name}")
+
+
+def open_weights(handles: str) -> dict[str, Tensor]:
+    """The tensors behind weights.serialise's base64; ModelError when it holds anything else or they are gone."""
+    try:
+        named = dict(HandleReader(io.BytesIO(base64.b64decode(handles))).load())
+    except Exception as error:  # what a broken pickle raises is anything
+        raise ModelError(f"cannot open the weights: {error}") from error
+    if not all(isinstance(tensor, Tensor) for tensor in named.values()):
+        raise ModelError("the handles must be of tensors")
+    return named
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:

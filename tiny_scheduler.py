@@ -191,12 +191,17 @@ class Scheduler:
         self.updates.popleft()
         if version is None:
             return
-        self.version = version
-        for request in self.live():
-            request.marks.append((version, len(request.logprobs)))
+        self.relabel(version)
         for slot in self.slots:
             slot.stale = slot.request is not None
             slot.cached = slot.cached if slot.stale else 0
+
+    def relabel(self, version: str) -> None:
+        """From now on tokens are of this version."""
+        if version != self.version:
+            for request in self.live():
+                request.marks.append((version, len(request.logprobs)))
+        self.version = version
 
     def plan(self) -> Step | None:
         """Fill the slots; what to feed next, or None when there is nothing to do."""

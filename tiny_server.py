@@ -18,7 +18,13 @@ token that many requests get at once costs one thread switch.
     POST /pause_generation             {"mode": "abort" | "retract" | "in_place"}
     POST /continue_generation
     POST /update_weights_from_disk     {"model_path", "weight_version", "abort_all_requests"}
-    GET  /model_info /health /ready
+    POST /begin_weight_update .. /end_weight_update, and between the two any number of
+         /update_weights_from_distributed    {"names", "dtypes", "shapes", "group_name"}, while rank 0 broadcasts
+         /update_weights_from_tensor         {"serialized_named_tensors"}
+    POST /init_weights_update_group    {"master_address", "master_port", "rank_offset", "world_size", "group_name"}
+    POST /destroy_weights_update_group {"group_name"}
+    POST /update_weight_version        {"new_version", "abort_all_requests"}
+    GET  /server_info /model_info /health /ready
 
 **Own choices.** A client that hangs up aborts its request (SGLang computes on for nobody). `sampling_seed` is always
 honoured; with `--seed` a request's tokens and logprobs depend on it, the prompt and the weights only, not on what else
@@ -28,8 +34,7 @@ flush_cache says.
 
 **What it does not promise.** Speed beyond model.generate's (bench/engine.py compares them), more than one request's
 worth of patience with a client that never reads, authentication, text prompts, several samples of one prompt (`n`),
-grammars, LoRA. Weights come from disk; a process group or serialised tensors would be two more routes that hand
-Engine.update a reader of their own.
+grammars, LoRA.
 """
 
 import argparse
@@ -53,11 +58,19 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from plumbing.serve import listen, load_tokenizer, serve
-from tiny_model import ModelError, TinyModel, read_weights, run_step
+from tiny_model import ModelError, TinyModel, open_weights, read_weights, receive_weights, run_step
 from tiny_protocol import Protocol, Refused, read_body
 from tiny_scheduler import Scheduler, Sequence
+from weights import join_group
 
 MODES = ("abort", "retract", "in_place")
+SPEAKS = "0.5.23"  # the SGLang that tests/test_contract.py compares with
+ROUTES = (
+    *("generate", "abort_request", "pause_generation", "continue_generation"),
+    *("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor"),
+    *("begin_weight_update", "end_weight_update", "init_weights_update_group", "destroy_weights_update_group"),
+    *("update_weight_version", "server_info", "model_info", "health", "ready"),
+)
 
 
 # the engine's thread
@@ -107,14 +120,17 @@ class Engine:
         self.inbox.put(run)
         return future
 
-    def update(self, read: Callable[[], dict[str, Tensor]], version: str | None, abort_all: bool) -> asyncio.Future:
-        """Take the weights that `read` returns once nothing runs. The future's result: None, or why the old stay."""
+    def update(
+        self, read: Callable[[], dict[str, Tensor]], version: str | None, abort_all: bool, whole: bool
+    ) -> asyncio.Future:
+        """Take the weights that `read` returns, the `whole` model or a part, once nothing runs. The future's result:
+        None, or why the old stay."""
         future = asyncio.get_running_loop().create_future()
 
         def load() -> str | None:
             problem = None
             try:
-                self.model.replace_weights(read())
+                self.model.replace_weights(read(), whole)
             except ModelError as error:
                 problem = str(error)
             self._tell(resolve, future, problem)
@@ -166,6 +182,12 @@ def reply(body: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
+def told(problem: Any, **fields: Any) -> Response:
+    """How SGLang answers a change of the weights: success and a message."""
+    done = {"success": not problem, "message": str(problem or "Succeeded."), **fields}
+    return reply(done, 400 if problem else 200)
+
+
 async def refuse(_: Request, refused: Exception) -> Response:
     """What the caller did wrong as a 400 with its message."""
     return reply({"error": {"message": str(refused), "type": "invalid_request_error"}}, 400)
@@ -178,7 +200,10 @@ class Server:
         self.engine = engine
         self.scheduler = engine.scheduler
         self.protocol = protocol
+        # All that changes:
         self.model_path = path  # of the weights at hand
+        self.groups: dict[str, Any] = {}  # process groups that weights come through
+        self.in_session = False  # between begin_weight_update and end_weight_update
 
     def app(self) -> FastAPI:
         @contextlib.asynccontextmanager
@@ -188,9 +213,8 @@ class Server:
             self.engine.stop()
 
         app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers={Refused: refuse})
-        controls = (self.abort_request, self.pause_generation, self.continue_generation, self.update_weights_from_disk)
-        for handler in (self.generate, *controls, self.model_info, self.health, self.ready):
-            app.add_route(f"/{handler.__name__}", handler, methods=["GET", "POST"])
+        for name in ROUTES:
+            app.add_route(f"/{name}", getattr(self, name), methods=["GET", "POST"])
         return app
 
     # generation
@@ -246,26 +270,83 @@ class Server:
         await self.engine.call(self.scheduler.resume)
         return reply({"message": "Generation continued.", "status": "ok"})
 
+    # new weights
+
     async def update_weights_from_disk(self, request: Request) -> Response:
+        body = await self.body(request, model_path=str)
+        path = body["model_path"]
+        answer = await self.load(body, lambda: read_weights(path), whole=True)
+        if answer.status_code == 200:
+            self.model_path = path
+        return answer
+
+    async def update_weights_from_distributed(self, request: Request) -> Response:
+        body = await self.body(request, group_name=str, names=list, dtypes=list, shapes=list)
+        group = self.groups.get(body["group_name"])
+        described = [body[key] for key in ("names", "dtypes", "shapes")]
+        return await self.load(body, lambda: receive_weights(group, *described))
+
+    async def update_weights_from_tensor(self, request: Request) -> Response:
+        body = await self.body(request, serialized_named_tensors=list)
+        return await self.load(body, lambda: open_weights(*body["serialized_named_tensors"]))
+
+    async def load(self, body: dict[str, Any], read: Callable[[], dict[str, Tensor]], whole: bool = False) -> Response:
+        """Have the engine take what `read` returns; a part only inside a session."""
+        version, abort_all = body.get("weight_version"), bool(body.get("abort_all_requests"))
+        if not isinstance(version, str | None):
+            raise Refused("weight_version must be a string")
+        problem = "weights in parts come between begin_weight_update and end_weight_update"
+        if whole or self.in_session:
+            problem = await self.engine.update(read, version, abort_all, whole)
+        return told(problem and f"The old weights stay: {problem}", num_paused_requests=0)
+
+    async def begin_weight_update(self, _: Request) -> Response:
+        problem, self.in_session = self.in_session and "a weight-update session is already open", True
+        return told(problem)
+
+    async def end_weight_update(self, _: Request) -> Response:
+        problem, self.in_session = not self.in_session and "no weight-update session is open", False
+        return told(problem)
+
+    async def init_weights_update_group(self, request: Request) -> Response:
+        kinds = {"master_address": str, "master_port": int, "rank_offset": int, "world_size": int, "group_name": str}
+        body = await self.body(request, **kinds)
+        address, port, rank, world, name = (body[key] for key in kinds)
+        try:
+            self.groups[name] = await asyncio.to_thread(join_group, address, port, rank, world, name, "gloo")
+        except (RuntimeError, ValueError) as error:
+            return told(f"no group came together: {error}")
+        return told(None)
+
+    async def destroy_weights_update_group(self, request: Request) -> Response:
+        body = await self.body(request, group_name=str)
+        return told(self.groups.pop(body["group_name"], None) is None and "there is no such group")
+
+    async def update_weight_version(self, request: Request) -> Response:
+        body = await self.body(request, new_version=str)
+        if body.get("abort_all_requests", True):
+            await self.engine.call(self.scheduler.abort)
+        await self.engine.call(lambda: self.scheduler.relabel(body["new_version"]))
+        return told(None, new_version=body["new_version"])
+
+    async def body(self, request: Request, **kinds: type) -> dict[str, Any]:
+        """The request's body; Refused where a field is missing or of another kind."""
         body = read_body(await request.body())
-        path, version = body.get("model_path"), body.get("weight_version")
-        if not isinstance(path, str) or not isinstance(version, str | None):
-            raise Refused("model_path must be the path of a Hugging Face directory, weight_version a string")
-        abort_all = bool(body.get("abort_all_requests"))
-        problem = await self.engine.update(lambda: read_weights(path), version, abort_all)
-        if problem:
-            return reply({"success": False, "message": f"The old weights stay: {problem}"}, 400)
-        self.model_path = path
-        return reply({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
+        for name, kind in kinds.items():
+            if not isinstance(body.get(name), kind):
+                raise Refused(f"{name} must be given, as {kind.__name__}")
+        return body
 
     # questions
 
-    async def model_info(self, _: Request) -> Response:
-        """SGLang's, and beside it what the client checks against, what tests look at, and what the benchmark needs."""
-        model, version = self.engine.model, self.scheduler.version
+    async def server_info(self, _: Request) -> Response:
+        """What of SGLang's /server_info its clients need, beside it what tests look at and the benchmark needs."""
+        version, longest = self.scheduler.version, self.protocol.max_length
         known = {"model_path": self.model_path, "is_generation": True, "weight_version": version}
-        sizes = {"vocab_size": model.vocab_size, "context_length": self.protocol.max_length}
-        return reply({**known, **sizes, "state": repr(self.scheduler), "cpu_seconds": time.process_time()})
+        shape = {"version": SPEAKS, "device": "cpu", "tp_size": 1, "max_req_input_len": longest}
+        return reply({**known, **shape, "state": repr(self.scheduler), "cpu_seconds": time.process_time()})
+
+    model_info = server_info
 
     async def health(self, _: Request) -> Response:
         return Response()

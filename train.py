@@ -192,7 +192,7 @@ def build(config: TrainConfig, inputs: Inputs, run_dir: Path, fleet: Fleet, trac
     stack.callback(evaluation.destroy)
 
     # 3. Each knows of the other; a process that dies fails the run wherever the loop is waiting.
-    meta = WeightUpdateMeta(mode=config.weight_update.mode, path=str(run_dir / "weights"))
+    meta = WeightUpdateMeta(path=str(run_dir / "weights"), **asdict(config.weight_update))
     actor.connect_engine(rollout, meta)
     fleet.watch(on_death=[executor.fail, evaluation.fail])
     loader: DataLoader = DataLoader(

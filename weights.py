@@ -1,58 +1,82 @@
 """New weights into running servers: written to disk, or sent straight into their memory.
 
-- **disk**: a Hugging Face directory that every server can read, then POST /update_weights_from_disk. The
-  whole model is written once and read by each server (1.5B parameters in bf16 are 3 GB; on one machine,
-  /dev/shm takes them at memory speed).
-- **distributed**: trainer and servers join one NCCL or gloo group, and the trainer broadcasts tensor after
-  tensor. Network speed and no file, but a group that must be formed first and that a dying member breaks.
-- **tensor**: the trainer hands over its tensors' handles, and a server on the same device opens them. Costs
-  next to nothing, and works only where both share a GPU.
-
-`disk` is here: it needs nothing but a file system, survives the death of either side, works with any server,
-and leaves a checkpoint that `from_pretrained` reads. The other two have their place in `SENDERS`.
+- **disk**: a Hugging Face directory that every server can read, then POST /update_weights_from_disk. Needs nothing
+  but a file system, survives the death of either side, and leaves a checkpoint that `from_pretrained` reads. The
+  whole model is written once and read by each server (1.5B parameters in bf16 are 3 GB; on one machine, /dev/shm
+  takes them at memory speed).
+- **distributed**: trainer and servers join one NCCL or gloo group, and the trainer broadcasts tensor after tensor.
+  Network speed and no file.
+- **tensor**: the trainer hands over its tensors' handles, and a server on the same device opens them (CUDA IPC; shared
+  memory between processes on a CPU). Nothing is sent at all, and both must share a machine.
 
 **The order**, which train.py spells out: pause -> write and push -> set_version -> resume.
 - Without the pause a server finishes all that it runs before it loads (97 s were seen), or, if told to abort,
   throws requests back in the middle of the update.
-- The servers label their tokens by `weight_version`, which travels with the weights: a label and what it
-  stands for cannot come apart.
-- `flush_cache` is on. Otherwise a new request would reuse prompt prefixes that the old weights computed.
+- `flush_cache` is on. Otherwise a new request would reuse prompt prefixes that the old weights computed. The exception
+  is pause mode in_place: what runs keeps its old keys, so SGLang cannot drop them and would fail the update.
 - Set the version only when all servers have it: it opens the staleness gate to rollouts that must run on it.
 - Always resume. AReaL's issue 1160 is a run that generated nothing more after its first disk update; here the
   engine that paused the servers continues them, at the latest in `destroy`.
+
+**A server that failed an update serves nobody.** A tensor that does not fit stops an update half way: the old weights
+are gone, the new ones are not there, and SGLang still tells the old version. So the label changes first, to
+"7-incomplete", which no engine reads as a number (engine.parse_segment), and becomes "7" when all of it has arrived.
+What such a server generates is an error, never a token of version 6.
 
 **A directory is never seen half written.** It is written beside its place under a name that no server is
 given, then renamed; a crash leaves only that, and the next write sweeps it away. An older version is deleted
 when all servers have answered that they hold the newer one, so no server can be reading what is deleted.
 
+**Buckets.** A sharded model is gathered a bucket at a time, `bucket_mb` or a single tensor if that is larger; the bucket
+is sent and let go before the next is gathered. So a rank holds its shard and at most two buckets, never the whole
+model (tests/test_weights.py measures it).
+
+**The group is made for one update and dissolved after it.** So it consists of the servers that are there, and one that
+died between two updates breaks nothing; AReaL's group lives as long as the run and with all its members. It costs
+20 ms over gloo on one machine. Both sides build it from torch's own groups and a key-value store at the trainer
+(`join_group`); the prefixes of the keys are those that SGLang's side comes to through torch.distributed.
+
 Not promised: durability. A machine that loses power may lose the file; the trainer's own checkpoint is
-another one.
+another one. Servers sharded over several GPUs get each tensor whole, as SGLang wants it.
 """
 
+import base64
+import io
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-PostAll = Callable[..., list[dict[str, Any]]]  # engine.post_all(path, body, timeout)
+PostAll = Callable[..., list[dict[str, Any]]]  # engine.post_all(path, body or one body a server, timeout)
+Bucket = list[tuple[str, "torch.Tensor"]]  # names as in the Hugging Face checkpoint
 
 LOAD_TIMEOUT = 3600.0  # seconds for the slowest server to load
+BUCKET_TIMEOUT = 600.0  # seconds for a bucket, and for a group to come together
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 PARTIAL = ".partial"  # suffix of a directory that is being written
 
 
 @dataclass(frozen=True)
 class WeightUpdateMeta:
-    """What to send, and how: `path` is the directory that holds one v{version} directory (mode disk)."""
+    """What to send, and how."""
 
-    mode: str = "disk"
-    path: str = ""
+    mode: str = "disk"  # disk, distributed or tensor
+    path: str = ""  # the directory that holds one v{version} directory (disk)
     version: int = 0
+    bucket_mb: float = 512.0  # MiB gathered and sent at once (distributed, tensor)
+    address: str = "127.0.0.1"  # of rank 0, as the servers reach it (distributed)
+    flush_cache: bool = True  # servers forget the keys of the old weights
 
     def with_version(self, version: int) -> "WeightUpdateMeta":
         """The same way to send, for another version."""
@@ -62,6 +86,48 @@ class WeightUpdateMeta:
     def directory(self) -> Path:
         """Where this version lies on disk."""
         return Path(self.path).absolute() / f"v{self.version}"
+
+
+# the trainer's side: out of the shards
+
+
+def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterator[Bucket]:
+    """The whole model in pieces: lists of (name, whole tensor), `bucket_mb` MiB or one tensor each, tied names once.
+
+    Every rank iterates, to the end: a sharded tensor is gathered by all. Floating-point tensors come as `dtype`,
+    converted before they are gathered. A bucket is emptied when the next one is asked for.
+    """
+    from torch.distributed.tensor import DTensor
+
+    names = dict(model.named_parameters())  # the second of two tied names is not among them
+    bucket: Bucket = []
+    size = 0.0
+    for name, shard in model.state_dict().items():
+        if isinstance(shard, DTensor) and name not in names:
+            continue
+        shard = shard.detach().to(dtype if shard.is_floating_point() else shard.dtype)
+        mb = shard.numel() * shard.element_size() / 2**20
+        if bucket and size + mb > bucket_mb:
+            yield bucket
+            bucket.clear()
+            size = 0.0
+        bucket.append((name, shard.full_tensor() if isinstance(shard, DTensor) else shard))
+        size += mb
+    yield bucket
+    bucket.clear()
+
+
+def push(meta: WeightUpdateMeta, model: Any, dtype: "torch.dtype", rollout: Any) -> None:
+    """What every rank calls to bring the servers to `model`'s weights; `rollout` is the engine on rank 0, None elsewhere.
+
+    With mode disk the directory is there already. Raises RuntimeError on rank 0 as `send` does; then the other ranks
+    wait for tensors that do not come, and end with rank 0.
+    """
+    buckets = iter(()) if meta.mode == "disk" else named_buckets(model, dtype, meta.bucket_mb)
+    if rollout is not None:
+        rollout.update_weights(meta, buckets)
+    for _ in buckets:  # whoever sends nothing gathers along
+        pass
 
 
 def write_checkpoint(
@@ -90,31 +156,142 @@ def write_checkpoint(
     return target
 
 
-def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll) -> None:
+# the servers' side: three ways in
+
+
+def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll, _: Iterable[Bucket] = ()) -> None:
     """Have all servers load `meta.directory`, all at once; then delete older versions.
 
-    Raises RuntimeError that names each server that failed; then nothing is deleted, as one may still be
-    loading.
+    After a failure nothing is deleted, as a server may still be loading.
     """
-    if not meta.directory.is_dir():
-        raise FileNotFoundError(f"{meta.directory} is not there: write_checkpoint comes before update_weights")
-    body = {
-        "model_path": str(meta.directory),
-        "weight_version": str(meta.version),
-        "abort_all_requests": False,
-        "flush_cache": True,
-    }
+    body = {"model_path": str(meta.directory), "abort_all_requests": False, "flush_cache": meta.flush_cache}
     post_all("/update_weights_from_disk", body, timeout=LOAD_TIMEOUT)
     for other in meta.directory.parent.glob("v*"):
         if other != meta.directory and other.name[1:].isdecimal():
             shutil.rmtree(other)
 
 
-SENDERS: dict[str, Callable[[WeightUpdateMeta, PostAll], None]] = {"disk": update_from_disk}
+def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]) -> None:
+    """Broadcast every bucket from here, rank 0 of a group with all ranks of all servers."""
+    import torch
+
+    infos = post_all("/server_info")
+    ranks = [info["tp_size"] for info in infos]
+    on_gpus = torch.cuda.is_available() and all(info["device"] == "cuda" for info in infos)
+    backend, device = ("nccl", "cuda") if on_gpus else ("gloo", "cpu")
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    name, world = f"weights-{meta.version}-{port}", 1 + sum(ranks)
+    group_body = {"master_address": meta.address, "master_port": port, "world_size": world, "group_name": name}
+    bodies = [{**group_body, "backend": backend, "rank_offset": 1 + sum(ranks[:i])} for i in range(len(ranks))]
+
+    # 1. All sides meet at the same moment.
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(post_all, "/init_weights_update_group", bodies, timeout=BUCKET_TIMEOUT)
+        try:
+            group = join_group(meta.address, port, 0, world, name, backend)
+        finally:
+            asked.result()  # a server's own reason comes before ours
+
+    # 2. The servers are told what comes, while it is on its way.
+    with update_session(infos, post_all):
+        for bucket in buckets:
+            tensors = [tensor.to(device).contiguous() for _, tensor in bucket]
+            body = {
+                "names": [name for name, _ in bucket],
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+                "shapes": [list(tensor.shape) for tensor in tensors],
+                "group_name": name,
+                "flush_cache": meta.flush_cache,
+            }
+            sent = [group.broadcast(tensor, 0) for tensor in tensors]
+            post_all("/update_weights_from_distributed", body, timeout=BUCKET_TIMEOUT)
+            for work in sent:
+                work.wait()
+    post_all("/destroy_weights_update_group", {"group_name": name})
 
 
-def send(meta: WeightUpdateMeta, post_all: PostAll) -> None:
-    """Send by `meta.mode`."""
+def update_from_tensor(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]) -> None:
+    """Hand every bucket's handles to all servers; each opens them and copies."""
+    import torch
+    import torch.multiprocessing
+
+    torch.multiprocessing.set_sharing_strategy("file_system")  # a file descriptor would not cross HTTP
+    infos = post_all("/server_info")
+    shared = torch.cuda.is_available() and all(info["device"] == "cuda" for info in infos)
+    with update_session(infos, post_all):
+        for bucket in buckets:
+            # On a CPU sharing moves a tensor, so a copy is shared: the model's own storage stays where it is.
+            named = [(name, tensor if shared else tensor.cpu().clone()) for name, tensor in bucket]
+            bodies = [  # each rank of each server gets handles of its own, which are counted
+                {
+                    "serialized_named_tensors": [serialise(named) for _ in range(info["tp_size"])],
+                    "flush_cache": meta.flush_cache,
+                }
+                for info in infos
+            ]
+            post_all("/update_weights_from_tensor", bodies, timeout=BUCKET_TIMEOUT)
+
+
+SENDERS: dict[str, Callable[[WeightUpdateMeta, PostAll, Iterable[Bucket]], None]] = {
+    "disk": update_from_disk,
+    "distributed": update_from_distributed,
+    "tensor": update_from_tensor,
+}
+
+
+def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] = ()) -> None:
+    """Bring all servers to version `meta.version` by `meta.mode`; `buckets` is the model (but for mode disk).
+
+    Raises RuntimeError that names each server that failed; until a later update succeeds, no server says that it has
+    a version.
+    """
     if meta.mode not in SENDERS:
         raise ValueError(f"weight_update.mode is {meta.mode!r}, but the modes are: {', '.join(SENDERS)}")
-    SENDERS[meta.mode](meta, post_all)
+    if meta.mode == "disk" and not meta.directory.is_dir():
+        raise FileNotFoundError(f"{meta.directory} is not there: write_checkpoint comes before update_weights")
+    label(post_all, f"{meta.version}-incomplete")
+    SENDERS[meta.mode](meta, post_all, buckets)
+    label(post_all, str(meta.version))
+
+
+def label(post_all: PostAll, version: str) -> None:
+    """Name the weights that the servers have; what they generate from now on bears it."""
+    post_all("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+
+@contextmanager
+def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> Iterator[None]:
+    """SGLang since 0.5.20 wants to know where an update begins and ends (0.5.16 to 0.5.19 have no such routes)."""
+    versions = [tuple(map(int, re.findall(r"\d+", info["version"])[:3])) for info in infos]
+    wanted = min(versions) >= (0, 5, 20)
+    if wanted:
+        post_all("/begin_weight_update", {})
+    try:
+        yield
+    finally:
+        if wanted:
+            post_all("/end_weight_update", {})
+
+
+def serialise(named: Bucket) -> str:
+    """Names and handles, as SGLang's MultiprocessingSerializer writes them."""
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump(named)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:
+    """A process group beside the default one, rank 0 its meeting place; returns when all `world` ranks are there.
+
+    `.broadcast(tensor, root)` gives a work to wait for. Rank 0 is the trainer, the rest are servers.
+    """
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=BUCKET_TIMEOUT)
+    store: Any = dist.TCPStore(address, port, world, rank == 0, timeout)
+    for prefix in (name, f"{name}/", "cuda/" if backend == "nccl" else "cpu/"):
+        store = dist.PrefixStore(prefix, store)
+    if backend == "nccl":
+        return dist.ProcessGroupNCCL(store, rank, world, dist.ProcessGroupNCCL.Options())
+    return dist.ProcessGroupGloo(store, rank, world, timeout)

@@ -156,7 +156,9 @@ class SaverConfig:
 class WeightUpdateConfig:
     """How new weights reach the servers."""
 
-    mode: Literal["disk"] = "disk"  # through a directory that all servers read
+    mode: Literal["disk", "distributed", "tensor"] = "disk"  # a directory, a process group, or handles on one machine
+    bucket_mb: float = 512.0  # MiB gathered and sent at once (distributed, tensor)
+    address: str = "127.0.0.1"  # of this machine as the servers reach it (distributed)
 
 
 @dataclass

@@ -119,6 +119,7 @@ def save_atomically(path: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTo
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         draft = Path(scratch) / path.name
         tokenizer.save_pretrained(draft)
+        model.config.architectures = [type(model).__name__]  # by which SGLang finds its own implementation
         model.config.save_pretrained(draft)
         save_model(model, str(draft / "model.safetensors"), metadata={"format": "pt"})
         try:

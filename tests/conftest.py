@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -123,6 +124,32 @@ def start_tiny_server(tiny_model_dir: Path) -> Iterator[StartServer]:
         assert process.stdin is not None
         process.stdin.close()
         process.wait(timeout=20)
+
+
+SGLANG = os.environ.get(
+    "NANO_AREAL_SGLANG", ""
+)  # a Python that has SGLang (tests/sglang_cpu); make test-sglang sets it
+
+
+@contextmanager
+def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
+    """URL of the real SGLang, unmodified, over `model_dir` on a CPU; it has ended when this ends."""
+    port = free_port()
+    command = [SGLANG, str(ROOT / "tests/sglang_cpu/launch.py"), "--model-path", str(model_dir), "--port", str(port)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, "--exit-with-parent", *extra], stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT
+        )
+    assert process.stdin is not None
+    try:
+        wait_until_up(f"http://127.0.0.1:{port}", process, seconds=400)
+        yield f"http://127.0.0.1:{port}"
+    except BaseException:
+        print(log.read_text(errors="replace")[-3000:])  # pytest shows it beside the failure
+        raise
+    finally:
+        process.stdin.close()
+        process.wait(timeout=30)
 
 
 @pytest.fixture(scope="session")

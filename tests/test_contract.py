@@ -1,13 +1,16 @@
 """The wire contract of an inference server: what engine.py may rely on, whoever answers.
 
-The same tests run against tiny_server.py (a fixture starts one) and against the real SGLang:
+The same tests run against tiny_server.py and, where NANO_AREAL_SGLANG names a Python that has it (`make test-sglang`),
+against the real SGLang on a CPU, in float32, so that both have to agree with a forward pass of transformers to 1e-4
+nats. Against a server that is up, on a GPU say, where bf16 is allowed 0.05 nats:
 
     NANO_AREAL_CONTRACT_URL=http://127.0.0.1:30000 NANO_AREAL_CONTRACT_MODEL=/path/to/model pytest tests/test_contract.py
 
-They ask for nothing that one of the two does differently: no id outside the vocabulary (it kills SGLang), no seed (it
-is ignored there), every sampling parameter explicit, control calls to a server that is otherwise idle.
+They ask for nothing that one of the two does differently: no id outside the vocabulary (it kills SGLang), no tensor of
+a wrong shape (likewise), no seed (it is ignored there), every sampling parameter explicit.
 """
 
+import asyncio
 import itertools
 import json
 import os
@@ -15,14 +18,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from conftest import SGLANG, run_sglang
 from transformers import AutoModelForCausalLM
 
+import weights
+from engine import EngineError, GenerationHyperparameters, ModelRequest, RemoteInfEngine
+from weights import WeightUpdateMeta
+
+SERVERS = ["url"] if os.environ.get("NANO_AREAL_CONTRACT_URL") else ["tiny", *(["sglang"] if SGLANG else [])]
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
 LONG = 400  # tokens: long enough to be interrupted half way, short enough to end
 
@@ -31,6 +41,7 @@ class Server:
     """The server under test, and a reference model that computes what it should answer."""
 
     def __init__(self, url: str, model_path: str) -> None:
+        self.url = url
         self.model_path = model_path
         self.http = httpx.Client(base_url=url, timeout=120)
         self.pool = ThreadPoolExecutor(8)
@@ -82,15 +93,19 @@ class Server:
         assert begun.wait(60)
         return future
 
-    def logprobs(self, ids: list[int], temperature: float = 1.0) -> list[float]:
-        """log p(ids[t] | ids[:t]) for t >= 1 by a plain forward pass."""
+    def logprobs(self, ids: list[int], temperature: float = 1.0, model: Any = None) -> list[float]:
+        """log p(ids[t] | ids[:t]) for t >= 1 by a plain forward pass, of another `model` than the reference."""
         with torch.no_grad():
-            logits = self.reference(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
+            logits = (model or self.reference)(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
         scores = torch.log_softmax(logits / temperature, dim=-1)
         return scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
     def version(self) -> str:
         return self.http.get("/model_info").json()["weight_version"]
+
+    def next_version(self) -> str:
+        """A new one, also after an update that failed."""
+        return str(int(self.version().partition("-")[0]) + 1)
 
     def eventually(self, path: str, status: int) -> None:
         """Ask until `path` answers `status`: another process's state has no event to wait for."""
@@ -99,18 +114,26 @@ class Server:
             assert time.monotonic() < deadline, f"{path} never answered {status}"
 
 
-@pytest.fixture(scope="module")
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    if url := os.environ.get("NANO_AREAL_CONTRACT_URL"):
-        server = Server(url, os.environ["NANO_AREAL_CONTRACT_MODEL"])
-    else:
-        server = Server(request.getfixturevalue("tiny_server"), str(request.getfixturevalue("tiny_model_dir")))
-    version = server.version()
-    yield server
-    server.post("/continue_generation", {})
-    server.post("/update_weights_from_disk", {"model_path": server.model_path, "weight_version": version})
-    server.pool.shutdown()
-    server.http.close()
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with ExitStack() as stack:
+        if request.param == "url":
+            server = Server(os.environ["NANO_AREAL_CONTRACT_URL"], os.environ["NANO_AREAL_CONTRACT_MODEL"])
+        else:
+            model_dir = request.getfixturevalue("tiny_model_dir")
+            if request.param == "sglang":
+                log = tmp_path_factory.mktemp("sglang") / "log"
+                small = ("--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "16")
+                url = stack.enter_context(run_sglang(model_dir, log, *small))
+            else:
+                url = request.getfixturevalue("tiny_server")
+            server = Server(url, str(model_dir))
+        version = server.version()
+        yield server
+        server.post("/continue_generation", {})
+        server.post("/update_weights_from_disk", {"model_path": server.model_path, "weight_version": version})
+        server.pool.shutdown()
+        server.http.close()
 
 
 def outputs(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
@@ -233,7 +256,7 @@ def test_an_abort_returns_what_there_is(server: Server) -> None:
     assert server.post("/abort_request", {"rid": "contract-nobody"}).status_code == 200
 
 
-def interrupted(server: Server, rid: str, mode: str, between: Callable[[], None]) -> dict[str, Any]:
+def interrupted(server: Server, rid: str, mode: str, between: Callable[[], Any]) -> dict[str, Any]:
     """A long request's answer, with a pause in `mode`, `between`, and continue while it runs."""
     pending = server.start(rid)
     answer = server.post("/pause_generation", {"mode": mode})
@@ -287,7 +310,7 @@ def test_a_new_request_waits_out_a_pause(server: Server) -> None:
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_spans_say_which_version_computed_which_token(server: Server, mode: str) -> None:
     """Weights updated while paused: the answer holds both versions, without a gap."""
-    old, new = server.version(), f"{server.version()}-{mode}"
+    old, new = server.version(), server.next_version()
 
     def update() -> None:
         body = {"model_path": server.model_path, "weight_version": new, "flush_cache": mode == "retract"}
@@ -304,7 +327,7 @@ def test_spans_say_which_version_computed_which_token(server: Server, mode: str)
 def test_an_update_without_a_pause_waits(server: Server) -> None:
     """In-flight requests end under their weights first; abort_all_requests sends them home instead."""
     old = server.version()
-    body = {"model_path": server.model_path, "weight_version": f"{old}-w", "flush_cache": True}
+    body = {"model_path": server.model_path, "weight_version": server.next_version(), "flush_cache": True}
     pending = server.start("contract-wait", 200)
     assert server.post("/update_weights_from_disk", body).json()["success"] is True
     assert_spans(pending.result(60), [old])
@@ -339,3 +362,160 @@ def test_a_request_that_cannot_be_served_is_a_400(server: Server, change: dict[s
     assert answer.status_code == 400
     assert answer.json()
     assert len(server.generate(2)["output_ids"]) == 2
+
+
+# what a server tells of itself
+
+
+def test_the_engine_learns_what_it_may_send(server: Server) -> None:
+    """The vocabulary is the model's; a prompt and a budget that fill the length that is told are served whole."""
+    engine = RemoteInfEngine([server.url])
+    engine.initialize()
+    config = server.reference.config
+    assert engine.vocab_size == config.vocab_size
+    assert engine.context_length is not None
+    assert config.max_position_embeddings - 8 <= engine.context_length <= config.max_position_embeddings
+    for new in (1, 5):
+        prompt = (PROMPT * config.max_position_embeddings)[: engine.context_length - new]
+        gconfig = GenerationHyperparameters(max_new_tokens=new, stop_token_ids=[])
+        answer = asyncio.run(engine.agenerate(ModelRequest(prompt, gconfig=gconfig)))
+        assert answer.output_len == new or answer.stop_reason == "stop"
+    with pytest.raises(EngineError, match="outside the vocabulary"):
+        asyncio.run(engine.agenerate(ModelRequest([config.vocab_size])))
+
+
+# new weights, by each way
+
+
+class Other:
+    """Another model of the same shape, and every way to bring it to a server."""
+
+    def __init__(self, server: Server, folder: Path) -> None:
+        self.server, self.folder = server, folder
+        self.model = AutoModelForCausalLM.from_pretrained(server.model_path, dtype=torch.float32)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
+
+    def send(self, mode: str, model: Any, version: str, pause_mode: str = "retract", fail: bool = False) -> None:
+        """What actor.update_weights does between pause and resume; `fail`: the trainer's side breaks half way."""
+        engine = RemoteInfEngine([self.server.url], pause_mode=pause_mode)
+        meta = WeightUpdateMeta(mode=mode, path=str(self.folder), version=int(version), bucket_mb=0.1)
+        if mode == "disk":
+            weights.write_checkpoint(model.state_dict(), self.server.model_path, meta.directory)
+        if fail:
+            engine.update_weights(meta, broken(weights.named_buckets(model, torch.float32, 0.1)))
+        weights.push(meta, model, torch.float32, engine)
+
+
+def broken(buckets: Iterator[weights.Bucket]) -> Iterator[weights.Bucket]:
+    yield next(buckets)
+    raise RuntimeError("out of memory")
+
+
+@pytest.fixture
+def other(server: Server, tmp_path: Path) -> Iterator[Other]:
+    """The other model; after the test the server has its own weights again."""
+    other = Other(server, tmp_path)
+    yield other
+    server.post("/pause_generation", {"mode": "abort"})
+    other.send("disk", server.reference, server.next_version())
+    server.post("/continue_generation", {})
+
+
+def assert_serves(server: Server, model: Any, version: str) -> None:
+    """Greedy tokens, their logprobs and their version are `model`'s, for a prompt that nobody remembers."""
+    prompt = [50 + int(version) % 50, *PROMPT]
+    answer = server.generate(12, prompt=prompt, temperature=0.0)
+    ids, logprobs = outputs(answer)
+    assert_spans(answer, [version])
+    assert logprobs == pytest.approx(
+        server.logprobs(prompt + ids, model=model)[len(prompt) - 1 :], abs=server.tolerance
+    )
+    with torch.no_grad():
+        best = model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits[0, len(prompt) - 1 : -1].max(-1)
+    assert best.indices.tolist() == ids
+
+
+MODES = ["disk", "distributed", "tensor"]
+
+
+@pytest.mark.parametrize("pause_mode", ["retract", "abort", "in_place"])
+@pytest.mark.parametrize("mode", MODES)
+def test_new_weights_arrive_while_somebody_generates(server: Server, other: Other, mode: str, pause_mode: str) -> None:
+    """Whichever way they come: what was running keeps its tokens and goes on, each token under the version that
+    computed it (in_place with its old keys), and afterwards greedy output and logprobs are the trainer's model's."""
+    old, new = server.version(), server.next_version()
+    rid = f"contract-{mode}-{pause_mode}"
+    answer = interrupted(server, rid, pause_mode, lambda: other.send(mode, other.model, new, pause_mode))
+    ids, logprobs = outputs(answer)
+    if pause_mode == "abort":
+        assert_spans(answer, [old])
+        cut = len(ids)
+        assert 0 < cut < LONG
+    else:
+        cut, end = assert_spans(answer, [old, new])
+        assert 0 < cut < end == LONG
+    by_old = server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :]
+    by_new = server.logprobs(PROMPT + ids, model=other.model)[len(PROMPT) - 1 :]
+    assert logprobs[:cut] == pytest.approx(by_old[:cut], abs=server.tolerance)
+    if pause_mode == "retract":
+        assert logprobs[cut:] == pytest.approx(by_new[cut:], abs=server.tolerance)
+    assert_serves(server, other.model, new)
+
+
+@pytest.mark.parametrize("mode", ["distributed", "tensor"])
+def test_an_update_that_failed_is_never_served(server: Server, other: Other, mode: str) -> None:
+    """The trainer breaks after the first bucket: the server bears no version, its tokens are an error to every engine,
+    and the next update that succeeds heals it."""
+    old, new = server.version(), server.next_version()
+    server.post("/pause_generation", {"mode": "retract"})
+    with pytest.raises(RuntimeError, match="out of memory"):
+        other.send(mode, other.model, new, fail=True)
+    server.post("/continue_generation", {})
+    assert server.version() == f"{new}-incomplete"
+    engine = RemoteInfEngine([server.url])
+    with pytest.raises(EngineError, match="cannot be read"):
+        asyncio.run(engine.agenerate(ModelRequest(PROMPT)))
+    assert old != new
+    server.post("/pause_generation", {"mode": "retract"})
+    other.send(mode, other.model, new)
+    server.post("/continue_generation", {})
+    assert_serves(server, other.model, new)
+
+
+def test_weights_come_in_sessions(server: Server) -> None:
+    """One session at a time, parts only inside, and only from a group that there is: else 400 with success false."""
+    part = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody"}
+    handles = {"serialized_named_tensors": [weights.serialise([])]}
+    calls: list[tuple[str, dict[str, Any], int]] = [
+        ("/end_weight_update", {}, 400),
+        ("/update_weights_from_distributed", part, 400),
+        ("/update_weights_from_tensor", handles, 400),
+        ("/begin_weight_update", {}, 200),
+        ("/begin_weight_update", {}, 400),
+        ("/update_weights_from_distributed", part, 400),
+        ("/update_weights_from_tensor", handles, 200),
+        ("/end_weight_update", {}, 200),
+        ("/destroy_weights_update_group", {"group_name": "nobody"}, 400),
+    ]
+    version = server.version()
+    for path, body, status in calls:
+        answer = server.post(path, body)
+        assert (answer.status_code, answer.json()["success"]) == (status, status == 200), (path, answer.text)
+    assert server.version() == version
+    assert len(server.generate(2)["output_ids"]) == 2
+
+
+def test_a_label_can_change_alone(server: Server) -> None:
+    """update_weight_version touches neither weights nor, unless it is asked to, what runs."""
+    old, new = server.version(), server.next_version()
+    pending = server.start("contract-label")
+    body = {"new_version": new, "abort_all_requests": False}
+    assert server.post("/update_weight_version", body).json()["success"] is True
+    answer = pending.result(60)
+    first, last = assert_spans(answer, [old, new])
+    assert 0 < first < last == LONG
+    ids, logprobs = outputs(answer)
+    assert logprobs == pytest.approx(server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance)

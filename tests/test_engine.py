@@ -60,7 +60,7 @@ class Script:
 
     def __call__(self, request: httpx.Request) -> Any:
         self.requests.append((str(request.url), json.loads(request.content or b"{}")))
-        if request.url.path == "/model_info":
+        if request.url.path == "/server_info":
             return httpx.Response(200, json=self.info)
         if request.url.path != "/generate":
             return httpx.Response(200, json={"success": True})
@@ -464,15 +464,17 @@ async def test_without_spans_a_segment_has_one_version():
     assert response.output_versions == [0, 0, 1]
 
 
-def test_initialize_learns_the_limits():
-    """The smallest vocabulary and context of all servers hold."""
+def test_initialize_learns_the_limits(tmp_path: Path):
+    """The smallest vocabulary and length of all servers hold; a model that cannot be read from here says nothing."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 259}')
 
     def serve(http_request: httpx.Request) -> httpx.Response:
         if http_request.url.path == "/generate":
             assert json.loads(http_request.content)["input_ids"] == [0]
             return generated([1])
-        told = {"vocab_size": 259, "context_length": 64} if http_request.url.host == "a" else {"context_length": 32}
-        return httpx.Response(200, json=told)
+        if http_request.url.host == "a":
+            return httpx.Response(200, json={"model_path": str(tmp_path), "max_req_input_len": 64})
+        return httpx.Response(200, json={"model_path": "somebody/else", "max_req_input_len": 32})
 
     engine = RemoteInfEngine([A, B], transport=httpx.MockTransport(serve))
     engine.initialize()

@@ -451,9 +451,9 @@ def test_any_integer_is_a_seed(seed: int) -> None:
 
 
 def test_the_context_that_is_told_is_the_one_that_is_honoured(start_tiny_server: StartServer) -> None:
-    """With --max-total-tokens below the model's context, /model_info names the lesser."""
+    """With --max-total-tokens below the model's context, /server_info names the lesser."""
     url = start_tiny_server("--max-total-tokens", "100")
-    told = httpx.get(url + "/model_info").json()["context_length"]
+    told = httpx.get(url + "/server_info").json()["max_req_input_len"]
     assert told == 100
     for prompt, status in ((told - 1, 200), (told, 400)):
         body = {"input_ids": [1] * prompt, "sampling_params": {"max_new_tokens": 1}}
