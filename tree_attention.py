@@ -51,6 +51,7 @@ ends in RecursionError); its block mask goes through a dense N x N one (256 MiB 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,7 @@ def sort_rows(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
     # Bytes compare as token ids do when the highest byte comes first.
     order = sorted(range(len(sequences)), key=lambda row: sequences[row].astype(">u4").tobytes())
     shared = np.zeros(len(order), dtype=np.int64)
-    for i, (before, row) in enumerate(zip(order, order[1:]), 1):
+    for i, (before, row) in enumerate(pairwise(order), 1):
         n = min(len(sequences[before]), len(sequences[row]))
         differ = sequences[before][:n] != sequences[row][:n]
         shared[i] = differ.argmax() if differ.any() else n
@@ -208,7 +209,7 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
     for members in first_fit_decreasing([size for _, _, size in runs], max_tokens):
         ranks = [i for first, last, _ in sorted(runs[m] for m in members) for i in range(first, last)]
         # What two sorted rows share is the least of what the neighbours between them share.
-        common = [0] + [int(shared[a + 1 : b + 1].min()) for a, b in zip(ranks, ranks[1:])]
+        common = [0] + [int(shared[a + 1 : b + 1].min()) for a, b in pairwise(ranks)]
         trees.append(lay_out([order[i] for i in ranks], arrays, common))
     return trees
 
@@ -222,7 +223,7 @@ def tree_attention(
     scaling: float | None = None,
     tree: PackedTree | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """softmax(q k' * scaling) v over the ancestors of each token: transformers' attention function "tree".
 
     query (1, heads, N, d); key, value (1, groups, N, d). Returns (1, N, heads, d). Raises ValueError where the
