@@ -19,6 +19,7 @@ the version that each trained token carries.
 loglinear: pi_prox interpolated between pi_behav and pi_theta, no forward pass. The recipe is configs/demo.yaml with one
 pass over each batch instead of two: learning rate 1e-3 and four minibatches, with which the policy moves far enough in a
 few versions that a trust region round an old policy is in the way. With a tenth of that rate all methods would be equal.
+Games share their beginnings, so they are trained as trees (tree_attention.py), which changes nothing but the time.
 
 **Success is exact**: the probability that the policy finds the secret, by walking every game that can be won, so that
 the spread in the figure is that of training and not of an evaluation.
@@ -115,12 +116,14 @@ class Transcript:
 
 
 def last_logp(model: Any, rows: list[list[int]]) -> Tensor:
-    """(n, V): log p of the token behind each row."""
-    lengths = torch.tensor([len(row) for row in rows])
-    ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
-    for padded, row in zip(ids, rows):
-        padded[: len(row)] = torch.tensor(row)
-    return torch.log_softmax(model(input_ids=ids, use_cache=False).logits[torch.arange(len(rows)), lengths - 1], -1)
+    """(n, V): log p of the token behind each row. Equal rows, of which a small game has many, are computed once."""
+    number = {row: i for i, row in enumerate(dict.fromkeys(map(tuple, rows)))}
+    lengths = torch.tensor([len(row) for row in number])
+    ids = torch.zeros(len(number), int(lengths.max()), dtype=torch.long)
+    for row, i in number.items():
+        ids[i, : len(row)] = torch.tensor(row)
+    logits = model(input_ids=ids, use_cache=False).logits[torch.arange(len(number)), lengths - 1]
+    return torch.log_softmax(logits, -1)[[number[tuple(row)] for row in rows]]
 
 
 @torch.no_grad()
@@ -295,7 +298,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
-    recipe = load(["--config", str(ROOT / "configs" / "demo.yaml"), "actor.ppo_epochs=1"]).actor
+    recipe = load(
+        ["--config", str(ROOT / "configs" / "demo.yaml"), "actor.ppo_epochs=1", "actor.enable_tree_training=true"]
+    ).actor
     done = {(line["eta"], line["method"], line["seed"]) for line in read()}
     for seed in [] if args.draw else args.seeds:  # seeds outermost: a run that is stopped has whole tables
         base = BASES / f"base-{seed}"

@@ -1,8 +1,12 @@
 """A tree of rows trains as the rows do: the same loss, the same gradients, fewer tokens, in any order."""
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,15 +14,19 @@ import httpx2
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT, free_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import ScriptedEngine
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask, flex_attention
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from actor import FSDPPPOActor
 from client import OpenAIProxyClient
 from engine import GenerationHyperparameters
+from plumbing.config import OptimizerConfig, PPOActorConfig
 from proxy import create_app
 from tasks import base_model, guess, maze
 from trajectory import complete, concat_padded_tensors
@@ -326,3 +334,81 @@ async def test_real_exports_train_as_their_rows_do(export: str) -> None:
     trees = build_trees(rows, 1024)
     assert sum(len(tree.tout) for tree in trees) < 0.6 * sum(map(len, rows))
     assert_same_lesson(learn(model, tree_logp(model, rows, 1024)), learn(model, separate_logp(model, rows)))
+
+
+# The actor
+
+
+def make_batch(seed: int = 0) -> dict[str, Tensor]:
+    """Eight rows that share beginnings, as `prepare_batch` hands them over; the last half of each is trained."""
+    rows = [row * 2 for row in make_rows(seed, 8)]
+    lengths = torch.tensor([len(row) for row in rows])
+    real = torch.arange(int(lengths.max())) < lengths[:, None]  # (B, T)
+    trained = real & (torch.arange(int(lengths.max())) >= lengths[:, None] // 2)
+    g = torch.Generator().manual_seed(seed)
+    batch = {
+        "input_ids": pad_sequence([torch.tensor(row) for row in rows], batch_first=True).int(),
+        "attention_mask": real,
+        "loss_mask": trained.int(),
+        "logprobs": -3 * torch.rand(real.shape, generator=g),
+        "turn_ids": trained.int() - 1,
+        "turn_rewards": torch.randn(8, 1, generator=g) * trained,
+        "temperatures": torch.where(trained, 0.7 + torch.rand(8, 1, generator=g), 1.0),
+    }
+    return complete(batch, 0)
+
+
+def one_update(path: Path, trees: bool, rows: slice = slice(None)) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Statistics and weights (of rank 0) after one training step in pieces of 128 tokens."""
+    optimizer = OptimizerConfig(lr=1e-3, eps=1e-4)
+    config = PPOActorConfig(
+        enable_tree_training=trees, mb_tokens=128, ppo_n_minibatches=1, entropy_coeff=0.1, optimizer=optimizer
+    )
+    actor = FSDPPPOActor(config, path)
+    actor.create_process_group()
+    actor.initialize(max_steps=10)
+    batch = make_batch()
+    batch["prox_logp"] = actor.compute_logp(batch)
+    batch["logprobs"] = batch["prox_logp"] + 0.1 * batch["logprobs"]
+    actor.compute_advantages(batch)
+    stats = actor.ppo_update({key: value[rows] for key, value in batch.items()})
+    weights = actor.full_state()
+    actor.destroy()
+    return stats | {"logp": float(batch["prox_logp"].sum())}, weights
+
+
+def assert_same_update(one: Any, other: Any) -> None:
+    for key in one[0].keys() - {"tree_token_ratio"}:
+        assert other[0][key] == pytest.approx(one[0][key], rel=1e-4, abs=1e-6), key
+    for name, tensor in one[1].items():
+        torch.testing.assert_close(other[1][name], tensor, atol=1e-5, rtol=0)
+
+
+def test_the_actor_makes_the_same_step_with_trees(model: Any, tmp_path: Path) -> None:
+    """enable_tree_training changes what a step costs and not what it does: logprobs, statistics, weights; and says how much."""
+    model.save_pretrained(tmp_path)
+    padded, trees = one_update(tmp_path, trees=False), one_update(tmp_path, trees=True)
+    assert_same_update(padded, trees)
+    assert "tree_token_ratio" not in padded[0]
+    assert trees[0]["tree_token_ratio"] < 0.9
+
+
+def test_two_ranks_train_trees(model: Any, tmp_path: Path) -> None:
+    """Sharded over two ranks, with another number of trees on each, the step is the one that one rank makes."""
+    model.save_pretrained(tmp_path / "model")
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, __file__, str(tmp_path)]
+    ranks = [subprocess.Popen(command, env={**os.environ, **world, "RANK": str(r)}) for r in range(2)]
+    alone = one_update(tmp_path / "model", trees=True)
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    together = torch.load(tmp_path / "step.pt")
+    for name, tensor in alone[1].items():
+        torch.testing.assert_close(together[1][name], tensor, atol=1e-5, rtol=0)
+
+
+if __name__ == "__main__":  # one rank of the test above
+    torch.set_num_threads(1)
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    step = one_update(folder / "model", trees=True, rows=[slice(0, 4), slice(4, 8)][rank])
+    if rank == 0:
+        torch.save(step, folder / "step.pt")
