@@ -1,0 +1,321 @@
+"""Claim: stale data slows standard PPO down, and the decoupled objective buys most of it back.
+
+    python bench/staleness.py                          the whole table: 7 lags x 3 methods x 5 seeds, some 20 minutes
+    python bench/staleness.py --etas 0 4 inf --seeds 1 2       a part of it
+    python bench/staleness.py --draw                   the table and the figure from the CSV, nothing is run
+
+The experiment of the paper's staleness table (arXiv 2505.24298) on the game of tasks/guess.py, through the same
+actor.py and ppo.py as a real run. Each run is one line of docs/staleness.csv and is not repeated when it is there;
+the figure is docs/staleness.png; docs/staleness.md reads them.
+
+**Lag is imposed, not hoped for.** On a small machine generation is as fast as training and lag hardly arises. Here
+both alternate in one process: the batch that step s (from 0) trains on is sampled by the weights of version max(s - eta, 0),
+what the gate of staleness.py allows at most, in every step and for every token. `inf` has no gate: generation makes two
+batches while the trainer consumes one, the queue grows, and step s trains on samples of version s // 2. Every run trains
+on the same number of samples, 64 batches of 120 games. The lag in the CSV is measured: the trainer's version minus
+the version that each trained token carries.
+
+**Methods.** naive: standard PPO whose old policy is the one that sampled. decoupled: pi_prox by a forward pass.
+loglinear: pi_prox interpolated between pi_behav and pi_theta, no forward pass. The recipe is configs/demo.yaml with one
+pass over each batch instead of two: learning rate 1e-3 and four minibatches, with which the policy moves far enough in a
+few versions that a trust region round an old policy is in the way. With a tenth of that rate all methods would be equal.
+Games share their beginnings, so they are trained as trees (tree_attention.py), which changes nothing but the time.
+
+**Success is exact**: the probability that the policy finds the secret, by walking every game that can be won, so that
+the spread in the figure is that of training and not of an evaluation.
+"""
+
+import argparse
+import csv
+import math
+import os
+import sys
+import time
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers.utils import logging as transformers_logging  # noqa: E402
+
+from actor import FSDPPPOActor  # noqa: E402
+from plumbing.config import PPOActorConfig, load  # noqa: E402
+from tasks import base_model, guess  # noqa: E402
+from trajectory import complete  # noqa: E402
+
+ETAS = ["0", "1", "2", "4", "8", "16", "inf"]
+METHODS: dict[str, dict[str, Any]] = {
+    "naive": {"use_decoupled_loss": False, "recompute_logprob": False},
+    "decoupled": {"use_decoupled_loss": True, "prox_logp_method": "recompute"},
+    "loglinear": {"use_decoupled_loss": True, "prox_logp_method": "loglinear"},
+}
+STEPS, GAMES, EVERY = 64, 20, 8  # training steps; games a secret in a batch; steps between two points of the curve
+MAX_NEW_TOKENS = 4
+MEASURED = ("clip_frac", "behave_weight_mean", "dropped_share", "kl", "entropy")  # means over the run
+CURVE = [f"success_{step}" for step in range(0, STEPS + 1, EVERY)]
+COLUMNS = ["eta", "method", "seed", "lag_mean", "lag_max", *CURVE, *MEASURED, "cpu_s"]
+TABLE, FIGURE, BASES = ROOT / "docs" / "staleness.csv", ROOT / "docs" / "staleness.png", ROOT / "runs" / "staleness"
+
+
+# ---------------------------------------------------------------- the game, many at once
+
+
+class Script:
+    """The game's words in token ids, as the chat template renders them."""
+
+    def __init__(self) -> None:
+        tokenizer = base_model.make_tokenizer(guess.WORDS)
+
+        def render(role: str, text: str) -> list[int]:
+            messages = [{"role": role, "content": text}]
+            return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+        self.start = render("user", guess.QUESTION)
+        self.tails = {word: render("user", word) for word in ("higher", "lower")}
+        self.end = int(tokenizer.eos_token_id)
+        self.number = {int(tokenizer.convert_tokens_to_ids(str(s))): s for s in guess.SECRETS}
+
+
+class Transcript:
+    """One game as a row: each token with its logprob and the turn it was sampled in, -1 and 0 where it was not."""
+
+    def __init__(self, script: Script, secret: int) -> None:
+        self.script, self.secret, self.reward, self.turn = script, secret, 0.0, 0
+        self.ids, self.logp, self.turns = list(script.start), [0.0] * len(script.start), [-1] * len(script.start)
+        self.said: list[int] = []  # in the turn under way
+        self.over = False
+
+    def hear(self, token: int, logp: float) -> None:
+        """A sampled token; at the turn's end the game answers as GuessAgent does."""
+        self.ids.append(token)
+        self.logp.append(logp)
+        self.turns.append(self.turn)
+        self.said.append(token)
+        if token != self.script.end:
+            self.over = len(self.said) == MAX_NEW_TOKENS
+            return
+        number = self.script.number.get(self.said[0]) if len(self.said) == 2 else None
+        self.turn, self.said = self.turn + 1, []
+        if number == self.secret:
+            self.reward = 1.0
+        self.over = number is None or number == self.secret or self.turn == guess.GUESSES
+        if number is not None and not self.over:
+            tail = self.script.tails[guess.feedback(number, self.secret)]
+            self.ids += tail
+            self.logp += [0.0] * len(tail)
+            self.turns += [-1] * len(tail)
+
+
+def last_logp(model: Any, rows: list[list[int]]) -> Tensor:
+    """(n, V): log p of the token behind each row. Equal rows, of which a small game has many, are computed once."""
+    number = {row: i for i, row in enumerate(dict.fromkeys(map(tuple, rows)))}
+    lengths = torch.tensor([len(row) for row in number])
+    ids = torch.zeros(len(number), int(lengths.max()), dtype=torch.long)
+    for row, i in number.items():
+        ids[i, : len(row)] = torch.tensor(row)
+    logits = model(input_ids=ids, use_cache=False).logits[torch.arange(len(number)), lengths - 1]
+    return torch.log_softmax(logits, -1)[[number[tuple(row)] for row in rows]]
+
+
+@torch.no_grad()
+def play(model: Any, script: Script, version: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """A batch: GAMES games for each secret, a game a row, completed as workflows' trajectories are."""
+    games = [Transcript(script, secret) for secret in guess.SECRETS for _ in range(GAMES)]
+    while playing := [game for game in games if not game.over]:
+        log_p = last_logp(model, [game.ids for game in playing])
+        tokens = torch.multinomial(log_p.exp(), 1, generator=generator)
+        for game, token, logp in zip(playing, tokens[:, 0].tolist(), log_p.gather(1, tokens)[:, 0].tolist()):
+            game.hear(token, logp)
+
+    longest = max(len(game.ids) for game in games)
+
+    def padded(name: str, fill: float, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([[*getattr(g, name), *[fill] * (longest - len(g.ids))] for g in games], dtype=dtype)
+
+    turns = padded("turns", -1, torch.int32)
+    traj = {
+        "input_ids": padded("ids", 0, torch.int32),
+        "attention_mask": torch.arange(longest) < torch.tensor([len(game.ids) for game in games])[:, None],
+        "loss_mask": (turns >= 0).int(),
+        "logprobs": padded("logp", 0.0, torch.float32),
+        "turn_ids": turns,
+        "rewards": torch.tensor([game.reward for game in games]),
+    }
+    return complete(traj, 0, version) | {"group_ids": torch.tensor([game.secret for game in games], dtype=torch.int32)}
+
+
+@torch.no_grad()
+def success(model: Any, script: Script) -> float:
+    """The probability that the policy finds the secret, over all secrets, exactly."""
+    # P(found) = mean over secrets of the sum over games that find it of prod p(number) p(end)
+    found, reached = 0.0, [(script.start, {secret: 1 / len(guess.SECRETS) for secret in guess.SECRETS})]
+    for _ in range(guess.GUESSES):
+        said = [([*ids, token], number, weights) for ids, weights in reached for token, number in script.number.items()]
+        rows = torch.tensor([ids for ids, _, _ in said])  # (n, t): all games that reach a turn are equally long
+        log_p = torch.log_softmax(model(input_ids=rows, use_cache=False).logits[:, -2:], -1)  # (n, 2, V)
+        p = (log_p[:, 0].gather(1, rows[:, -1:])[:, 0] + log_p[:, 1, script.end]).exp().tolist()
+        reached = []
+        for (ids, number, weights), q in zip(said, p):
+            found += q * weights.get(number, 0.0)
+            for word, tail in script.tails.items():
+                rest = {s: w * q for s, w in weights.items() if s != number and guess.feedback(number, s) == word}
+                if rest:
+                    reached.append(([*ids, script.end, *tail], rest))
+    return found
+
+
+# ---------------------------------------------------------------- the runs
+
+
+def sampled_at(step: int, eta: str) -> int:
+    """The version that samples the batch of this step (from 0)."""
+    return step // 2 if eta == "inf" else max(step - int(eta), 0)
+
+
+def run(eta: str, method: str, seed: int, base: Path, recipe: PPOActorConfig) -> dict[str, Any]:
+    """One run, one line of the table."""
+    began = time.process_time()
+    actor = FSDPPPOActor(replace(recipe, **METHODS[method]), base)
+    actor.create_process_group()
+    actor.initialize(STEPS)
+    sampler = AutoModelForCausalLM.from_pretrained(base)
+    script, generator = Script(), torch.Generator().manual_seed(seed)
+    queue: deque[dict[str, Tensor]] = deque()
+    made, lags, stats, curve = 0, [], [], [success(sampler, script)]
+    for version in range(STEPS):
+        # 1. Generation: every batch whose time has come, by the weights as they are now.
+        while made < STEPS and sampled_at(made, eta) <= version:
+            queue.append(play(sampler, script, version, generator))
+            made += 1
+        # 2. Training on the oldest.
+        batch = queue.popleft()
+        lags.append((version - batch["versions"][batch["loss_mask"] > 0]).float().mean().item())
+        if actor.should_compute_prox_logp():
+            batch["prox_logp"] = actor.compute_logp(batch)
+        actor.compute_advantages(batch)
+        stats.append(actor.ppo_update(batch))
+        actor.step_lr_scheduler()
+        actor.set_version(version + 1)
+        sampler.load_state_dict(actor.full_state(), strict=False)
+        if (version + 1) % EVERY == 0:
+            curve.append(success(sampler, script))
+    actor.destroy()
+    line: dict[str, Any] = {"eta": eta, "method": method, "seed": seed, "lag_mean": mean(lags), "lag_max": max(lags)}
+    line |= dict(zip(CURVE, curve)) | {name: mean(s[name] for s in stats) for name in MEASURED}
+    return line | {"cpu_s": time.process_time() - began}
+
+
+def read() -> list[dict[str, Any]]:
+    """The lines of the table that are there, numbers as numbers."""
+    if not TABLE.exists():
+        return []
+    with TABLE.open() as file:
+        return [
+            {key: value if key in ("eta", "method") else float(value) for key, value in line.items()}
+            for line in csv.DictReader(file)
+        ]
+
+
+def append(line: dict[str, Any]) -> None:
+    new = not TABLE.exists()
+    with TABLE.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow({key: f"{value:.5g}" if isinstance(value, float) else value for key, value in line.items()})
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def cells(lines: list[dict[str, Any]], column: str) -> dict[tuple[str, str], list[float]]:
+    """{(eta, method): the column's value for each seed}"""
+    found: dict[tuple[str, str], list[float]] = {}
+    for line in lines:
+        found.setdefault((line["eta"], line["method"]), []).append(line[column])
+    return found
+
+
+def print_table(lines: list[dict[str, Any]]) -> None:
+    """Success after the last step, mean and standard deviation over the seeds, beside the measured lag."""
+    last, lag, largest = cells(lines, CURVE[-1]), cells(lines, "lag_mean"), cells(lines, "lag_max")
+    print("| eta | lag, mean | lag, max | " + " | ".join(METHODS) + " |\n" + "|---" * (3 + len(METHODS)) + "|")
+    for eta in ETAS:
+        here = [m for m in METHODS if (eta, m) in last]
+        if here:
+            shown = [f"{mean(last[eta, m]):.3f} ± {spread(last[eta, m]):.3f}" if m in here else "" for m in METHODS]
+            lags = f"{mean(lag[eta, here[0]]):.2f} | {max(largest[eta, here[0]]):.0f}"
+            print(f"| {eta} | {lags} | " + " | ".join(shown) + " |")
+
+
+def spread(values: list[float]) -> float:
+    return stdev(values) if len(values) > 1 else math.nan
+
+
+def draw(lines: list[dict[str, Any]], curves_of: str = "16") -> None:
+    """Left: success after the last step over eta, a dot a seed; right: the way there at one eta."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, constrained_layout=True)
+    last, colors = cells(lines, CURVE[-1]), dict(zip(METHODS, ("tab:red", "tab:blue", "tab:green")))
+    for i, (method, color) in enumerate(colors.items()):
+        at = [k for k, eta in enumerate(ETAS) if (eta, method) in last]
+        seeds = [last[ETAS[k], method] for k in at]
+        left.plot(at, [mean(s) for s in seeds], color=color, label=method)
+        left.fill_between(at, [min(s) for s in seeds], [max(s) for s in seeds], color=color, alpha=0.15, linewidth=0)
+        for k, s in zip(at, seeds):
+            left.plot([k + 0.06 * (i - 1)] * len(s), s, ".", color=color, markersize=4)
+        runs = [[line[c] for c in CURVE] for line in lines if (line["eta"], line["method"]) == (curves_of, method)]
+        for curve in runs:
+            right.plot(range(0, STEPS + 1, EVERY), curve, color=color, alpha=0.35, linewidth=0.8)
+        if runs:
+            right.plot(range(0, STEPS + 1, EVERY), [mean(c) for c in zip(*runs)], color=color, label=method)
+    left.set(xlabel="eta (versions of lag)", ylabel="success", title=f"after {STEPS} steps, range over the seeds")
+    left.set_xticks(range(len(ETAS)), ["∞" if eta == "inf" else eta for eta in ETAS])
+    right.set(xlabel="training step", title=f"on the way, eta = {curves_of}")
+    left.legend()
+    figure.savefig(FIGURE, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--etas", nargs="*", default=ETAS, choices=ETAS)
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3, 4, 5])
+    parser.add_argument("--draw", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
+    recipe = load(
+        ["--config", str(ROOT / "configs" / "demo.yaml"), "actor.ppo_epochs=1", "actor.enable_tree_training=true"]
+    ).actor
+    done = {(line["eta"], line["method"], line["seed"]) for line in read()}
+    for seed in [] if args.draw else args.seeds:  # seeds outermost: a run that is stopped has whole tables
+        base = BASES / f"base-{seed}"
+        guess.make_model(base, seed)
+        for eta in args.etas:
+            for method in args.methods:
+                if (eta, method, seed) not in done:
+                    line = run(eta, method, seed, base, recipe)
+                    append(line)
+                    shown = f"lag {line['lag_mean']:.2f}, success {line[CURVE[-1]]:.3f}, {line['cpu_s']:.0f} s"
+                    print(f"eta {eta}, {method}, seed {seed}: {shown}", flush=True)
+    lines = read()
+    print_table(lines)
+    draw(lines)
+
+
+if __name__ == "__main__":
+    main()

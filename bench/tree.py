@@ -1,0 +1,193 @@
+"""Claim: training on shared prefixes costs what the tree costs, and building the tree costs next to nothing.
+
+    python bench/tree.py [--quick]
+
+**Training.** One forward and backward pass of a random Qwen3 (4 layers, fp32, one thread) over 16 rows that share
+their beginning and train on what is their own, in five ways that must agree in their gradients:
+
+    padded    16 rows side by side, causal attention without a mask (all are equally long: no padding is wasted)
+    packed    the rows one behind the other, positions starting over, transformers' own mask: N x N, dense
+    apart     the same, through tree attention's blocks: a tree in which nothing is shared
+    dense     the tree, over the N x N mask that defines it
+    tree      the tree, with the blocks of tree_attention.py; building it is part of the time
+
+Process time (wall time would measure what else the machine does), the best of some rounds in which the ways alternate.
+`gain` is the best of the first three over `tree`, the fairest of the comparisons; `ratio` is tokens of the tree / tokens
+of the rows, so that 1 / ratio is what can be had at most. Target: gain of at least 2 at width 384, 256 tokens, 3/4 shared.
+
+**Building** the tree of 16 rows of 2,500 tokens, beside AReaL's `_greedy_build_tries` where `areal` can be imported
+(PyPI areal 1.0.4, in a venv of its own): the same rows, the same budget, alternating.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "disabled")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+try:  # before transformers: areal's imports are circular in another order
+    import areal  # noqa: F401
+    from areal.models.tree_attn.tree import _greedy_build_tries
+except ImportError:
+    _greedy_build_tries = None
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tree_attention import PackedTree, build_trees
+
+ROWS, LAYERS, VOCABULARY = 16, 4, 4096
+CASES = [  # width, tokens of a row, share that all rows have in common
+    (384, 256, 0.75),
+    (64, 256, 0.75),
+    (768, 256, 0.75),
+    (384, 64, 0.75),
+    (384, 1024, 0.75),
+    (384, 256, 0.0),
+    (384, 256, 0.25),
+    (384, 256, 0.5),
+    (384, 256, 0.875),
+    (64, 16, 0.5),
+]
+
+
+def build(width: int) -> Any:
+    """A random Qwen3: heads of 64 (16 in the narrowest), two query heads a key head."""
+    torch.manual_seed(0)
+    d = 64 if width >= 256 else 16
+    shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": LAYERS, "head_dim": d}
+    heads = {"num_attention_heads": width // d, "num_key_value_heads": width // d // 2}
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, max_position_embeddings=4096, **shape, **heads))
+
+
+def make_rows(length: int, share: float) -> Tensor:
+    """(ROWS, length), the first tokens alike."""
+    rows = torch.randint(VOCABULARY, (ROWS, length), generator=torch.Generator().manual_seed(0))
+    rows[:, : int(share * length)] = rows[0, : int(share * length)]
+    return rows
+
+
+def loss_of(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
+    """- mean log p of ids (n,), each read at the hidden state (n, H) of the token before it."""
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden).float(), ids)
+
+
+def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tensor]]:
+    """Name -> the loss of the rows' own tokens, computed this way."""
+    length = rows.shape[1]
+    own = max(int(share * length), 1)  # the first token that is trained
+    wanted = rows[:, own:].flatten()
+
+    def padded() -> Tensor:
+        model.set_attn_implementation("sdpa")
+        hidden = model.model(input_ids=rows, use_cache=False).last_hidden_state
+        return loss_of(model, hidden[:, own - 1 : -1].flatten(0, 1), wanted)
+
+    def packed() -> Tensor:
+        model.set_attn_implementation("sdpa")
+        positions = torch.arange(length).repeat(ROWS)[None]
+        hidden = model.model(input_ids=rows.view(1, -1), position_ids=positions, use_cache=False).last_hidden_state
+        return loss_of(model, hidden.view(ROWS, length, -1)[:, own - 1 : -1].flatten(0, 1), wanted)
+
+    def apart() -> Tensor:
+        places = torch.arange(rows.numel()).view(ROWS, length)
+        tout = (torch.arange(ROWS) + 1).repeat_interleave(length) * length
+        positions = torch.arange(length).repeat(ROWS)[None]
+        return over(PackedTree(list(range(ROWS)), list(places), rows.view(1, -1), positions, tout), dense=False)
+
+    def over(tree: PackedTree, dense: bool) -> Tensor:
+        model.set_attn_implementation("sdpa" if dense else "tree")
+        how = {"attention_mask": tree.mask()[None, None]} if dense else {"tree": tree}
+        hidden = model.model(
+            input_ids=tree.input_ids, position_ids=tree.position_ids, use_cache=False, **how
+        ).last_hidden_state[0]
+        before = torch.cat([path[own - 1 : -1] for path in tree.paths])
+        return loss_of(model, hidden[before], torch.cat([rows[row, own:] for row in tree.rows]))
+
+    def tree() -> Tensor:
+        return over(build_trees(list(rows), rows.numel())[0], dense=False)
+
+    def dense() -> Tensor:
+        return over(build_trees(list(rows), rows.numel())[0], dense=True)
+
+    return {"padded": padded, "packed": packed, "apart": apart, "dense": dense, "tree": tree}
+
+
+def measure(width: int, length: int, share: float, rounds: int) -> str:
+    """One line of the table."""
+    model, rows = build(width), make_rows(length, share)
+    best: dict[str, float] = {}
+    truth: list[Tensor] = []
+    worst = 0.0
+    for _ in range(rounds):
+        for name, way in ways(model, rows, share).items():
+            if rows.numel() > 8192 and name in ("packed", "dense"):
+                continue  # the N x N mask takes a minute and tells nothing new
+            model.zero_grad()
+            began = time.process_time()
+            way().backward()
+            best[name] = min(best.get(name, float("inf")), time.process_time() - began)
+            gradients = [p.grad.clone() for p in model.parameters()]
+            truth = truth or gradients
+            worst = max(worst, *(float((g - t).norm() / t.norm()) for g, t in zip(gradients, truth)))
+    [tree] = build_trees(list(rows), rows.numel())
+    gain = min(best[name] for name in ("padded", "packed", "apart") if name in best) / best["tree"]
+    shown = [
+        f"{best[name] * 1e3:.0f}" if name in best else "" for name in ("padded", "packed", "apart", "dense", "tree")
+    ]
+    cells = [
+        width,
+        length,
+        f"{share:g}",
+        f"{len(tree.tout) / rows.numel():.2f}",
+        *shown,
+        f"**{gain:.2f}**",
+        f"{worst:.0e}",
+    ]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def measure_building(rounds: int) -> None:
+    """Milliseconds to build the tree of 16 x 2,500 tokens, without and with a shared beginning, ours and AReaL's."""
+    print("\n| 16 x 2,500 tokens | ours, ms | AReaL, ms |\n|---|---|---|")
+    for share in (0.0, 0.75):
+        rows = make_rows(2500, share).int()
+        data = {"input_ids": rows, "attention_mask": torch.ones_like(rows, dtype=torch.bool)}
+        best = {"ours": float("inf"), "theirs": float("inf")}
+        for _ in range(rounds):
+            began = time.process_time()
+            build_trees([ids[real] for ids, real in zip(rows, data["attention_mask"])], rows.numel())
+            best["ours"] = min(best["ours"], time.process_time() - began)
+            if _greedy_build_tries:
+                began = time.process_time()
+                _greedy_build_tries(data, rows.numel())
+                best["theirs"] = min(best["theirs"], time.process_time() - began)
+        theirs = f"{best['theirs'] * 1e3:.1f}" if _greedy_build_tries else "peer absent"
+        print(f"| {share:.0%} shared | {best['ours'] * 1e3:.1f} | {theirs} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the first two cases only")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    names = ["width", "tokens", "shared", "ratio", "padded", "packed", "apart", "dense", "tree", "gain", "gradients"]
+    print(
+        "Milliseconds of process time; `gradients`: the largest relative difference of any parameter's from padded's.\n"
+    )
+    print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
+    for case in CASES[: 2 if args.quick else None]:
+        print(measure(*case, rounds=3), flush=True)
+    measure_building(rounds=10)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,414 @@
+"""A tree of rows trains as the rows do: the same loss, the same gradients, fewer tokens, in any order."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import httpx2
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, free_port
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import ScriptedEngine
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask, flex_attention
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from actor import FSDPPPOActor
+from client import OpenAIProxyClient
+from engine import GenerationHyperparameters
+from plumbing.config import OptimizerConfig, PPOActorConfig
+from proxy import create_app
+from tasks import base_model, guess, maze
+from trajectory import complete, concat_padded_tensors
+from tree_attention import BLOCK, PackedTree, build_trees, cut, tree_attention
+from workflow import RLVRWorkflow, to_tensors
+
+Rows = list[list[int]]
+
+
+def make_rows(seed: int, n: int, longest: int = 30, vocabulary: int = 40) -> Rows:
+    """Rows that begin where another row has come to, or anywhere: branches, turns, copies, single tokens."""
+    rng = random.Random(seed)
+    rows: Rows = []
+    for _ in range(n):
+        old = rng.choice(rows) if rows and rng.random() < 0.8 else []
+        fresh = rng.choice([0, 1, 2, rng.randint(1, longest)])
+        row = old[: rng.randint(0, len(old))] + [rng.randrange(vocabulary) for _ in range(fresh)]
+        rows.append(row or [rng.randrange(vocabulary)])
+    return rows
+
+
+TREES = given(st.integers(0, 10**6), st.integers(1, 12), st.integers(30, 300))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A random Qwen3 with two layers and two query heads a key head."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    config = Qwen3Config(vocab_size=40, max_position_embeddings=4096, **shape, **heads)  # type: ignore[arg-type]
+    return Qwen3ForCausalLM(config)
+
+
+def logp_of(logits: Tensor, ids: Tensor) -> Tensor:
+    """(n, V), (n,) -> (n,)"""
+    return torch.log_softmax(logits.float(), -1).gather(1, ids[:, None])[:, 0]
+
+
+def separate_logp(model: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Per row (length - 1,): log p of each token but the first, by one pass a row."""
+    found = []
+    for row in rows:
+        ids = torch.tensor(row)
+        found.append(logp_of(model(input_ids=ids[None], use_cache=False).logits[0, :-1], ids[1:]))
+    return found
+
+
+def tree_logp(model: Any, rows: Sequence[Sequence[int]], max_tokens: int, dense: bool = False) -> list[Tensor]:
+    """The same, by one pass a tree; with `dense` over the N x N mask."""
+    found: list[Tensor] = [torch.empty(0)] * len(rows)
+    for tree in build_trees(rows, max_tokens):
+        how: dict[str, Any] = {"attention_mask": tree.mask()[None, None]} if dense else {"tree": tree}
+        model.set_attn_implementation("sdpa" if dense else "tree")
+        logits = model(input_ids=tree.input_ids, position_ids=tree.position_ids, use_cache=False, **how).logits[0]
+        model.set_attn_implementation("sdpa")
+        for row, path in zip(tree.rows, tree.paths, strict=True):
+            found[row] = logp_of(logits[path[:-1]], tree.input_ids[0, path[1:]])
+    return found
+
+
+def learn(model: Any, logp: list[Tensor], seed: int = 0) -> tuple[float, dict[str, Tensor]]:
+    """The loss with random advantages, a token's logprob once for each row it is in, and its gradients."""
+    flat = torch.cat(logp)
+    weights = torch.randn(len(flat), generator=torch.Generator().manual_seed(seed))
+    model.zero_grad()
+    loss = (flat * weights).sum() / max(len(flat), 1)
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_lesson(ours: tuple[float, dict[str, Tensor]], truth: tuple[float, dict[str, Tensor]]) -> None:
+    assert ours[0] == pytest.approx(truth[0], abs=1e-6)
+    assert ours[1].keys() == truth[1].keys()
+    largest = max(g.norm() for g in truth[1].values())
+    for name, gradient in truth[1].items():
+        assert (ours[1][name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-2 * largest), name
+
+
+# The trees
+
+
+@TREES
+@settings(max_examples=150, deadline=None)
+def test_every_prefix_of_a_tree_stands_in_it_once(seed: int, n: int, max_tokens: int) -> None:
+    """A path spells its row, a position is a depth, a token sees its own prefix only; each row is in one tree, in budget."""
+    rows = make_rows(seed, n)
+    rows = [row[:max_tokens] for row in rows]
+    trees = build_trees(rows, max_tokens)
+    assert sorted(row for tree in trees for row in tree.rows) == list(range(n))
+    for tree in trees:
+        prefixes, sees = set(), torch.zeros_like(tree.mask())
+        for row, path in zip(tree.rows, tree.paths, strict=True):
+            assert tree.input_ids[0, path].tolist() == rows[row]
+            assert tree.position_ids[0, path].tolist() == list(range(len(rows[row])))
+            prefixes |= {tuple(rows[row][: i + 1]) for i in range(len(rows[row]))}
+            for i, q in enumerate(path):
+                sees[q, path[: i + 1]] = True
+        assert len(tree.tout) == len(prefixes) <= max_tokens
+        assert torch.equal(tree.mask(), sees)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 12), st.integers(30, 90), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_the_order_of_the_rows_has_no_say(seed: int, n: int, max_tokens: int, rng: random.Random) -> None:
+    """A shuffled batch gives the same trees, with the numbers of its rows."""
+    rows = [row[:max_tokens] for row in make_rows(seed, n)]
+    shuffled = rng.sample(range(n), n)
+
+    def contents(trees: list[PackedTree]) -> list[list[int]]:
+        return [tree.input_ids[0].tolist() for tree in trees]
+
+    again = build_trees([rows[i] for i in shuffled], max_tokens)
+    assert contents(build_trees(rows, max_tokens)) == contents(again)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 9), st.integers(30, 60))
+@settings(max_examples=100, deadline=None)
+def test_the_cuts_are_the_cheapest(seed: int, n: int, max_tokens: int) -> None:
+    """No way to cut the sorted rows in runs that fit costs fewer tokens than the one found: all ways are tried."""
+    rows = sorted(make_rows(seed, n))
+    shared = np.array([0] + [len(prefix(a, b)) for a, b in pairwise(rows)])
+    lengths = np.array([len(row) for row in rows])
+
+    def tokens(i: int, j: int) -> int:
+        return len({tuple(row[: k + 1]) for row in rows[i:j] for k in range(len(row))})
+
+    best = {0: 0.0}
+    for j in range(1, n + 1):
+        best[j] = min((best[i] + tokens(i, j) for i in range(j) if tokens(i, j) <= max_tokens), default=float("inf"))
+    runs = cut(lengths, shared, max_tokens)
+    assert [size for _, _, size in runs] == [tokens(i, j) for i, j, _ in runs]
+    assert [i for i, _, _ in runs] == [0, *[j for _, j, _ in runs][:-1]]
+    assert sum(size for _, _, size in runs) == best[n]
+
+
+def prefix(a: list[int], b: list[int]) -> list[int]:
+    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[:n]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_interleaved_groups_find_each_other(seed: int) -> None:
+    """Four groups of 8, 200 tokens shared and 50 of their own, budget 512: 3,200 tokens in any order (AReaL: 8,000)."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(1000) for _ in range(200)] for _ in range(4)]
+    rows = [prompts[i % 4] + [rng.randrange(1000) for _ in range(50)] for i in range(32)]
+    if seed:
+        rng.shuffle(rows)
+    trees = build_trees(rows, 512)
+    assert max(len(tree.tout) for tree in trees) <= 512
+    assert sum(len(tree.tout) for tree in trees) <= 3200
+
+
+def test_a_conversation_of_5000_turns_with_a_branch_each() -> None:
+    """Depth is no recursion: 5,000 rows, each leaving the trunk one token later, are one tree of 10,000 tokens."""
+    trunk = np.arange(5000) % 1000
+    rows = [np.append(trunk[: i + 1], 1000) for i in range(5000)]
+    [tree] = build_trees(rows, 10_000)
+    assert len(tree.tout) == 10_000
+    assert [len(path) for path in tree.paths] == [len(rows[row]) for row in tree.rows]
+
+
+def test_small_things_share_a_tree() -> None:
+    """Conversations that have nothing in common still go together as long as the budget holds them."""
+    rows = [[i] * 30 for i in range(10)]
+    assert sorted(len(tree.tout) for tree in build_trees(rows, 100)) == [30, 90, 90, 90]
+
+
+def test_a_row_that_cannot_be_in_any_tree_is_an_error() -> None:
+    """A row beyond the budget, or an empty one, names itself and the key to change."""
+    with pytest.raises(ValueError, match=r"row 1 has 9 tokens.*actor.mb_tokens=8"):
+        build_trees([[1, 2], list(range(9))], 8)
+    with pytest.raises(ValueError, match="row 0 has 0 tokens"):
+        build_trees([[]], 8)
+
+
+# The attention
+
+
+@TREES
+@settings(max_examples=40, deadline=None)
+def test_a_tree_trains_as_its_rows_do(model: Any, seed: int, n: int, max_tokens: int) -> None:
+    """Loss to 1e-6 and gradients to 1e-5 of the separate sequences: branches, turns, ragged lengths, single tokens."""
+    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [[1, 2, 3]]  # one token at least to predict
+    assert_same_lesson(learn(model, tree_logp(model, rows, max_tokens)), learn(model, separate_logp(model, rows)))
+
+
+def test_long_rows_cross_many_blocks(model: Any) -> None:
+    """Rows beyond the block of 128 queries, and the dense mask over them, give the same lesson."""
+    rows = make_rows(3, 10, longest=3 * BLOCK)
+    trees = build_trees(rows, 8192)
+    assert len(trees) == 1
+    assert len(trees[0].blocks) > 4
+    assert sum(len(keys) for _, keys, _ in trees[0].blocks) < len(trees[0].tout) * len(trees[0].blocks) / 1.5
+    truth = learn(model, separate_logp(model, rows))
+    assert_same_lesson(learn(model, tree_logp(model, rows, 8192)), truth)
+    assert_same_lesson(learn(model, tree_logp(model, rows, 8192, dense=True)), truth)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 12))
+@settings(max_examples=60, deadline=None)
+def test_the_block_mask_is_the_mask(seed: int, n: int) -> None:
+    """FlexAttention's blocks: full where all see all, mixed where some see some, absent where nobody sees anybody."""
+    [tree] = build_trees(make_rows(seed, n, longest=2 * BLOCK), 10**6)
+    mask, N = tree.mask(), len(tree.tout)
+    blocks = -(-N // BLOCK)
+    padded = torch.zeros(blocks * BLOCK, blocks * BLOCK, dtype=torch.bool)
+    padded[:N, :N] = mask
+    tiles = padded.view(blocks, BLOCK, blocks, BLOCK)
+    found = tree.block_mask
+    some, full = listed(found.kv_num_blocks, found.kv_indices), listed(found.full_kv_num_blocks, found.full_kv_indices)
+    assert torch.equal(some | full, tiles.any(3).any(1))
+    assert not (some & full).any()
+    assert not (full & ~tiles.all(3).all(1)).any()
+    assert torch.equal(create_mask(found.mask_mod, None, None, N, N, device="cpu")[0, 0], mask)
+
+
+def listed(counts: Tensor | None, numbers: Tensor | None) -> Tensor:
+    """A list of blocks per block of queries -> (blocks, blocks) bool."""
+    assert counts is not None
+    assert numbers is not None
+    chosen = torch.zeros(numbers.shape[-2:], dtype=torch.bool)
+    for row, (count, order) in enumerate(zip(counts[0, 0], numbers[0, 0], strict=True)):
+        chosen[row, order[:count]] = True
+    return chosen
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_sees_what_the_blocks_see() -> None:
+    """The block mask in FlexAttention and the picked keys on a CPU give the same output."""
+    [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
+    N = len(tree.tout)
+    q, k, v = (torch.randn(1, heads, N, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+    flex: Any = flex_attention(q, k, v, block_mask=tree.block_mask, enable_gqa=True, scale=0.3)
+    ours, _ = tree_attention(None, q, k, v, None, scaling=0.3, tree=tree)
+    torch.testing.assert_close(ours.transpose(1, 2), flex, atol=2e-6, rtol=0)
+
+
+def test_what_tree_attention_cannot_do_is_refused(model: Any) -> None:
+    """A pass without a tree, and a layer with a sliding window, are errors and not another attention."""
+    q = torch.randn(1, 2, 3, 8)
+    [tree] = build_trees([[1, 2, 3]], 8)
+    model.set_attn_implementation("tree")
+    with pytest.raises(ValueError, match="no tree reached Qwen3Attention"):
+        model(input_ids=tree.input_ids, use_cache=False)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="no sliding_window"):
+        tree_attention(None, q, q, q, None, tree=tree, sliding_window=2)
+
+
+# Exports of both tasks
+
+
+async def guess_batch(style: str) -> dict[str, Tensor]:
+    """What the guessing agent's games leave at the proxy, exported as the loop does: 6 secrets, 6 games each."""
+    tokenizer, rng = base_model.make_tokenizer(guess.WORDS), random.Random(0)
+    engine = ScriptedEngine(tokenizer, lambda request: str(rng.choice(guess.SECRETS)))
+    app = create_app(engine, tokenizer, "admin")
+    rows = []
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as http:
+        for game in range(36):
+            client = OpenAIProxyClient(httpx.ASGITransport(app), "http://proxy/", "admin", f"{game}")
+            await client.grant_capacity()
+            async with client:
+                data = {"secret": guess.SECRETS[game % 6]}
+                reward = await guess.GuessAgent().run(
+                    data, base_url=client.session_url, http_client=http, api_key=client.api_key
+                )
+                await client.set_last_reward(reward)
+            rows.append(complete(to_tensors(await client.export_interactions(style=style)), game % 6))
+    return concat_padded_tensors(rows)
+
+
+def begin(walk: list[str], rng: random.Random) -> Callable[[Any], str]:
+    return lambda request: " ".join(walk[: rng.randint(1, len(walk))])
+
+
+async def maze_batch() -> dict[str, Tensor]:
+    """Walks through the maze: 4 ways home, 6 walks each, some begun alike."""
+    tokenizer, rng = base_model.make_tokenizer(["from", "to", *maze.CELLS]), random.Random(0)
+
+    async def reward(*args: Any, **data: Any) -> float:
+        return maze.reward(*args, **data)
+
+    rows = []
+    for task_id, data in enumerate(maze.dataset()[:4]):
+        walk = [maze.name(cell) for cell in maze.stagger(rng, data["start"], data["home"])]
+        engine = ScriptedEngine(tokenizer, begin(walk, rng))
+        workflow = RLVRWorkflow(reward, GenerationHyperparameters(max_new_tokens=240), tokenizer)
+        for _ in range(6):
+            rows.append(complete(to_tensors(await workflow.arun_episode(engine, data)), task_id))
+    return concat_padded_tensors(rows)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("export", ["guess individual", "guess concat", "maze"])
+async def test_real_exports_train_as_their_rows_do(export: str) -> None:
+    """What the two tasks export shares prefixes; trained as trees it teaches what it teaches row by row."""
+    task, _, style = export.partition(" ")
+    batch = await (guess_batch(style) if style else maze_batch())
+    words = guess.WORDS if task == "guess" else ["from", "to", *maze.CELLS]
+    model = base_model.make_qwen3(base_model.make_tokenizer(words), layers=2, context=256, seed=0)
+    rows = [ids[real].tolist() for ids, real in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    trees = build_trees(rows, 1024)
+    assert sum(len(tree.tout) for tree in trees) < 0.6 * sum(map(len, rows))
+    assert_same_lesson(learn(model, tree_logp(model, rows, 1024)), learn(model, separate_logp(model, rows)))
+
+
+# The actor
+
+
+def make_batch(seed: int = 0) -> dict[str, Tensor]:
+    """Eight rows that share beginnings, as `prepare_batch` hands them over; the last half of each is trained."""
+    rows = [row * 2 for row in make_rows(seed, 8)]
+    lengths = torch.tensor([len(row) for row in rows])
+    real = torch.arange(int(lengths.max())) < lengths[:, None]  # (B, T)
+    trained = real & (torch.arange(int(lengths.max())) >= lengths[:, None] // 2)
+    g = torch.Generator().manual_seed(seed)
+    batch = {
+        "input_ids": pad_sequence([torch.tensor(row) for row in rows], batch_first=True).int(),
+        "attention_mask": real,
+        "loss_mask": trained.int(),
+        "logprobs": -3 * torch.rand(real.shape, generator=g),
+        "turn_ids": trained.int() - 1,
+        "turn_rewards": torch.randn(8, 1, generator=g) * trained,
+        "temperatures": torch.where(trained, 0.7 + torch.rand(8, 1, generator=g), 1.0),
+    }
+    return complete(batch, 0)
+
+
+def one_update(path: Path, trees: bool, rows: slice = slice(None)) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Statistics and weights (of rank 0) after one training step in pieces of 128 tokens."""
+    optimizer = OptimizerConfig(lr=1e-3, eps=1e-4)
+    config = PPOActorConfig(
+        enable_tree_training=trees, mb_tokens=128, ppo_n_minibatches=1, entropy_coeff=0.1, optimizer=optimizer
+    )
+    actor = FSDPPPOActor(config, path)
+    actor.create_process_group()
+    actor.initialize(max_steps=10)
+    batch = make_batch()
+    batch["prox_logp"] = actor.compute_logp(batch)
+    batch["logprobs"] = batch["prox_logp"] + 0.1 * batch["logprobs"]
+    actor.compute_advantages(batch)
+    stats = actor.ppo_update({key: value[rows] for key, value in batch.items()})
+    weights = actor.full_state()
+    actor.destroy()
+    return stats | {"logp": float(batch["prox_logp"].sum())}, weights
+
+
+def assert_same_update(one: Any, other: Any) -> None:
+    for key in one[0].keys() - {"tree_token_ratio"}:
+        assert other[0][key] == pytest.approx(one[0][key], rel=1e-4, abs=1e-6), key
+    for name, tensor in one[1].items():
+        torch.testing.assert_close(other[1][name], tensor, atol=1e-5, rtol=0)
+
+
+def test_the_actor_makes_the_same_step_with_trees(model: Any, tmp_path: Path) -> None:
+    """enable_tree_training changes what a step costs and not what it does: logprobs, statistics, weights; and says how much."""
+    model.save_pretrained(tmp_path)
+    padded, trees = one_update(tmp_path, trees=False), one_update(tmp_path, trees=True)
+    assert_same_update(padded, trees)
+    assert "tree_token_ratio" not in padded[0]
+    assert trees[0]["tree_token_ratio"] < 0.9
+
+
+def test_two_ranks_train_trees(model: Any, tmp_path: Path) -> None:
+    """Sharded over two ranks, with another number of trees on each, the step is the one that one rank makes."""
+    model.save_pretrained(tmp_path / "model")
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, __file__, str(tmp_path)]
+    ranks = [subprocess.Popen(command, env={**os.environ, **world, "RANK": str(r)}) for r in range(2)]
+    alone = one_update(tmp_path / "model", trees=True)
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    together = torch.load(tmp_path / "step.pt")
+    for name, tensor in alone[1].items():
+        torch.testing.assert_close(together[1][name], tensor, atol=1e-5, rtol=0)
+
+
+if __name__ == "__main__":  # one rank of the test above
+    torch.set_num_threads(1)
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    step = one_update(folder / "model", trees=True, rows=[slice(0, 4), slice(4, 8)][rank])
+    if rank == 0:
+        torch.save(step, folder / "step.pt")
