@@ -55,12 +55,9 @@ from transformers import AutoModelForCausalLM
 import weights
 from plumbing.config import OptimizerConfig, PPOActorConfig
 from ppo import Batch, compute_advantages, ppo_actor_loss_fn
-from tree_attention import PackedTree, batch_trees, tree_token_ratio
 from weights import WeightUpdateMeta
 
 logger = logging.getLogger("nano-areal.actor")
-
-Piece = list[int] | PackedTree  # what one forward pass computes: rows of a batch, padded, or a tree of them
 
 
 def describe_mode(config: PPOActorConfig) -> str:
@@ -122,10 +119,8 @@ def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
 class FSDPEngine:
     """A causal language model, sharded over the ranks and frozen."""
 
-    def __init__(
-        self, model_path: str | Path, dtype: str = "float32", mb_tokens: int = 16384, trees: bool = False
-    ) -> None:
-        self.model_path, self.mb_tokens, self.trees = str(model_path), mb_tokens, trees
+    def __init__(self, model_path: str | Path, dtype: str = "float32", mb_tokens: int = 16384) -> None:
+        self.model_path, self.mb_tokens = str(model_path), mb_tokens
         self.dtype: torch.dtype = getattr(torch, dtype)
         # All mutable state: the model, and whether this object made the process group and therefore ends it.
         self.model: Any = None
@@ -162,8 +157,6 @@ class FSDPEngine:
         """Load the model and shard it: each decoder layer, then what is left."""
         model: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
         model.to(self.device)
-        if self.trees:
-            model.set_attn_implementation("tree")
         mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("dp",))
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
@@ -175,42 +168,31 @@ class FSDPEngine:
         """(B, T) float32: log p(token t | tokens before t) at each token's temperature; 0 at position 0 and padding."""
         lengths = row_lengths(batch)
         logp = torch.zeros(batch["input_ids"].shape)
+        pieces = split_microbatches(range(len(lengths)), lengths, self.mb_tokens)
         with torch.no_grad():
-            for piece, _ in self.walk_together(self.cut(batch, range(len(lengths)), lengths)):
-                at, found, _ = self.forward(batch, piece, lengths, "attention_mask")
+            for rows, _ in self.walk_together(pieces):
+                at, found, _ = self.forward(batch, rows, lengths, "attention_mask")
                 logp[at] = found.cpu()
         return logp
 
-    def cut(self, batch: Batch, rows: Sequence[int], lengths: Sequence[int]) -> list[Any]:
-        """The forward passes over `rows`: rows side by side, or trees of what they share."""
-        if self.trees:
-            return list(batch_trees(batch["input_ids"], rows, lengths, self.mb_tokens))
-        return list(split_microbatches(rows, lengths, self.mb_tokens))
-
     def forward(
-        self, batch: Batch, rows: Piece, lengths: Sequence[int], which: str
+        self, batch: Batch, rows: list[int], lengths: Sequence[int], which: str
     ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
         """One forward pass over `rows`, cut to the longest of them, read at the N tokens where batch[which] is set.
 
         Returns where those are in the batch, so that batch[key][at] is (N,), log p of each of them, and log p of every
         token of the vocabulary in its place.
         """
-        if isinstance(rows, PackedTree):
-            at, before = rows.read(batch[which])
-            logits = self.model(use_cache=False, **rows.inputs(self.device)).logits[0, before].float()  # (N, V)
-        else:
-            longest = max(lengths[row] for row in rows)
-            row, before = (batch[which][rows, 1:longest] > 0).nonzero(
-                as_tuple=True
-            )  # (N,); the logits stand one before
-            at = torch.tensor(rows)[row], before + 1
-            ids = batch["input_ids"][rows, :longest].long().to(self.device)  # (b, t)
-            logits = self.model(input_ids=ids, use_cache=False).logits[row, before].float()  # (N, V)
+        longest = max(lengths[row] for row in rows)
+        row, before = (batch[which][rows, 1:longest] > 0).nonzero(as_tuple=True)  # (N,); the logits stand one before
+        at = torch.tensor(rows)[row], before + 1
+        ids = batch["input_ids"][rows, :longest].long().to(self.device)  # (b, t)
+        logits = self.model(input_ids=ids, use_cache=False).logits[row, before].float()  # (N, V)
 
         # log p = log softmax(logits / temperature)
         temperatures = batch["temperatures"][at].to(self.device)  # (N,)
         log_p = torch.log_softmax(logits / torch.where(temperatures > 0, temperatures, 1.0)[:, None], dim=-1)  # (N, V)
-        return at, log_p.gather(1, batch["input_ids"][at].long().to(self.device)[:, None]).squeeze(1), log_p
+        return at, log_p.gather(1, ids[row, before + 1, None]).squeeze(1), log_p
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """The sum (or the maximum) of `x` over the ranks, in place."""
@@ -218,7 +200,7 @@ class FSDPEngine:
             dist.all_reduce(x, op)
         return x
 
-    def walk_together(self, pieces: list[Piece]) -> list[tuple[Piece, bool]]:
+    def walk_together(self, pieces: list[list[int]]) -> list[tuple[list[int], bool]]:
         """The pieces, each True, then repeats of the last, each False, until every rank has equally many.
 
         FSDP's ranks gather each layer together: one that makes fewer forward passes leaves the others waiting.
@@ -259,7 +241,7 @@ class FSDPPPOActor(FSDPEngine):
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         logger.info(describe_mode(config))
-        super().__init__(model_path, config.dtype, config.mb_tokens, config.enable_tree_training)
+        super().__init__(model_path, config.dtype, config.mb_tokens)
         self.config = config
         # All mutable state beside the model: the optimizer, how far the schedule is, the version, the rollout side.
         self.optimizer: Any = None
@@ -330,8 +312,8 @@ class FSDPPPOActor(FSDPEngine):
 
         # 1. Gradients. FSDP averages them over the ranks where the loss wants a sum; a repeated piece adds nothing.
         self.optimizer.zero_grad()
-        cut, pieces = self.cut(batch, rows, lengths), []
-        for part, counts in self.walk_together(cut):
+        pieces = []
+        for part, counts in self.walk_together(split_microbatches(rows, lengths, self.mb_tokens)):
             loss, shares = self.piece_loss(batch, part, lengths, tokens)
             (loss * (self.world_size if counts else 0)).backward()
             if counts:
@@ -348,12 +330,10 @@ class FSDPPPOActor(FSDPEngine):
                 "not touched by it. Look for a logprob or a reward that is not finite, or lower actor.optimizer.lr"
             )
         self.optimizer.step()
-        if self.trees:
-            stats["tree_token_ratio"] = tree_token_ratio(cut)
         return stats | {"grad_norm": grad_norm, "tokens": tokens}
 
     def piece_loss(
-        self, batch: Batch, rows: Piece, lengths: Sequence[int], tokens: int
+        self, batch: Batch, rows: list[int], lengths: Sequence[int], tokens: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The share of the minibatch's loss that `rows` bear, with its graph, and the statistics' shares."""
         c = self.config

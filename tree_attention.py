@@ -78,16 +78,6 @@ class PackedTree:
     def __repr__(self) -> str:
         return f"PackedTree({len(self.rows)} rows, {sum(map(len, self.paths))} tokens in {len(self.tout)})"
 
-    def to(self, device: torch.device | str) -> "PackedTree":
-        """The same tree for a model on another device; paths stay on the CPU."""
-        moved = {key: getattr(self, key).to(device) for key in ("input_ids", "position_ids", "tout")}
-        return replace(self, **moved)
-
-    def inputs(self, device: torch.device) -> dict[str, Any]:
-        """What the model's forward is given."""
-        tree = self.to(device)
-        return {"input_ids": tree.input_ids, "position_ids": tree.position_ids, "tree": tree}
-
     def read(self, which: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Where `which` (B, T) is set in these rows, beyond a row's first token: their n places in the batch, (n,) rows
         and (n,) columns, and (n,) where in the tree the token before each stands, whose hidden state predicts it."""
@@ -227,17 +217,6 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
         common = [0] + [int(shared[a + 1 : b + 1].min()) for a, b in pairwise(ranks)]
         trees.append(lay_out([order[i] for i in ranks], arrays, common))
     return trees
-
-
-def batch_trees(input_ids: Tensor, rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[PackedTree]:
-    """Trees of some rows of a batch: input_ids (B, T), lengths of all B rows."""
-    trees = build_trees([input_ids[row, : lengths[row]] for row in rows], max_tokens)
-    return [replace(tree, rows=[rows[i] for i in tree.rows]) for tree in trees]
-
-
-def tree_token_ratio(trees: Sequence[PackedTree]) -> float:
-    """Tokens of the trees / tokens of their rows: the share of the forward pass that is left."""
-    return sum(len(tree.tout) for tree in trees) / sum(len(path) for tree in trees for path in tree.paths)
 
 
 def tree_attention(
