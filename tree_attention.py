@@ -49,7 +49,7 @@ ends in RecursionError); its block mask goes through a dense N x N one (256 MiB 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -61,6 +61,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
+
+from layout import Batch, Laid, row_lengths
 
 BLOCK = 128  # queries that look for their keys together; also FlexAttention's block
 
@@ -74,6 +76,7 @@ class PackedTree:
     input_ids: Tensor  # (1, N) int64
     position_ids: Tensor  # (1, N) int64: depth
     tout: Tensor  # (N,) int64: the first index behind the token's subtree
+    block_masks: dict[torch.device, BlockMask] = field(default_factory=dict, repr=False)  # what block_mask has made
 
     def __repr__(self) -> str:
         return f"PackedTree({len(self.rows)} rows, {sum(map(len, self.paths))} tokens in {len(self.tout)})"
@@ -106,11 +109,15 @@ class PackedTree:
             found.append((slice(start, stop), keys, (keys <= q) & (q < self.tout[keys])))
         return found
 
-    @cached_property
-    def block_mask(self) -> BlockMask:
-        """FlexAttention's form of the mask: which blocks of keys are empty, full or mixed for a block of queries."""
+    def block_mask(self, device: torch.device) -> BlockMask:
+        """FlexAttention's form of the mask: which blocks of keys are empty, full or mixed for a block of queries.
+
+        Made once a device: all layers, and their recomputation, use the same.
+        """
+        if device in self.block_masks:
+            return self.block_masks[device]
         n = -(-len(self.tout) // BLOCK)
-        tout = F.pad(self.tout, (0, n * BLOCK - len(self.tout)))  # (n * BLOCK,); nobody sees the padding
+        tout = F.pad(self.tout.to(device), (0, n * BLOCK - len(self.tout)))  # (n * BLOCK,); nobody sees the padding
         key = torch.arange(n, device=tout.device)
         query = key[:, None]
         some = (key <= query) & (tout.view(n, BLOCK).amax(1) > query * BLOCK)  # (n, n)
@@ -125,9 +132,10 @@ class PackedTree:
             return (k <= q) & (q < tout[k])
 
         length = len(self.tout)
-        return BlockMask.from_kv_blocks(
+        self.block_masks[device] = BlockMask.from_kv_blocks(
             *listed(some & ~full), *listed(full), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length)
         )
+        return self.block_masks[device]
 
 
 def sort_rows(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
@@ -219,6 +227,27 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
     return trees
 
 
+class Tree:
+    """The layout (layout.py) in which a piece is a tree of rows."""
+
+    attention = "tree"
+
+    def cut(self, batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[PackedTree]:
+        lengths = row_lengths(batch)
+        trees = build_trees([batch["input_ids"][row, : lengths[row]] for row in rows], mb_tokens)
+        return [replace(tree, rows=[rows[i] for i in tree.rows]) for tree in trees]
+
+    def lay(self, batch: Batch, piece: PackedTree, which: str) -> Laid:
+        at, predicts = piece.read(batch[which])
+        inputs = {"input_ids": piece.input_ids, "position_ids": piece.position_ids, "tree": piece}
+        return Laid(inputs, predicts, at)
+
+
+def tree_token_ratio(trees: Sequence[PackedTree]) -> float:
+    """Tokens of the trees / tokens of their rows: the share of the forward pass that is left."""
+    return sum(len(tree.tout) for tree in trees) / sum(len(path) for tree in trees for path in tree.paths)
+
+
 def tree_attention(
     module: Any,
     query: Tensor,
@@ -239,7 +268,7 @@ def tree_attention(
     if unknown := [name for name in ("sliding_window", "softcap", "s_aux") if kwargs.get(name) is not None]:
         raise ValueError(f"tree attention has no {', '.join(unknown)}; set actor.enable_tree_training=false")
     if query.is_cuda:
-        return flex_attention_forward(module, query, key, value, tree.block_mask, scaling=scaling)
+        return flex_attention_forward(module, query, key, value, tree.block_mask(query.device), scaling=scaling)
     out = [
         F.scaled_dot_product_attention(
             query[:, :, block],
