@@ -34,14 +34,16 @@ out one by one. On a GPU the same inequality gives FlexAttention's block mask: a
 the largest and smallest tout in it, which takes (N / 128)^2 comparisons and no N x N tensor at any time. `mask` is the
 dense definition; the tests hold both to it.
 
-**The way into the model.** An attention function registered with transformers as "tree" and the tree itself as a
-keyword of the model's forward, which transformers hands through to it; the model is otherwise unmodified. A 4-D mask would
-need no registration, but attention over it costs three to four times as much on a CPU (`bench/tree.py`).
+**The way into the model.** Tree is a layout (layout.py): its pieces are trees, it says for each token of each row which
+hidden state predicts it, and the rest of the actor knows nothing of it. The model is unmodified. Its attention function
+is ours, registered with transformers as "tree", and the tree reaches it as a keyword that transformers hands through. A
+4-D mask would need no function, but attention over it costs three to four times as much (`bench/tree.py`).
 
 What this does not promise: bits. Sums are taken in another order, so losses agree to 1e-6 and gradients to 1e-5, not
-exactly. Nor a gain where little is shared, see docs: `tree_token_ratio` (tokens of the trees / tokens of the rows)
-says what can be gained. Sliding windows and attention sinks are refused. A shared token that two rows train gets both gradients,
-as it does when they are trained apart.
+exactly. Nor a gain where little is shared: `tree_token_ratio` (tokens of the trees / tokens of the rows) says what there
+is to gain, and a group that is dealt over four minibatches shares a quarter as well in each. The last layer is computed
+for every row's tokens, shared or not. Sliding windows and attention sinks are refused. A shared token that two rows train
+gets both gradients, as it does when they are trained apart.
 
 Different from AReaL: it fills tries first-fit in the order of the input, so that interleaved groups share nothing
 (four interleaved groups of 8 rows: 8,000 tokens, here 3,200); its compression recurses (a 1,200-turn conversation
@@ -214,7 +216,7 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
         if not 0 < len(array) <= max_tokens:
             raise ValueError(
                 f"row {row} has {len(array)} tokens; a tree holds rows of 1 to actor.mb_tokens={max_tokens}. Raise "
-                "actor.mb_tokens, or bound the rows: gconfig.max_new_tokens, turns an episode, should_accept_fn"
+                "actor.mb_tokens, or keep rows short: gconfig.max_new_tokens, fewer turns, rollout.openai.export_style"
             )
     order, shared = sort_rows(arrays)
     runs = cut(np.array([len(arrays[row]) for row in order]), shared, max_tokens)
