@@ -39,28 +39,29 @@ context parallelism, LoRA, critics.
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import weights
+from layout import LAYOUTS, Batch, Layout, Padded, Piece, row_lengths
+from logprobs import token_logprobs
 from plumbing.config import OptimizerConfig, PPOActorConfig
-from ppo import Batch, compute_advantages, ppo_actor_loss_fn
-from tree_attention import PackedTree, batch_trees, tree_token_ratio
+from ppo import compute_advantages, ppo_actor_loss_fn
+from tree_attention import Tree, tree_token_ratio
 from weights import WeightUpdateMeta
 
 logger = logging.getLogger("nano-areal.actor")
-
-Piece = list[int] | PackedTree  # what one forward pass computes: rows of a batch, padded, or a tree of them
 
 
 def describe_mode(config: PPOActorConfig) -> str:
@@ -84,28 +85,6 @@ def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
     return parts
 
 
-def split_microbatches(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> list[list[int]]:
-    """Rows in pieces of similar length, each at most `mb_tokens` when padded to its longest row.
-
-    A single row that is longer is a piece of its own.
-    """
-    pieces: list[list[int]] = []
-    for row in sorted(rows, key=lambda i: -lengths[i]):
-        if pieces and lengths[pieces[-1][0]] * (len(pieces[-1]) + 1) <= mb_tokens:
-            pieces[-1].append(row)
-        else:
-            pieces.append([row])
-    return pieces
-
-
-def row_lengths(batch: Batch) -> list[int]:
-    """Tokens of each row. Raises ValueError if padding is anywhere but on the right."""
-    mask = batch["attention_mask"].bool()  # (B, T)
-    if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
-        raise ValueError("rows must be padded on the right: attention_mask has a 1 after a 0")
-    return mask.sum(1).tolist()
-
-
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
     """The share of the peak learning rate that training step `step` (from 0) uses.
 
@@ -119,13 +98,54 @@ def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
     return 1 - (1 - config.min_lr_ratio) * fallen[config.lr_scheduler_type]
 
 
+def read_hidden(self: Any, read: Callable[[Tensor, Tensor], Any], **inputs: Any) -> Any:
+    """read(hidden states (b, t, H), weight of the last layer (V, H)): the model's forward, less its logits."""
+    hidden = self.base_model(**inputs, use_cache=False).last_hidden_state
+    return read(hidden, self.get_output_embeddings().weight)
+
+
+def add_read_hidden(model: Any) -> None:
+    """Give a sharded model that method: like forward it gathers the parameters first.
+
+    Raises ValueError for a model that does more to its logits than multiply by one matrix.
+    """
+    c, head = model.config.get_text_config(), model.get_output_embeddings()
+    for name, value in {"final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}.items():
+        if getattr(c, name, value) not in (None, value):
+            raise ValueError(
+                f"{type(model).__name__} has {name}={getattr(c, name)}: its logits are not hidden @ weight.T"
+            )
+    if getattr(head, "bias", None) is not None:
+        raise ValueError(f"the last layer of {type(model).__name__} has a bias: its logits are not hidden @ weight.T")
+    model.read_hidden = MethodType(read_hidden, model)
+    register_fsdp_forward_method(model, "read_hidden")
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Keep only the input of each decoder layer for the backward pass, which computes the rest again.
+
+    A layer does so when it is in training mode; only its own flag is set, so that dropout stays off.
+    """
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            module.training = True
+
+
 class FSDPEngine:
     """A causal language model, sharded over the ranks and frozen."""
 
     def __init__(
-        self, model_path: str | Path, dtype: str = "float32", mb_tokens: int = 16384, trees: bool = False
+        self,
+        model_path: str | Path,
+        dtype: str = "float32",
+        mb_tokens: int = 16384,
+        layout: Layout | None = None,
+        gradient_checkpointing: bool = False,
     ) -> None:
-        self.model_path, self.mb_tokens, self.trees = str(model_path), mb_tokens, trees
+        self.model_path, self.mb_tokens = str(model_path), mb_tokens
+        self.layout: Layout = layout or Padded()
+        self.gradient_checkpointing = gradient_checkpointing
         self.dtype: torch.dtype = getattr(torch, dtype)
         # All mutable state: the model, and whether this object made the process group and therefore ends it.
         self.model: Any = None
@@ -160,57 +180,47 @@ class FSDPEngine:
 
     def initialize(self) -> None:
         """Load the model and shard it: each decoder layer, then what is left."""
-        model: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            self.model_path, dtype=torch.float32, attn_implementation=self.layout.attention
+        )
         model.to(self.device)
-        if self.trees:
-            model.set_attn_implementation("tree")
+        if self.gradient_checkpointing:
+            checkpoint_activations(model)
         mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("dp",))
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
         for module in [*layers, model]:
             fully_shard(module, mesh=mesh, mp_policy=policy)
+        add_read_hidden(model)
         self.model = model
 
     def compute_logp(self, batch: Batch) -> Tensor:
         """(B, T) float32: log p(token t | tokens before t) at each token's temperature; 0 at position 0 and padding."""
-        lengths = row_lengths(batch)
+        row_lengths(batch)  # padding on the right, or an error
         logp = torch.zeros(batch["input_ids"].shape)
         with torch.no_grad():
-            for piece, _ in self.walk_together(self.cut(batch, range(len(lengths)), lengths)):
-                at, found, _ = self.forward(batch, piece, lengths, "attention_mask")
+            pieces = self.layout.cut(batch, range(len(logp)), self.mb_tokens)
+            for piece, _ in self.walk_together(pieces):
+                at, found, _ = self.forward(batch, piece, "attention_mask")
                 logp[at] = found.cpu()
         return logp
 
-    def cut(self, batch: Batch, rows: Sequence[int], lengths: Sequence[int]) -> list[Any]:
-        """The forward passes over `rows`: rows side by side, or trees of what they share."""
-        if self.trees:
-            return list(batch_trees(batch["input_ids"], rows, lengths, self.mb_tokens))
-        return list(split_microbatches(rows, lengths, self.mb_tokens))
+    def forward(self, batch: Batch, piece: Piece, which: str) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+        """One forward pass over a piece of the layout's cut, read at its N tokens where batch[which] is set.
 
-    def forward(
-        self, batch: Batch, rows: Piece, lengths: Sequence[int], which: str
-    ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-        """One forward pass over `rows`, cut to the longest of them, read at the N tokens where batch[which] is set.
-
-        Returns where those are in the batch, so that batch[key][at] is (N,), log p of each of them, and log p of every
-        token of the vocabulary in its place.
+        Returns where those are in the batch, so that batch[key][at] is (N,), log p of each of them (N,), and the
+        entropy of the distribution that it was drawn from (N,).
         """
-        if isinstance(rows, PackedTree):
-            at, before = rows.read(batch[which])
-            logits = self.model(use_cache=False, **rows.inputs(self.device)).logits[0, before].float()  # (N, V)
-        else:
-            longest = max(lengths[row] for row in rows)
-            row, before = (batch[which][rows, 1:longest] > 0).nonzero(
-                as_tuple=True
-            )  # (N,); the logits stand one before
-            at = torch.tensor(rows)[row], before + 1
-            ids = batch["input_ids"][rows, :longest].long().to(self.device)  # (b, t)
-            logits = self.model(input_ids=ids, use_cache=False).logits[row, before].float()  # (N, V)
+        laid = self.layout.lay(batch, piece, which)
+        inputs = {k: x.to(self.device) if isinstance(x, Tensor) else x for k, x in laid.inputs.items()}
+        ids, temperatures = (batch[key][laid.at].to(self.device) for key in ("input_ids", "temperatures"))  # (N,)
+        predicts = laid.predicts.to(self.device)
 
-        # log p = log softmax(logits / temperature)
-        temperatures = batch["temperatures"][at].to(self.device)  # (N,)
-        log_p = torch.log_softmax(logits / torch.where(temperatures > 0, temperatures, 1.0)[:, None], dim=-1)  # (N, V)
-        return at, log_p.gather(1, batch["input_ids"][at].long().to(self.device)[:, None]).squeeze(1), log_p
+        def read(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            return token_logprobs(hidden.flatten(0, 1)[predicts], weight, ids.long(), temperatures)
+
+        logp, entropy = self.model.read_hidden(read, **inputs)
+        return laid.at, logp, entropy
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """The sum (or the maximum) of `x` over the ranks, in place."""
@@ -224,7 +234,7 @@ class FSDPEngine:
         FSDP's ranks gather each layer together: one that makes fewer forward passes leaves the others waiting.
         """
         most = int(self.all_reduce(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
-        return [(rows, True) for rows in pieces] + [(pieces[-1], False)] * (most - len(pieces))
+        return [(piece, True) for piece in pieces] + [(pieces[-1], False)] * (most - len(pieces))
 
     def full_state(self) -> dict[str, Tensor]:
         """The whole model on the CPU of rank 0, empty on the other ranks; all ranks call it. Tied names once."""
@@ -259,7 +269,8 @@ class FSDPPPOActor(FSDPEngine):
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         logger.info(describe_mode(config))
-        super().__init__(model_path, config.dtype, config.mb_tokens, config.enable_tree_training)
+        layout = Tree() if config.enable_tree_training else LAYOUTS[config.layout]()
+        super().__init__(model_path, config.dtype, config.mb_tokens, layout, config.gradient_checkpointing)
         self.config = config
         # All mutable state beside the model: the optimizer, how far the schedule is, the version, the rollout side.
         self.optimizer: Any = None
@@ -315,14 +326,14 @@ class FSDPPPOActor(FSDPEngine):
             group["lr"] = lr
 
         parts = split_minibatches(lengths, self.config.ppo_n_minibatches) * self.config.ppo_epochs
-        stats = [step for rows in parts if (step := self.minibatch_step(batch, rows, lengths))]
+        stats = [step for rows in parts if (step := self.minibatch_step(batch, rows))]
         if not stats:
             raise ValueError("no token of the batch is trained: loss_mask is 0 everywhere; were all turns masked?")
         tokens = sum(s["tokens"] for s in stats)
         mean = {key: sum(s[key] * s["tokens"] for s in stats) / tokens for key in stats[0] if key != "tokens"}
         return mean | {"lr": lr}
 
-    def minibatch_step(self, batch: Batch, rows: list[int], lengths: Sequence[int]) -> dict[str, float]:
+    def minibatch_step(self, batch: Batch, rows: list[int]) -> dict[str, float]:
         """One optimizer step on `rows`, gradients accumulated over micro-batches; empty if no token is trained."""
         tokens = int(self.all_reduce((batch["loss_mask"][rows, 1:] > 0).sum()))
         if tokens == 0:
@@ -330,9 +341,9 @@ class FSDPPPOActor(FSDPEngine):
 
         # 1. Gradients. FSDP averages them over the ranks where the loss wants a sum; a repeated piece adds nothing.
         self.optimizer.zero_grad()
-        cut, pieces = self.cut(batch, rows, lengths), []
-        for part, counts in self.walk_together(cut):
-            loss, shares = self.piece_loss(batch, part, lengths, tokens)
+        cut, pieces = self.layout.cut(batch, rows, self.mb_tokens), []
+        for piece, counts in self.walk_together(cut):
+            loss, shares = self.piece_loss(batch, piece, tokens)
             (loss * (self.world_size if counts else 0)).backward()
             if counts:
                 pieces.append(shares)
@@ -348,16 +359,13 @@ class FSDPPPOActor(FSDPEngine):
                 "not touched by it. Look for a logprob or a reward that is not finite, or lower actor.optimizer.lr"
             )
         self.optimizer.step()
-        if self.trees:
-            stats["tree_token_ratio"] = tree_token_ratio(cut)
-        return stats | {"grad_norm": grad_norm, "tokens": tokens}
+        shared = {"tree_token_ratio": tree_token_ratio(cut)} if isinstance(self.layout, Tree) else {}
+        return stats | shared | {"grad_norm": grad_norm, "tokens": tokens}
 
-    def piece_loss(
-        self, batch: Batch, rows: Piece, lengths: Sequence[int], tokens: int
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The share of the minibatch's loss that `rows` bear, with its graph, and the statistics' shares."""
+    def piece_loss(self, batch: Batch, piece: Piece, tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The share of the minibatch's loss that a piece bears, with its graph, and the statistics' shares."""
         c = self.config
-        at, logp, log_p = self.forward(batch, rows, lengths, "loss_mask")  # (N,), (N, V)
+        at, logp, token_entropy = self.forward(batch, piece, "loss_mask")  # (N,), (N,)
         batch["theta_logp"][at] = logp.detach().cpu()
         prox_logp, old_logp, advantages = (batch[key][at].to(self.device) for key in (*self.policies(), "advantages"))
         loss, stats = ppo_actor_loss_fn(
@@ -372,10 +380,9 @@ class FSDPPPOActor(FSDPEngine):
             behave_imp_weight_cap=c.behave_imp_weight_cap,
             denominator=tokens,
         )
-        coefficient = self.entropy_coefficient()
-        with torch.set_grad_enabled(coefficient > 0):
-            entropy = -(log_p.exp() * log_p).sum() / tokens
-        loss = loss - coefficient * entropy
+        entropy = token_entropy.sum() / tokens
+        if coefficient := self.entropy_coefficient():
+            loss = loss - coefficient * entropy
         return loss, stats | {"loss": loss.detach(), "entropy": entropy.detach()}
 
     def entropy_coefficient(self) -> float:

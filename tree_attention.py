@@ -34,14 +34,16 @@ out one by one. On a GPU the same inequality gives FlexAttention's block mask: a
 the largest and smallest tout in it, which takes (N / 128)^2 comparisons and no N x N tensor at any time. `mask` is the
 dense definition; the tests hold both to it.
 
-**The way into the model.** An attention function registered with transformers as "tree" and the tree itself as a
-keyword of the model's forward, which transformers hands through to it; the model is otherwise unmodified. A 4-D mask would
-need no registration, but attention over it costs three to four times as much on a CPU (`bench/tree.py`).
+**The way into the model.** Tree is a layout (layout.py): its pieces are trees, it says for each token of each row which
+hidden state predicts it, and the rest of the actor knows nothing of it. The model is unmodified. Its attention function
+is ours, registered with transformers as "tree", and the tree reaches it as a keyword that transformers hands through. A
+4-D mask would need no function, but attention over it costs three to four times as much (`bench/tree.py`).
 
 What this does not promise: bits. Sums are taken in another order, so losses agree to 1e-6 and gradients to 1e-5, not
-exactly. Nor a gain where little is shared, see docs: `tree_token_ratio` (tokens of the trees / tokens of the rows)
-says what can be gained. Sliding windows and attention sinks are refused. A shared token that two rows train gets both gradients,
-as it does when they are trained apart.
+exactly. Nor a gain where little is shared: `tree_token_ratio` (tokens of the trees / tokens of the rows) says what there
+is to gain, and a group that is dealt over four minibatches shares a quarter as well in each. The last layer is computed
+for every row's tokens, shared or not. Sliding windows and attention sinks are refused. A shared token that two rows train
+gets both gradients, as it does when they are trained apart.
 
 Different from AReaL: it fills tries first-fit in the order of the input, so that interleaved groups share nothing
 (four interleaved groups of 8 rows: 8,000 tokens, here 3,200); its compression recurses (a 1,200-turn conversation
@@ -49,7 +51,7 @@ ends in RecursionError); its block mask goes through a dense N x N one (256 MiB 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -61,6 +63,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
+
+from layout import Batch, Laid, row_lengths
 
 BLOCK = 128  # queries that look for their keys together; also FlexAttention's block
 
@@ -74,19 +78,10 @@ class PackedTree:
     input_ids: Tensor  # (1, N) int64
     position_ids: Tensor  # (1, N) int64: depth
     tout: Tensor  # (N,) int64: the first index behind the token's subtree
+    block_masks: dict[torch.device, BlockMask] = field(default_factory=dict, repr=False)  # what block_mask has made
 
     def __repr__(self) -> str:
         return f"PackedTree({len(self.rows)} rows, {sum(map(len, self.paths))} tokens in {len(self.tout)})"
-
-    def to(self, device: torch.device | str) -> "PackedTree":
-        """The same tree for a model on another device; paths stay on the CPU."""
-        moved = {key: getattr(self, key).to(device) for key in ("input_ids", "position_ids", "tout")}
-        return replace(self, **moved)
-
-    def inputs(self, device: torch.device) -> dict[str, Any]:
-        """What the model's forward is given."""
-        tree = self.to(device)
-        return {"input_ids": tree.input_ids, "position_ids": tree.position_ids, "tree": tree}
 
     def read(self, which: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Where `which` (B, T) is set in these rows, beyond a row's first token: their n places in the batch, (n,) rows
@@ -116,11 +111,15 @@ class PackedTree:
             found.append((slice(start, stop), keys, (keys <= q) & (q < self.tout[keys])))
         return found
 
-    @cached_property
-    def block_mask(self) -> BlockMask:
-        """FlexAttention's form of the mask: which blocks of keys are empty, full or mixed for a block of queries."""
+    def block_mask(self, device: torch.device) -> BlockMask:
+        """FlexAttention's form of the mask: which blocks of keys are empty, full or mixed for a block of queries.
+
+        Made once a device: all layers, and their recomputation, use the same.
+        """
+        if device in self.block_masks:
+            return self.block_masks[device]
         n = -(-len(self.tout) // BLOCK)
-        tout = F.pad(self.tout, (0, n * BLOCK - len(self.tout)))  # (n * BLOCK,); nobody sees the padding
+        tout = F.pad(self.tout.to(device), (0, n * BLOCK - len(self.tout)))  # (n * BLOCK,); nobody sees the padding
         key = torch.arange(n, device=tout.device)
         query = key[:, None]
         some = (key <= query) & (tout.view(n, BLOCK).amax(1) > query * BLOCK)  # (n, n)
@@ -135,9 +134,10 @@ class PackedTree:
             return (k <= q) & (q < tout[k])
 
         length = len(self.tout)
-        return BlockMask.from_kv_blocks(
+        self.block_masks[device] = BlockMask.from_kv_blocks(
             *listed(some & ~full), *listed(full), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length)
         )
+        return self.block_masks[device]
 
 
 def sort_rows(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
@@ -216,7 +216,7 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
         if not 0 < len(array) <= max_tokens:
             raise ValueError(
                 f"row {row} has {len(array)} tokens; a tree holds rows of 1 to actor.mb_tokens={max_tokens}. Raise "
-                "actor.mb_tokens, or bound the rows: gconfig.max_new_tokens, turns an episode, should_accept_fn"
+                "actor.mb_tokens, or keep rows short: gconfig.max_new_tokens, fewer turns, rollout.openai.export_style"
             )
     order, shared = sort_rows(arrays)
     runs = cut(np.array([len(arrays[row]) for row in order]), shared, max_tokens)
@@ -229,10 +229,20 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
     return trees
 
 
-def batch_trees(input_ids: Tensor, rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[PackedTree]:
-    """Trees of some rows of a batch: input_ids (B, T), lengths of all B rows."""
-    trees = build_trees([input_ids[row, : lengths[row]] for row in rows], max_tokens)
-    return [replace(tree, rows=[rows[i] for i in tree.rows]) for tree in trees]
+class Tree:
+    """The layout (layout.py) in which a piece is a tree of rows."""
+
+    attention = "tree"
+
+    def cut(self, batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[PackedTree]:
+        lengths = row_lengths(batch)
+        trees = build_trees([batch["input_ids"][row, : lengths[row]] for row in rows], mb_tokens)
+        return [replace(tree, rows=[rows[i] for i in tree.rows]) for tree in trees]
+
+    def lay(self, batch: Batch, piece: PackedTree, which: str) -> Laid:
+        at, predicts = piece.read(batch[which])
+        inputs = {"input_ids": piece.input_ids, "position_ids": piece.position_ids, "tree": piece}
+        return Laid(inputs, predicts, at)
 
 
 def tree_token_ratio(trees: Sequence[PackedTree]) -> float:
@@ -260,7 +270,7 @@ def tree_attention(
     if unknown := [name for name in ("sliding_window", "softcap", "s_aux") if kwargs.get(name) is not None]:
         raise ValueError(f"tree attention has no {', '.join(unknown)}; set actor.enable_tree_training=false")
     if query.is_cuda:
-        return flex_attention_forward(module, query, key, value, tree.block_mask, scaling=scaling)
+        return flex_attention_forward(module, query, key, value, tree.block_mask(query.device), scaling=scaling)
     out = [
         F.scaled_dot_product_attention(
             query[:, :, block],

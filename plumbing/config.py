@@ -103,6 +103,8 @@ class PPOActorConfig:
     ppo_n_minibatches: int = 4  # optimizer steps per epoch over the batch
     ppo_epochs: int = 1  # passes over the batch
     mb_tokens: int = 16384  # tokens (padding included) in one forward pass; more are accumulated
+    layout: Literal["padded", "packed"] = "padded"  # rows one under another, or end to end without padding (layout.py)
+    gradient_checkpointing: bool = False  # keep a layer's input only and compute the rest again in the backward pass
     enable_tree_training: bool = False  # what rows share at their beginning is computed once (tree_attention.py)
     use_decoupled_loss: bool = True  # the paper's objective; false: standard PPO
     recompute_logprob: bool = True  # pi_old (or pi_prox) by a forward pass before the update; alias recompute_logprobs

@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actor import FSDPEngine, FSDPPPOActor, describe_mode, lr_factor, row_lengths, split_microbatches, split_minibatches
+from actor import FSDPEngine, FSDPPPOActor, describe_mode, lr_factor, split_minibatches
+from layout import row_lengths, split_microbatches
 from plumbing.config import NormConfig, OptimizerConfig, PPOActorConfig
 from ppo import ppo_actor_loss_fn
 from weights import WeightUpdateMeta
@@ -122,9 +123,21 @@ def test_compute_logp_is_the_log_softmax_at_each_tokens_temperature(make_actor, 
         assert not logp[~batch["attention_mask"]].any()
 
 
-def test_the_sharded_gradient_is_the_plain_models(make_actor, plain):
-    """FSDP2 on a mesh of one, cut, trimmed and accumulated, gives the gradient of the loss on the unmodified model."""
-    actor = make_actor(mb_tokens=40)
+@pytest.mark.parametrize("mb_tokens", [16384, 40, 1])
+def test_packed_rows_do_not_see_each_other(make_actor, plain, mb_tokens):
+    """Sequences end to end in one row have the log-probabilities they have alone; nothing leaks over a border."""
+    batch = make_batch()
+    with torch.no_grad():
+        expected = plain_logp(plain, batch)
+    logp = make_actor(mb_tokens=mb_tokens, layout="packed").compute_logp(batch)
+    torch.testing.assert_close(logp, expected, atol=2e-5, rtol=0)
+    assert not logp[~batch["attention_mask"]].any()
+
+
+@pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"gradient_checkpointing": True}], ids=str)
+def test_the_sharded_gradient_is_the_plain_models(make_actor, plain, changes):
+    """FSDP2 on a mesh of one, cut, laid out and accumulated, gives the gradient of the loss on the unmodified model."""
+    actor = make_actor(mb_tokens=40, **changes)
     batch = prepare(actor, make_batch())
     stats = actor.ppo_update(batch)
 

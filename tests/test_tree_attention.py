@@ -147,7 +147,7 @@ def test_the_order_of_the_rows_has_no_say(seed: int, n: int, max_tokens: int, rn
 @settings(max_examples=100, deadline=None)
 def test_the_cuts_are_the_cheapest(seed: int, n: int, max_tokens: int) -> None:
     """No way to cut the sorted rows in runs that fit costs fewer tokens than the one found: all ways are tried."""
-    rows = sorted(make_rows(seed, n))
+    rows = sorted(row[:max_tokens] for row in make_rows(seed, n))
     shared = np.array([0] + [len(prefix(a, b)) for a, b in pairwise(rows)])
     lengths = np.array([len(row) for row in rows])
 
@@ -237,7 +237,7 @@ def test_the_block_mask_is_the_mask(seed: int, n: int) -> None:
     padded = torch.zeros(blocks * BLOCK, blocks * BLOCK, dtype=torch.bool)
     padded[:N, :N] = mask
     tiles = padded.view(blocks, BLOCK, blocks, BLOCK)
-    found = tree.block_mask
+    found = tree.block_mask(torch.device("cpu"))
     some, full = listed(found.kv_num_blocks, found.kv_indices), listed(found.full_kv_num_blocks, found.full_kv_indices)
     assert torch.equal(some | full, tiles.any(3).any(1))
     assert not (some & full).any()
@@ -261,7 +261,7 @@ def test_flex_attention_sees_what_the_blocks_see() -> None:
     [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
     N = len(tree.tout)
     q, k, v = (torch.randn(1, heads, N, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
-    flex: Any = flex_attention(q, k, v, block_mask=tree.block_mask, enable_gqa=True, scale=0.3)
+    flex: Any = flex_attention(q, k, v, block_mask=tree.block_mask(torch.device("cpu")), enable_gqa=True, scale=0.3)
     ours, _ = tree_attention(None, q, k, v, None, scaling=0.3, tree=tree)
     torch.testing.assert_close(ours.transpose(1, 2), flex, atol=2e-6, rtol=0)
 
@@ -400,7 +400,7 @@ def test_two_ranks_train_trees(model: Any, tmp_path: Path) -> None:
     command = [sys.executable, __file__, str(tmp_path)]
     ranks = [subprocess.Popen(command, env={**os.environ, **world, "RANK": str(r)}) for r in range(2)]
     alone = one_update(tmp_path / "model", trees=True)
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
     together = torch.load(tmp_path / "step.pt")
     for name, tensor in alone[1].items():
         torch.testing.assert_close(together[1][name], tensor, atol=1e-5, rtol=0)
