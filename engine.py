@@ -315,17 +315,17 @@ class RemoteInfEngine:
                 "input_ids": response.input_tokens + response.output_tokens,
                 "sampling_params": sampling_params(g, budget - done, done),
                 "return_logprob": True,
+                "stream": on_tokens is not None,
             }
 
             def on_growth(segment: ModelResponse, done: int = done) -> None:
                 response.replace_from(done, segment)
-                if on_tokens:
+                if on_tokens and segment.output_len:
                     on_tokens(response)
 
             try:
                 server = ranking[failures % len(ranking)]
-                segment = await self._generate_segment(server, body, on_growth if on_tokens else None)
-                response.replace_from(done, segment)
+                segment = await self._generate_segment(server, body, on_growth)
             except EngineError as error:
                 if error.status != 503 or failures == self.request_retries:
                     raise
@@ -368,17 +368,12 @@ class RemoteInfEngine:
             bad = min(ids) if min(ids) < 0 else max(ids)
             raise EngineError(f"token id {bad} is outside the vocabulary of {self.vocab_size} tokens", 400)
 
-    async def _generate_segment(
-        self, server: str, body: dict[str, Any], on_growth: Callable[[ModelResponse], None] | None
-    ) -> ModelResponse:
-        """One POST /generate, streamed if somebody wants to hear of its growth. Who gives up on a request must tell the
-        server, which does not notice a closed connection and would generate to the end."""
+    async def _generate_segment(self, server: str, body: dict[str, Any], on_growth: OnTokens) -> ModelResponse:
+        """One POST /generate; `on_growth` hears of each event of a stream, or of the whole answer. Who gives up on a
+        request must tell the server, which does not notice a closed connection and would generate to the end."""
         url, segment = server + "/generate", None
         try:
-            if on_growth is None:
-                return self._read_segment(server, await self._wire.call(url, body, self.request_timeout))
-            events = self._wire.stream(url, {**body, "stream": True}, self.request_timeout)
-            async with contextlib.aclosing(events):
+            async with contextlib.aclosing(self._wire.stream(url, body, self.request_timeout)) as events:
                 async for event in events:
                     segment = self._read_segment(server, event)
                     on_growth(segment)

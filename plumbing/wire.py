@@ -16,7 +16,7 @@ Connections belong to an event loop and can only be closed on it, so each loop g
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import httpx
@@ -148,7 +148,7 @@ class Wire:
             content = await response.aread()
         return read_answer(url, response.status_code, content)
 
-    async def stream(self, url: str, body: Any, timeout: float) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, url: str, body: Any, timeout: float) -> AsyncGenerator[dict[str, Any], None]:
         """POST `body` and yield the events of the answer, of those that came together the newest; an answer that is
         no stream is the only event. `timeout`: seconds of silence."""
         with refused(url, timeout):
@@ -158,7 +158,7 @@ class Wire:
                     yield read_answer(url, response.status_code, await response.aread())
                     return
                 rest = b""
-                async for chunk in response.stream:
+                async for chunk in response.aiter_raw():
                     *events, rest = (rest + chunk).split(b"\n\n")
                     data = [
                         e for event in events if (e := event.removeprefix(b"data:").strip()) not in (b"", b"[DONE]")

@@ -5,6 +5,7 @@ by a list that records how long the engine wanted to sleep. The last tests talk 
 """
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import Callable, Coroutine
@@ -696,7 +697,7 @@ async def test_what_was_streamed_is_kept(cut: str):
     response = await script.engine().agenerate(request(), lambda r: heard.append(list(r.output_tokens)))
     assert response.output_tokens == heard[-1] == [4, 5, 6, 7]
     assert response.output_versions == [0, 0, 1, 1]
-    assert all(later[: len(before)] == before for before, later in zip(heard, heard[1:], strict=False))
+    assert all(later[: len(before)] == before for before, later in itertools.pairwise(heard))
     assert script.sent()[1]["input_ids"] == [1, 2, 3, 4, 5]
 
 
@@ -751,14 +752,16 @@ def test_streaming_is_not_streaming(real_engine: RemoteInfEngine):
     gconfig = GenerationHyperparameters(max_new_tokens=40, seed=5)
     ask = ModelRequest([9, 8, 7], gconfig=gconfig)
 
+    lengths: list[int] = []
+
     async def both() -> None:
         whole = await real_engine.agenerate(ask)
         for _ in range(3):
-            lengths: list[int] = []
-            streamed = await real_engine.agenerate(ask, lambda r: lengths.append(r.output_len))
-            assert streamed == whole
+            lengths.append(0)
+            assert await real_engine.agenerate(ask, lambda r: lengths.append(r.output_len)) == whole
             assert lengths == sorted(lengths)
             assert lengths[-1] == whole.output_len
+            lengths.clear()
         transport: Any = await real_engine._wire._transports.get()
         assert len(transport.idle) == 1
 
