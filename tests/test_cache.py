@@ -313,7 +313,7 @@ def title_call(cache: InteractionCache, title_first: bool, turns: int) -> None:
     entered = {"title": title, "0": agent}
     for name in ("title", "0") if title_first else ("0", "title"):
         cache[name] = entered[name]
-    for name, interaction in entered.items():
+    for name in entered:
         cache.finish(name, turn([user("x")]).tokens, [said(name)])
     messages = [*agent.messages, said("0")]
     for k in range(1, turns):
