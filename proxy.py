@@ -52,8 +52,9 @@ from starlette.requests import ClientDisconnect
 
 from cache import InteractionWithTokenLogpReward
 from engine import EngineError, GenerationHyperparameters, ModelRequest, ModelResponse, RemoteInfEngine
-from messages import PROTOCOLS, AgentRequest, BadRequest, Message, Protocol
+from messages import AgentRequest, BadRequest, Message
 from plumbing.serve import listen, load_tokenizer, serve
+from replies import PROTOCOLS, Answer, Protocol
 from sessions import ProxyError, Session, SessionTable
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
@@ -169,6 +170,9 @@ class Proxy:
         """One call: parse, enter in the tree, generate, finish, render."""
         body = await read_json(request)
         session, ask = self.sessions.open(session_id_of(request)), protocol.parse(body)
+        for name in ("stream", "tools", "logprobs", "previous"):
+            if getattr(ask, name) or ask.n > 1:
+                raise BadRequest(f"{name}: this server does not support it; leave it out")
         interaction_id = protocol.id_prefix + secrets.token_hex(16)
         interaction = InteractionWithTokenLogpReward(ask.messages, template_key=ask.template_key, trainable=ask.store)
         session.cache[interaction_id] = interaction
@@ -179,8 +183,9 @@ class Proxy:
             call = ModelRequest(prompt, gconfig=gconfig, session=session.session_id)
             response = await self.generate(session, call, request)
             text = self.prompts.text(response, gconfig.stop)
-            interaction.completion = protocol.render(ask, interaction_id, text, response)
-            session.cache.finish(interaction_id, response, [{"role": "assistant", "content": text}])
+            answer = Answer(interaction_id, response, text)
+            interaction.completion = protocol.render(ask, [answer])
+            session.cache.finish(interaction_id, response, [answer.message])
         finally:
             session.cache.discard(interaction_id)  # which does nothing to a finished one
         return reply(interaction.completion)
