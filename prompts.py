@@ -35,7 +35,9 @@ from typing import Any
 from jinja2 import TemplateError
 
 from cache import InteractionWithTokenLogpReward
-from messages import BadRequest, Message
+from engine import GenerationHyperparameters
+from messages import AgentRequest, BadRequest, Message
+from tools import without_partial
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
@@ -63,16 +65,14 @@ class PromptBuilder:
         except BadRequest:
             return False
 
-    def prompt(
-        self,
-        messages: list[Message],
-        parent: InteractionWithTokenLogpReward | None,
-        variables: dict[str, Any],
-        opening: str = "",
-    ) -> list[int]:
-        """The prompt ids of a call; `variables` of the template, `tools` among them. BadRequest if it refuses them."""
-        ids = self._spliced(messages, parent, variables) if parent and self.splices else None
-        return (ids or self._encode(self._render(messages, variables))) + (self._encode(opening) if opening else [])
+    def prompt(self, ask: AgentRequest, parent: InteractionWithTokenLogpReward | None, opening: str = "") -> list[int]:
+        """The prompt ids of a call. Raises BadRequest where the template refuses the messages."""
+        if taken := ask.template_kwargs.keys() & self._reserved:
+            names = ", ".join(sorted(taken))
+            raise BadRequest(f"chat_template_kwargs: {names} cannot be set, variables of the template can")
+        variables = ask.template_kwargs | ({"tools": ask.tools} if ask.tools else {})
+        ids = self._spliced(ask.messages, parent, variables) if parent and self.splices else None
+        return (ids or self._encode(self._render(ask.messages, variables))) + (self._encode(opening) if opening else [])
 
     def _spliced(
         self, messages: list[Message], parent: InteractionWithTokenLogpReward, variables: dict[str, Any]
@@ -100,10 +100,6 @@ class PromptBuilder:
         return self._encode(tail)
 
     def _render(self, messages: list[Message], variables: dict[str, Any], add_generation_prompt: bool = True) -> str:
-        if taken := (variables.keys() - {"tools"}) & self._reserved:
-            raise BadRequest(
-                f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set, variables of the template can"
-            )
         render = self._tokenizer.apply_chat_template
         try:
             return render(messages, add_generation_prompt=add_generation_prompt, tokenize=False, **variables)
@@ -117,8 +113,11 @@ class PromptBuilder:
 class TextReader:
     """The text of one answer. `read` takes all tokens so far and says what is final of their text; `whole` takes all."""
 
-    def __init__(self, tokenizer: Any, stop: list[str], stop_token_ids: list[int], opening: str = "") -> None:
-        self._tokenizer, self._stop, self._stop_ids, self._opening = tokenizer, stop, frozenset(stop_token_ids), opening
+    def __init__(
+        self, tokenizer: Any, gconfig: GenerationHyperparameters, opening: str = "", special_tokens: bool = False
+    ) -> None:
+        self._tokenizer, self._opening, self._skips = tokenizer, opening, not special_tokens
+        self._stop, self._stop_ids = gconfig.stop, frozenset(gconfig.stop_token_ids)
         # All that changes:
         self._text = opening  # of the tokens before `_read`, which is final
         self._context, self._read = 0, 0  # tokens; those between the two are decoded again, as the context of the next
@@ -142,19 +141,18 @@ class TextReader:
         end = self._end(text, max(len(self._opening), len(text) - len(fresh) - longest))
         if end < len(text):
             return text[:end]
-        return text[: len(text) - max((held_back(text, stop) for stop in self._stop), default=0)]
+        return without_partial(text, self._stop)
+
+    def token(self, token: int) -> str:
+        """The text of one token by itself."""
+        return self._tokenizer.decode([token])
 
     def _own(self, tokens: list[int]) -> list[int]:
         return tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skips)
 
     def _end(self, text: str, start: int) -> int:
         """Where the first stop string begins, from `start` on; else the length of the text."""
         return min((i for stop in self._stop if (i := text.find(stop, start)) >= 0), default=len(text))
-
-
-def held_back(text: str, stop: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `stop`."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -20,7 +20,9 @@ from conftest import ROOT, free_port, wait_until_up
 
 import proxy
 from engine import EngineError, ModelRequest, ModelResponse
-from proxy import PromptBuilder, call_seed, create_app
+from messages import AgentRequest
+from prompts import PromptBuilder
+from proxy import call_seed, create_app
 from sessions import GRANT_SECONDS, ProxyError, SessionTable
 
 pytestmark = pytest.mark.anyio
@@ -187,7 +189,7 @@ async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(tiny_to
     await harness.chat(session, [*HELLO, {"role": "assistant", "content": "ab"}, then])
     first, second = (request.input_ids for request in harness.engine.requests)
     assert second[: len(first) + 3] == first + odd
-    assert first == prompts.prompt(HELLO, None, {})
+    assert first == prompts.prompt(AgentRequest(HELLO), None)
     await harness.http.aclose()
 
 
@@ -289,8 +291,8 @@ async def test_the_sdk_gets_typed_errors(start: Start) -> None:
     async with sdk(harness, f"/{await harness.start()}/v1") as client:
         with pytest.raises(openai.BadRequestError, match="messages"):
             await client.chat.completions.create(model="m", messages=[])
-        with pytest.raises(openai.BadRequestError, match="stream"):
-            await client.chat.completions.create(model="m", messages=HELLO, stream=True)
+        with pytest.raises(openai.BadRequestError, match="logit_bias"):
+            await client.chat.completions.create(model="m", messages=HELLO, logit_bias={"1": 5})
     async with sdk(harness, "/v1", "DUMMY") as client:
         with pytest.raises(openai.NotFoundError, match="session"):
             await client.chat.completions.create(model="m", messages=HELLO)
@@ -317,7 +319,7 @@ async def test_x_api_key_serves_too(start: Start) -> None:
         (b'{"messages": []}', 400),
         (b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}', 400),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
-        (b'{"messages": [{"role": "user", "content": "hi"}], "n": 2}', 400),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "n": 0}', 400),
         (b'{"messages": [{"role": "user", "content": "hi"}]}', 200),
     ],
 )
