@@ -184,17 +184,10 @@ class Proxy:
 
     async def models(self, request: Request) -> Response:
         """The one model there is, in OpenAI's form and in Anthropic's; any name reaches it."""
-        model = {
-            "id": "default",
-            "object": "model",
-            "type": "model",
-            "owned_by": "nano-areal",
-            "display_name": "default",
-        }
-        model |= {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
-        return reply(
-            {"object": "list", "data": [model], "has_more": False, "first_id": "default", "last_id": "default"}
-        )
+        openai: dict[str, Any] = {"id": "default", "object": "model", "created": 0, "owned_by": "nano-areal"}
+        anthropic = {"type": "model", "display_name": "default", "created_at": "1970-01-01T00:00:00Z"}
+        ends = {"has_more": False, "first_id": "default", "last_id": "default"}
+        return reply({"object": "list", "data": [openai | anthropic]} | ends)
 
     async def set_reward(self, request: Request) -> Response:
         body = await read_json(request)
