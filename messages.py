@@ -102,9 +102,7 @@ class AgentRequest:
     @cached_property
     def template_key(self) -> str:
         """What else than the messages decides the prompt; turns of one conversation agree in it. Raises BadRequest."""
-        return write_json(self.template_kwargs, "chat_template_kwargs") + (
-            write_json(self.tools, "tools") if self.tools else ""
-        )
+        return write_json(self.template_kwargs, "chat_template_kwargs") + write_json(self.tools, "tools")
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
@@ -167,11 +165,13 @@ def _call(raw: Any, where: str) -> dict[str, Any]:
 def _text(raw: dict[str, Any], name: str, where: str = "") -> str:
     """The field `name` as one text: null and absent are "", text parts are put together. Raises BadRequest."""
     content = raw.get(name)
+    if isinstance(content, str | None):
+        return content or ""
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    texts = [part["text"] for part in parts if part.get("type", "text") in TEXTS and isinstance(part.get("text"), str)]
-    if not isinstance(content, str | list | None) or (isinstance(content, list) and len(texts) < len(content)):
+    texts: list[Any] = [part.get("text") for part in parts if part.get("type", "text") in TEXTS]
+    if not isinstance(content, list) or len(texts) < len(content) or not all(isinstance(t, str) for t in texts):
         raise BadRequest(f"{where}.{name}: a string, a list of text parts or null is needed".removeprefix("."))
-    return content if isinstance(content, str) else "".join(texts)
+    return "".join(texts)
 
 
 # The three protocols
@@ -185,7 +185,7 @@ def parse_chat(body: dict[str, Any]) -> AgentRequest:
         messages,
         types=(None, "function"),
         form=get(body, "response_format", dict, {}),
-        effort=body.get("reasoning_effort"),
+        effort=get(body, "reasoning_effort", str),
         logprobs=get(body, "logprobs", bool, False),
         stream_usage=get(body, "stream_options.include_usage", bool, False),
     )

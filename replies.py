@@ -180,10 +180,8 @@ def openai_error(status: int, message: str) -> dict[str, Any]:
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:
-    return {
-        "type": "error",
-        "error": openai_error(status, message)["error"] | ({"type": "api_error"} if status >= 500 else {}),
-    }
+    error = openai_error(status, message)["error"]
+    return {"type": "error", "error": error | {"type": error["type"].replace("server_error", "api_error")}}
 
 
 # Chat completions
@@ -210,26 +208,28 @@ def chat_usage(answers: list[Answer]) -> dict[str, int]:
 
 
 class ChatStream(Stream):
-    def _chunk(self, index: int | None, delta: dict[str, Any], end: dict[str, Any] = {}, **more: Any) -> bytes:  # noqa: B006
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         head = {"id": self.interaction_id, "object": "chat.completion.chunk", "created": self.created}
-        choices = [] if index is None else [{"index": index, "delta": delta} | end]
         return event(head | {"model": self.ask.model, "choices": choices} | more)
 
+    def _delta(self, index: int, **delta: Any) -> bytes:
+        return self._chunk([{"index": index, "delta": delta}])
+
     def start(self, input_len: int, index: int = 0) -> bytes:
-        return self._chunk(index, {"role": "assistant"})
+        return self._delta(index, role="assistant")
 
     def _piece(self, part: str, piece: str, index: int) -> bytes:
-        return self._chunk(index, {"content" if part == "text" else "reasoning_content": piece})
+        return self._delta(index, **{"content" if part == "text" else "reasoning_content": piece})
 
     def _call(self, call: dict[str, Any], index: int) -> bytes:
         k = self.answers[-1].tool_calls.index(call)
-        return self._chunk(index, {"tool_calls": [{"index": k} | call]})
+        return self._delta(index, tool_calls=[{"index": k} | call])
 
     def _end(self, answer: Answer, index: int) -> bytes:
-        frames = self._chunk(index, {}, chat_end(answer))
+        frames = self._chunk([{"index": index, "delta": {}} | chat_end(answer)])
         if len(self.answers) < self.ask.n:
             return frames
-        usage = self._chunk(None, {}, usage=chat_usage(self.answers)) if self.ask.stream_usage else b""
+        usage = self._chunk([], usage=chat_usage(self.answers)) if self.ask.stream_usage else b""
         return frames + usage + b"data: [DONE]\n\n"
 
 
@@ -240,33 +240,23 @@ def render_responses(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]
     """The body of a response."""
     (answer,) = answers
     read, written = answer.response.input_len, answer.response.output_len
-    cut = answer.finish_reason == "length"
-    usage = {
-        "input_tokens": read,
-        "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": written,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": read + written,
-    }
+    usage = {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
+    details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
     output = [response_item(part, value, answer.interaction_id, answer.logprobs) for part, value in answer.parts]
-    body = response_head(ask, answer.interaction_id, "incomplete" if cut else "completed")
-    return body | {"output": output, "usage": usage} | some(incomplete_details=cut and {"reason": "max_output_tokens"})
+    body = response_head(ask, answer.interaction_id, "completed") | {"output": output, "usage": usage | details}
+    if answer.finish_reason == "length":
+        body |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+    return body
 
 
 def response_head(ask: AgentRequest, interaction_id: str, status: str) -> dict[str, Any]:
-    named = {"type": "function", "name": ask.tool_choice}
-    return {
-        "id": interaction_id,
-        "object": "response",
-        "created_at": int(time.time()),
-        "status": status,
-        "model": ask.model,
-        "output": [],
-        "parallel_tool_calls": True,
-        "tool_choice": ask.tool_choice if ask.tool_choice in ("auto", "none", "required") else named,
-        "tools": [],  # not said again: they may be many, and this goes out three times a stream
-        "metadata": {},
-    }
+    choice: Any = ask.tool_choice
+    if choice not in ("auto", "none", "required"):
+        choice = {"type": "function", "name": choice}
+    head = {"id": interaction_id, "object": "response", "created_at": int(time.time()), "status": status}
+    # The tools are not said again: they may be many, and this goes out three times a stream.
+    asked = {"model": ask.model, "tool_choice": choice, "tools": [], "parallel_tool_calls": True, "metadata": {}}
+    return head | asked | {"output": []}
 
 
 def response_item(part: str, value: Any, interaction_id: str, logprobs: Any = ()) -> dict[str, Any]:

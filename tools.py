@@ -189,6 +189,8 @@ def sglang_parser(name: str) -> Callable[[str, list[dict[str, Any]]], tuple[str,
     def parse(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
         parser = FunctionCallParser([Tool.model_validate(tool) for tool in tools], name)
         rest, calls = parser.parse_non_stream(text)
-        return rest, [{"name": call.name, "arguments": json.loads(call.parameters)} for call in calls]
+        return rest if calls else text, [
+            {"name": call.name, "arguments": json.loads(call.parameters)} for call in calls
+        ]
 
     return parse

@@ -392,6 +392,8 @@ def test_structured_output_is_one_schema(parse: Any, fields: dict[str, Any], sch
         (parse_chat, "messages", [{"role": "robot", "content": "hello"}]),
         (parse_chat, "messages", [{"role": ["user"], "content": "hello"}]),
         (parse_chat, "messages", [{"role": "user", "content": 3}]),
+        (parse_chat, "messages", [{"role": "user", "content": [{"type": "text", "text": 3}]}]),
+        (parse_chat, "messages", [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]),
         (parse_chat, "messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]),
         (parse_chat, "messages", [{"role": "assistant", "tool_calls": "f()"}]),
         (parse_chat, "messages", [{"role": "assistant", "tool_calls": [{"id": ["c"], "function": {"name": "f"}}]}]),
