@@ -25,8 +25,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests"), str(Path(__file__).resolve().parent.parent)]
+os.environ.setdefault("WANDB_MODE", "disabled")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from transformers.utils import logging as transformers_logging
 
@@ -50,7 +53,9 @@ PROMPT, OUTPUT, TAIL = 128, 48, 16  # tokens
 def talk(turns: int, name: str = "") -> Messages:
     """A conversation as a client sends it, all of its objects new."""
     roles = ("user", "assistant")
-    return [{"role": roles[k % 2], "content": f"{name} message {k}, of some dozen words or so"} for k in range(2 * turns)]
+    return [
+        {"role": roles[k % 2], "content": f"{name} message {k}, of some dozen words or so"} for k in range(2 * turns)
+    ]
 
 
 def tokens(turn: int) -> tuple[list[int], list[int]]:
@@ -147,7 +152,9 @@ def count() -> None:
     ours.canonical, tokenizer.apply_chat_template = counting, rendering  # type: ignore[assignment]
     cache = ours.InteractionCache()
     cache._ends = Ends()
-    print("one conversation of 100 turns, counted\n\n| turn | messages sent | read | rendered | looked up |\n|---|---|---|---|---|")
+    print(
+        "one conversation of 100 turns, counted\n\n| turn | messages sent | read | rendered | looked up |\n|---|---|---|---|---|"
+    )
     for k in range(100):
         before = dict(counts)
         *messages, said = talk(k + 1)
