@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -520,6 +521,26 @@ def test_only_an_admin_key_that_was_made_up_is_printed(tiny_model_dir: Any, tiny
     printed = r", admin key \S{20,}" if source == "made up" else ""
     assert re.fullmatch(rf"proxy at http://127\.0\.0\.1:\d+{printed}\n", ended.stdout)
     assert "s3cret" not in ended.stdout + ended.stderr
+
+
+async def test_a_proxy_started_by_hand_offers_a_session(tiny_model_dir: Any, tiny_server: str) -> None:
+    """An agent's author needs no key and no grant: the address is printed, and any SDK talks to it."""
+    command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        lines = process.stdout.readline() + process.stdout.readline()
+        found = re.search(r"OPENAI_BASE_URL=(\S+) ANTHROPIC_BASE_URL=(\S+),", lines)
+        assert found is not None, lines
+        async with openai.AsyncOpenAI(base_url=found[1], api_key="DUMMY", max_retries=8) as client:
+            completion = await client.chat.completions.create(model="m", messages=HELLO, max_tokens=4)
+        async with anthropic.AsyncAnthropic(base_url=found[2], api_key="DUMMY") as other:
+            message = await other.messages.create(model="m", messages=HELLO, max_tokens=4)
+        assert (completion.usage and completion.usage.completion_tokens, message.usage.output_tokens) == (4, 4)
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+        process.stdout.close()
 
 
 async def test_end_to_end_with_real_servers(tiny_model_dir: Any, tiny_server: str) -> None:

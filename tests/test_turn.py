@@ -426,6 +426,26 @@ async def test_a_session_frees_its_turns(start: Start) -> None:
     assert not kept.running
 
 
+async def test_a_concurrent_title_call_takes_no_reward(start: Start) -> None:
+    """What opencode does: two streams at once in one session. The agent's turn gets the reward, whoever ends last."""
+    harness = start("a title", "done")
+    session = await harness.start()
+    harness.engine.hold = asyncio.Event()
+    path = f"/{session}/v1/chat/completions"
+    title = {"stream": True, "messages": [{"role": "system", "content": "You write titles."}, *HELLO]}
+    main = {"stream": True, "messages": [{"role": "system", "content": "You code."}, *HELLO], "tools": TOOLS}
+    calls = [Connection(harness, path, title), Connection(harness, path, main)]
+    while len(harness.engine.requests) < 2:
+        await asyncio.sleep(0)
+    harness.engine.hold.set()
+    for call in calls:
+        await call.rest()
+    assert (await harness.post(f"/{session}/rl/set_reward", {"reward": 1.0})).status_code == 200
+    exported = {i["output"][0]["content"]: i for i in (await harness.export(session, style="concat")).values()}
+    assert {said: i["reward"] for said, i in exported.items()} == {"a title": None, "done": 1.0}
+    assert sum(exported["a title"]["tensors"]["loss_mask"]) == 0
+
+
 # A real server
 
 
