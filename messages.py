@@ -1,5 +1,15 @@
 """One canonical conversation for every protocol: what a message means, whatever a client makes of it.
 
+Agents speak three protocols: chat completions, Responses and Anthropic's Messages. Each is read here into one
+`AgentRequest`, and everything behind it (the tree, the chat template, the engine) knows one form of message:
+
+    {"role", "content": str, ["tool_calls": [{"id", "type", "function": {"name", "arguments": object}}]],
+     ["tool_call_id"], ["reasoning_content"]}
+
+What one protocol says in one message another says in several items; they are put together again: the items reasoning,
+text and calls of a Responses reply, or the blocks thinking, text and tool_use of an Anthropic one, are one message of
+the assistant; each tool_result is a message of its own.
+
 An agent's framework sends the history back with every call, and it never sends back quite what it was given:
 `content: null` returns as `""` or not at all, a string as a list of text parts, the arguments of a tool call
 with other spaces or in another order, with keys of its own beside ours. The tree of a session (cache.py) must
@@ -10,236 +20,390 @@ The rule. Two messages are equal when these four are:
 
     role            `developer` is `system` under its newer name
     text            null == "" == absent; a list of text parts == their concatenation
-    tool calls      id, name and arguments as parsed JSON, in order
+    tool calls      id first, then name and arguments as parsed JSON (2.0 is 2, as in JavaScript), in order
     tool_call_id    of a tool's result (some clients call it `id`)
 
 and everything else (`name`, reasoning, annotations, cache markers, ids of items, unknown keys) is ignored. The rule
 is `normalise`: it makes the one plain message that the tree compares and the chat template reads. Equal in meaning
 is not equal in tokens: nothing here is ever tokenised again once it has been generated.
 
-A protocol is a pair of functions: parse, from the caller's JSON to an `AgentRequest`, and render, from the
-tokens that were generated to the caller's reply. Chat completions are here; `PROTOCOLS` is where another
-protocol is entered, and nothing else knows their names.
+Some clients send references instead of a history (`previous_response_id`, `item_reference`, Anthropic's `thread`).
+`resolve` puts in what they name; the caller keeps the instructions that began the conversation, unless it sends others.
 
 What a caller asks for is honoured or refused, never silently dropped: `NEUTRAL` lists the parameters that would
 change the answer and that we do not implement, with the values at which they change nothing. A refusal is a
 `BadRequest` that names the field (AReaL ignores most of these with a warning, and answers 500 to the others).
-Keys that mean nothing to us (`user`, `metadata`, ...) are accepted.
+Keys that mean nothing to us (`user`, `metadata`, `cache_control`, ...) are accepted, and so are hints that a model may
+follow or not: `thinking`, `strict`, `parallel_tool_calls`. Reasoning effort goes to the chat template, which may know it.
 
 It does not promise to detect a history whose texts were rewritten: such a turn starts a new conversation.
 """
 
+import dataclasses
 import json
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
-if TYPE_CHECKING:
-    from engine import ModelResponse
+from plumbing.fields import BadRequest, as_object, get, read_json, write_json
 
 Message = dict[str, Any]
+Find = Callable[[str], tuple[list[Message], list[Message]] | None]  # interaction id -> its messages and its output
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of parts that hold a text
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "n": (1,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
+    **dict.fromkeys(("functions", "mcp_servers"), ([],)),
+    **dict.fromkeys(("top_logprobs", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("ignore_eos", "continue_final_message", "background"), (False,)),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
     "modalities": (["text"],),
     "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "stop_token_ids": ([],),
-    **dict.fromkeys(("chat_template", "reasoning_effort"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    "truncation": ("disabled",),
+    **dict.fromkeys(("chat_template", "audio", "web_search_options", "conversation", "prompt", "container"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "compaction"), ()),
 }
-NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {  # that steer sampling: kind, what is allowed, in words
-    "temperature": (float, lambda x: 0 <= x < 2**31, "a number from 0 to below 2**31"),
-    "top_p": (float, lambda x: 0 < x <= 1, "a number above 0 to 1"),
-    "top_k": (int, lambda n: -1 <= n < 2**31, "an integer from -1 to below 2**31"),
-    "frequency_penalty": (float, lambda x: -2 <= x <= 2, "a number from -2 to 2"),
-    "seed": (int, lambda n: True, "an integer"),
-    "max_tokens": (int, lambda n: 1 <= n < 2**31, "an integer from 1 to below 2**31"),
-    "max_completion_tokens": (int, lambda n: 1 <= n < 2**31, "an integer from 1 to below 2**31"),  # its newer name
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # three names of max_new_tokens
+NUMBERS: dict[str, tuple[type, float, float]] = {  # that steer sampling: kind, least, most
+    "temperature": (float, 0, 2**31),
+    "top_p": (float, 1e-9, 1),
+    "top_k": (int, -1, 2**31 - 1),
+    "frequency_penalty": (float, -2, 2),
+    "presence_penalty": (float, -2, 2),
+    "seed": (int, -(2**63), 2**63 - 1),
+    **dict.fromkeys(LIMITS, (int, 1, 2**31 - 1)),
+    "n": (int, 1, 128),  # answers, of chat only
 }
-
-
-class BadRequest(ValueError):
-    """The caller's request cannot be served as it stands; the message names the field."""
-
-    status = 400  # of HTTP
 
 
 @dataclass(frozen=True)
 class AgentRequest:
     """One call of an agent, whatever protocol it came by.
 
-    `messages` have a role, a content that is a string and, where there are any, tool_calls and tool_call_id.
+    `messages` are canonical. Until `resolve` they may hold references, and where `previous` is set only what is new.
     `sampling` holds the fields of GenerationHyperparameters that the caller set; the others are the server's.
     """
 
     messages: list[Message]
     model: str = "default"
     sampling: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] = field(default_factory=list)  # in chat form; of types that we do not know: dropped
+    tool_choice: str = "auto"  # auto, none, required or the name of one of `tools`
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # further variables of the chat template
+    previous: str | None = None  # id of the interaction that this one goes on from
+    n: int = 1  # answers
+    logprobs: bool = False  # of the sampled tokens, in the reply
     store: bool = True  # false: keep this turn out of training
+    stream: bool = False
+    stream_usage: bool = False  # chat: a last chunk with the usage
+
+    @cached_property
+    def template_key(self) -> str:
+        """What else than the messages decides the prompt; turns of one conversation agree in it. Raises BadRequest."""
+        return write_json(self.template_kwargs, "chat_template_kwargs") + write_json(self.tools, "tools")
 
     @property
-    def template_key(self) -> str:
-        """What else than the messages decides the prompt; turns of one conversation agree in it."""
-        return _json(self.template_kwargs, "chat_template_kwargs")
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """The tools that the reply may call: none of them where tool_choice is none."""
+        return [] if self.tool_choice == "none" else self.tools
 
 
-def _json(value: Any, name: str) -> str:
-    """`value` of the field `name` as text. BadRequest where it is nested too deeply to be written down."""
-    try:
-        return json.dumps(value, sort_keys=True)
-    except RecursionError as error:
-        raise BadRequest(f"{name}: it is nested too deeply") from error
+# Messages
 
 
-def normalise(message: Message) -> Message:
-    """The plain form of a message: two that mean the same (the rule above) have the same one."""
-    role, content = message.get("role"), message.get("content") or ""
-    role = "system" if role == "developer" else role
-    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    plain: Message = {"role": role, "content": text}
-    if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [
-            {
-                "id": call.get("id"),
-                "type": "function",
-                "function": {"name": call["function"]["name"], "arguments": _parsed(call["function"].get("arguments"))},
-            }
-            for call in calls
-        ]
-    if role == "tool" and (call_id := message.get("tool_call_id") or message.get("id")):
+def normalise(raw: Any, where: str = "message") -> Message:
+    """The plain form of a message in chat form: two that mean the same (the rule above) have the same one.
+
+    Raises BadRequest, which names the field as `where` does, for what is no message.
+    """
+    role = as_object(raw, where).get("role")
+    if role not in ROLES:
+        raise BadRequest(f"{where}.role: one of {', '.join(ROLES)} is needed")
+    plain: Message = {"role": "system" if role == "developer" else role, "content": _text(raw, "content", where)}
+    if (calls := raw.get("tool_calls")) and isinstance(calls, list):
+        plain["tool_calls"] = [_call(call, f"{where}.tool_calls") for call in calls]
+    elif calls:
+        raise BadRequest(f"{where}.tool_calls: a list is needed")
+    if role == "tool" and (call_id := raw.get("tool_call_id") or raw.get("id")):
         plain["tool_call_id"] = str(call_id)
+    name = "reasoning_content" if raw.get("reasoning_content") else "reasoning"
+    if role == "assistant" and (reasoning := _text(raw, name, where)):
+        plain["reasoning_content"] = reasoning
     return plain
 
 
-def _parsed(arguments: Any) -> Any:
-    """A call's arguments as the object that chat templates want; what does not parse is kept as the text it is."""
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
-
-
 def canonical(message: Message) -> tuple:
-    """A hashable value that is equal for two messages exactly when they mean the same. Raises BadRequest."""
-    role, text, *calls = normalise(message).values()
-    return role, text, _json(calls, "messages.tool_calls") if calls else ""
+    """A hashable value that is equal for two messages exactly when they mean the same. Raises BadRequest.
+
+    It is made for every message of every request, so what is plain already is not made plain again.
+    """
+    calls = message.get("tool_calls") or ()
+    plain = isinstance(message.get("content"), str) and message.get("role") != "developer"
+    if not plain or any(not isinstance(call["function"].get("arguments"), dict) for call in calls):
+        message = normalise(message)
+    role, calls = message["role"], message.get("tool_calls")
+    result_of = str(message.get("tool_call_id") or message.get("id") or "") if role == "tool" else ""
+    return role, message["content"], write_json(calls, "messages.tool_calls") if calls else "", result_of
 
 
-def parse_messages(raw: Any) -> list[Message]:
-    """The caller's `messages`, checked and normalised. Raises BadRequest."""
-    if not isinstance(raw, list) or not raw:
-        raise BadRequest("messages: a list of at least one message is needed")
-    for i, message in enumerate(raw):
-        _check_message(message, f"messages[{i}]")
-    return [normalise(message) for message in raw]
+def _call(raw: Any, where: str) -> dict[str, Any]:
+    """A canonical tool call, its arguments an object; what does not parse stays the text it is."""
+    function = as_object(as_object(raw, where).get("function"), where)
+    call_id, name, arguments = raw.get("id"), function.get("name"), function.get("arguments")
+    if not isinstance(name, str) or not isinstance(call_id, str | None):
+        raise BadRequest(f"{where}: a call has an id and the name of a function, both strings")
+    text = arguments or "{}" if isinstance(arguments, str | None) else write_json(arguments, where)
+    try:
+        arguments = read_json(text)
+    except ValueError:
+        arguments = text
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _check_message(raw: Any, where: str) -> None:
-    if not isinstance(raw, dict) or raw.get("role") not in ROLES:
-        raise BadRequest(f"{where}.role: one of {', '.join(ROLES)} is needed")
-    content, calls = raw.get("content"), raw.get("tool_calls") or []
-    if isinstance(content, list) and not all(map(_is_text, content)):
-        raise BadRequest(f"{where}.content: only parts of type text are understood")
-    if not isinstance(content, str | list | None):
-        raise BadRequest(f"{where}.content: a string, a list of text parts or null is needed")
-    if not isinstance(calls, list) or not all(map(_is_call, calls)):
-        raise BadRequest(f"{where}.tool_calls: a list of calls, each with an id and a function with a name, is needed")
+def _text(raw: dict[str, Any], name: str, where: str = "") -> str:
+    """The field `name` as one text: null and absent are "", text parts are put together. Raises BadRequest."""
+    content = raw.get(name)
+    if isinstance(content, str | None):
+        return content or ""
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    texts: list[Any] = [part.get("text") for part in parts if part.get("type", "text") in TEXTS]
+    if not isinstance(content, list) or len(texts) < len(content) or not all(isinstance(t, str) for t in texts):
+        raise BadRequest(f"{where}.{name}: a string, a list of text parts or null is needed".removeprefix("."))
+    return "".join(texts)
 
 
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
-
-
-def _is_call(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
-    named = isinstance(function, dict) and isinstance(function.get("name"), str)
-    return named and isinstance(call.get("id"), str | None)
+# The three protocols
 
 
 def parse_chat(body: dict[str, Any]) -> AgentRequest:
     """The body of POST /v1/chat/completions. Raises BadRequest."""
+    messages = [normalise(raw, f"messages[{i}]") for i, raw in enumerate(get(body, "messages", list, []))]
+    return _request(
+        body,
+        messages,
+        types=(None, "function"),
+        form=get(body, "response_format", dict, {}),
+        effort=get(body, "reasoning_effort", str),
+        logprobs=get(body, "logprobs", bool, False),
+        stream_usage=get(body, "stream_options.include_usage", bool, False),
+    )
+
+
+def parse_responses(body: dict[str, Any]) -> AgentRequest:
+    """The body of POST /v1/responses. Raises BadRequest."""
+    raw = body.get("input")
+    items = [{"role": "user", "content": raw}] if isinstance(raw, str) else get(body, "input", list, [])
+    return _request(
+        body,
+        _merge_items(_item(item, f"input[{i}]") for i, item in enumerate(items)),
+        _text(body, "instructions"),
+        types=(None, "function"),
+        form=get(body, "text.format", dict, {}),
+        effort=get(body, "reasoning.effort", str),
+        previous=get(body, "previous_response_id", str),
+        logprobs="message.output_text.logprobs" in get(body, "include", list, []),
+    )
+
+
+def parse_anthropic(body: dict[str, Any]) -> AgentRequest:
+    """The body of POST /v1/messages. Raises BadRequest."""
+    messages = [m for i, raw in enumerate(get(body, "messages", list, [])) for m in _blocks(raw, f"messages[{i}]")]
+    if messages and messages[-1]["role"] == "assistant":
+        raise BadRequest("messages: the last one is the assistant's; a text that it should go on from is not supported")
+    thread, previous = get(body, "thread.type", str), get(body, "thread.previous_message_id", str)
+    if thread not in (None, "create", "continue") or (thread == "continue") != bool(previous):
+        raise BadRequest("thread: type create, or continue with a previous_message_id, is needed")
+    return _request(
+        body,
+        messages,
+        _text(body, "system"),
+        types=(None, "custom"),
+        form=get(body, "output_config.format", dict) or get(body, "output_format", dict, {}),
+        effort=get(body, "output_config.effort", str),
+        previous=previous,
+    )
+
+
+def _request(
+    body: dict[str, Any], messages: list[Message], system: str = "", *, types: Any, form: Any, effort: Any, **own: Any
+) -> AgentRequest:
+    """What the three have in common. `types` of tools are functions; `form` of the text is JSON or not."""
+    if not messages:
+        raise BadRequest(f"{'input' if 'input' in body else 'messages'}: a list of at least one message is needed")
+    sampling = parse_sampling(body) | _schema(form)
+    if sampling.get("n", 1) > 1 and "stream_usage" not in own:
+        raise BadRequest("n: only chat completions give more than one answer")
     for name, neutral in NEUTRAL.items():
         value = body.get(name)
         if value is not None and value not in neutral:
             hint = f" or set it to {' or '.join(map(json.dumps, neutral))}" if neutral else ""
             raise BadRequest(f"{name}: this server does not support it; leave it out{hint}")
-    kwargs = body.get("chat_template_kwargs") or {}
-    if not isinstance(kwargs, dict):
-        raise BadRequest("chat_template_kwargs: an object is needed")
+    first = {"role": "instructions" if own.get("previous") else "system", "content": system}  # see resolve
+    tools = [t for i, raw in enumerate(get(body, "tools", list, [])) for t in _tool(raw, f"tools[{i}]", types)]
+    kwargs = get(body, "chat_template_kwargs", dict, {})
     return AgentRequest(
-        messages=parse_messages(body.get("messages")),
+        messages=[first, *messages] if system else messages,
         model=str(body.get("model") or "default"),
-        sampling=parse_sampling(body),
-        template_kwargs=kwargs,
-        store=body.get("store") is not False,
+        n=sampling.pop("n", 1),
+        sampling=sampling,
+        tools=tools,
+        tool_choice=_tool_choice(body.get("tool_choice"), tools),
+        template_kwargs=kwargs | {"reasoning_effort": effort} if effort else kwargs,
+        store=get(body, "store", bool, True),
+        stream=get(body, "stream", bool, False),
+        **own,
     )
 
 
 def parse_sampling(body: dict[str, Any]) -> dict[str, Any]:
     """The fields of GenerationHyperparameters that the body sets. Raises BadRequest."""
     sampling: dict[str, Any] = {}
-    for name, (kind, allowed, words) in NUMBERS.items():
-        value = body.get(name)
+    for name, (kind, least, most) in NUMBERS.items():
+        value: Any = body.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, kind)) or not allowed(value):
-            raise BadRequest(f"{name}: {words} is needed, not {_json(value, name)}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int if kind is int else (int, float))
+            or not least <= value <= most
+        ):
+            words = "an integer" if kind is int else "a number"
+            raise BadRequest(f"{name}: {words} from {least} to {most} is needed, not {write_json(value, name)}")
         sampling[name] = kind(value)
-    limits = {sampling.pop(name) for name in ("max_tokens", "max_completion_tokens") if name in sampling}
+    limits = {sampling.pop(name) for name in LIMITS if name in sampling}
     if len(limits) > 1:
-        raise BadRequest("max_tokens: it differs from max_completion_tokens; give one of them")
+        raise BadRequest(f"max_tokens: {', '.join(LIMITS)} are names of one limit; give one of them")
     if limits:
         sampling["max_new_tokens"] = limits.pop()
-    stop = body.get("stop")
-    if stop is not None:
-        sampling["stop"] = [stop] if isinstance(stop, str) else stop
-        if not isinstance(sampling["stop"], list) or not all(isinstance(s, str) and s for s in sampling["stop"]):
-            raise BadRequest("stop: a string or a list of strings, none of them empty, is needed")
+    for name, kind, one in (("stop", str, "string"), ("stop_sequences", str, "string"), ("stop_token_ids", int, "id")):
+        given = body.get(name) or []
+        given = [given] if isinstance(given, str) else given
+        if not isinstance(given, list) or not all(type(item) is kind and item != "" for item in given):
+            raise BadRequest(f"{name}: a list is needed, each of it {one}, none empty")
+        if given:
+            sampling.setdefault(name.replace("_sequences", ""), []).extend(given)
     return sampling
 
 
-def render_chat(request: AgentRequest, interaction_id: str, text: str, response: "ModelResponse") -> dict[str, Any]:
-    """The body of a chat completion: what the strictest clients read, and no key that is null but `content`."""
-    message = {"role": "assistant", "content": text}
-    finish_reason = "length" if response.stop_reason in ("length", "abort") else "stop"
-    return {
-        "id": interaction_id,
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": request.model,
-        "choices": [{"index": 0, "message": message, "finish_reason": finish_reason}],
-        "usage": {
-            "prompt_tokens": response.input_len,
-            "completion_tokens": response.output_len,
-            "total_tokens": response.input_len + response.output_len,
-        },
-    }
+def _schema(form: dict[str, Any]) -> dict[str, str]:
+    """`response_format` and its cousins as {"json_schema": text}, or nothing for plain text."""
+    kind = form.get("type", "text")
+    holder = get(form, "json_schema", dict, form)  # chat has it one level deeper
+    schema = {"type": "object"} if kind == "json_object" else holder.get("schema")
+    if kind == "text":
+        return {}
+    if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
+        raise BadRequest("response_format: type text, json_object, or json_schema with a schema is needed")
+    write_json(schema, "response_format.schema")
+    return {"json_schema": json.dumps(schema)}  # keys in the caller's order: a grammar generates them so
 
 
-@dataclass(frozen=True)
-class Protocol:
-    """How one API speaks: how its ids begin, how its requests are read and its replies written."""
+def _tool(raw: Any, where: str, types: tuple) -> list[dict[str, Any]]:
+    """A tool in chat form; nothing where it is none that we can offer (`web_search`, ...)."""
+    if as_object(raw, where).get("type") not in types:
+        return []
+    function = as_object(raw.get("function", raw), where)
+    name, description = function.get("name"), function.get("description") or ""
+    parameters = function.get("parameters", function.get("input_schema")) or {"type": "object", "properties": {}}
+    if not isinstance(name, str) or not isinstance(description, str) or not isinstance(parameters, dict):
+        raise BadRequest(f"{where}: a name, and if it has them a description and parameters (a JSON schema) are needed")
+    return [{"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}]
 
-    id_prefix: str
-    parse: Callable[[dict[str, Any]], AgentRequest]
-    render: Callable[[AgentRequest, str, str, "ModelResponse"], dict[str, Any]]
+
+def _tool_choice(raw: Any, tools: list[dict[str, Any]]) -> str:
+    """auto, none, required or a name, from a string or one of the forms {"type"[, "name"]}. Raises BadRequest."""
+    if isinstance(raw, dict):
+        named = raw["function"] if isinstance(raw.get("function"), dict) else raw
+        raw = raw.get("type") if raw.get("type") in ("auto", "none", "any") else named.get("name", "")
+    choice = {None: "auto", "any": "required"}.get(raw, raw) if isinstance(raw, str | None) else ""
+    names = [tool["function"]["name"] for tool in tools]
+    if choice not in ("auto", "none", *names, *(["required"] if names else [])):
+        raise BadRequest("tool_choice: auto, none, or where there are tools, required or a tool's name, is needed")
+    return str(choice)
 
 
-PROTOCOLS = {"chat/completions": Protocol("chatcmpl-", parse_chat, render_chat)}  # by the path under /v1/
+def _item(raw: Any, where: str) -> Message:
+    """One item of a Responses input as a message or a piece of one."""
+    kind = (raw.get("type") or "message") if isinstance(raw, dict) else None
+    if kind == "function_call":
+        raw = {"role": "assistant", "tool_calls": [{"id": raw.get("call_id"), "function": raw}]}
+    elif kind == "function_call_output":
+        raw = {"role": "tool", "content": raw.get("output"), "tool_call_id": raw.get("call_id")}
+    elif kind == "reasoning":
+        raw = {"role": "assistant", "reasoning_content": raw.get("content") or raw.get("summary")}
+    elif kind == "item_reference":
+        return {"role": "reference", "content": str(raw.get("id"))}
+    elif kind != "message":
+        kinds = "message, function_call, function_call_output, reasoning or item_reference"
+        raise BadRequest(f"{where}.type: {kinds} is needed")
+    return normalise(raw, where)
+
+
+def _merge_items(pieces: Iterable[Message]) -> list[Message]:
+    """The items of one reply, in the order reasoning, text, calls, as one message."""
+    messages: list[Message] = []
+    for piece in pieces:
+        last = messages[-1] if messages else {"role": None}
+        both = last["role"] == piece["role"] == "assistant"
+        only_calls = "tool_calls" in piece and not piece["content"] and "reasoning_content" not in piece
+        if both and (only_calls or not (last["content"] or "tool_calls" in last)):
+            joined = {key: last[key] + piece[key] for key in last.keys() & piece.keys() - {"role"}}
+            messages[-1] = last | piece | joined
+        else:
+            messages.append(piece)
+    return messages
+
+
+def _blocks(raw: Any, where: str) -> list[Message]:
+    """One Anthropic message: each tool_result is a message, its text, thinking and tool_use blocks are another."""
+    if not isinstance(as_object(raw, where).get("content"), list):
+        return [normalise(raw, where)]
+    blocks: dict[str, list] = {"text": [], "tool_result": [], "tool_use": [], "thinking": [], "redacted_thinking": []}
+    for i, block in enumerate(raw["content"]):
+        kind = str(as_object(block, f"{where}.content[{i}]").get("type"))
+        if kind not in blocks:
+            raise BadRequest(f"{where}.content[{i}].type: one of {', '.join(blocks)} is needed")
+        blocks[kind].append(block)
+    results = [{"role": "tool", "tool_call_id": b.get("tool_use_id"), **b} for b in blocks["tool_result"]]
+    calls = [{"id": b.get("id"), "function": b | {"arguments": b.get("input")}} for b in blocks["tool_use"]]
+    thoughts = [{"text": b.get("thinking")} for b in blocks["thinking"]]
+    rest = {"role": raw.get("role"), "content": blocks["text"], "tool_calls": calls, "reasoning_content": thoughts}
+    return [normalise(m, where) for m in (results if results and not blocks["text"] else [*results, rest])]
+
+
+# References
+
+
+def resolve(ask: AgentRequest, find: Find) -> AgentRequest:
+    """`ask` with what it refers to: `find` knows the finished interactions of the session. Raises BadRequest."""
+    messages = ask.messages
+    if any(message["role"] == "reference" for message in messages):
+        messages = _merge_items(_referred(message, find) for message in messages)
+    if ask.previous:
+        name = "thread.previous_message_id" if ask.previous.startswith("msg_") else "previous_response_id"
+        if (found := find(ask.previous)) is None:
+            raise BadRequest(f"{name}: no finished response {ask.previous!r} in this session")
+        history = [*found[0], *found[1]]
+        if messages[0]["role"] == "instructions":
+            history = [messages[0] | {"role": "system"}, *history[history[0]["role"] == "system" :]]
+            messages = messages[1:]
+        messages = history + messages
+    return dataclasses.replace(ask, messages=messages, previous=None)
+
+
+def _referred(message: Message, find: Find) -> Message:
+    """The item that a reference names: msg_<hex>, rs_<hex> or fc_<hex>_<k> of the response resp_<hex>."""
+    if message["role"] != "reference":
+        return message
+    kind, hexadecimal, k = [*message["content"].split("_"), "", ""][:3]
+    found = find(f"resp_{hexadecimal}")
+    output = found[1][0] if found and found[1] else {}
+    key = {"msg": "content", "rs": "reasoning_content", "fc": "tool_calls"}.get(kind, "")
+    value = output.get(key)
+    if key == "tool_calls" and value:
+        value = [call for call in value if call["id"] == f"call_{hexadecimal}_{k}"]
+    if not value:
+        raise BadRequest(f"input: item_reference: there is no item {message['content']!r} in this session")
+    return {"role": "assistant", "content": "", key: value}

@@ -279,7 +279,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     """An agent's episode: a session at the proxy, `agent.run` with the session's URL, its rewards, the export."""
 
     agent: Any
-    proxy_addr: str
+    proxy_addr: str | tuple[str, ...]  # several: an episode keeps to one
     admin_key: str
     mode: str = "inline"
     discount: float = 1.0  # gamma by which a turn's reward reaches the turn before it
@@ -298,7 +298,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         http_client = await agents_http(self.episode_timeout).get()
         transport = await _rl_transport.get()
-        client = OpenAIProxyClient(transport, self.proxy_addr, self.admin_key, _context.get().name)
+        client = OpenAIProxyClient(transport, self._choose_proxy(), self.admin_key, _context.get().name)
         clock = asyncio.timeout(self.episode_timeout)
         try:
             async with clock:
@@ -312,6 +312,11 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             raise
         interactions = await client.export_interactions(discount=self.discount, style=self.export_style)
         return interactions if client.rewarded_count else None
+
+    def _choose_proxy(self) -> str:
+        addresses = (self.proxy_addr,) if isinstance(self.proxy_addr, str) else self.proxy_addr
+        context = _context.get()
+        return addresses[((context.task_id or 0) + context.sample_idx) % len(addresses)]
 
     async def _run_agent(self, client: OpenAIProxyClient, http_client: Any, data: dict[str, Any]) -> None:
         rewards = parse_rewards(
