@@ -41,6 +41,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -51,6 +52,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 import weights
@@ -125,10 +127,10 @@ def checkpoint_activations(model: Any) -> None:
 
     A layer does so when it is in training mode; only its own flag is set, so that dropout stays off.
     """
-    model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():
         if type(module).__name__ in model._no_split_modules:
-            module.training = True
+            module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            module.gradient_checkpointing = module.training = True
 
 
 class FSDPEngine:

@@ -32,7 +32,7 @@ class TokenLogprobs(torch.autograd.Function):
     """The equations above. N tokens, hidden size H, vocabulary V."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, temperatures: Tensor, chunk: int):  # type: ignore[override]
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, temperatures: Tensor, chunk: int):
         logp, entropy = (hidden.new_empty(len(ids), dtype=torch.float32) for _ in range(2))  # (N,), (N,)
         for part in slices(len(ids), chunk):
             log_p = chunk_log_softmax(hidden[part], weight, temperatures[part])  # (c, V)
@@ -44,7 +44,7 @@ class TokenLogprobs(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None):  # type: ignore[override]
+    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None):
         hidden, weight, ids, temperatures, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)  # (N, H)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, H)
