@@ -79,7 +79,11 @@ RINGS = {
         "starlette",
     },
     "trajectory": {"torch"},
-    "ppo": {"torch", "plumbing"},
+    "ppo": {"torch", "plumbing", "advantages"},
+    "advantages": {"torch"},
+    "proximal": {"torch"},
+    "logprobs": {"torch"},
+    "layout": {"torch", "transformers"},
 }
 
 
