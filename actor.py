@@ -19,8 +19,8 @@ are forward passes: rows of similar length together, at most mb_tokens with the 
 Only memory and time see this one: the loss divides by the trained tokens of the whole minibatch, over all ranks, and
 never by those of a piece.
 
-**Why no attention mask.** Rows are padded on the right and the model is causal: no token sees the padding behind it.
-What is computed at padding is not read.
+**How rows meet the model** is a layout's business (layout.py): padded, packed, or sharing their prefixes in a tree. No
+logits are made beside those of a chunk of tokens (logprobs.py).
 
 **One rank is not a special case.** The model is sharded with FSDP2 over a mesh of however many ranks there are. Without
 torchrun that is one, on a process group that lives in this process and opens no port. A parameter is then its own
@@ -30,8 +30,7 @@ shard, and the hooks cost 5 to 8 ms an optimizer step: a quarter of the smallest
 token's own temperature. So pi_theta, pi_prox and pi_behav speak of the same thing. A token with temperature 0 was not
 sampled from any distribution that has a gradient; it is read at 1 and belongs outside the loss.
 
-Different from AReaL: rows are not packed into one long row (on a CPU that needs a dense mask over everything, and packed
-rows with a cache leak silently); logprobs are where their tokens are, with nothing rolled; a batch with nothing to
+Different from AReaL: padded rows are the default and packed ones attend apart, without a mask (layout.py); logprobs are where their tokens are, with nothing rolled; a batch with nothing to
 train on and a loss that is not a number are errors, before the optimizer is touched. Not here: tensor, pipeline and
 context parallelism, LoRA, critics.
 """
@@ -39,25 +38,28 @@ context parallelism, LoRA, critics.
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 import weights
+from advantages import kl_estimate
 from layout import LAYOUTS, Batch, Layout, Padded, Piece, row_lengths
-from logprobs import token_logprobs
+from logprobs import add_read_hidden, token_logprobs
 from plumbing.config import OptimizerConfig, PPOActorConfig
-from ppo import compute_advantages, ppo_actor_loss_fn
+from ppo import aggregation_weights, compute_advantages, ppo_actor_loss_fn
+from proximal import guess_errors, interpolation, loglinear
 from tree_attention import Tree, tree_token_ratio
 from weights import WeightUpdateMeta
 
@@ -67,10 +69,18 @@ logger = logging.getLogger("nano-areal.actor")
 def describe_mode(config: PPOActorConfig) -> str:
     """The objective in words: where the logprobs of each policy come from (section 5.2)."""
     server, forward = "the inference server", "a forward pass before the update"
-    if config.use_decoupled_loss:
-        return f"decoupled PPO: pi_behav from {server}, pi_prox from {forward}, pi_theta from each training pass"
-    old = forward if config.recompute_logprob else server
-    return f"standard PPO: pi_old from {old}, pi_theta from each training pass"
+    theta = "pi_theta from each training pass"
+    if not config.use_decoupled_loss:
+        return f"standard PPO: pi_old from {forward if config.recompute_logprob else server}, {theta}"
+    prox = {
+        "recompute": forward,
+        "loglinear": "pi_behav and pi_theta by their versions, no forward pass",
+        "metrics": f"{forward}, and what loglinear, linear and rollout would have said is logged",
+    }[config.prox_logp_method]
+    cap = config.behave_imp_weight_cap
+    bound = "not capped" if cap is None else f"above {cap:g} {config.behave_imp_weight_action}ed"
+    weight = f"behaviour weight per {config.behave_imp_weight_level}, {bound}"
+    return f"decoupled PPO: pi_behav from {server}, pi_prox from {prox}, {theta}; {weight}"
 
 
 def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
@@ -98,38 +108,15 @@ def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
     return 1 - (1 - config.min_lr_ratio) * fallen[config.lr_scheduler_type]
 
 
-def read_hidden(self: Any, read: Callable[[Tensor, Tensor], Any], **inputs: Any) -> Any:
-    """read(hidden states (b, t, H), weight of the last layer (V, H)): the model's forward, less its logits."""
-    hidden = self.base_model(**inputs, use_cache=False).last_hidden_state
-    return read(hidden, self.get_output_embeddings().weight)
-
-
-def add_read_hidden(model: Any) -> None:
-    """Give a sharded model that method: like forward it gathers the parameters first.
-
-    Raises ValueError for a model that does more to its logits than multiply by one matrix.
-    """
-    c, head = model.config.get_text_config(), model.get_output_embeddings()
-    for name, value in {"final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}.items():
-        if getattr(c, name, value) not in (None, value):
-            raise ValueError(
-                f"{type(model).__name__} has {name}={getattr(c, name)}: its logits are not hidden @ weight.T"
-            )
-    if getattr(head, "bias", None) is not None:
-        raise ValueError(f"the last layer of {type(model).__name__} has a bias: its logits are not hidden @ weight.T")
-    model.read_hidden = MethodType(read_hidden, model)
-    register_fsdp_forward_method(model, "read_hidden")
-
-
 def checkpoint_activations(model: Any) -> None:
     """Keep only the input of each decoder layer for the backward pass, which computes the rest again.
 
     A layer does so when it is in training mode; only its own flag is set, so that dropout stays off.
     """
-    model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():
         if type(module).__name__ in model._no_split_modules:
-            module.training = True
+            module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            module.gradient_checkpointing = module.training = True
 
 
 class FSDPEngine:
@@ -297,14 +284,23 @@ class FSDPPPOActor(FSDPEngine):
         return self.rollout.prepare_batch(*args, **kwargs)
 
     def policies(self) -> tuple[str, str]:
-        """The keys under which the batch has the logprobs of pi_prox and of pi_behav; in standard PPO both are pi_old."""
+        """The keys under which the batch has the logprobs of pi_prox and of pi_behav; in standard PPO both are pi_old.
+
+        Where pi_prox is guessed from the two others (loglinear) the batch has none, and the first key is pi_behav's.
+        """
         c = self.config
-        prox = "prox_logp" if c.use_decoupled_loss or c.recompute_logprob else "logprobs"
+        recompute = c.prox_logp_method != "loglinear" if c.use_decoupled_loss else c.recompute_logprob
+        prox = "prox_logp" if recompute else "logprobs"
         return prox, "logprobs" if c.use_decoupled_loss else prox
 
     def should_compute_prox_logp(self) -> bool:
         """Whether ppo_update reads batch["prox_logp"]: as pi_prox, or as the recomputed pi_old of standard PPO."""
         return "prox_logp" in self.policies()
+
+    @property
+    def guesses(self) -> bool:
+        """Whether pi_prox is guessed from versions, to be used or to be compared (proximal.py)."""
+        return self.config.use_decoupled_loss and self.config.prox_logp_method != "recompute"
 
     def compute_advantages(self, batch: Batch) -> None:
         """Write batch["advantages"] (B, T)."""
@@ -313,40 +309,62 @@ class FSDPPPOActor(FSDPEngine):
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """ppo_epochs times ppo_n_minibatches optimizer steps; returns means over the trained tokens of all of them.
 
-        Writes batch["theta_logp"] (B, T): log pi_theta of each trained token as its last training forward pass saw it.
+        Writes batch["theta_logp"] (B, T): log pi_theta of each trained token as its last training forward pass saw it,
+        and batch["step_fraction"] (B,): how much of the step lay before that pass.
         Raises ValueError if something is missing or no token is trained, FloatingPointError before an optimizer step
         whose loss or gradient is not finite. A minibatch without a trained token is no step.
         """
-        if missing := {"advantages", self.policies()[0]} - batch.keys():
+        needed = {"advantages", self.policies()[0]} | ({"versions"} if self.guesses else set())
+        needed |= {"ref_logp"} if self.config.kl_ctl > 0 and self.config.kl_placement == "loss" else set()
+        if missing := needed - batch.keys():
             raise ValueError(f"the batch lacks {sorted(missing)}; compute_logp and compute_advantages come first")
         lengths = row_lengths(batch)
         batch["theta_logp"] = torch.zeros(batch["input_ids"].shape)
+        batch["step_fraction"] = torch.zeros(len(lengths))
         lr = self.config.optimizer.lr * lr_factor(self.steps, self.config.optimizer, self.max_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
         parts = split_minibatches(lengths, self.config.ppo_n_minibatches) * self.config.ppo_epochs
-        stats = [step for rows in parts if (step := self.minibatch_step(batch, rows))]
+        stats: list[dict[str, float]] = []
+        for rows in parts:
+            if step := self.minibatch_step(batch, rows, len(stats) / len(parts)):
+                stats.append(step)
         if not stats:
             raise ValueError("no token of the batch is trained: loss_mask is 0 everywhere; were all turns masked?")
         tokens = sum(s["tokens"] for s in stats)
         mean = {key: sum(s[key] * s["tokens"] for s in stats) / tokens for key in stats[0] if key != "tokens"}
+        # effective sample size = (sum w)^2 / (n sum w^2)
+        square = mean.pop("behave_weight_square")
+        mean["behave_ess"] = mean["behave_weight_mean"] ** 2 / square if square > 0 else 0.0
+        if self.guesses:
+            ahead = (batch["loss_mask"] > 0) & (batch["versions"] > self.version)  # (B, T)
+            mean["versions_ahead"] = int(self.all_reduce(ahead.sum()))
         return mean | {"lr": lr}
 
-    def minibatch_step(self, batch: Batch, rows: list[int]) -> dict[str, float]:
-        """One optimizer step on `rows`, gradients accumulated over micro-batches; empty if no token is trained."""
-        tokens = int(self.all_reduce((batch["loss_mask"][rows, 1:] > 0).sum()))
+    def minibatch_step(self, batch: Batch, rows: list[int], fraction: float) -> dict[str, float]:
+        """One optimizer step on `rows`, gradients accumulated over micro-batches; empty if no token is trained.
+
+        `fraction` of the training step's minibatches are done.
+        """
+        trained = (batch["loss_mask"][:, 1:] > 0).sum(1)  # (B,)
+        counts = torch.stack([trained[rows].sum(), (trained[rows] > 0).sum()])
+        tokens, sequences = self.all_reduce(counts).tolist()
         if tokens == 0:
             return {}
+        batch["step_fraction"][rows] = fraction
+        shares = aggregation_weights(
+            trained, tokens, sequences, self.config.loss_aggregation, self.config.max_new_tokens
+        )
 
         # 1. Gradients. FSDP averages them over the ranks where the loss wants a sum; a repeated piece adds nothing.
         self.optimizer.zero_grad()
         cut, pieces = self.layout.cut(batch, rows, self.mb_tokens), []
-        for piece, counts in self.walk_together(cut):
-            loss, shares = self.piece_loss(batch, piece, tokens)
-            (loss * (self.world_size if counts else 0)).backward()
-            if counts:
-                pieces.append(shares)
+        for piece, counts_once in self.walk_together(cut):
+            loss, part = self.piece_loss(batch, piece, tokens, shares)
+            (loss * (self.world_size if counts_once else 0)).backward()
+            if counts_once:
+                pieces.append(part)
 
         # 2. Clip, check, step.
         clip = self.config.optimizer.gradient_clipping
@@ -362,27 +380,44 @@ class FSDPPPOActor(FSDPEngine):
         shared = {"tree_token_ratio": tree_token_ratio(cut)} if isinstance(self.layout, Tree) else {}
         return stats | shared | {"grad_norm": grad_norm, "tokens": tokens}
 
-    def piece_loss(self, batch: Batch, piece: Piece, tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The share of the minibatch's loss that a piece bears, with its graph, and the statistics' shares."""
+    def piece_loss(
+        self, batch: Batch, piece: Piece, tokens: int, shares: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The share of the minibatch's loss that a piece bears, with its graph, and the statistics' shares.
+
+        The minibatch has `tokens` trained tokens; `shares` (B,) says what one of each row counts, None: the same.
+        """
         c = self.config
         at, logp, token_entropy = self.forward(batch, piece, "loss_mask")  # (N,), (N,)
         batch["theta_logp"][at] = logp.detach().cpu()
         prox_logp, old_logp, advantages = (batch[key][at].to(self.device) for key in (*self.policies(), "advantages"))
+        errors = {}
+        if self.guesses:
+            alpha = interpolation(batch["versions"][at], self.version, batch["step_fraction"][at[0]]).to(self.device)
+            if c.prox_logp_method == "loglinear":
+                prox_logp = loglinear(old_logp, logp.detach(), alpha)
+            else:
+                errors = guess_errors(prox_logp, old_logp, logp.detach(), alpha)
         loss, stats = ppo_actor_loss_fn(
             logp,
             prox_logp,
             old_logp,
             advantages,
             torch.ones_like(logp),
-            eps_clip=c.eps_clip,
-            eps_clip_higher=c.eps_clip_higher,
-            c_clip=c.c_clip,
-            behave_imp_weight_cap=c.behave_imp_weight_cap,
+            c,
+            sequence_ids=at[0].to(self.device),
+            token_weights=None if shares is None else shares[at[0]].to(self.device),
             denominator=tokens,
         )
         entropy = token_entropy.sum() / tokens
         if coefficient := self.entropy_coefficient():
             loss = loss - coefficient * entropy
+        if "ref_logp" in batch:
+            ref_logp = batch["ref_logp"][at].to(self.device)
+            stats["ref_kl"] = kl_estimate(logp.detach(), ref_logp, "k3").sum() / tokens
+            if c.kl_ctl > 0 and c.kl_placement == "loss":
+                loss = loss + c.kl_ctl * kl_estimate(logp, ref_logp, c.kl_estimator).sum() / tokens
+        stats |= {key: error.sum() / tokens for key, error in errors.items()}
         return loss, stats | {"loss": loss.detach(), "entropy": entropy.detach()}
 
     def entropy_coefficient(self) -> float:

@@ -134,9 +134,9 @@ def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: A
 
     query (1, heads, t, d); key, value (1, groups, t, d); sequence_lengths add up to t. Returns (1, t, heads, d).
     """
-    parts = (x.split(kwargs["sequence_lengths"], dim=2) for x in (query, key, value))
-    gqa = query.shape[1] != key.shape[1]
-    out = [F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scaling, enable_gqa=gqa) for qkv in zip(*parts)]
+    parts = zip(*(x.split(kwargs["sequence_lengths"], dim=2) for x in (query, key, value)))
+    how: dict[str, Any] = {"is_causal": True, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    out = [F.scaled_dot_product_attention(q, k, v, **how) for q, k, v in parts]
     return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None
 
 

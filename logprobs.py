@@ -20,10 +20,13 @@ loss. Products run in the type of the weights (as a server's do), everything beh
 Different from AReaL: there the (T, V) logits are made whole and chunked only behind, by a compiled function.
 """
 
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 CHUNK_ELEMENTS = 1 << 25  # logits that exist at a time: 128 MiB in float32
 
@@ -32,7 +35,7 @@ class TokenLogprobs(torch.autograd.Function):
     """The equations above. N tokens, hidden size H, vocabulary V."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, temperatures: Tensor, chunk: int):  # type: ignore[override]
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, temperatures: Tensor, chunk: int):
         logp, entropy = (hidden.new_empty(len(ids), dtype=torch.float32) for _ in range(2))  # (N,), (N,)
         for part in slices(len(ids), chunk):
             log_p = chunk_log_softmax(hidden[part], weight, temperatures[part])  # (c, V)
@@ -44,7 +47,7 @@ class TokenLogprobs(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None):  # type: ignore[override]
+    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None):
         hidden, weight, ids, temperatures, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)  # (N, H)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, H)
@@ -82,3 +85,27 @@ def token_logprobs(
     """
     chunk = chunk or max(1, CHUNK_ELEMENTS // len(weight))
     return TokenLogprobs.apply(hidden, weight, ids, torch.where(temperatures > 0, temperatures, 1.0), chunk)
+
+
+def read_hidden(self: Any, read: Callable[[Tensor, Tensor], Any], **inputs: Any) -> Any:
+    """read(hidden states (b, t, H), weight of the last layer (V, H)): the model's forward, less its logits."""
+    hidden = self.base_model(**inputs, use_cache=False).last_hidden_state
+    return read(hidden, self.get_output_embeddings().weight)
+
+
+def add_read_hidden(model: Any) -> None:
+    """Give a sharded model that method: like forward it gathers the parameters first.
+
+    Raises ValueError for a model that does more to its logits than multiply by one matrix.
+    """
+    config = model.config.get_text_config()
+    more = [
+        x
+        for x in ("final_logit_softcapping", "logits_scaling", "logit_scale")
+        if getattr(config, x, None) not in (None, 1)
+    ]
+    more += ["a bias"] if getattr(model.get_output_embeddings(), "bias", None) is not None else []
+    if more:
+        raise ValueError(f"{type(model).__name__} has {more}: its logits are not hidden @ weight.T; see logprobs.py")
+    model.read_hidden = MethodType(read_hidden, model)
+    register_fsdp_forward_method(model, "read_hidden")

@@ -35,7 +35,10 @@ come interleaved or have one member, and a reward cannot be lost because the row
 Everything is aligned with tokens: column t of any tensor speaks of token t, nothing is ever rolled.
 
 What this does not promise: the clip is a heuristic, and pi_theta may leave the trust region on tokens whose gradient
-is already zero. The cap makes the correction biased. There is no critic and no discount inside a turn.
+is already zero. The cap makes the correction biased. There is no critic.
+
+What may vary is elsewhere, one small function a variation: other baselines, penalties and credit over tokens in
+advantages.py, pi_prox without a forward pass in proximal.py. docs/algorithm.md has every equation beside its line.
 
 Different from AReaL: the correction is on, as in the paper (there `rejection_sampling`, off); the write-up of its
 documents puts pi_theta / pi_behav in the unclipped branch, which is not the paper's objective; groups go by id, not
@@ -48,6 +51,7 @@ Shapes: B rows (sequences), T tokens; of the whole batch N turns and M tokens th
 import torch
 from torch import Tensor
 
+from advantages import generalised_advantage, kl_estimate, leave_one_out_mean, overlong_penalty
 from plumbing.config import NormConfig, PPOActorConfig
 
 Batch = dict[str, Tensor]
@@ -82,7 +86,8 @@ def normalise(returns: Tensor, group_ids: Tensor, turn_ids: Tensor, norm: NormCo
     # A = (R - b) / s
     R, b, s = returns.double(), torch.zeros(()), torch.ones(())
     if norm.mean_level != "none":
-        b = cell_mean(R, compute_cells(norm.mean_level, group_ids, turn_ids, norm.per_turn))
+        baseline = leave_one_out_mean if norm.mean_leave1out else cell_mean
+        b = baseline(R, compute_cells(norm.mean_level, group_ids, turn_ids, norm.per_turn))
     if norm.std_level == "constant":
         s = torch.tensor(norm.std_constant)
     elif norm.std_level != "none":
@@ -94,6 +99,7 @@ def compute_advantages(batch: Batch, config: PPOActorConfig) -> Tensor:
     """(B, T) float32: each trained token gets the advantage of its turn, all others 0.
 
     Reads loss_mask, turn_ids, turn_rewards (B, T) and group_ids (B,); with kl_ctl also logprobs and ref_logp (B, T).
+    With gamma * gae_lambda below 1 the earlier tokens of a turn get less of it.
     Turns that are not trained (a prefix that another row trains, sampling that cannot be corrected) take no part,
     not in the baseline either. Raises ValueError for a trained token outside any turn and for a reward that is not
     a finite number.
@@ -106,22 +112,72 @@ def compute_advantages(batch: Batch, config: PPOActorConfig) -> Tensor:
         raise ValueError("turn_rewards is not finite on a trained token; check what the reward function returns")
 
     # The N trained turns, and for each of the M trained tokens the number of its turn.
-    places = torch.stack([trained.nonzero()[:, 0], turn_ids])  # (2, M)
-    (row, turn), turn_of = torch.unique(places, dim=1, return_inverse=True)  # (2, N), (M,)
+    width = int(turn_ids.max()) + 1 if len(turn_ids) else 1
+    key = trained.nonzero()[:, 0] * width + turn_ids  # (M,)
+    present = torch.bincount(key, minlength=len(trained) * width) > 0
+    row, turn = present.nonzero()[:, 0] // width, present.nonzero()[:, 0] % width  # (N,), (N,)
+    turn_of = (present.cumsum(0) - 1)[key]  # (M,)
 
-    # r <- clip((r + bias) * scaling, -c, c), the same number on each token of the turn, whose return it is: R = r
-    rewards = (rewards + config.reward_bias) * config.reward_scaling
+    # R = clip((r + overlong penalty + bias) * scaling, -c, c), r the reward that all tokens of the turn carry
     returns = torch.zeros(row.shape)  # (N,)
-    returns[turn_of] = rewards.clamp(-config.reward_clip, config.reward_clip)
+    returns[turn_of] = rewards
+    if config.overlong_tokens and config.max_new_tokens:
+        lengths = torch.bincount(turn_of)  # (N,)
+        returns += overlong_penalty(
+            lengths, config.max_new_tokens, config.overlong_tokens, config.overlong_penalty_factor
+        )
+    returns = (returns + config.reward_bias) * config.reward_scaling
+    returns = returns.clamp(-config.reward_clip, config.reward_clip)
 
-    # R <- R - beta * sum over the turn of (log pi_behav - log pi_ref)
-    if config.kl_ctl > 0 and "ref_logp" in batch:
-        kl = (batch["logprobs"] - batch["ref_logp"])[trained]  # (M,)
+    # R <- R - beta * sum over the turn of KL(pi_behav, pi_ref); k1: log pi_behav - log pi_ref
+    if config.kl_ctl > 0 and config.kl_placement == "reward" and "ref_logp" in batch:
+        kl = kl_estimate(batch["logprobs"][trained], batch["ref_logp"][trained], config.kl_estimator)  # (M,)
         returns.index_add_(0, turn_of, kl, alpha=-config.kl_ctl)
 
+    A = normalise(returns, batch["group_ids"][row].long(), turn, config.adv_norm)  # (N,)
     advantages = torch.zeros(trained.shape)  # (B, T)
-    advantages[trained] = normalise(returns, batch["group_ids"][row].long(), turn, config.adv_norm)[turn_of]
+    if config.gamma * config.gae_lambda == 1:
+        advantages[trained] = A[turn_of]
+    else:
+        advantages[trained] = generalised_advantage(A, turn_of, config.gamma, config.gae_lambda)
     return advantages
+
+
+def behaviour_weight(log_weight: Tensor, cap: float | None, action: str) -> tuple[Tensor, Tensor]:
+    """pi_prox / pi_behav as a constant, and where it exceeds the cap: there it is 0 (mask) or the cap (clamp)."""
+    weight = torch.exp(log_weight).detach()
+    above = weight > (torch.inf if cap is None else cap)
+    return weight.clamp(max=cap) if action == "clamp" else weight.masked_fill(above, 0), above
+
+
+def sequence_mean(x: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    """The mean of x over the trained tokens of each token's sequence, in x's shape; 0 where a sequence has none.
+
+    Of log weights: the log of the geometric mean of a sequence's weights, the same for all its tokens (as GSPO has it).
+    """
+    ids = sequence_ids.expand(x.shape)
+    total = x.new_zeros(int(ids.max()) + 1 if ids.numel() else 0).index_add_(0, ids[mask], x[mask])
+    count = torch.bincount(ids[mask], minlength=len(total)).clamp(min=1)
+    return (total / count)[ids]
+
+
+def aggregation_weights(lengths: Tensor, tokens: int, sequences: int, how: str, constant: int | None) -> Tensor | None:
+    """(b,) what a token of each sequence counts in the mean over tokens, so that the loss is one of
+
+        token       sum_i sum_t L_it / sum_i n_i              every token counts the same
+        sequence    1/S sum_i (1/n_i) sum_t L_it              every sequence counts the same (GRPO)
+        constant    1/S sum_i (1/C) sum_t L_it                no length in it: long failures are not cheap (Dr. GRPO)
+
+    `lengths` (b,) are the trained tokens n_i; `tokens` their sum and `sequences` S the number of those above 0, over
+    the whole minibatch and all ranks. None stands for ones.
+    """
+    if how == "token":
+        return None
+    if how == "sequence":
+        return tokens / (sequences * lengths.clamp(min=1))
+    if not constant:
+        raise ValueError("loss_aggregation=constant divides by max_new_tokens, which is not set")
+    return torch.full(lengths.shape, tokens / (sequences * constant))
 
 
 def ppo_actor_loss_fn(
@@ -130,12 +186,10 @@ def ppo_actor_loss_fn(
     old_logp: Tensor,
     advantages: Tensor,
     loss_mask: Tensor,
+    config: PPOActorConfig,
     *,
-    eps_clip: float = 0.2,
-    eps_clip_higher: float | None = None,
-    c_clip: float | None = None,
-    behave_imp_weight_cap: float | None = 5.0,
-    use_decoupled_loss: bool = True,
+    sequence_ids: Tensor | None = None,
+    token_weights: Tensor | None = None,
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The negated objective (to be minimised) and its statistics; all tensors of one shape, usually (B, T).
@@ -144,36 +198,44 @@ def ppo_actor_loss_fn(
     (use_decoupled_loss false) has one old policy, old_logp, and does not read prox_logp. What stands under a zero of
     loss_mask is never used, NaN and infinities included.
 
-    `denominator` is the number of trained tokens that the mean is over; default: those given. Loss and statistics
-    are sums divided by it, so the parts of a batch that is cut in pieces add up.
+    `sequence_ids`, the row of each token, is read where the behaviour weight is a sequence's; default: the first axis.
+    `token_weights` (aggregation_weights) enter the loss and no statistic. `denominator` is the number of trained tokens
+    that the mean is over; default: those given. Loss and statistics are sums divided by it, so the parts of a batch
+    that is cut in pieces add up.
     """
     mask = loss_mask > 0
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator
-    prox_logp = prox_logp if use_decoupled_loss else old_logp
+    prox_logp = prox_logp if config.use_decoupled_loss else old_logp
     logp, prox_logp, old_logp, A = (x.masked_fill(~mask, 0) for x in (logp, prox_logp, old_logp, advantages))
 
     # u = pi_theta / pi_prox
     u = torch.exp(logp - prox_logp.detach())
-    u_clipped = u.clamp(1 - eps_clip, 1 + (eps_clip if eps_clip_higher is None else eps_clip_higher))
+    higher = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
+    u_clipped = u.clamp(1 - config.eps_clip, 1 + higher)
 
     # objective = min(u A, clip(u) A), and for A < 0 at least c A
     objective = torch.minimum(u * A, u_clipped * A)
-    if c_clip is not None:
-        objective = torch.where(A < 0, torch.maximum(objective, c_clip * A), objective)
+    if config.c_clip is not None:
+        objective = torch.where(A < 0, torch.maximum(objective, config.c_clip * A), objective)
 
-    # w = pi_prox / pi_behav, 0 above the cap
-    weight = torch.exp(prox_logp - old_logp).detach()
-    dropped = weight > (torch.inf if behave_imp_weight_cap is None else behave_imp_weight_cap)
+    # w = pi_prox / pi_behav, of the token or of its sequence; above the cap 0, or the cap
+    log_weight = prox_logp - old_logp
+    if config.behave_imp_weight_level == "sequence":
+        ids = torch.arange(len(mask), device=mask.device)[:, None] if sequence_ids is None else sequence_ids
+        log_weight = sequence_mean(log_weight, mask, ids)
+    weight, above_cap = behaviour_weight(log_weight, config.behave_imp_weight_cap, config.behave_imp_weight_action)
 
-    # L = - sum over trained tokens of w * objective / denominator
-    loss = -torch.where(mask, weight.masked_fill(dropped, 0) * objective, 0).sum() / denominator
+    # L = - sum over trained tokens of a * w * objective / denominator
+    weighted = weight * objective if token_weights is None else token_weights * weight * objective
+    loss = -torch.where(mask, weighted, 0).sum() / denominator
 
     with torch.no_grad():
         log_ratio = (logp - old_logp).clamp(-20, 20)  # log (pi_theta / pi_behav); bounded, since it is exponentiated
         per_token = {
             "clip_frac": objective != u * A,
-            "behave_weight_mean": weight.masked_fill(dropped, 0),
-            "dropped_share": dropped,
+            "behave_weight_mean": weight,
+            "behave_weight_square": weight.square(),
+            "dropped_share": above_cap,
             "kl": log_ratio.exp() - 1 - log_ratio,  # k3, of pi_theta seen from pi_behav; never negative
         }
         stats = {name: torch.where(mask, x, 0).sum() / denominator for name, x in per_token.items()}

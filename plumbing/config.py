@@ -85,6 +85,7 @@ class NormConfig:
 
     mean_level: Literal["group", "batch", "none"] = "group"  # over what the baseline is taken
     std_level: Literal["group", "batch", "constant", "none"] = "group"  # and the spread
+    mean_leave1out: bool = False  # true: the baseline is the mean of the others (RLOO)
     std_constant: float = 1.0  # the divisor when std_level is constant
     per_turn: bool = True  # true: returns are compared with those of the same turn only
     eps: float = 1e-5  # added to the spread
@@ -118,14 +119,24 @@ class PPOActorConfig:
     enable_tree_training: bool = False  # what rows share at their beginning is computed once (tree_attention.py)
     use_decoupled_loss: bool = True  # the paper's objective; false: standard PPO
     recompute_logprob: bool = True  # pi_old (or pi_prox) by a forward pass before the update; alias recompute_logprobs
-    prox_logp_method: Literal["recompute"] = "recompute"  # how pi_prox is found
+    prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"  # pi_prox: asked, guessed, or compared
     eps_clip: float = 0.2  # the ratio pi_theta/pi_prox is clipped below at 1 - eps_clip
     eps_clip_higher: float | None = None  # and above at 1 + eps_clip_higher; default eps_clip
     c_clip: float | None = None  # dual clip: where A < 0 the loss is at most c_clip * |A|; > 1
-    behave_imp_weight_cap: float | None = 5.0  # tokens whose pi_prox/pi_behav exceeds this leave the loss
+    behave_imp_weight_cap: float | None = 5.0  # the largest pi_prox/pi_behav; null: no cap
+    behave_imp_weight_level: Literal["token", "sequence"] = "token"  # a token's own weight, or its row's geometric mean
+    behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # above the cap: out of the loss, or the cap itself
+    loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # what counts the same; constant: see ppo.py
+    max_new_tokens: int | None = None  # longest turn: of loss_aggregation constant, overlong_tokens; default gconfig's
     entropy_coeff: float = 0.0  # weight of the entropy bonus
     entropy_anneal: bool = False  # true: the bonus falls linearly to 0 over max_steps
-    kl_ctl: float = 0.0  # weight of the KL penalty to the reference model, in the reward; needs ref
+    kl_ctl: float = 0.0  # weight of the KL penalty to the reference model; needs ref
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # how a token's KL is estimated (advantages.kl_estimate)
+    kl_placement: Literal["reward", "loss"] = "reward"  # a turn pays for its KL, or the loss has a term (use k2 or k3)
+    overlong_tokens: int | None = None  # the last tokens before max_new_tokens in which a turn pays more and more
+    overlong_penalty_factor: float = 1.0  # what a turn of max_new_tokens pays
+    gamma: float = 1.0  # discount of a turn's advantage, per token, towards its first
+    gae_lambda: float = 1.0  # multiplies gamma: without a critic they do the same
     reward_bias: float = 0.0  # r <- (r + bias) * scaling, before clipping
     reward_scaling: float = 1.0  # see reward_bias
     reward_clip: float = 20.0  # rewards are clipped to +- this
@@ -288,6 +299,11 @@ def validate(config: TrainConfig) -> None:
         raise ConfigError("rollout.max_head_offpolicyness must be 0 (synchronous) or more")
     if config.actor.c_clip is not None and config.actor.c_clip <= 1:
         raise ConfigError(f"actor.c_clip={config.actor.c_clip}; dual clip needs a value above 1, or null")
+    overlong, longest = config.actor.overlong_tokens, config.actor.max_new_tokens or config.gconfig.max_new_tokens
+    if overlong is not None and not 0 < overlong <= longest:
+        raise ConfigError(f"actor.overlong_tokens={overlong}; it must be 1 to max_new_tokens={longest}, or null")
+    if not (0 < config.actor.gamma <= 1 and 0 <= config.actor.gae_lambda <= 1):
+        raise ConfigError("actor.gamma and actor.gae_lambda must lie between 0 and 1")
     if config.actor.kl_ctl > 0 and config.ref.path is None:
         raise ConfigError(
             "actor.kl_ctl > 0 needs a reference model: set ref.path (AReaL penalises silently without one)"
@@ -306,6 +322,7 @@ def resolve(config: TrainConfig) -> None:
         raise ConfigError(f"{both} must be equal: a step consumes what the gate counts per version")
     rollout.consumer_batch_size = batch
     rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or (rollout.max_head_offpolicyness + 1) * batch
+    config.actor.max_new_tokens = config.actor.max_new_tokens or config.gconfig.max_new_tokens
     config.gconfig.seed = config.seed if config.gconfig.seed is None else config.gconfig.seed
     rollout.queue_size = rollout.queue_size or 16 * rollout.max_concurrent_rollouts
 

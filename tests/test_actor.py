@@ -141,9 +141,8 @@ def test_the_sharded_gradient_is_the_plain_models(make_actor, plain, changes):
     batch = prepare(actor, make_batch())
     stats = actor.ppo_update(batch)
 
-    loss, _ = ppo_actor_loss_fn(
-        plain_logp(plain, batch), *(batch[k] for k in ("prox_logp", "logprobs", "advantages", "loss_mask"))
-    )
+    prox, behav, A, mask = (batch[k] for k in ("prox_logp", "logprobs", "advantages", "loss_mask"))
+    loss, _ = ppo_actor_loss_fn(plain_logp(plain, batch), prox, behav, A, mask, actor.config)
     loss.backward()
     assert stats["loss"] == pytest.approx(loss.item(), abs=1e-6)
     for name, gradient in gradients(actor.model).items():

@@ -85,7 +85,11 @@ RINGS = {
         "plumbing",
     },
     "trajectory": {"torch"},
-    "ppo": {"torch", "plumbing"},
+    "ppo": {"torch", "plumbing", "advantages"},
+    "advantages": {"torch"},
+    "proximal": {"torch"},
+    "logprobs": {"torch"},
+    "layout": {"torch", "transformers"},
 }
 
 

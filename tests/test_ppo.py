@@ -7,6 +7,7 @@ cap, both signs of the advantage and the mask decide somewhere; each test first 
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plumbing.config import NormConfig, PPOActorConfig
-from ppo import compute_advantages, ppo_actor_loss_fn
+from ppo import compute_advantages
+from ppo import ppo_actor_loss_fn as loss_of_config
 
 NAN, INF = float("nan"), float("inf")
+
+
+def ppo_actor_loss_fn(theta, prox, behav, A, mask, sequence_ids=None, token_weights=None, denominator=None, **keys):
+    """The loss under a configuration that differs from the default in `keys`."""
+    about: dict[str, Any] = {"sequence_ids": sequence_ids, "token_weights": token_weights, "denominator": denominator}
+    return loss_of_config(theta, prox, behav, A, mask, PPOActorConfig(**keys), **about)
 
 
 # -- the loss ---------------------------------------------------------------------------------------------------------
@@ -192,7 +200,7 @@ def test_the_pieces_of_a_batch_add_up():
     tensors = random_tokens(2)
     n = int(tensors[-1].sum())
     whole, stats = ppo_actor_loss_fn(*tensors)
-    pieces = [ppo_actor_loss_fn(*(x[rows] for x in tensors), denominator=n) for rows in (slice(0, 1), slice(1, 6))]
+    pieces = [ppo_actor_loss_fn(*[x[rows] for x in tensors], denominator=n) for rows in (slice(0, 1), slice(1, 6))]
     torch.testing.assert_close(sum(loss for loss, _ in pieces), whole)
     for key in stats:
         torch.testing.assert_close(sum(s[key] for _, s in pieces), stats[key])

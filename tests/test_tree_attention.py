@@ -358,11 +358,18 @@ def make_batch(seed: int = 0) -> dict[str, Tensor]:
     return complete(batch, 0)
 
 
-def one_update(path: Path, trees: bool, rows: slice = slice(None)) -> tuple[dict[str, float], dict[str, Tensor]]:
+def one_update(
+    path: Path, trees: bool, rows: slice = slice(None), **changes: Any
+) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Statistics and weights (of rank 0) after one training step in pieces of 128 tokens."""
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4)
     config = PPOActorConfig(
-        enable_tree_training=trees, mb_tokens=128, ppo_n_minibatches=1, entropy_coeff=0.1, optimizer=optimizer
+        enable_tree_training=trees,
+        mb_tokens=128,
+        ppo_n_minibatches=1,
+        entropy_coeff=0.1,
+        optimizer=optimizer,
+        **changes,
     )
     actor = FSDPPPOActor(config, path)
     actor.create_process_group()
@@ -389,6 +396,7 @@ def test_the_actor_makes_the_same_step_with_trees(model: Any, tmp_path: Path) ->
     model.save_pretrained(tmp_path)
     padded, trees = one_update(tmp_path, trees=False), one_update(tmp_path, trees=True)
     assert_same_update(padded, trees)
+    assert_same_update(padded, one_update(tmp_path, trees=True, gradient_checkpointing=True))
     assert "tree_token_ratio" not in padded[0]
     assert trees[0]["tree_token_ratio"] < 0.9
 
