@@ -23,8 +23,7 @@ Several proxies (`proxy.workers`) share nothing: each has its sessions, and an e
 start is the dispatcher's decision, and a grant is how it reaches a proxy.
 
 It does not promise repeatable tokens to an agent that calls concurrently in one session: the seed of a call comes
-from the server's seed, the task and its place among the session's calls. Nor that a prompt of megabytes lets others by
-while it is tokenised, once, in its first turn.
+from the server's seed, the task and its place among the session's calls.
 
 AReaL keys sessions by API key only, accepts work after the end, sweeps them by the age of the last request's
 start (in the midst of a long generation, too), leaks grants, and leaves five management routes open to anybody. It
@@ -32,6 +31,7 @@ streams what it has generated before, and Responses not at all.
 """
 
 import argparse
+import asyncio
 import contextlib
 import functools
 import hashlib
@@ -39,7 +39,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import orjson
@@ -55,7 +55,7 @@ from prompts import PromptBuilder, TextReader
 from replies import PROTOCOLS, Protocol
 from sessions import ProxyError, Session, SessionTable
 from tools import OutputParser
-from turn import Turn, retried
+from turn import EventStream, Turn, retried
 
 ERRORS = (
     ProxyError,
@@ -65,6 +65,7 @@ ERRORS = (
     ClientDisconnect,
 )  # ValueError: BadRequest and read_object's
 MAX_BODY = 64 * 2**20  # bytes of a request
+LONG_BODY = 2**18  # bytes from which on a prompt is made in a thread: tokenising it may take seconds
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -145,20 +146,23 @@ class Proxy:
             hashlib.blake2b(raw + protocol.id_prefix.encode()).digest(),
         )
         says_so = request.headers.get("x-stainless-retry-count", "0") != "0"
-        turn = retried(session, key, says_so) or self.begin(protocol, session, raw, key)
+        turn = retried(session, key, says_so) or await self.begin(protocol, session, raw, key)
         if not turn.ask.stream:
             return reply(await turn.reply(request))
         frames = turn.events(request)
         return EventStream(await anext(frames), frames)
 
-    def begin(self, protocol: Protocol, session: Session, raw: bytes, key: bytes) -> Turn:
+    async def begin(self, protocol: Protocol, session: Session, raw: bytes, key: bytes) -> Turn:
         """A turn in the tree, with its prompt, on its way. Raises BadRequest and leaves nothing behind."""
         ask = self.read(protocol, session, read_object(raw, BadRequest))
         opening = self.parser.opening(ask.tool_choice, ask.tools)
         turn = Turn(session, protocol, ask)
         try:
-            prompt = self.prompts.prompt(ask, turn.parent, opening)
-        except BadRequest:
+            build = functools.partial(self.prompts.prompt, ask, turn.parent, opening)
+            prompt = await asyncio.to_thread(build) if len(raw) > LONG_BODY else build()
+            if session.ended:
+                raise ProxyError(410, "session: it ended while this call was read")
+        except BaseException:
             turn.forget()
             raise
         calls = []
@@ -287,25 +291,6 @@ async def read_json(request: Request) -> dict[str, Any]:
 def reply(body: Any, status: int = 200) -> Response:
     headers = {"retry-after": "1"} if status in (429, 503) else None  # the two that say: try again
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
-
-
-class EventStream(Response):
-    """Server-sent events. However the connection ends, `frames` is closed."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, first: bytes, frames: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"cache-control": "no-store"})
-        del self.headers["content-length"]
-        self._first, self._frames = first, frames
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async with contextlib.aclosing(self._frames) as frames:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for frame in frames:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
 
 
 async def error_reply(request: Request, error: Exception) -> Response:

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -121,6 +122,33 @@ async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: An
     assert harness.engine.requests[1].input_ids == full
     assert len(await harness.export(session, style="concat")) == 2  # the tokens differ: the row forks
     await harness.http.aclose()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
+    """Tokenising megabytes takes seconds: it happens in a thread, and other calls are answered meanwhile. If the session
+    ends in between, nothing of the call is left."""
+    harness = start()
+    session, other = await harness.start(), await harness.start()
+    prompts, go_on = harness.app.state.proxy.prompts, threading.Event()
+    build = prompts.prompt
+
+    def slow(ask: AgentRequest, parent: Any, opening: str = "") -> list[int]:
+        if len(ask.messages[0]["content"]) > 10**5:
+            assert go_on.wait(30)
+        return build(ask, parent, opening)
+
+    prompts.prompt = slow
+    path, long = f"/{session}/v1/chat/completions", [{"role": "user", "content": "x" * 2**19}]
+    call = asyncio.ensure_future(harness.post(path, {"messages": long}))
+    while not harness.sessions.find(session).cache:
+        await asyncio.sleep(0)
+    await harness.chat(other, HELLO)
+    if ends:
+        await harness.post(f"/{session}/rl/end_session")
+    go_on.set()
+    assert (await call).status_code == (410 if ends else 200)
+    assert len(await harness.export(session)) == (not ends)
 
 
 async def test_a_stop_string_ends_the_text_but_not_the_tokens(start: Start, tiny_tokenizer: Any) -> None:
