@@ -414,7 +414,7 @@ def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
         (TypeError, "SyncAgent is no agent: it needs `async def run", SyncAgent, {}, PROXY),
         (ValueError, "Agent is an agent, and agents need a proxy", Agent, {}, None),
         (ValueError, "is an object already; give its class", Agent(), {"answer": 1.0}, PROXY),
-        (ValueError, "rollout.openai.mode='subproc'", Agent, {}, PROXY | {"mode": "subproc"}),
+        (ValueError, "mode is inline or subproc, not 'thread'", Agent, {}, PROXY | {"mode": "thread"}),
     ],
 )
 def test_what_cannot_be_resolved_says_what_is_missing(
