@@ -34,6 +34,7 @@ for ever outlives a parent that was killed.
 """
 
 import asyncio
+import functools
 import os
 import pickle
 import queue
@@ -43,7 +44,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -197,16 +198,30 @@ def outcome_of(payload: bytes) -> bytes:
         function, args, kwargs = pickle.loads(payload)
         return pickle.dumps((True, function(*args, **kwargs)))
     except BaseException as error:  # the one place that answers for the caller's code, sys.exit() included
-        words = "".join(traceback.format_exception(error))
-        try:
-            if not isinstance(error, Exception):
-                raise TypeError("it would end the parent as well") from error
-            error.add_note(f"in a worker process:\n{words}")
-            outcome = pickle.dumps((False, error))
-            pickle.loads(outcome)
-        except Exception:  # there are many ways not to be picklable
-            return pickle.dumps((False, RuntimeError(f"{error!r} in a worker process:\n{words}")))
-        return outcome
+        note = "in a worker process:\n" + "".join(traceback.format_exception(error))
+        if isinstance(error, Exception):
+            error.add_note(note)
+            with suppress(Exception):  # there are many ways not to be picklable
+                outcome = pickle.dumps((False, error))
+                pickle.loads(outcome)
+                return outcome
+        substitute = RuntimeError(f"{type(error).__name__}: {error}")
+        substitute.add_note(note)
+        return pickle.dumps((False, substitute))
+
+
+@functools.cache
+def _runner() -> asyncio.Runner:
+    """One event loop for a worker's life: an SDK's client of the last episode may be collected, and closed, in the next."""
+    return asyncio.Runner()
+
+
+async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        return await episode
+    finally:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
 
 
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str) -> Any:
@@ -223,7 +238,7 @@ def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str) -> 
         "no_proxy": direct,
     }
     try:
-        return asyncio.run(agent.run(data, base_url=base_url, api_key=api_key, http_client=None))
+        return _runner().run(_alone(agent.run(data, base_url=base_url, api_key=api_key, http_client=None)))
     finally:
         os.environ.clear()
         os.environ.update(before)
