@@ -4,10 +4,12 @@ An interaction is one call: the messages that were sent, the tokens that came ba
 Turn 2 of a conversation extends turn 1; best-of-n draws siblings; a side question starts a root of its own.
 
 The parent of an interaction is the finished one whose messages + output are the longest prefix of its own
-messages, equal in meaning (messages.canonical), under the same tools and template arguments. The cache keeps a
-true prefix tree, in which a message is a step from one place to the next, and remembers which interaction's
-conversation ends at a place. So finding a parent is one walk from the root: the work is in the number of messages,
-however many interactions there are.
+messages, equal in meaning (messages.canonical), under the same tools and template arguments. A conversation stands
+at a *place* after each of its messages: a running hash of their canonical forms, begun with tools and template. The
+places of a request are computed in one pass, when it is read; the cache remembers which interaction ended at which
+place. So a parent is found by looking back from the last message: that costs a look for each new message, however
+long the history and however many interactions there are. (Two places are equal by chance once in 2^64.) A child
+takes its history's messages from its parent, so that a conversation of n turns is kept once and not n times.
 
     system - user - [A] assistant - user - [B] assistant          A is the parent of B and of C:
                                          \\ user' - [C] assistant    their messages begin with all of A
@@ -28,10 +30,19 @@ exactly the context it was sampled in, with the final reward of its own turn.
 A row is token-aligned: position t speaks of token t. `to_lists` and `to_tensor_dict` read the interactions when
 they are called, so a reward that is set later shows.
 
+Side conversations. Beside the agent's own work some clients ask for a title, or what the topic is. Such a call is
+a root of its own, and neither it nor its tokens have anything to do with the reward. The rule:
+
+    a side conversation is a single turn without tools that begins with another message than a conversation which was
+    running at the same moment, and which has tools or more than one turn
+
+It takes no reward of the session (set_last_reward passes it by) and, unless it is given one by its id, is not trained.
+Calls one after the other are never side conversations: the last of them takes the reward, whatever it looks like.
+
 It does not promise to recognise a history whose texts an agent has rewritten (that turn is a root), nor to tell
 two siblings apart that said the same words: who goes on from there goes on from the newer one. Tokens whose
 sampling training cannot reproduce (top_p, penalties: `trains_exactly` is false), and turns that were asked not to
-be stored, stay in the row and out of the loss.
+be stored, stay in the row and out of the loss. A turn whose reader hung up in the middle is one that ended there.
 
 AReaL compares the messages of all candidates key by key, discounts along the order of creation (so a sibling's
 reward leaks), gives the last reward to a call that never finished, checks only the length of a prefix, drops the
@@ -40,6 +51,7 @@ reward of an inner turn in concat, trains a shared turn once per leaf, and cache
 
 import math
 from collections import OrderedDict, defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +71,7 @@ class InteractionWithTokenLogpReward:
     interaction_id: str = ""
     template_key: str = ""  # tools and template arguments: what else decides the prompt
     trainable: bool = True  # false: the agent asked for this turn not to be stored
+    tools: bool = False  # it could call some
     model_response: "ModelResponse | None" = None
     output_message_list: list[Message] = field(default_factory=list)
     completion: dict[str, Any] | None = None  # the reply as the agent got it
@@ -67,6 +80,10 @@ class InteractionWithTokenLogpReward:
     turn: int = 0  # its depth in the tree
     earlier: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
     # ^ set by an export in style concat: the turns before this one in its row, and whether the row trains them
+    end: Hashable = None  # the place where its conversation ends
+    continued: bool = False  # a later interaction goes on from this one
+    beside: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
+    # ^ calls that were running at the same moment and begin with another message
 
     @property
     def complete(self) -> bool:
@@ -75,7 +92,18 @@ class InteractionWithTokenLogpReward:
     @property
     def trains(self) -> bool:
         """Whether its sampled tokens may enter the loss."""
-        return self.trainable and self.tokens.trains_exactly
+        unrewarded_side = self.is_side and self.reward is None
+        return self.trainable and self.tokens.trains_exactly and not unrewarded_side
+
+    @property
+    def is_main(self) -> bool:
+        """Whether it has tools or belongs to a conversation of more than one turn."""
+        return self.tools or self.continued or self.parent is not None
+
+    @property
+    def is_side(self) -> bool:
+        """Whether it is a side conversation (the rule above), as far as one can tell by now."""
+        return not self.is_main and any(other.complete and other.is_main for other in self.beside)
 
     @property
     def tokens(self) -> "ModelResponse":
@@ -156,31 +184,34 @@ def finite(reward: Any) -> float:
     return value
 
 
+def walk(place: Hashable, messages: list[Message]) -> list[Hashable]:
+    """The places from `place` along `messages`, both ends included."""
+    places = [place]
+    for message in messages:
+        places.append(hash((places[-1], canonical(message))))
+    return places
+
+
 class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
     """The interactions of one session, by completion id, in the order in which they were asked for.
 
-    `cache[id] = interaction` enters it and finds its parent, `finish` gives it its tokens, `discard` takes an
-    unfinished one out again. Assigning a finished interaction does both steps.
+    `cache[id] = interaction` enters it and finds its parent, `finish` gives it its tokens, `discard` takes one out
+    again. Assigning a finished interaction does both steps.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # The prefix tree. Its places are numbers, its roots the template keys.
-        self._steps: dict[tuple[Any, Any], int] = {}  # (a place, a canonical message) -> the place behind it
-        self._ends: dict[Any, InteractionWithTokenLogpReward] = {}  # place -> the finished one that ends there
-        self._unfinished: dict[str, Any] = {}  # interaction id -> the place where its messages end
+        self._ends: dict[Hashable, InteractionWithTokenLogpReward] = {}  # place -> the finished one that ends there
+        self._unfinished: dict[str, Hashable] = {}  # interaction id -> the place where its messages end
         self._discounted = False
 
     def finished(self) -> list[InteractionWithTokenLogpReward]:
         """Those with tokens, in the order in which they were asked for."""
         return [interaction for interaction in self.values() if interaction.complete]
 
-    def _walk(self, place: Any, messages: list[Message]) -> list[Any]:
-        """The places from `place` along `messages`, both ends included; new ones are made."""
-        places = [place]
-        for message in messages:
-            places.append(self._steps.setdefault((places[-1], canonical(message)), len(self._steps)))
-        return places
+    def find_parent(self, places: list[Hashable]) -> InteractionWithTokenLogpReward | None:
+        """The finished interaction whose conversation is the longest prefix; `places` begin with the template key."""
+        return next((self._ends[place] for place in reversed(places) if place in self._ends), None)
 
     def __setitem__(self, interaction_id: str, interaction: InteractionWithTokenLogpReward) -> None:
         """Enter an interaction and find its parent. Raises ValueError without messages or for a known id."""
@@ -188,10 +219,17 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
             raise ValueError(f"interaction {interaction_id!r} has no messages")
         if interaction_id in self:
             raise ValueError(f"interaction {interaction_id!r} is already in the cache")
-        places = self._walk(interaction.template_key, interaction.messages)
+        places = walk(interaction.template_key, interaction.messages)
         interaction.interaction_id = interaction_id
-        interaction.parent = next((self._ends[place] for place in reversed(places) if place in self._ends), None)
-        interaction.turn = interaction.parent.turn + 1 if interaction.parent else 0
+        interaction.parent = parent = self.find_parent(places)
+        if parent:
+            parent.continued, interaction.turn = True, parent.turn + 1
+            history = parent.messages + parent.output_message_list
+            interaction.messages = history + interaction.messages[len(history) :]
+        for other in map(self.__getitem__, self._unfinished):
+            if canonical(other.messages[0]) != canonical(interaction.messages[0]):
+                interaction.beside.append(other)
+                other.beside.append(interaction)
         super().__setitem__(interaction_id, interaction)
         self._unfinished[interaction_id] = places[-1]
         if interaction.model_response:
@@ -201,12 +239,21 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
         """The call came back: from here on it can be a parent, take a reward and be exported."""
         interaction = self[interaction_id]
         interaction.model_response, interaction.output_message_list = response, output
-        self._ends[self._walk(self._unfinished.pop(interaction_id), output)[-1]] = interaction
+        interaction.end = walk(self._unfinished.pop(interaction_id), output)[-1]
+        self._ends[interaction.end] = interaction
 
     def discard(self, interaction_id: str) -> None:
         """The call failed or was given up: an unfinished interaction leaves no trace. A finished one stays."""
         if self._unfinished.pop(interaction_id, None) is not None:
             del self[interaction_id]
+
+    def drop_orphan(self, interaction_id: str) -> None:
+        """Nobody reads this turn, its caller asks anew: it leaves no trace, unless something went on from it."""
+        interaction = self.get(interaction_id)
+        if interaction and interaction.complete and not interaction.continued:
+            del self[interaction_id]
+            if self._ends[interaction.end] is interaction:
+                del self._ends[interaction.end]
 
     def set_reward(self, interaction_id: str, reward: Any) -> None:
         """Raises KeyError for an id that is unknown or unfinished, ValueError for what is not finite."""
@@ -216,8 +263,8 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
         self[interaction_id].reward = value
 
     def set_last_reward(self, reward: Any) -> None:
-        """Reward the last interaction that finished its call; one that never came back earns nothing."""
-        finished = self.finished()
+        """Reward the last interaction that finished its call and is no side conversation."""
+        finished = [interaction for interaction in self.finished() if not interaction.is_side]
         if not finished:
             raise KeyError("interaction_id: this session has no finished interaction to reward")
         self.set_reward(finished[-1].interaction_id, reward)
@@ -234,6 +281,8 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
         self._discounted = True
         below: defaultdict[Any, list[float]] = defaultdict(list)  # R of the children, by parent (None: of the roots)
         for interaction in reversed(self.finished()):
+            if interaction.is_side and interaction.reward is None:
+                continue
             final = below[interaction]
             mean = math.fsum(final) / len(final) if final else 0.0
             interaction.reward = (interaction.reward or 0.0) + gamma * mean

@@ -45,6 +45,7 @@ is never retried; servers are chosen by hash of the conversation, so that its tu
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -52,7 +53,6 @@ import logging
 import random
 import uuid
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,8 +79,10 @@ class GenerationHyperparameters:
     stop: list[str] = field(default_factory=list)  # strings that end a turn (they stay in the tokens)
     stop_token_ids: list[int] = field(default_factory=list)  # ids that end a turn, beside the model's own
     frequency_penalty: float = 0.0  # logit penalty per earlier occurrence of a token in this turn; 0 is none
+    presence_penalty: float = 0.0  # logit penalty of every token that occurred in this turn; 0 is none
     greedy: bool = False  # take the likeliest token always (the same as temperature 0)
     seed: int | None = None  # seed of the sampling noise; none: the server draws its own
+    json_schema: str | None = None  # only JSON of this schema may be sampled; for servers with a grammar
 
     def new(self, **changes: Any) -> "GenerationHyperparameters":
         """A copy with `changes`; the lists are copied too."""
@@ -96,8 +98,9 @@ class GenerationHyperparameters:
     def trains_exactly(self) -> bool:
         """Whether tokens are drawn from softmax(logits / temperature) itself: then the logprobs that the
         server returns are those of the distribution that was sampled, and training can reproduce them."""
-        pure = self.top_p == 1 and self.top_k == -1 and self.frequency_penalty == 0
-        return pure and not self.is_greedy
+        unpenalised = self.frequency_penalty == self.presence_penalty == 0
+        whole = self.top_p == 1 and self.top_k == -1 and self.json_schema is None
+        return whole and unpenalised and not self.is_greedy
 
 
 @dataclass
@@ -138,6 +141,15 @@ class ModelResponse:
         """Generated length, tokens."""
         return len(self.output_tokens)
 
+    def replace_from(self, done: int, segment: "ModelResponse") -> None:
+        """Let the output be its first `done` tokens and those of `segment`."""
+        self.output_tokens[done:] = segment.output_tokens
+        self.output_logprobs[done:] = segment.output_logprobs
+        self.output_versions[done:] = segment.output_versions
+
+
+OnTokens = Callable[[ModelResponse], None]
+
 
 def rank_servers(servers: list[str], key: str) -> list[str]:
     """All servers in the order in which a conversation tries them (rendezvous hashing): every conversation
@@ -162,12 +174,14 @@ def sampling_params(gconfig: GenerationHyperparameters, max_new_tokens: int, off
         "top_k": gconfig.top_k,
         "min_p": 0.0,
         "frequency_penalty": gconfig.frequency_penalty,
-        "presence_penalty": 0.0,
+        "presence_penalty": gconfig.presence_penalty,
         "repetition_penalty": 1.0,
         "stop_token_ids": list(gconfig.stop_token_ids),
     }
     if gconfig.stop:  # a server without tokenizer refuses the key
         params["stop"] = list(gconfig.stop)
+    if gconfig.json_schema is not None:
+        params["json_schema"] = gconfig.json_schema
     if gconfig.seed is not None:
         params["sampling_seed"] = segment_seed(gconfig.seed, offset)
     return params
@@ -180,14 +194,15 @@ def probe(input_ids: list[int]) -> dict[str, Any]:
 
 
 def parse_segment(answer: dict[str, Any]) -> ModelResponse:
-    """One answer of a server; EngineError (502) when it does not say what training needs to know."""
+    """One answer of a server, or the event of a stream: then its stop_reason is "" until the last. EngineError (502)
+    when it does not say what training needs to know."""
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]] if tokens else []
         whole = [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
         spans = meta.get("weight_versions") or whole
         versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-        finish = meta["finish_reason"]["type"]
+        finish = meta["finish_reason"]["type"] if meta["finish_reason"] else ""
     except (KeyError, TypeError, ValueError) as error:
         hint = "is it SGLang's protocol, started with --weight-version 0 (a decimal number)?"
         raise EngineError(f"an answer that cannot be read ({error!r}): {hint}", 502) from error
@@ -243,6 +258,7 @@ class RemoteInfEngine:
         self.pause_mode = pause_mode  # becomes "abort" when a server reports no spans
         self.vocab_size: int | None = None  # these two, in tokens, as far as the servers tell
         self.context_length: int | None = None
+        self.has_grammar = False  # every server can sample by a json_schema
         self.executor: Any = None  # the WorkflowExecutor, attached by itself
         self._version = 0
         self._servers_paused = self._destroyed = False
@@ -278,8 +294,11 @@ class RemoteInfEngine:
 
     # Generation
 
-    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+    async def agenerate(self, req: ModelRequest, on_tokens: OnTokens | None = None) -> ModelResponse:
         """Generate until a stop token, a stop string or the budget, through any number of weight updates.
+
+        With `on_tokens` the segments are streamed, and it hears of the response so far whenever that has grown. What
+        it has heard of stays: a stream that breaks off is resumed behind the last token that came.
 
         Raises EngineError: 400 before anything is sent when the request cannot be served, or with the
         server's own message when it refuses; 503 when no server answered; 502 when an answer makes no sense.
@@ -296,9 +315,17 @@ class RemoteInfEngine:
                 "input_ids": response.input_tokens + response.output_tokens,
                 "sampling_params": sampling_params(g, budget - done, done),
                 "return_logprob": True,
+                "stream": on_tokens is not None,
             }
+
+            def on_growth(segment: ModelResponse, done: int = done) -> None:
+                response.replace_from(done, segment)
+                if on_tokens and segment.output_len:
+                    on_tokens(response)
+
             try:
-                segment = await self._generate_segment(ranking[failures % len(ranking)], body)
+                server = ranking[failures % len(ranking)]
+                segment = await self._generate_segment(server, body, on_growth)
             except EngineError as error:
                 if error.status != 503 or failures == self.request_retries:
                     raise
@@ -306,9 +333,6 @@ class RemoteInfEngine:
                 await self._sleep(backoff(failures, *FAILURE_WAIT) * random.uniform(0.5, 1.0))
                 continue
             failures = 0
-            response.output_tokens += segment.output_tokens
-            response.output_logprobs += segment.output_logprobs
-            response.output_versions += segment.output_versions
             if segment.stop_reason != "abort" or response.output_len >= budget:
                 response.stop_reason = "stop" if segment.stop_reason == "stop" else "length"
                 break
@@ -324,6 +348,8 @@ class RemoteInfEngine:
         if g.n_samples != 1 or g.max_new_tokens < 1:
             asked = f"n_samples={g.n_samples}, max_new_tokens={g.max_new_tokens}"
             raise EngineError(f"a request is for one sample of at least 1 token, not {asked}", 400)
+        if g.json_schema is not None and not self.has_grammar:
+            raise EngineError("json_schema (response_format): the inference server has no grammar", 400)
         if self.context_length is None:
             return g.max_new_tokens
         room = self.context_length - len(req.input_ids)
@@ -342,19 +368,25 @@ class RemoteInfEngine:
             bad = min(ids) if min(ids) < 0 else max(ids)
             raise EngineError(f"token id {bad} is outside the vocabulary of {self.vocab_size} tokens", 400)
 
-    async def _generate_segment(self, server: str, body: dict[str, Any]) -> ModelResponse:
-        """One POST /generate. Who gives up on a request must tell the server, which does not notice a closed
-        connection and would generate to the end."""
+    async def _generate_segment(self, server: str, body: dict[str, Any], on_growth: OnTokens) -> ModelResponse:
+        """One POST /generate; `on_growth` hears of each event of a stream, or of the whole answer. Who gives up on a
+        request must tell the server, which does not notice a closed connection and would generate to the end."""
+        url, segment = server + "/generate", None
         try:
-            answer = await self._wire.call(server + "/generate", body, self.request_timeout)
+            async with contextlib.aclosing(self._wire.stream(url, body, self.request_timeout)) as events:
+                async for event in events:
+                    segment = self._read_segment(server, event)
+                    on_growth(segment)
+            if segment is None or not segment.stop_reason:
+                raise EngineError(f"{url} broke off in the middle of an answer", 503)
+            return segment
         except (asyncio.CancelledError, EngineError) as error:
             if getattr(error, "status", None) != 400:
                 await asyncio.shield(self._abort(server, body["rid"]))
             raise
-        return self._read_segment(server, answer)
 
     async def _abort(self, server: str, rid: str) -> None:
-        with suppress(EngineError):  # a server that is gone generates nothing
+        with contextlib.suppress(EngineError):  # a server that is gone generates nothing
             await self._wire.call(server + "/abort_request", {"rid": rid}, timeout=5.0)
 
     def _read_segment(self, server: str, answer: dict[str, Any]) -> ModelResponse:
@@ -381,6 +413,9 @@ class RemoteInfEngine:
         self.context_length = min(
             (info["context_length"] for info in infos if info.get("context_length")), default=None
         )
+        with contextlib.suppress(EngineError):  # tiny_server has neither this route nor a grammar
+            backends = [info.get("grammar_backend") for info in self.post_all("/server_info")]
+            self.has_grammar = all(backend not in (None, "none") for backend in backends)
         for server, answer in zip(self.addresses, self.post_all("/generate", probe([0]))):
             self._read_segment(server, answer)
 

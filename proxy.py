@@ -32,85 +32,40 @@ start (in the midst of a long generation, too), leaks grants, and leaves five ma
 """
 
 import argparse
-import asyncio
 import contextlib
 import functools
 import hashlib
-import inspect
 import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from cache import InteractionWithTokenLogpReward
-from engine import EngineError, GenerationHyperparameters, ModelRequest, ModelResponse, RemoteInfEngine
-from messages import PROTOCOLS, AgentRequest, BadRequest, Message, Protocol
-from plumbing.serve import listen, load_tokenizer, serve
+from cache import InteractionWithTokenLogpReward, walk
+from engine import EngineError, GenerationHyperparameters, ModelRequest, RemoteInfEngine
+from messages import AgentRequest, BadRequest, Message, resolve
+from plumbing.serve import listen, load_tokenizer, read_object, serve
+from prompts import PromptBuilder, TextReader
+from replies import PROTOCOLS, Protocol, openai_error
 from sessions import ProxyError, Session, SessionTable
+from tools import OutputParser
+from turn import Turn, retried
 
-SENTINEL = "\u27e6the assistant's text\u27e7"
-ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-
-
-class PromptBuilder:
-    """Messages to token ids, by the tokenizer's chat template (the second part of the essay)."""
-
-    def __init__(self, tokenizer: Any, chat_template_type: str = "concat") -> None:
-        if not tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat template")
-        self._tokenizer = tokenizer
-        self.splices = chat_template_type == "concat" and self._is_local()
-
-    def _is_local(self) -> bool:
-        """Whether a two-turn conversation, spliced, is the very sequence that its full rendering is."""
-        talk = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
-        try:
-            spliced = self._encode(self._render(talk[:1], {})) + self._encode("b") + self._tail(talk[2:], {})
-            return spliced == self._encode(self._render(talk, {}))
-        except BadRequest:
-            return False
-
-    def prompt(
-        self, messages: list[Message], parent: InteractionWithTokenLogpReward | None, kwargs: dict[str, Any]
-    ) -> list[int]:
-        """The prompt ids of a call. Raises BadRequest where the template refuses the messages."""
-        if parent is None or not self.splices:
-            return self._encode(self._render(messages, kwargs))
-        known = len(parent.messages) + len(parent.output_message_list)
-        tail, tokens = self._tail(messages[known:], kwargs), parent.tokens
-        ended_itself = tokens.output_tokens[-1:] == tail[:1]
-        return tokens.input_tokens + tokens.output_tokens + tail[ended_itself:]
-
-    def text(self, response: ModelResponse, stop: list[str]) -> str:
-        """What the agent reads: without the end-of-turn token, and without a stop string and what follows it."""
-        text = self._tokenizer.decode(response.output_tokens, skip_special_tokens=True)
-        return text[: min((i for s in stop if (i := text.find(s)) >= 0), default=None)]
-
-    def _tail(self, new_messages: list[Message], kwargs: dict[str, Any]) -> list[int]:
-        stub = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
-        return self._encode(self._render(stub + new_messages, kwargs).partition(SENTINEL)[2])
-
-    def _render(self, messages: list[Message], kwargs: dict[str, Any]) -> str:
-        render = self._tokenizer.apply_chat_template
-        if taken := kwargs.keys() & inspect.signature(render).parameters.keys():
-            raise BadRequest(
-                f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set, variables of the template can"
-            )
-        try:
-            return render(messages, add_generation_prompt=True, tokenize=False, **kwargs)
-        except (TemplateError, TypeError, ValueError, RecursionError) as error:
-            raise BadRequest(f"messages: the chat template refuses them: {error}") from error
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+ERRORS = (
+    ProxyError,
+    ValueError,
+    EngineError,
+    HTTPException,
+    ClientDisconnect,
+)  # ValueError: BadRequest and read_object's
+MAX_BODY = 64 * 2**20  # bytes of a request
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 def call_seed(seed: int, task_id: str, call: int) -> int:
@@ -120,7 +75,11 @@ def call_seed(seed: int, task_id: str, call: int) -> int:
 
 
 class Proxy:
-    """The endpoints. Each takes the raw request: bodies are small, many, and not ours to type."""
+    """The endpoints. Each takes the raw request: bodies are small, many, and not ours to type.
+
+    sampling: fields of GenerationHyperparameters for what an agent leaves open; those named in `fixed_sampling` hold
+    whatever it asks. tool_call_parser, reasoning_parser: see tools.py; chat_template_type: see prompts.py.
+    """
 
     def __init__(
         self,
@@ -130,18 +89,21 @@ class Proxy:
         *,
         seed: int | None = None,
         sampling: dict[str, Any] | None = None,
+        fixed_sampling: Collection[str] = (),
         max_new_tokens: int | None = None,
         session_timeout_seconds: float = 3600.0,
         chat_template_type: str = "concat",
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.engine = engine
+        self.engine, self.tokenizer = engine, tokenizer
         self.prompts = PromptBuilder(tokenizer, chat_template_type)
+        self.parser = OutputParser(tokenizer, tool_call_parser, reasoning_parser)
         self.sessions = SessionTable(session_timeout_seconds, clock)
-        self._admin_key = admin_key
-        self._seed = seed
-        self._max_new_tokens = max_new_tokens
-        self._sampling = sampling or {}
+        self._admin_key, self._seed = admin_key, seed
+        self._sampling = dict(sampling or {}) | ({"max_new_tokens": max_new_tokens} if max_new_tokens else {})
+        self._fixed = {name: self._sampling[name] for name in fixed_sampling if name in self._sampling}
         self._stop_token_ids = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
 
     # Questions
@@ -154,55 +116,85 @@ class Proxy:
         if not secrets.compare_digest(key.encode(), self._admin_key.encode()):
             raise ProxyError(403, "Authorization: this is not the admin key")
 
-    def sampling(self, ask: AgentRequest, session: Session) -> GenerationHyperparameters:
-        """What the agent set, else our defaults. The engine clips max_new_tokens to what the context leaves."""
-        ours = self._sampling | {"stop_token_ids": self._stop_token_ids + self._sampling.get("stop_token_ids", [])}
-        if self._max_new_tokens is not None:
-            ours["max_new_tokens"] = self._max_new_tokens
-        if self._seed is not None:
-            ours["seed"] = call_seed(self._seed, session.task_id, session.calls)
-        return GenerationHyperparameters(**(ours | ask.sampling))
+    def gconfig(self, ask: AgentRequest, session: Session, k: int) -> GenerationHyperparameters:
+        """Of the k-th answer: what the agent set, else our defaults. The engine clips max_new_tokens to the context."""
+        chosen = self._sampling | ask.sampling | self._fixed
+        chosen["stop_token_ids"] = [*self._stop_token_ids, *chosen.get("stop_token_ids", [])]
+        if (seed := ask.sampling.get("seed")) is not None:
+            chosen["seed"] = seed + k
+        elif self._seed is not None:
+            chosen["seed"] = call_seed(self._seed, session.task_id, session.calls)
+        return GenerationHyperparameters(**chosen)
+
+    def read(self, protocol: Protocol, session: Session, body: dict[str, Any]) -> AgentRequest:
+        """The request, with what it refers to. Raises BadRequest."""
+
+        def find(interaction_id: str) -> tuple[list[Message], list[Message]] | None:
+            found = session.cache.get(interaction_id)
+            return (found.messages, found.output_message_list) if found and found.complete else None
+
+        return resolve(protocol.parse(body), find)
 
     # An agent's call
 
     async def complete(self, protocol: Protocol, request: Request) -> Response:
-        """One call: parse, enter in the tree, generate, finish, render."""
-        body = await read_json(request)
-        session, ask = self.sessions.open(session_id_of(request)), protocol.parse(body)
-        interaction_id = protocol.id_prefix + secrets.token_hex(16)
-        interaction = InteractionWithTokenLogpReward(ask.messages, template_key=ask.template_key, trainable=ask.store)
-        session.cache[interaction_id] = interaction
-        try:
-            prompt = self.prompts.prompt(ask.messages, interaction.parent, ask.template_kwargs)
-            gconfig = self.sampling(ask, session)
-            session.calls += 1
-            call = ModelRequest(prompt, gconfig=gconfig, session=session.session_id)
-            response = await self.generate(session, call, request)
-            text = self.prompts.text(response, gconfig.stop)
-            interaction.completion = protocol.render(ask, interaction_id, text, response)
-            session.cache.finish(interaction_id, response, [{"role": "assistant", "content": text}])
-        finally:
-            session.cache.discard(interaction_id)  # which does nothing to a finished one
-        return reply(interaction.completion)
+        """One call: a new turn, or for a retry the one that is there; its reply, whole or as it grows."""
+        raw = await read_body(request)
+        session, key = (
+            self.sessions.open(session_id_of(request)),
+            hashlib.blake2b(raw + protocol.id_prefix.encode()).digest(),
+        )
+        says_so = request.headers.get("x-stainless-retry-count", "0") != "0"
+        turn = retried(session, key, says_so) or self.begin(protocol, session, raw, key)
+        if not turn.ask.stream:
+            return reply(await turn.reply(request))
+        frames = turn.events(request)
+        return EventStream(await anext(frames), frames)
 
-    async def generate(self, session: Session, call: ModelRequest, request: Request) -> ModelResponse:
-        """The engine's answer, unless the caller hangs up or the session ends first."""
-        generation = asyncio.ensure_future(self.engine.agenerate(call))
-        hangup = asyncio.ensure_future(request.receive())  # the body is read: what comes next is the end
-        session.running.add(generation)
+    def begin(self, protocol: Protocol, session: Session, raw: bytes, key: bytes) -> Turn:
+        """A turn in the tree, with its prompt, on its way. Raises BadRequest and leaves nothing behind."""
+        ask = self.read(protocol, session, read_object(raw, BadRequest))
+        opening = self.parser.opening(ask.tool_choice, ask.tools)
+        turn = Turn(session, protocol, ask)
         try:
-            await asyncio.wait((generation, hangup), return_when=asyncio.FIRST_COMPLETED)
-            if session.ended:
-                raise ProxyError(410, "session: it ended while this call was generated")
-            if not generation.done():
-                raise ProxyError(499, "the caller hung up")
-            return generation.result()
-        finally:
-            hangup.cancel()
-            if generation.cancel():  # it tells the server before it is gone
-                await asyncio.gather(generation, return_exceptions=True)
-            session.running.discard(generation)
-            session.last_used = self.sessions.clock()
+            prompt = self.prompts.prompt(ask, turn.parent, opening)
+        except BadRequest:
+            turn.forget()
+            raise
+        calls = []
+        for k in range(ask.n):
+            gconfig = self.gconfig(ask, session, k)
+            calls.append(ModelRequest(prompt, gconfig=gconfig, session=session.session_id))
+            session.calls += 1
+        special = self.parser.special_tokens
+        reader = functools.partial(TextReader, self.tokenizer, calls[0].gconfig, opening, special)
+        turn.start(self.engine, calls, reader, self.parser)
+        turn.task.add_done_callback(lambda _: self.sessions.touch(session))
+        session.turns[key].append(turn)
+        return turn
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Anthropic's: how long the prompt of this body would be."""
+        body = await read_json(request)
+        session = self.sessions.open(session_id_of(request))
+        ask = self.read(PROTOCOLS["messages"], session, body)
+        parent = session.cache.find_parent(walk(ask.template_key, ask.messages))
+        opening = self.parser.opening(ask.tool_choice, ask.tools)
+        return reply({"input_tokens": len(self.prompts.prompt(ask, parent, opening))})
+
+    async def models(self, request: Request) -> Response:
+        """The one model there is, in OpenAI's form and in Anthropic's; any name reaches it."""
+        model = {
+            "id": "default",
+            "object": "model",
+            "type": "model",
+            "owned_by": "nano-areal",
+            "display_name": "default",
+        }
+        model |= {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
+        return reply(
+            {"object": "list", "data": [model], "has_more": False, "first_id": "default", "last_id": "default"}
+        )
 
     async def set_reward(self, request: Request) -> Response:
         body = await read_json(request)
@@ -285,51 +277,96 @@ def session_id_of(request: Request) -> str:
     return named
 
 
+async def read_body(request: Request) -> bytes:
+    """The bytes of the body. Raises ProxyError 413 for more than MAX_BODY."""
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > MAX_BODY:
+            raise ProxyError(413, f"body: it is longer than {MAX_BODY} bytes")
+    return bytes(raw)
+
+
 async def read_json(request: Request) -> dict[str, Any]:
-    """The body as an object, whatever its content type says; no body is an empty one. Raises BadRequest."""
-    raw = await request.body()
-    try:
-        body = orjson.loads(raw) if raw else {}
-    except orjson.JSONDecodeError as error:
-        raise BadRequest(f"body: malformed JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadRequest("body: a JSON object is needed")
-    return body
+    return read_object(await read_body(request), BadRequest)
 
 
 def reply(body: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, media_type="application/json")
+    headers = {"retry-after": "1"} if status in (429, 503) else None  # the two that say: try again
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")
+
+
+class EventStream(Response):
+    """Server-sent events. However the connection ends, `frames` is closed."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, frames: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"cache-control": "no-store"})
+        del self.headers["content-length"]
+        self._first, self._frames = first, frames
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async with contextlib.aclosing(self._frames) as frames:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for frame in frames:
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def speaking(protocol: Protocol, handler: Handler) -> Handler:
+    """`handler`, its errors in the protocol's own form."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ERRORS as error:
+            status, message = status_and_message(request, error)
+            return reply(protocol.error(status, message), status)
+
+    return answer
+
+
+def status_and_message(request: Request, error: Exception) -> tuple[int, str]:
+    """Of every error that a caller can meet."""
+    if isinstance(error, HTTPException):  # the framework's own: no such path or method
+        return error.status_code, f"{request.method} {request.url.path}: {error.detail}"
+    if isinstance(error, ClientDisconnect):
+        return 499, "the caller hung up"
+    return getattr(error, "status", None) or 500, str(error)
 
 
 async def error_reply(request: Request, error: Exception) -> Response:
-    """Every error that a caller can meet, in OpenAI's form."""
-    status, message = getattr(error, "status", None) or 500, str(error)
-    if isinstance(error, HTTPException):  # the framework's own: no such path or method
-        status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}"
-    kind = ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return reply({"error": {"message": message, "type": kind}}, status)
+    """An error outside of a protocol, in OpenAI's form."""
+    status, message = status_and_message(request, error)
+    return reply(openai_error(status, message), status)
 
 
 def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> FastAPI:
     """The application. `engine` has `async agenerate(ModelRequest)`; `options` are those of `Proxy`."""
     proxy = Proxy(engine, tokenizer, admin_key, **options)
-    of_session: dict[str, Callable] = {"/rl/set_reward": proxy.set_reward, "/rl/end_session": proxy.end_session}
+    posts: dict[str, Handler] = {"/rl/set_reward": proxy.set_reward, "/rl/end_session": proxy.end_session}
     for name, protocol in PROTOCOLS.items():
-        of_session["/v1/" + name] = of_session["/" + name] = functools.partial(proxy.complete, protocol)
-    posts = {  # the first that fits is taken, so /v1 is not mistaken for a session
+        complete = speaking(protocol, functools.partial(proxy.complete, protocol))
+        posts |= {f"{v1}/{name}": complete for v1 in ("/v1", "")}
+    count_tokens = speaking(PROTOCOLS["messages"], proxy.count_tokens)
+    posts |= {f"{v1}/messages/count_tokens": count_tokens for v1 in ("/v1", "")}
+    management = {
         "/grant_capacity": proxy.grant_capacity,
         "/rl/start_session": proxy.start_session,
         "/export_trajectories": proxy.export_trajectories,
-        **of_session,
-        **{"/{session_id}" + path: endpoint for path, endpoint in of_session.items()},
     }
     app = FastAPI(title="nano-areal proxy", openapi_url=None)
     app.state.proxy = proxy
     app.add_route("/health", proxy.health)
-    for path, endpoint in posts.items():
+    # The first that fits is taken, so /v1 is not mistaken for a session.
+    for path, endpoint in {**management, **posts, **{"/{session_id}" + path: e for path, e in posts.items()}}.items():
         app.add_route(path, endpoint, methods=["POST"])
-    for error in (ProxyError, BadRequest, EngineError, HTTPException, ClientDisconnect):
-        app.add_exception_handler(error, error_reply)
+    for path in ("/v1/models", "/models", "/{session_id}/v1/models", "/{session_id}/models"):
+        app.add_route(path, proxy.models)
+    for kind in ERRORS:
+        app.add_exception_handler(kind, error_reply)
     return app
 
 
@@ -348,6 +385,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--request-timeout", type=float, default=3600.0, help="seconds for one generation")
     add("--session-timeout-seconds", type=float, default=3600.0, help="an idle session is dropped after this")
     add("--chat-template-type", choices=["concat", "hf"], default="concat", help="hf: render turns in full")
+    add("--fixed-sampling", action="append", default=[], help="a field of --sampling that no agent may change")
+    add(
+        "--tool-call-parser",
+        help="form of the model's tool calls (tools.py); default: what the tokenizer says, or qwen",
+    )
+    add("--reasoning-parser", help="form of its reasoning; default: <think> ... </think>")
     add("--exit-with-parent", action="store_true", help="end when standard input is closed")
     return parser.parse_args(argv)
 
@@ -372,6 +415,9 @@ def main(argv: list[str] | None = None) -> int:
                 max_new_tokens=args.max_new_tokens or engine.context_length,
                 session_timeout_seconds=args.session_timeout_seconds,
                 chat_template_type=args.chat_template_type,
+                fixed_sampling=args.fixed_sampling,
+                tool_call_parser=args.tool_call_parser,
+                reasoning_parser=args.reasoning_parser,
             )
         except (OSError, ValueError, EngineError) as error:
             print("error:", " ".join(str(error).split())[:300], file=sys.stderr)

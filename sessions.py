@@ -21,6 +21,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from cache import InteractionCache
 
@@ -44,7 +45,8 @@ class Session:
     last_used: float  # clock of the last request's start or end
     cache: InteractionCache = field(default_factory=InteractionCache)
     calls: int = 0  # completions asked for
-    running: set[asyncio.Task] = field(default_factory=set)  # generations in flight
+    running: set[asyncio.Task] = field(default_factory=set)  # turns in flight
+    turns: dict[bytes, list[Any]] = field(default_factory=dict)  # by the body that asked for them (turn.py, "Retries")
     ended: bool = False
 
 
@@ -73,7 +75,7 @@ class SessionTable:
         session = self._sessions.get(session_id)
         if session is None:
             raise ProxyError(404, "session: unknown, already exported, or expired; start a new one")
-        session.last_used = self.clock()
+        self.touch(session)
         return session
 
     def open(self, session_id: str) -> Session:
@@ -97,6 +99,10 @@ class SessionTable:
         session = Session(secrets.token_urlsafe(16), task_id, self.clock())
         self._sessions[session.session_id] = session
         return session
+
+    def touch(self, session: Session) -> None:
+        """It was used just now: its timeout begins anew."""
+        session.last_used = self.clock()
 
     def end(self, session: Session) -> None:
         """No more work: what is being generated is given up."""

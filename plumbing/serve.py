@@ -11,6 +11,7 @@ import sys
 import threading
 from typing import Any
 
+import orjson
 import uvicorn
 from fastapi import FastAPI
 
@@ -42,6 +43,17 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
         threading.Thread(target=follow_parent, daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
+
+
+def read_object(raw: bytes, refusal: type[Exception]) -> dict[str, Any]:
+    """A request's body as a JSON object, whatever its content type says; no body is an empty one. Raises `refusal`."""
+    try:
+        body = orjson.loads(raw) if raw else {}
+    except orjson.JSONDecodeError as error:
+        raise refusal(f"body: malformed JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise refusal("body: a JSON object is needed")
+    return body
 
 
 def load_tokenizer(model_path: str) -> Any:

@@ -8,11 +8,15 @@ pool looks at all its connections at every request. `call` also skips httpx's cl
 flight this costs 0.4 ms of CPU a request instead of 1.4. What agents and sessions use to reach the proxy is built on
 the same stack (workflow.py).
 
+An answer in server-sent events is handed on while it comes: `Wire.stream` yields its events, as parsed JSON. An inference
+server repeats in every event all that was generated so far, so of the events that have arrived only the newest is read.
+
 Connections belong to an event loop and can only be closed on it, so each loop gets its own (`PerLoop`).
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import httpx
@@ -54,18 +58,41 @@ def read_answer(url: str, status: int, content: bytes) -> dict[str, Any]:
     raise EngineError(f"{url} answered {status}: {error}", 400 if 400 <= status < 500 else 503)
 
 
+class Stream:
+    """An answer that is read while it comes; `when_closed` hears when nobody reads it any more."""
+
+    def __init__(self, stream: Any, when_closed: Callable[[], None]) -> None:
+        self._stream, self._when_closed = stream, when_closed
+        self._closed = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk in self._stream:
+            yield chunk
+
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            await self._stream.aclose()
+            self._when_closed()
+
+
 class StackTransport(httpx.AsyncBaseTransport):
     """A connection of its own for each request in flight, the one used last first. An answer is read to its end before
-    it is handed on, and the connection is free. `http`: httpx, or httpx2 for the clients of newer openai SDKs."""
+    it is handed on, and the connection is free; server-sent events are handed on as they come, and the connection is
+    free when they are closed. `http`: httpx, or httpx2 for the clients of newer openai SDKs."""
 
     def __init__(self, http: Any = httpx) -> None:
         self.http = http
         self.idle: list[Any] = []  # connections, used last last
+        self._stream_type = type("Stream", (Stream, http.AsyncByteStream), {})  # clients check for the second
 
     async def handle_async_request(self, request: Any) -> Any:
         connection = self.idle.pop() if self.idle else self._connection()
         try:
             response = await connection.handle_async_request(request)
+            if response.headers.get("content-type", "").startswith("text/event-stream"):
+                response.stream = self._stream_type(response.stream, lambda: self.idle.append(connection))
+                return response
             await response.aread()
         except BaseException:
             await connection.aclose()
@@ -116,15 +143,45 @@ class Wire:
 
     async def call(self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
         """POST `body`, or GET without one."""
+        with refused(url, timeout):
+            response = await self._send(url, body, timeout)
+            content = await response.aread()
+        return read_answer(url, response.status_code, content)
+
+    async def stream(self, url: str, body: Any, timeout: float) -> AsyncGenerator[dict[str, Any], None]:
+        """POST `body` and yield the events of the answer, of those that came together the newest; an answer that is
+        no stream is the only event. `timeout`: seconds of silence."""
+        with refused(url, timeout):
+            response = await self._send(url, body, timeout)
+            try:
+                if response.status_code != 200 or "event-stream" not in response.headers.get("content-type", ""):
+                    yield read_answer(url, response.status_code, await response.aread())
+                    return
+                rest = b""
+                async for chunk in response.aiter_raw():
+                    *events, rest = (rest + chunk).split(b"\n\n")
+                    data = [
+                        e for event in events if (e := event.removeprefix(b"data:").strip()) not in (b"", b"[DONE]")
+                    ]
+                    if data:
+                        yield read_answer(url, 200, data[-1])
+            finally:
+                await response.aclose()
+
+    async def _send(self, url: str, body: Any, timeout: float) -> httpx.Response:
         method, content = ("GET", None) if body is None else ("POST", orjson.dumps(body))
         timeouts = httpx.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT)).as_dict()
         request = httpx.Request(method, url, content=content, headers=HEADERS, extensions={"timeout": timeouts})
-        transport = await self._transports.get()
-        try:
-            response = await transport.handle_async_request(request)
-        except httpx.TimeoutException as error:
-            reason = f"did not answer within {timeout} s (is it dead, or was it left paused?)"
-            raise EngineError(f"{url} {reason}", 503) from error
-        except httpx.TransportError as error:
-            raise EngineError(f"{url} cannot be reached: {error!r}", 503) from error
-        return read_answer(url, response.status_code, await response.aread())
+        return await (await self._transports.get()).handle_async_request(request)
+
+
+@contextlib.contextmanager
+def refused(url: str, timeout: float) -> Iterator[None]:
+    """What goes wrong on the way to `url` as an EngineError (503)."""
+    try:
+        yield
+    except httpx.TimeoutException as error:
+        reason = f"did not answer within {timeout} s (is it dead, or was it left paused?)"
+        raise EngineError(f"{url} {reason}", 503) from error
+    except httpx.TransportError as error:
+        raise EngineError(f"{url} cannot be reached: {error!r}", 503) from error

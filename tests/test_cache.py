@@ -217,21 +217,50 @@ def test_an_unfinished_call_is_never_a_parent() -> None:
     assert list(cache) == ["b"]  # what has finished stays
 
 
+class Counted(dict):
+    """A message that counts how often it is looked at."""
+
+    looks = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        Counted.looks += key == "role"
+        return super().get(key, default)
+
+
 def test_finding_a_parent_costs_messages_not_interactions() -> None:
     """800 siblings over 200 shared messages: each message of each is looked at once (AReaL: by every candidate)."""
-
-    class Counted(dict):
-        looks = 0
-
-        def get(self, key: str, default: Any = None) -> Any:
-            Counted.looks += key == "role"
-            return super().get(key, default)
-
+    Counted.looks = 0
     shared = [Counted(user(str(i))) for i in range(200)]
     cache = InteractionCache()
     for k in range(800):
         cache[str(k)] = turn(list(shared), str(k))
     assert Counted.looks == 800 * 200
+
+
+def test_a_turn_looks_back_over_its_new_messages_only() -> None:
+    """A chain of 100 turns: each looks up its parent in as many places as it has new messages, and one."""
+    cache = chain(0)
+    looked = []
+
+    class Ends(dict):
+        def __contains__(self, place: Any) -> bool:
+            looked.append(place)
+            return super().__contains__(place)
+
+    cache._ends = Ends()
+    messages = [user("0")]
+    for k in range(100):
+        cache[str(k)] = turn(list(messages), str(k))
+        messages += [said(str(k)), user(str(k + 1))]
+    assert len(looked) == 2 + 99 * 2  # the first turn has its message and the root; the others a question, a parent
+
+
+def test_a_conversation_is_kept_once() -> None:
+    """The history of a turn is its parent's messages, not a copy for every turn."""
+    cache = chain(50)
+    first, last = cache["0"], cache["49"]
+    assert all(mine is theirs for mine, theirs in zip(last.messages, first.messages, strict=False))
+    assert last.messages[1] is first.output_message_list[0]
 
 
 def test_bad_entries_are_refused() -> None:
@@ -275,6 +304,74 @@ def test_the_last_reward_goes_to_the_last_finished_call() -> None:
     cache.apply_reward_discount(0.5)
     assert cache["cut"].reward is None
     assert [i.reward for i in cache.finished()] == [0.5, 1.0]
+
+
+def title_call(cache: InteractionCache, title_first: bool, turns: int) -> None:
+    """What opencode does: a request for a title, without tools, beside the first turn of the agent, which has tools."""
+    title = InteractionWithTokenLogpReward([{"role": "system", "content": "You write titles."}, user("hello")])
+    agent = InteractionWithTokenLogpReward([{"role": "system", "content": "You code."}, user("hello")], tools=True)
+    entered = {"title": title, "0": agent}
+    for name in ("title", "0") if title_first else ("0", "title"):
+        cache[name] = entered[name]
+    for name in entered:
+        cache.finish(name, turn([user("x")]).tokens, [said(name)])
+    messages = [*agent.messages, said("0")]
+    for k in range(1, turns):
+        cache[str(k)] = turn([*messages, user("more")], str(k), tools=True)
+        messages += [user("more"), said(str(k))]
+
+
+@pytest.mark.parametrize("title_first", [True, False])
+@pytest.mark.parametrize("turns", [1, 3])
+def test_a_side_conversation_takes_no_reward(title_first: bool, turns: int) -> None:
+    """opencode's title call: whichever comes first or ends last, the agent's own last turn takes the reward, and the
+    title is not trained to be worth nothing."""
+    cache = InteractionCache()
+    title_call(cache, title_first, turns)
+    assert [name for name, i in cache.items() if i.is_side] == ["title"]
+    cache.set_last_reward(1.0)
+    cache.apply_reward_discount(1.0)
+    assert {name: i.reward for name, i in cache.items()} == {"title": None, **{str(k): 1.0 for k in range(turns)}}
+    rows = {name: i.to_lists() for name, i in cache.export_interactions("concat").items()}
+    assert sum(rows["title"]["loss_mask"]) == 0
+    assert sum(sum(row["loss_mask"]) for row in rows.values()) == turns
+
+
+def test_a_side_conversation_that_is_rewarded_is_trained() -> None:
+    """Who rewards it by its id means it."""
+    cache = InteractionCache()
+    title_call(cache, True, 2)
+    cache.set_reward("title", 0.5)
+    cache.apply_reward_discount(1.0)
+    assert cache["title"].reward == 0.5
+    assert sum(cache["title"].to_lists()["loss_mask"]) == 1
+
+
+def test_what_comes_later_is_no_side_conversation() -> None:
+    """A last call without tools and with another prompt (a final answer, say) takes the reward, as the last one does;
+    so does the last of several equal drafts, and of calls that begin alike."""
+    cache = InteractionCache()
+    cache["work"] = turn([user("work")], tools=True)
+    cache["answer"] = turn([user("answer")])
+    cache.set_last_reward(1.0)
+    assert cache["answer"].reward == 1.0
+    cache = InteractionCache()
+    for name in "ab":
+        cache[name] = InteractionWithTokenLogpReward([user("draft")])
+    for name in "ab":
+        cache.finish(name, turn([user("x")]).tokens, [said(name)])
+    cache["c"] = turn([user("draft"), said("a"), user("more")])
+    assert not any(i.is_side for i in cache.values())
+
+
+def test_an_orphan_leaves_no_trace() -> None:
+    """A turn whose reader is gone and asks again is dropped; one that something went on from is no orphan."""
+    cache = chain(2)
+    for name in ("0", "1", "unknown"):
+        cache.drop_orphan(name)
+    assert list(cache) == ["0"]
+    cache["again"] = turn([user("0"), said("0"), user("1"), said("1"), user("2")])
+    assert cache["again"].parent is cache["0"]
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, "1", None, [1], 10**400])

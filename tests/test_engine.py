@@ -5,6 +5,7 @@ by a list that records how long the engine wanted to sleep. The last tests talk 
 """
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import Callable, Coroutine
@@ -648,3 +649,120 @@ def test_one_seed_one_answer(real_engine: RemoteInfEngine):
     ask = ModelRequest([9, 8, 7], gconfig=gconfig)
     first, second = (asyncio.run(real_engine.agenerate(ask)) for _ in range(2))
     assert first.output_tokens == second.output_tokens
+
+
+# Streaming
+
+
+def streamed(*events: httpx.Response, done: bool = True) -> httpx.Response:
+    """Answers of `generated` as one answer in server-sent events, each with all tokens so far."""
+    content = b"".join(b"data: " + event.content + b"\n\n" for event in events) + b"data: [DONE]\n\n" * done
+    pieces = [content[i : i + 7] for i in range(0, len(content), 7)]  # wherever the network cuts
+
+    async def body() -> Any:
+        for piece in pieces:
+            yield piece
+
+    return httpx.Response(200, content=body(), headers={"content-type": "text/event-stream"})
+
+
+def partial(tokens: list[int], **meta: Any) -> httpx.Response:
+    """What a stream says before the end."""
+    return generated(tokens, **meta, finish_reason=None)
+
+
+@pytest.mark.anyio
+async def test_a_stream_tells_every_token_as_it_comes():
+    """on_tokens hears of the response so far; the response at the end is that of the answer as a whole."""
+    script = Script(streamed(partial([4]), partial([4, 5]), generated([4, 5, 6], spans=[(0, 2), (1, 1)])))
+    heard: list[list[int]] = []
+    response = await script.engine().agenerate(request(), lambda r: heard.append(list(r.output_tokens)))
+    assert heard == [[4], [4, 5], [4, 5, 6]]
+    assert (response.output_tokens, response.output_versions) == ([4, 5, 6], [0, 0, 1])
+    assert (response.output_logprobs, response.stop_reason) == ([-4.0, -5.0, -6.0], "stop")
+    assert script.sent()[0]["stream"] is True
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("cut", ["abort", "broken off", "503"])
+async def test_what_was_streamed_is_kept(cut: str):
+    """Somebody has read it: an interrupted or broken stream is resumed behind the last token that came."""
+    first = {
+        "abort": streamed(partial([4]), generated([4, 5], "abort")),
+        "broken off": streamed(partial([4]), partial([4, 5]), done=False),
+        "503": streamed(partial([4]), partial([4, 5]), httpx.Response(200, json={"success": False})),
+    }[cut]
+    script = Script(first, streamed(partial([6]), generated([6, 7], spans=[(1, 2)])))
+    heard: list[list[int]] = []
+    response = await script.engine().agenerate(request(), lambda r: heard.append(list(r.output_tokens)))
+    assert response.output_tokens == heard[-1] == [4, 5, 6, 7]
+    assert response.output_versions == [0, 0, 1, 1]
+    assert all(later[: len(before)] == before for before, later in itertools.pairwise(heard))
+    assert script.sent()[1]["input_ids"] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.anyio
+async def test_who_stops_listening_tells_the_server():
+    """A stream that is cancelled between two tokens is aborted by its rid, as any other request."""
+    heard = asyncio.Event()
+
+    async def endless() -> Any:
+        yield b"data: " + partial([4]).content + b"\n\n"
+        await asyncio.Event().wait()
+
+    async def answer() -> httpx.Response:
+        return httpx.Response(200, content=endless(), headers={"content-type": "text/event-stream"})
+
+    script = Script(answer)
+    task = asyncio.create_task(script.engine().agenerate(request(), lambda r: heard.set()))
+    await heard.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert script.sent("/abort_request") == [{"rid": "r-0"}]
+
+
+@pytest.mark.anyio
+async def test_a_stream_is_refused_as_a_whole_answer_is():
+    """A server's 400 to a stream is an error with its words, and not tried again."""
+    script = Script(httpx.Response(400, json={"error": {"message": "no such thing"}}))
+    with pytest.raises(EngineError, match="no such thing") as caught:
+        await script.engine().agenerate(request(), lambda r: None)
+    assert caught.value.status == 400
+    assert len(script.requests) == 1
+
+
+@pytest.mark.anyio
+async def test_a_grammar_is_asked_for_where_there_is_one():
+    """json_schema reaches a server with a grammar; to another it is a 400 before anything is sent."""
+    script = Script(generated([1]))
+    engine = script.engine()
+    with pytest.raises(EngineError, match="no grammar") as caught:
+        await engine.agenerate(request(json_schema="{}"))
+    assert (caught.value.status, script.requests) == (400, [])
+    engine.has_grammar = True
+    response = await engine.agenerate(request(json_schema="{}", presence_penalty=0.5))
+    assert script.sent()[0]["sampling_params"]["json_schema"] == "{}"
+    assert script.sent()[0]["sampling_params"]["presence_penalty"] == 0.5
+    assert not response.trains_exactly
+
+
+def test_streaming_is_not_streaming(real_engine: RemoteInfEngine):
+    """The same seed gives the same tokens, logprobs and versions, streamed or whole, and connections are used again."""
+    gconfig = GenerationHyperparameters(max_new_tokens=40, seed=5)
+    ask = ModelRequest([9, 8, 7], gconfig=gconfig)
+
+    lengths: list[int] = []
+
+    async def both() -> None:
+        whole = await real_engine.agenerate(ask)
+        for _ in range(3):
+            lengths.append(0)
+            assert await real_engine.agenerate(ask, lambda r: lengths.append(r.output_len)) == whole
+            assert lengths == sorted(lengths)
+            assert lengths[-1] == whole.output_len
+            lengths.clear()
+        transport: Any = await real_engine._wire._transports.get()
+        assert len(transport.idle) == 1
+
+    asyncio.run(both())

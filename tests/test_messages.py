@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import ModelResponse
-from messages import BadRequest, canonical, parse_chat, render_chat
+from messages import BadRequest, canonical, parse_chat
 
 PAIRS = [json.loads(line) for line in (Path(__file__).parent / "data/chat_pairs.jsonl").read_text().splitlines()]
 HELLO = [{"role": "user", "content": "hello"}]

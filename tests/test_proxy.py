@@ -8,107 +8,22 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-import httpx2
 import openai
-import orjson
 import pytest
 from conftest import ROOT, free_port, wait_until_up
+from harness import ADMIN, HELLO, Clock, Connection, Harness, reply_message, sdk
 
 import proxy
 from engine import EngineError, ModelRequest, ModelResponse
-from proxy import PromptBuilder, call_seed, create_app
+from messages import AgentRequest
+from prompts import PromptBuilder
+from proxy import call_seed
 from sessions import GRANT_SECONDS, ProxyError, SessionTable
 
 pytestmark = pytest.mark.anyio
-
-ADMIN = {"Authorization": "Bearer admin"}
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-
-
-class ScriptedEngine:
-    """Answers with the given texts, one a call; a "…" at the end means cut by length. Records what it was asked."""
-
-    def __init__(self, tokenizer: Any, *texts: str) -> None:
-        self.tokenizer = tokenizer
-        self.texts = list(texts)
-        self.requests: list[ModelRequest] = []
-        self.error: Exception | None = None
-        self.hold: asyncio.Event | None = None  # a generation waits for it
-        self.started, self.cancelled = asyncio.Event(), asyncio.Event()
-
-    async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        self.requests.append(request)
-        self.started.set()
-        if self.error:
-            raise self.error
-        try:
-            if self.hold:
-                await self.hold.wait()
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
-        text = self.texts.pop(0) if self.texts else "ok"
-        cut = text.endswith("…")
-        output = self.tokenizer.encode(text.removesuffix("…")) + [self.tokenizer.eos_token_id] * (not cut)
-        return ModelResponse(
-            request.input_ids,
-            output,
-            [-0.25] * len(output),
-            [4] * len(output),
-            "length" if cut else "stop",
-            request.gconfig.temperature,
-            request.gconfig.trains_exactly,
-        )
-
-
-class Clock:
-    """Time that moves when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Harness:
-    """The proxy in this process, spoken to over its HTTP interface."""
-
-    def __init__(self, tokenizer: Any, *texts: str, **options: Any) -> None:
-        self.engine = ScriptedEngine(tokenizer, *texts)
-        self.clock = Clock()
-        self.app = create_app(self.engine, tokenizer, "admin", clock=self.clock, **options)
-        transport = httpx.ASGITransport(self.app)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://proxy")
-
-    @property
-    def sessions(self) -> SessionTable:
-        return self.app.state.proxy.sessions
-
-    async def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
-        return await self.http.post(path, json={} if body is None else body, **kwargs)
-
-    async def start(self, task_id: str = "task") -> str:
-        assert (await self.post("/grant_capacity", headers=ADMIN)).status_code == 200
-        answer = await self.post("/rl/start_session", {"task_id": task_id}, headers=ADMIN)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["session_id"]
-
-    async def chat(self, session: str, messages: list[dict[str, Any]], **body: Any) -> dict[str, Any]:
-        answer = await self.post(f"/{session}/v1/chat/completions", {"messages": messages, **body})
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    async def export(self, session: str, **body: Any) -> dict[str, Any]:
-        assert (await self.post(f"/{session}/rl/end_session")).status_code == 200
-        answer = await self.post("/export_trajectories", {"session_id": session, **body}, headers=ADMIN)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["interactions"]
-
 
 Start = Callable[..., Harness]
 
@@ -125,10 +40,6 @@ async def start(tiny_tokenizer: Any) -> AsyncIterator[Start]:
     yield start
     for harness in made:
         await harness.http.aclose()
-
-
-def reply_message(completion: dict[str, Any]) -> dict[str, Any]:
-    return completion["choices"][0]["message"]
 
 
 # Tokens
@@ -176,7 +87,7 @@ async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(tiny_to
     session = await harness.start()
     odd = [*tiny_tokenizer.encode("a"), tiny_tokenizer.pad_token_id, *tiny_tokenizer.encode("b")]
 
-    async def sample(request: ModelRequest) -> ModelResponse:
+    async def sample(request: ModelRequest, on_tokens: Any = None) -> ModelResponse:
         harness.engine.requests.append(request)
         return ModelResponse(request.input_ids, odd, [-1.0] * 3, [0] * 3, "length")
 
@@ -187,7 +98,7 @@ async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(tiny_to
     await harness.chat(session, [*HELLO, {"role": "assistant", "content": "ab"}, then])
     first, second = (request.input_ids for request in harness.engine.requests)
     assert second[: len(first) + 3] == first + odd
-    assert first == prompts.prompt(HELLO, None, {})
+    assert first == prompts.prompt(AgentRequest(HELLO), None)
     await harness.http.aclose()
 
 
@@ -260,13 +171,6 @@ async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
 # The reply
 
 
-@asynccontextmanager
-async def sdk(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncIterator[openai.AsyncOpenAI]:
-    transport = httpx2.ASGITransport(harness.app)
-    async with openai.DefaultAsyncHttpxClient(transport=transport) as http:
-        yield openai.AsyncOpenAI(base_url=f"http://proxy{path}", api_key=api_key, http_client=http, max_retries=0)
-
-
 @pytest.mark.parametrize("path", ["/{}/v1", "/{}", "/v1", ""])
 async def test_the_official_sdk_is_served_by_url_or_by_key(start: Start, path: str) -> None:
     """With the session's URL any api_key works; without it the api_key is the session's; /v1 is optional."""
@@ -289,8 +193,8 @@ async def test_the_sdk_gets_typed_errors(start: Start) -> None:
     async with sdk(harness, f"/{await harness.start()}/v1") as client:
         with pytest.raises(openai.BadRequestError, match="messages"):
             await client.chat.completions.create(model="m", messages=[])
-        with pytest.raises(openai.BadRequestError, match="stream"):
-            await client.chat.completions.create(model="m", messages=HELLO, stream=True)
+        with pytest.raises(openai.BadRequestError, match="logit_bias"):
+            await client.chat.completions.create(model="m", messages=HELLO, logit_bias={"1": 5})
     async with sdk(harness, "/v1", "DUMMY") as client:
         with pytest.raises(openai.NotFoundError, match="session"):
             await client.chat.completions.create(model="m", messages=HELLO)
@@ -317,7 +221,7 @@ async def test_x_api_key_serves_too(start: Start) -> None:
         (b'{"messages": []}', 400),
         (b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}', 400),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
-        (b'{"messages": [{"role": "user", "content": "hi"}], "n": 2}', 400),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "n": 0}', 400),
         (b'{"messages": [{"role": "user", "content": "hi"}]}', 200),
     ],
 )
@@ -496,30 +400,9 @@ async def test_a_caller_that_hangs_up_cancels_its_generation(start: Start) -> No
     harness = start()
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
-    body = orjson.dumps({"messages": HELLO})
-    gone = asyncio.Event()
-    inbox = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> dict[str, Any]:
-        if inbox:
-            return inbox.pop()
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: dict[str, Any]) -> None:
-        pass
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": f"/{session}/v1/chat/completions",
-        "headers": [],
-        "query_string": b"",
-    }
-    call = asyncio.ensure_future(harness.app(scope, receive, send))  # type: ignore[arg-type]
+    call = Connection(harness, f"/{session}/v1/chat/completions", {"messages": HELLO})
     await harness.engine.started.wait()
-    gone.set()
-    await asyncio.wait_for(call, timeout=30)
+    await call.hang_up()
     assert harness.engine.cancelled.is_set()
     assert await harness.export(session) == {}
 

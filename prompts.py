@@ -1,0 +1,158 @@
+"""Between messages and tokens: the prompt of a turn, and the text of an answer while its tokens come.
+
+The rule. Tokens that were sampled are never tokenised again. The prompt of a first turn is the chat template over its
+messages. The prompt of a later turn is
+
+    parent's prompt ids + parent's output ids + the tail: what the template puts after an assistant's text
+
+so one turn costs its own length, not the conversation's. The tail is cut from a rendering of [user, assistant:
+SENTINEL] + the new messages: what stands behind the sentinel. It begins with the *closing* of an assistant's turn
+(<|im_end|> and a newline, say). Of the closing the parent has sampled the part up to its own last token, if it ended
+by itself; that part is left out. A parent that was cut by length, or ended with another of the model's end tokens, did
+not sample it, and there it stays, in the prompt, untrained.
+
+Templates. Many render a history otherwise than the model wrote it: they drop the reasoning of earlier turns, strip
+whitespace, add an empty <think> to the prompt. With the rule above the model keeps seeing what it wrote, and the
+conversation is one sequence for training. What the rule needs is that the tail depends on the new messages only; this
+is checked at the start with two histories of different length. Where it does not hold, or where a template refuses the
+stub (some want to see a call before its result), the turn is rendered in full, and so it always is with
+chat_template_type "hf"; concat then forks the row where the tokens differ.
+
+A forced tool call (tool_choice) is an *opening*: text that is put before the model's own, in the prompt, untrained,
+and before what the parser reads.
+
+Text (`TextReader`). A piece of a stream is final when no later token can change it: a character whose bytes are not all
+there is held back, and so is what may be the beginning of a stop string. Each token is decoded a bounded number of
+times, in a window of few tokens, so the work is linear in the answer.
+
+It does not promise what a model makes of a history that its template would have shortened; AReaL renders the whole
+history again at every turn, and its `concat` looks for the end-of-turn token in it and gives up where there are two.
+"""
+
+import inspect
+from typing import Any
+
+from jinja2 import TemplateError
+
+from cache import InteractionWithTokenLogpReward
+from engine import GenerationHyperparameters
+from messages import AgentRequest, BadRequest, Message
+from tools import without_partial
+
+SENTINEL = "\u27e6the assistant's text\u27e7"
+STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
+WINDOW = 64  # tokens without a whole character at their end after which one no longer waits for it
+
+
+class PromptBuilder:
+    """Messages to token ids, by the tokenizer's chat template."""
+
+    def __init__(self, tokenizer: Any, chat_template_type: str = "concat") -> None:
+        if not tokenizer.chat_template:
+            raise ValueError("the tokenizer has no chat template")
+        self._tokenizer = tokenizer
+        self._reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+        self._closing: list[int] = []  # what ends an assistant's turn
+        self.splices = chat_template_type == "concat" and self._is_local()
+
+    def _is_local(self) -> bool:
+        """Whether what follows an assistant's text depends on the new messages only."""
+        new: list[Message] = [{"role": "user", "content": "c"}]
+        longer: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            self._closing = self._tail([], {}, add_generation_prompt=False)
+            return self._tail(new, {}) == self._tail(new, {}, longer)
+        except BadRequest:
+            return False
+
+    def prompt(self, ask: AgentRequest, parent: InteractionWithTokenLogpReward | None, opening: str = "") -> list[int]:
+        """The prompt ids of a call. Raises BadRequest where the template refuses the messages."""
+        if taken := ask.template_kwargs.keys() & self._reserved:
+            names = ", ".join(sorted(taken))
+            raise BadRequest(f"chat_template_kwargs: {names} cannot be set, variables of the template can")
+        variables = ask.template_kwargs | ({"tools": ask.tools} if ask.tools else {})
+        ids = self._spliced(ask.messages, parent, variables) if parent and self.splices else None
+        return (ids or self._encode(self._render(ask.messages, variables))) + (self._encode(opening) if opening else [])
+
+    def _spliced(
+        self, messages: list[Message], parent: InteractionWithTokenLogpReward, variables: dict[str, Any]
+    ) -> list[int] | None:
+        tokens, known = parent.tokens, len(parent.messages) + len(parent.output_message_list)
+        try:
+            tail = self._tail(messages[known:], variables)
+        except BadRequest:  # of the stub; a rendering in full says whether the messages are at fault
+            return None
+        closing = self._closing if tail[: len(self._closing)] == self._closing else []
+        sampled = closing.index(tokens.output_tokens[-1]) + 1 if {*tokens.output_tokens[-1:]} & {*closing} else 0
+        return tokens.input_tokens + tokens.output_tokens + tail[sampled:]
+
+    def _tail(
+        self,
+        new: list[Message],
+        variables: dict[str, Any],
+        before: list[Message] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        text = self._render([*(before or []), *STUB, *new], variables, add_generation_prompt)
+        _, found, tail = text.partition(SENTINEL)
+        if not found:
+            raise BadRequest("messages: the chat template leaves out what an assistant said")
+        return self._encode(tail)
+
+    def _render(self, messages: list[Message], variables: dict[str, Any], add_generation_prompt: bool = True) -> str:
+        render = self._tokenizer.apply_chat_template
+        try:
+            return render(messages, add_generation_prompt=add_generation_prompt, tokenize=False, **variables)
+        except (TemplateError, LookupError, TypeError, ValueError, RecursionError) as error:
+            raise BadRequest(f"messages: the chat template refuses them: {error}") from error
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+class TextReader:
+    """The text of one answer. `read` takes all tokens so far and says what is final of their text; `whole` takes all."""
+
+    def __init__(
+        self, tokenizer: Any, gconfig: GenerationHyperparameters, opening: str = "", special_tokens: bool = False
+    ) -> None:
+        self._tokenizer, self._opening, self._skips = tokenizer, opening, not special_tokens
+        self._stop, self._stop_ids = gconfig.stop, frozenset(gconfig.stop_token_ids)
+        # All that changes:
+        self._text = opening  # of the tokens before `_read`, which is final
+        self._context, self._read = 0, 0  # tokens; those between the two are decoded again, as the context of the next
+
+    def whole(self, tokens: list[int]) -> str:
+        """Without the end-of-turn token, and without a stop string and what follows it."""
+        text = self._opening + self._decode(self._own(tokens))
+        return text[: self._end(text, len(self._opening))]
+
+    def read(self, tokens: list[int]) -> str:
+        """As `whole` of the tokens so far, as far as no later token changes it. Call it with ever more tokens."""
+        tokens = self._own(tokens)
+        before = self._decode(tokens[self._context : self._read])
+        fresh = self._decode(tokens[self._context :])[len(before) :]
+        complete = fresh.rstrip("\ufffd")
+        text = self._text + complete
+        if complete == fresh or len(tokens) - self._read > WINDOW:
+            text = self._text = self._text + fresh
+            self._context, self._read = self._read, len(tokens)
+        longest = max(map(len, self._stop), default=0)
+        end = self._end(text, max(len(self._opening), len(text) - len(fresh) - longest))
+        if end < len(text):
+            return text[:end]
+        return without_partial(text, self._stop)
+
+    def token(self, token: int) -> str:
+        """The text of one token by itself."""
+        return self._tokenizer.decode([token])
+
+    def _own(self, tokens: list[int]) -> list[int]:
+        return tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skips)
+
+    def _end(self, text: str, start: int) -> int:
+        """Where the first stop string begins, from `start` on; else the length of the text."""
+        return min((i for stop in self._stop if (i := text.find(stop, start)) >= 0), default=len(text))

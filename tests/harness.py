@@ -1,0 +1,158 @@
+"""The proxy in this process over a scripted engine, spoken to over its HTTP interface."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anthropic
+import httpx
+import httpx2
+import openai
+import orjson
+
+from engine import ModelRequest, ModelResponse
+from proxy import create_app
+from sessions import SessionTable
+
+ADMIN = {"Authorization": "Bearer admin"}
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+class ScriptedEngine:
+    """Answers with the given texts, one a call; a "…" at the end means cut by length. Records what it was asked.
+
+    Streams token by token; `hold`: a generation waits for it, after `held_tokens` tokens of a stream.
+    """
+
+    def __init__(self, tokenizer: Any, *texts: str) -> None:
+        self.tokenizer = tokenizer
+        self.texts = list(texts)
+        self.requests: list[ModelRequest] = []
+        self.error: Exception | None = None
+        self.hold: asyncio.Event | None = None
+        self.held_tokens = 0
+        self.started, self.cancelled = asyncio.Event(), asyncio.Event()
+
+    async def agenerate(self, request: ModelRequest, on_tokens: Any = None) -> ModelResponse:
+        self.requests.append(request)
+        self.started.set()
+        if self.error:
+            raise self.error
+        text = self.texts.pop(0) if self.texts else "ok"
+        cut = text.endswith("…")
+        output = self.tokenizer.encode(text.removesuffix("…")) + [self.tokenizer.eos_token_id] * (not cut)
+        g = request.gconfig
+        response = ModelResponse(
+            list(request.input_ids), temperature=g.temperature, trains_exactly=g.trains_exactly, stop_reason="abort"
+        )
+        try:
+            for token in output:
+                if self.hold and response.output_len == (self.held_tokens if on_tokens else 0):
+                    await self.hold.wait()
+                response.replace_from(response.output_len, ModelResponse([], [token], [-0.25], [4]))
+                if on_tokens:
+                    on_tokens(response)
+                    await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        response.stop_reason = "length" if cut else "stop"
+        return response
+
+
+class Clock:
+    """Time that moves when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Harness:
+    """The proxy in this process, spoken to over its HTTP interface."""
+
+    def __init__(self, tokenizer: Any, *texts: str, **options: Any) -> None:
+        self.engine = ScriptedEngine(tokenizer, *texts)
+        self.clock = Clock()
+        self.app = create_app(self.engine, tokenizer, "admin", clock=self.clock, **options)
+        transport = httpx.ASGITransport(self.app)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://proxy")
+
+    @property
+    def sessions(self) -> SessionTable:
+        return self.app.state.proxy.sessions
+
+    async def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
+        return await self.http.post(path, json={} if body is None else body, **kwargs)
+
+    async def start(self, task_id: str = "task") -> str:
+        assert (await self.post("/grant_capacity", headers=ADMIN)).status_code == 200
+        answer = await self.post("/rl/start_session", {"task_id": task_id}, headers=ADMIN)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["session_id"]
+
+    async def chat(self, session: str, messages: list[dict[str, Any]], **body: Any) -> dict[str, Any]:
+        answer = await self.post(f"/{session}/v1/chat/completions", {"messages": messages, **body})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def export(self, session: str, **body: Any) -> dict[str, Any]:
+        assert (await self.post(f"/{session}/rl/end_session")).status_code == 200
+        answer = await self.post("/export_trajectories", {"session_id": session, **body}, headers=ADMIN)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["interactions"]
+
+
+class Connection:
+    """One request over raw ASGI, so that a test can hang up, and sees each piece when it is sent."""
+
+    def __init__(self, harness: Harness, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
+        self.pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.gone = asyncio.Event()
+        self._inbox = [{"type": "http.request", "body": orjson.dumps(body), "more_body": False}]
+        raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": raw, "query_string": b""}
+        self.task = asyncio.ensure_future(harness.app(scope, self._receive, self.pieces.put))  # type: ignore[arg-type]
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._inbox:
+            return self._inbox.pop()
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def hang_up(self) -> None:
+        self.gone.set()
+        await asyncio.wait_for(self.task, timeout=30)
+
+    async def status(self) -> int:
+        return (await asyncio.wait_for(self.pieces.get(), timeout=30))["status"]
+
+    async def read(self) -> bytes:
+        """The next piece of the body; b"" at its end."""
+        return (await asyncio.wait_for(self.pieces.get(), timeout=30))["body"]
+
+    async def rest(self) -> bytes:
+        await asyncio.wait_for(self.task, timeout=30)
+        pieces = [self.pieces.get_nowait() for _ in range(self.pieces.qsize())]
+        return b"".join(piece.get("body", b"") for piece in pieces)
+
+
+@asynccontextmanager
+async def sdk(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncIterator[openai.AsyncOpenAI]:
+    transport = httpx2.ASGITransport(harness.app)
+    async with openai.DefaultAsyncHttpxClient(transport=transport) as http:
+        yield openai.AsyncOpenAI(base_url=f"http://proxy{path}", api_key=api_key, http_client=http, max_retries=0)
+
+
+@asynccontextmanager
+async def claude(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncIterator[anthropic.AsyncAnthropic]:
+    transport = httpx2.ASGITransport(harness.app)
+    async with anthropic.DefaultAsyncHttpxClient(transport=transport) as http:
+        yield anthropic.AsyncAnthropic(base_url=f"http://proxy{path}", api_key=api_key, http_client=http, max_retries=0)
+
+
+def reply_message(completion: dict[str, Any]) -> dict[str, Any]:
+    return completion["choices"][0]["message"]

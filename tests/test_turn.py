@@ -1,0 +1,532 @@
+"""A call, its listeners and its retries: what was sampled is in the tree whatever becomes of the connection."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import openai
+import pytest
+from harness import ADMIN, HELLO, Connection, Harness, claude, reply_message, sdk
+
+from engine import EngineError, RemoteInfEngine
+from proxy import create_app
+
+pytestmark = pytest.mark.anyio
+
+CHAT = {"messages": HELLO}
+STREAM = {"messages": HELLO, "stream": True}
+RETRY = {"x-stainless-retry-count": "1"}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
+    for name in ("look", "open")
+]
+Start = Callable[..., Harness]
+
+
+@pytest.fixture
+async def start(tiny_tokenizer: Any) -> AsyncIterator[Start]:
+    """start(*texts, **options) -> a Harness over an engine that says these texts."""
+    made: list[Harness] = []
+
+    def start(*texts: str, **options: Any) -> Harness:
+        made.append(Harness(tiny_tokenizer, *texts, **options))
+        return made[-1]
+
+    yield start
+    for harness in made:
+        await harness.http.aclose()
+
+
+def events(raw: bytes) -> list[Any]:
+    """The data of server-sent events."""
+    lines = [line.removeprefix("data: ") for line in raw.decode().splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def cache_of(harness: Harness, session: str) -> Any:
+    return harness.sessions.find(session).cache
+
+
+# Streaming
+
+
+@pytest.mark.parametrize("protocol", ["chat/completions", "responses", "messages"])
+async def test_a_turn_is_in_the_tree_before_its_first_byte_and_whole_before_its_last(
+    start: Start, protocol: str
+) -> None:
+    """Whatever a client does with what it reads, the tree knows it already."""
+    harness = start("hello you")
+    session = await harness.start()
+    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
+    body = {"input": "hi", "stream": True} if protocol == "responses" else STREAM
+    call = Connection(harness, f"/{session}/v1/{protocol}", body)
+    assert await call.status() == 200
+    first = await call.read()
+    (interaction,) = cache_of(harness, session).values()
+    assert interaction.interaction_id.encode() in first
+    assert not interaction.complete
+    while b"hello" not in first.replace(b'"', b""):
+        piece = await call.read()
+        first += b"".join(str(e).encode() for e in events(piece)) and piece
+        if b"hell" in piece or b"h" in piece:
+            break
+    harness.engine.hold.set()
+    while (piece := await call.read()) and not interaction.complete:
+        assert b'finish_reason":"stop' not in piece
+    assert interaction.complete
+    assert interaction.output_message_list == [{"role": "assistant", "content": "hello you"}]
+    await call.task
+    assert interaction.completion is not None
+
+
+async def test_tokens_are_sent_while_others_are_still_sampled(start: Start) -> None:
+    """A stream is a stream: its first text is there while the generation is held."""
+    harness = start("hello you")
+    session = await harness.start()
+    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
+    async with sdk(harness, f"/{session}/v1"):
+        call = Connection(harness, f"/{session}/v1/chat/completions", STREAM)
+        await call.status()
+        text = ""
+        while text != "hello":
+            for event in events(await call.read()):
+                text += event["choices"][0]["delta"].get("content") or ""
+        harness.engine.hold.set()
+        text += "".join(e["choices"][0]["delta"].get("content") or "" for e in events(await call.rest()))
+    assert text == "hello you"
+
+
+async def test_who_hangs_up_on_a_stream_leaves_what_was_read(start: Start, tiny_tokenizer: Any) -> None:
+    """The generation is aborted; the tokens so far stay, as a turn that ended there, and can be gone on from."""
+    harness = start("hello you", "more")
+    session = await harness.start()
+    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
+    call = Connection(harness, f"/{session}/v1/chat/completions", STREAM)
+    await call.status()
+    while b'"o"' not in await call.read():
+        pass
+    await call.hang_up()
+    assert harness.engine.cancelled.is_set()
+    (cut,) = cache_of(harness, session).values()
+    assert tiny_tokenizer.decode(cut.tokens.output_tokens) == "hello"
+    harness.engine.hold = None
+    await harness.chat(session, [*HELLO, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "?"}])
+    (row,) = [i["tensors"] for i in (await harness.export(session, style="concat")).values()]
+    trained = [t for t, mask in zip(row["input_ids"], row["loss_mask"], strict=True) if mask]
+    assert trained == [*tiny_tokenizer.encode("hello"), *tiny_tokenizer.encode("more"), tiny_tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_an_error_before_the_first_token_is_a_status(start: Start, streams: bool) -> None:
+    """Headers wait for the first token, so that a refusal is a 4xx and not the event of a stream."""
+    harness = start()
+    session = await harness.start()
+    harness.engine.error = EngineError("the prompt is too long", 400)
+    answer = await harness.post(f"/{session}/v1/messages", {**STREAM, "stream": streams})
+    assert answer.status_code == 400
+    error = {"type": "invalid_request_error", "message": "the prompt is too long"}
+    assert answer.json() == {"type": "error", "error": error}
+    assert len(cache_of(harness, session)) == 0
+
+
+async def test_an_error_in_the_middle_is_an_event(start: Start) -> None:
+    """The status is sent; the stream says what went wrong and ends, and the turn leaves the tree."""
+    harness = start("hello")
+    session = await harness.start()
+    asked = harness.engine.agenerate
+
+    async def fail(request: Any, on_tokens: Any = None) -> Any:
+        await asked(request, on_tokens)
+        raise EngineError("no server answered", 503)
+
+    harness.engine.agenerate = fail  # type: ignore[method-assign]
+    answer = await harness.post(f"/{session}/v1/chat/completions", STREAM)
+    assert answer.status_code == 200
+    assert events(answer.content)[-1]["error"]["message"] == "no server answered"
+    assert len(cache_of(harness, session)) == 0
+
+
+async def test_the_end_of_a_session_ends_its_streams(start: Start) -> None:
+    """A stream that is running then says so, and is not exported half done."""
+    harness = start("hello you")
+    session = await harness.start()
+    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
+    call = Connection(harness, f"/{session}/v1/chat/completions", STREAM)
+    await call.status()
+    await call.read()
+    assert await harness.export(session) == {}
+    assert "ended" in events(await call.rest())[-1]["error"]["message"]
+
+
+# Tools, n, references
+
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
+
+
+async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokenizer: Any) -> None:
+    """Tools reach the template, a call comes back as one, and the next prompt is the tokens the model wrote."""
+    harness = start(f"so: {CALL}", "blue")
+    session = await harness.start()
+    completion = await harness.chat(session, HELLO, tools=TOOLS)
+    message = reply_message(completion)
+    (call,) = message["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look", {"at": "sky"})
+    assert completion["choices"][0]["finish_reason"] == "tool_calls"
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "blue"}
+    await harness.chat(session, [*HELLO, message, result], tools=TOOLS)
+    first, second = (request.input_ids for request in harness.engine.requests)
+    said = [*tiny_tokenizer.encode(f"so: {CALL}"), tiny_tokenizer.eos_token_id]
+    assert second[: len(first) + len(said)] == first + said
+    assert len(await harness.export(session, style="concat")) == 1
+
+
+@pytest.mark.parametrize(("choice", "opening"), [("required", '"'), ("look", '"look", "arguments": ')])
+async def test_a_call_is_forced_by_its_beginning(start: Start, tiny_tokenizer: Any, choice: str, opening: str) -> None:
+    """What begins the call is prompt, not sample: it is never trained, and the reply has the whole call."""
+    rest = '{"at": "sky"}}\n</tool_call>'
+    harness = start(('look", "arguments": ' if choice == "required" else "") + rest)
+    session = await harness.start()
+    named = {"type": "function", "function": {"name": choice}}
+    tool_choice = choice if choice == "required" else named
+    completion = await harness.chat(session, HELLO, tools=TOOLS, tool_choice=tool_choice)
+    (call,) = reply_message(completion)["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look", {"at": "sky"})
+    prompt = tiny_tokenizer.decode(harness.engine.requests[0].input_ids)
+    assert prompt.endswith(f'assistant\n<tool_call>\n{{"name": {opening}')
+    (row,) = [i["tensors"] for i in (await harness.export(session)).values()]
+    assert sum(row["loss_mask"]) == len(row["input_ids"]) - len(harness.engine.requests[0].input_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
+    """Each is an interaction with noise of its own, and whichever the agent goes on from is the parent."""
+    harness = start("one", "two", "three", "next", seed=3)
+    session = await harness.start()
+    async with sdk(harness, f"/{session}/v1") as client:
+        if stream:
+            texts = {0: "", 1: "", 2: ""}
+            async for chunk in await client.chat.completions.create(model="m", messages=HELLO, n=3, stream=True):
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.delta.content or ""
+            said = [texts[0], texts[1], texts[2]]
+        else:
+            completion = await client.chat.completions.create(model="m", messages=HELLO, n=3)
+            said = [choice.message.content or "" for choice in completion.choices]
+    assert said == ["one", "two", "three"]
+    assert len({request.gconfig.seed for request in harness.engine.requests}) == 3
+    await harness.chat(session, [*HELLO, {"role": "assistant", "content": "two"}, {"role": "user", "content": "?"}])
+    exported = await harness.export(session)
+    parents = [i["parent"] for i in exported.values()]
+    assert parents == [None, None, None, list(exported)[1]]
+
+
+async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
+    """seed=5, n=2: 5 and 6; the same request again is the same noise."""
+    harness = start()
+    session = await harness.start()
+    for _ in range(2):
+        await harness.chat(session, HELLO, n=2, seed=5)
+    assert [request.gconfig.seed for request in harness.engine.requests] == [5, 6, 5, 6]
+
+
+async def test_a_response_goes_on_from_the_one_it_names(start: Start, tiny_tokenizer: Any) -> None:
+    """previous_response_id: only what is new is sent, and the prompt is the parent's tokens and the tail."""
+    harness = start("one", "two")
+    session = await harness.start()
+    async with sdk(harness, f"/{session}/v1") as client:
+        first = await client.responses.create(model="m", input="hello", instructions="Be brief.")
+        second = await client.responses.create(model="m", input="more", previous_response_id=first.id)
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            await client.responses.create(model="m", input="more", previous_response_id="resp_00")
+    prompts = [request.input_ids for request in harness.engine.requests]
+    assert prompts[1][: len(prompts[0])] == prompts[0]
+    (row,) = (await harness.export(session, style="concat")).values()
+    assert row["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert second.output_text == "two"
+
+
+async def test_what_is_not_stored_is_answered_and_not_trained(start: Start) -> None:
+    """store=false: the turn is context for those after it."""
+    harness = start()
+    session = await harness.start()
+    message = reply_message(await harness.chat(session, HELLO, store=False))
+    await harness.chat(session, [*HELLO, message, {"role": "user", "content": "?"}])
+    (row,) = [i["tensors"] for i in (await harness.export(session, style="concat")).values()]
+    assert [sum(m for m, t in zip(row["loss_mask"], row["turn_ids"], strict=True) if t == turn) for turn in (0, 1)] == [
+        0,
+        3,
+    ]
+
+
+async def test_a_recipe_may_fix_the_sampling(start: Start) -> None:
+    """fixed_sampling: these fields hold whatever the agent asks, the others are the agent's."""
+    harness = start(sampling={"temperature": 0.7, "top_p": 0.9}, fixed_sampling=["temperature", "stop"])
+    session = await harness.start()
+    await harness.chat(session, HELLO, temperature=0.1, top_p=0.5, stop=["x"])
+    gconfig = harness.engine.requests[0].gconfig
+    assert (gconfig.temperature, gconfig.top_p, gconfig.stop) == (0.7, 0.5, ["x"])
+
+
+async def test_logprobs_are_those_of_the_sampled_tokens(start: Start) -> None:
+    """In OpenAI's form, one entry a token."""
+    harness = start("ok")
+    session = await harness.start()
+    completion = await harness.chat(session, HELLO, logprobs=True)
+    content = completion["choices"][0]["logprobs"]["content"]
+    assert [(entry["token"], entry["logprob"]) for entry in content] == [
+        ("o", -0.25),
+        ("k", -0.25),
+        ("<|im_end|>", -0.25),
+    ]
+
+
+async def test_tokens_can_be_counted_beforehand(start: Start) -> None:
+    """Anthropic's count_tokens says how long the prompt will be, in the first turn and in a later one."""
+    harness = start("one")
+    session = await harness.start()
+    messages: list[Any] = list(HELLO)
+    async with claude(harness, f"/{session}") as client:
+        for _ in range(2):
+            counted = await client.messages.count_tokens(model="m", messages=messages, system="Be brief.")
+            message = await client.messages.create(model="m", messages=messages, system="Be brief.", max_tokens=9)
+            assert counted.input_tokens == message.usage.input_tokens == len(harness.engine.requests[-1].input_ids)
+            messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": "?"}]
+    assert len(await harness.export(session, style="concat")) == 1
+
+
+async def test_models_are_listed(start: Start) -> None:
+    """By both SDKs: there is one."""
+    harness = start()
+    session = await harness.start()
+    async with sdk(harness, f"/{session}/v1") as client, claude(harness, f"/{session}") as other:
+        assert [model.id async for model in client.models.list()] == ["default"]
+        assert [model.id async for model in other.models.list()] == ["default"]
+
+
+# Retries
+
+
+async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
+    """The SDK's read timed out and nobody noticed: it sends the body again, and one generation answers both."""
+    harness = start("one", "two")
+    session = await harness.start()
+    harness.engine.hold = asyncio.Event()
+    path = f"/{session}/v1/chat/completions"
+    first = Connection(harness, path, CHAT)
+    await harness.engine.started.wait()
+    second = Connection(harness, path, CHAT, RETRY)
+    await asyncio.sleep(0)
+    await first.hang_up()
+    harness.engine.hold.set()
+    assert await second.status() == 200
+    assert b'"one"' in await second.rest()
+    assert len(harness.engine.requests) == 1
+    assert len(await harness.export(session)) == 1
+
+
+async def test_a_retry_whose_reply_was_lost_gets_the_same_reply(start: Start) -> None:
+    """The turn had ended, its reply went nowhere: no second sample of it is taken."""
+    harness = start("one", "two")
+    session = await harness.start()
+    path = f"/{session}/v1/chat/completions"
+    lost = await harness.post(path, CHAT)
+    again = await harness.post(path, CHAT, headers=RETRY)
+    assert again.json() == lost.json()
+    assert len(await harness.export(session)) == 1
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+@pytest.mark.parametrize("streams", [True, False])
+async def test_an_orphan_is_dropped(start: Start, says_so: bool, streams: bool) -> None:
+    """The first connection is gone and its generation aborted; the same body again is a new turn in its place."""
+    harness = start("hello you", "hello me")
+    session = await harness.start()
+    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
+    path, body = f"/{session}/v1/chat/completions", STREAM if streams else CHAT
+    first = Connection(harness, path, body)
+    await harness.engine.started.wait()
+    if streams:
+        await first.status()
+    await first.hang_up()
+    assert len(cache_of(harness, session)) == streams
+    harness.engine.hold = None
+    answer = await harness.post(path, body, headers=RETRY if says_so else {})
+    assert answer.status_code == 200
+    (only,) = (await harness.export(session)).values()
+    assert only["output"] == [{"role": "assistant", "content": "hello me"}]
+
+
+async def test_a_retry_after_a_failure_is_a_new_turn(start: Start) -> None:
+    """503, then again: nothing of the first is left, and the second is generated."""
+    harness = start("one")
+    session = await harness.start()
+    path = f"/{session}/v1/chat/completions"
+    harness.engine.error = EngineError("no server answered", 503)
+    answer = await harness.post(path, CHAT)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    harness.engine.error = None
+    assert (await harness.post(path, CHAT, headers=RETRY)).status_code == 200
+    assert len(await harness.export(session)) == 1
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_two_equal_requests_on_purpose_stay_two(start: Start, together: bool) -> None:
+    """Best of n by n requests: nobody said that they are retries; the retry of one is not the other."""
+    harness = start("one", "two")
+    session = await harness.start()
+    path = f"/{session}/v1/chat/completions"
+    if together:
+        harness.engine.hold = asyncio.Event()
+        calls = [Connection(harness, path, CHAT) for _ in range(2)]
+        while len(harness.engine.requests) < 2:
+            await asyncio.sleep(0)
+        calls += [Connection(harness, path, CHAT, RETRY) for _ in range(2)]
+        await asyncio.sleep(0)
+        harness.engine.hold.set()
+        bodies = [await call.rest() for call in calls]
+        assert bodies[0] == bodies[2]
+        assert bodies[1] == bodies[3]
+    else:
+        bodies = [(await harness.post(path, CHAT)).content for _ in range(2)]
+    assert bodies[0] != bodies[1]
+    exported = await harness.export(session)
+    assert [i["output"][0]["content"] for i in exported.values()] == ["one", "two"]
+
+
+async def test_the_sdk_retries_by_itself(start: Start) -> None:
+    """The official client, its own retries: one failure, one turn in the tree."""
+    harness = start("one")
+    session = await harness.start()
+    harness.engine.error = EngineError("no server answered", 503)
+    asked = harness.engine.agenerate
+
+    async def mended(request: Any, on_tokens: Any = None) -> Any:
+        try:
+            return await asked(request, on_tokens)
+        finally:
+            harness.engine.error = None
+
+    harness.engine.agenerate = mended  # type: ignore[method-assign]
+    async with sdk(harness, f"/{session}/v1") as client:
+        completion = await client.with_options(max_retries=1).chat.completions.create(model="m", messages=HELLO)
+    assert list(await harness.export(session)) == [completion.id]
+
+
+async def test_a_session_frees_its_turns(start: Start) -> None:
+    """What is exported or expired is gone with all that waited for retries."""
+    harness = start()
+    session = await harness.start()
+    await harness.chat(session, HELLO)
+    table = harness.sessions
+    kept = table.find(session)
+    await harness.export(session)
+    assert len(table) == 0
+    assert not kept.running
+
+
+# A real server
+
+
+@pytest.fixture
+async def real(tiny_tokenizer: Any, tiny_server: str) -> AsyncIterator[Harness]:
+    """The proxy over a real engine and a real server process."""
+    engine = RemoteInfEngine([tiny_server])
+    await asyncio.to_thread(engine.initialize)
+    harness = Harness(tiny_tokenizer)
+    harness.app = create_app(engine, tiny_tokenizer, "admin", max_new_tokens=600)
+    harness.http._transport = type(harness.http._transport)(harness.app)  # type: ignore[call-arg]
+    yield harness
+    await harness.http.aclose()
+    await asyncio.to_thread(engine.destroy)
+
+
+async def assert_equal_rows(harness: Harness, sessions: list[str]) -> None:
+    """Both sessions hold one row, the same but for the last bits of its logprobs (the server's batches differ)."""
+    one, other = [i["tensors"] for s in sessions for i in (await harness.export(s)).values()]
+    assert one.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-4)
+    assert one == other
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_streaming_is_not_streaming_chat(real: Harness, seed: int) -> None:
+    """Chat, through the SDK's accumulating helper: the same completion and the same tokens."""
+    sessions = [await real.start() for _ in range(2)]
+    request: Any = {"model": "m", "messages": HELLO, "seed": seed, "tools": TOOLS, "max_tokens": 60}
+    async with sdk(real, f"/{sessions[0]}/v1") as client:
+        whole = await client.chat.completions.create(**request)
+    async with sdk(real, f"/{sessions[1]}/v1") as client:
+        options: Any = {"stream_options": {"include_usage": True}}
+        async with client.chat.completions.stream(**request, **options) as stream:
+            async for _ in stream:
+                pass
+            streamed = stream.current_completion_snapshot  # the final one is refused where a length cut it
+    assert streamed.choices[0].message.content == whole.choices[0].message.content
+    assert streamed.choices[0].finish_reason == whole.choices[0].finish_reason
+    assert streamed.usage == whole.usage
+    await assert_equal_rows(real, sessions)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_streaming_is_not_streaming_responses(real: Harness, seed: int) -> None:
+    """Responses, likewise."""
+    sessions = [await real.start() for _ in range(2)]
+    stops = {"seed": seed, "stop_token_ids": list(range(100, 104))}  # an answer that a length cuts has no helper
+    request: Any = {"model": "m", "input": "hello", "extra_body": stops}
+    async with sdk(real, f"/{sessions[0]}/v1") as client:
+        whole = await client.responses.create(**request)
+    async with sdk(real, f"/{sessions[1]}/v1") as client, client.responses.stream(**request) as stream:
+        async for _ in stream:
+            pass
+        streamed = await stream.get_final_response()
+    assert streamed.output_text == whole.output_text
+    assert (streamed.status, streamed.usage) == (whole.status, whole.usage)
+    await assert_equal_rows(real, sessions)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_streaming_is_not_streaming_messages(real: Harness, seed: int) -> None:
+    """Anthropic's Messages, likewise."""
+    sessions = [await real.start() for _ in range(2)]
+    request: Any = {"model": "m", "messages": HELLO, "max_tokens": 50, "extra_body": {"seed": seed}}
+    async with claude(real, f"/{sessions[0]}") as client:
+        whole = await client.messages.create(**request)
+    async with claude(real, f"/{sessions[1]}") as client, client.messages.stream(**request) as stream:
+        streamed = await stream.get_final_message()
+    assert [block.model_dump() for block in streamed.content] == [block.model_dump() for block in whole.content]
+    assert (streamed.stop_reason, streamed.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+    await assert_equal_rows(real, sessions)
+
+
+async def test_a_paused_server_holds_requests(real: Harness, tiny_server: str) -> None:
+    """A weight update is no error: what is asked meanwhile waits and is answered after it."""
+    engine = real.app.state.proxy.engine
+    session = await real.start()
+    await asyncio.to_thread(engine.pause)
+    calls = [
+        Connection(real, f"/{session}/v1/chat/completions", {**CHAT, "stream": streams, "max_tokens": 5})
+        for streams in (True, False)
+    ]
+    while engine._wire._transports._kept == {}:
+        await asyncio.sleep(0)
+    assert not any(call.task.done() for call in calls)
+    await asyncio.to_thread(engine.resume)
+    assert [await call.status() for call in calls] == [200, 200]
+    for call in calls:
+        await call.rest()
+    assert len(await real.export(session)) == 2
+
+
+async def test_a_hang_up_frees_the_server(real: Harness, tiny_server: str) -> None:
+    """Nobody will read the rest: the server hears of it and generates nothing more."""
+    session = await real.start()
+    body = {**STREAM, "max_tokens": 1500, "stop_token_ids": []}
+    call = Connection(real, f"/{session}/v1/chat/completions", body)
+    assert await call.status() == 200
+    await call.read()
+    await call.hang_up()
+    state = await asyncio.to_thread(real.app.state.proxy.engine.post_all, "/model_info")
+    assert "0 running" in state[0]["state"] or "running=0" in state[0]["state"], state[0]["state"]
+    assert (await real.http.get("/health")).json()["sessions"] == 1
+    assert (await real.post("/grant_capacity", headers=ADMIN)).status_code == 200

@@ -1,0 +1,192 @@
+"""What a model's text contains beside text: its reasoning and its calls of tools.
+
+A policy model writes tokens; an agent wants a message with `tool_calls` and perhaps reasoning. The default form is
+Qwen's and Hermes's:
+
+    <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {...}}</tool_call>
+
+The rule: what is certainly a call becomes one, everything else stays text. A call that is not closed, no JSON, without
+an object of arguments, or of a tool that was not offered is text like any other, so a request never fails because of
+what a model wrote, and the agent (and through the reward the policy) sees it. Blank space around reasoning and before a
+call belongs to the form and is dropped; that of a text without calls is kept, for it comes back in the next request.
+
+Streaming. `certain(p)` is the part of the text that no continuation of p can change: what may be the beginning of a
+mark is held back, and so is blank space, which a call may follow. So certain(p) is a prefix of parse(whole), and it
+only grows with p. Calls come with the end of the text.
+
+Forcing a call. Without a grammar in the engine a call can be forced all the same: the first words of the call are put
+before the model's own (`opening`), as part of the prompt, untrained. The model fills in the arguments, or the name too
+where several tools are there. A model that then writes no valid JSON has written text.
+
+Another form. A tokenizer with a response template (transformers) reads its model's form itself; a `tool_call_parser`
+that is not one of `HERMES` names one of SGLang's, for which SGLang must be installed. Of these nothing is certain
+before the end where tools are offered, and a call in them cannot be forced: `opening` refuses.
+
+It does not promise to repair anything. AReaL takes SGLang's parser or vLLM's, else warns and parses nothing.
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from messages import BadRequest, read_json
+
+CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
+THINK, END_OF_THINK = "<think>", "</think>"
+HERMES = (None, "hermes", "qwen", "qwen25", "qwen3")  # names of the form above
+THINKERS = (None, "qwen3", "qwen3-thinking", "deepseek-r1", "glm45")  # who writes <think> ... </think>
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool; `arguments` is a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A model's text, taken apart."""
+
+    text: str
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+
+def without_partial(text: str, marks: list[str]) -> str:
+    """`text` without an end that may be the beginning of a mark (a tag, a stop string) still to be completed."""
+    ends = (n for mark in marks for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n]))
+    return text[: len(text) - max(ends, default=0)]
+
+
+def split_thinking(text: str, inside: bool) -> tuple[str, str, bool]:
+    """(reasoning, what follows it, whether it is over); `inside`: the prompt has begun it already."""
+    bare = text.lstrip()
+    if not bare.startswith(THINK) and not inside:
+        return "", text, True
+    reasoning, mark, rest = bare.removeprefix(THINK).partition(END_OF_THINK)
+    return reasoning.strip(), rest.lstrip(), bool(mark)
+
+
+def split_calls(text: str, names: set[str]) -> tuple[str, list[Call], int]:
+    """(the text beside the calls, the calls, how far `text` is read: behind the last mark that closes a call)."""
+    pieces: list[str] = []
+    calls: list[Call] = []
+    begin = end = 0  # of the piece, of what is read
+    while names and (opened := text.find(CALL, end)) >= 0 and (closed := text.find(END_OF_CALL, opened)) >= 0:
+        call = read_call(text[opened + len(CALL) : closed], names)
+        end = closed + len(END_OF_CALL)
+        if call is not None:
+            pieces.append(text[begin:opened].rstrip())
+            calls.append(call)
+            begin = end
+    pieces.append(text[begin:].rstrip() if calls else text[begin:])
+    return "".join(pieces), calls, end
+
+
+def read_call(body: str, names: set[str]) -> Call | None:
+    """What stands between the marks as a call of one of the tools `names`, or None."""
+    try:
+        call = read_json(body)
+        arguments = json.dumps(call["arguments"], ensure_ascii=False)
+        arguments.encode()  # half a surrogate pair cannot be sent
+        return Call(call["name"], arguments) if call["name"] in names and isinstance(call["arguments"], dict) else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+class OutputParser:
+    """Reads the texts of one model. It holds no state of a text: a stream asks again with all there is so far."""
+
+    def __init__(
+        self, tokenizer: Any = None, tool_call_parser: str | None = None, reasoning_parser: str | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._sglang = tool_call_parser if tool_call_parser not in HERMES else None
+        if reasoning_parser not in THINKERS:
+            raise ValueError(f"reasoning_parser: one of {', '.join(filter(None, THINKERS))} is needed")
+        if self._sglang:
+            sglang_tools()
+        prompt = ""
+        if getattr(tokenizer, "chat_template", None):
+            talk = [{"role": "user", "content": "x"}]
+            prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
+        self._prompt = prompt
+        self._inside = prompt.rstrip().endswith(THINK)
+        template = getattr(tokenizer, "response_template", None) if tool_call_parser is None else None
+        self.special_tokens = template is not None  # parse needs the text with its special tokens
+
+    def parse(self, text: str, tools: list[dict[str, Any]]) -> Parsed:
+        """A whole text. Only `tools` can be called: without them nothing is a call. Never raises."""
+        if self.special_tokens:
+            return self._by_template(text, tools)
+        reasoning, rest, _ = split_thinking(text, self._inside)
+        if self._sglang and tools:
+            rest, calls = self._by_sglang(rest, tools)
+        else:
+            rest, calls, _ = split_calls(rest, {tool["function"]["name"] for tool in tools})
+        return Parsed(rest, reasoning, calls)
+
+    def certain(self, text: str, tools: list[dict[str, Any]]) -> Parsed:
+        """The beginnings of text and reasoning that no continuation of `text` can change; no calls."""
+        text = text.rstrip("\ufffd")  # the bytes of a character that is not yet complete
+        if self.special_tokens or THINK.startswith(text.lstrip()):
+            return Parsed("")
+        reasoning, rest, over = split_thinking(text, self._inside)
+        if not over:
+            return Parsed("", split_thinking(without_partial(text, [END_OF_THINK]), self._inside)[0])
+        if not tools:
+            return Parsed(rest, reasoning)
+        if self._sglang:
+            return Parsed("", reasoning)
+        names = {tool["function"]["name"] for tool in tools}
+        end = split_calls(rest, names)[2]
+        undecided = rest.find(CALL, end)
+        held = rest[:undecided] if undecided >= 0 else rest[:end] + without_partial(rest[end:], [CALL])
+        return Parsed(split_calls(held, names)[0].rstrip(), reasoning)
+
+    def opening(self, tool_choice: str, tools: list[dict[str, Any]]) -> str:
+        """The text that begins a call, to be put before the model's own; "" where none is forced.
+
+        It belongs to the text that `parse` gets. Raises BadRequest for a form in which a call cannot be forced.
+        """
+        if tool_choice in ("auto", "none"):
+            return ""
+        if self.special_tokens or self._sglang:
+            raise BadRequest("tool_choice: this model's form of tool calls cannot be forced; use auto")
+        names = [tool["function"]["name"] for tool in tools] if tool_choice == "required" else [tool_choice]
+        head = f"{END_OF_THINK}\n\n" * self._inside + f'{CALL}\n{{"name": '
+        return head + (f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"')
+
+    def _by_template(self, text: str, tools: list[dict[str, Any]]) -> Parsed:
+        try:
+            message = self._tokenizer.parse_response(text, prefix=self._prompt, tools=tools)
+            functions = [call.get("function", call) for call in message.get("tool_calls") or []] if tools else []
+            calls = [read_call(json.dumps(function), {t["function"]["name"] for t in tools}) for function in functions]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return Parsed(text)
+        if None in calls:
+            return Parsed(text)
+        reasoning = message.get("reasoning_content") or message.get("thinking") or ""
+        return Parsed(message.get("content") or "", reasoning, [call for call in calls if call])
+
+    def _by_sglang(self, text: str, tools: list[dict[str, Any]]) -> tuple[str, list[Call]]:
+        parser_of, tool_of = sglang_tools()
+        parser = parser_of([tool_of.model_validate(tool) for tool in tools], self._sglang)
+        try:
+            rest, items = parser.parse_non_stream(text)
+            return rest, [Call(item.name, item.parameters) for item in items]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return text, []
+
+
+def sglang_tools() -> tuple[Any, Any]:
+    """SGLang's FunctionCallParser and its Tool. Raises ValueError where it is not installed."""
+    try:
+        from sglang.srt.entrypoints.openai.protocol import Tool
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    except ImportError as error:
+        known = ", ".join(filter(None, HERMES))
+        raise ValueError(f"tool_call_parser: one of {known} is needed where SGLang is not installed") from error
+    return FunctionCallParser, Tool

@@ -1,0 +1,213 @@
+"""A turn: one call of an agent, from its place in the tree to the last byte of its reply.
+
+    entered in the tree -> generated (n times, where n answers were asked for) -> finished in the tree -> rendered
+
+The rule of order: an interaction is in the tree before the first byte of its reply leaves, and complete (tokens,
+logprobs, versions, message) before the last. So whatever a client does with what it reads, the tree knows it already.
+
+A turn is not a connection. It runs as a task of its own, and connections listen: usually one, two after a retry. When
+the last listener hangs up the generation is aborted. What had not been read is forgotten; of a stream somebody has
+read the beginning, so it stays in the tree as a turn that ended there: its tokens were sampled like any other.
+
+Retries. An SDK that times out, or gets a 5xx, sends the same body again, and says so (x-stainless-retry-count). Without
+care the first generation becomes a sibling that nobody reads and that is trained all the same. The rule (`retried`),
+for a body that equals an earlier one of the session byte by byte:
+
+    1. an equal turn has lost its listener, or has failed   -> its reply, if it got to one; else a new turn, and what
+                                                               the first had left in the tree is dropped
+    2. it says that it is a retry                           -> the equal turn that is in flight, else the last one
+    3. otherwise                                            -> a new turn: best of n, asked n times on purpose, is n
+
+Streaming is real: the tokens come from the server as they are sampled, become text (prompts.py), and of the text what
+is certain (tools.py) is sent on. Streamed or not, the reply is made of the same answer.
+
+It does not promise that a turn survives its session: at the end of that everything in flight is given up.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+from starlette.requests import Request
+
+from cache import InteractionWithTokenLogpReward
+from engine import EngineError, ModelRequest, ModelResponse
+from messages import AgentRequest
+from prompts import TextReader
+from replies import Answer, Protocol
+from sessions import ProxyError, Session
+from tools import OutputParser
+
+PING_SECONDS = 15.0  # a stream that has nothing to say sends a comment, so that clients do not give up on it
+
+
+class Turn:
+    """A call that is being answered. Entering it in the tree finds its `parent`."""
+
+    def __init__(self, session: Session, protocol: Protocol, ask: AgentRequest) -> None:
+        self.session, self.protocol = session, protocol
+        first = protocol.id_prefix + secrets.token_hex(16)
+        self.ids = [first, *(f"{first}-{k}" for k in range(1, ask.n))]  # of its interactions
+        for name in self.ids:
+            session.cache[name] = InteractionWithTokenLogpReward(
+                ask.messages, template_key=ask.template_key, trainable=ask.store, tools=bool(ask.tools)
+            )
+        self.parent = session.cache[first].parent
+        self.ask = dataclasses.replace(ask, messages=[])  # the tree has them now
+        # All that changes:
+        self.task: asyncio.Task[dict[str, Any]]  # its result is the reply; there since start
+        self.input_len = 0  # tokens
+        self.so_far: list[ModelResponse | None] = [None] * ask.n  # what has been streamed
+        self.news = asyncio.get_running_loop().create_future()  # done, and replaced, when a stream has grown
+        self.listeners = self.claims = 0  # connections that wait; retries that were sent here
+        self.gone = False  # it failed, or somebody hung up on it
+
+    def __repr__(self) -> str:
+        state = "gone" if self.gone else "done" if self.task.done() else "in flight"
+        return f"Turn({self.ids[0]!r}, {state}, {self.listeners} listeners)"
+
+    # Generation
+
+    def start(
+        self, engine: Any, calls: list[ModelRequest], reader: Callable[[], TextReader], parser: OutputParser
+    ) -> None:
+        """Generate, one answer a call."""
+        self.input_len, self._reader, self._parser = len(calls[0].input_ids), reader, parser
+        self.task = asyncio.ensure_future(self._run(engine, calls))
+        self.session.running.add(self.task)
+        self.task.add_done_callback(self.session.running.discard)
+        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # somebody may have read it
+
+    def forget(self) -> None:
+        """Nothing came of it: what is unfinished leaves the tree."""
+        for name in self.ids:
+            self.session.cache.discard(name)
+
+    async def _run(self, engine: Any, calls: list[ModelRequest]) -> dict[str, Any]:
+        tasks = [asyncio.ensure_future(self._generate(engine, k, call)) for k, call in enumerate(calls)]
+        try:
+            answers = await asyncio.gather(*tasks)
+        except BaseException:
+            self.gone = True
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            raise
+        finally:
+            self.forget()
+        reply = self.protocol.render(self.ask, answers)
+        for answer in answers:
+            self.session.cache[answer.interaction_id].completion = reply
+        self._answers = answers
+        return reply
+
+    async def _generate(self, engine: Any, k: int, call: ModelRequest) -> Answer:
+        def on_tokens(response: ModelResponse) -> None:
+            self.so_far[k] = response
+            news, self.news = self.news, asyncio.get_running_loop().create_future()
+            news.set_result(None)
+
+        try:
+            response = await (engine.agenerate(call, on_tokens) if self.ask.stream else engine.agenerate(call))
+        except asyncio.CancelledError:
+            streamed = self.so_far[k]
+            if streamed and not self.listeners and not self.session.ended:
+                streamed.stop_reason = "abort"
+                self._finish(k, streamed)
+            raise
+        return self._finish(k, response)
+
+    def _finish(self, k: int, response: ModelResponse) -> Answer:
+        reader = self._reader()
+        parsed = self._parser.parse(reader.whole(response.output_tokens), self.ask.callable_tools)
+        if parsed.calls and response.stop_reason == "stop":
+            response.stop_reason = "tool_calls"
+        texts = map(reader.token, response.output_tokens) if self.ask.logprobs else ()
+        answer = Answer.of(self.ids[k], response, parsed, texts)
+        self.session.cache.finish(self.ids[k], response, [answer.message])
+        return answer
+
+    # Listening
+
+    @contextlib.asynccontextmanager
+    async def _listening(self, request: Request) -> AsyncIterator[asyncio.Future]:
+        """A future that is done when the caller hangs up. The last listener that leaves too early aborts the turn."""
+        hangup = asyncio.ensure_future(request.receive())  # the body is read: what comes next is the end
+        self.listeners += 1
+        try:
+            yield hangup
+        finally:
+            self.listeners -= 1
+            self.gone = self.gone or hangup.done() or not self.task.done()
+            hangup.cancel()
+            if not self.listeners and self.task.cancel():
+                await asyncio.wait({self.task})  # it tells the server before it is gone
+
+    def result(self) -> dict[str, Any]:
+        """The reply. Raises ProxyError or EngineError where there is none."""
+        if self.session.ended:
+            raise ProxyError(410, "session: it ended while this call was generated")
+        if not self.task.done() or self.task.cancelled():
+            raise ProxyError(499, "the caller hung up")
+        return self.task.result()
+
+    async def reply(self, request: Request) -> dict[str, Any]:
+        """The whole reply, when it is there."""
+        async with self._listening(request) as hangup:
+            await asyncio.wait({self.task, hangup}, return_when=asyncio.FIRST_COMPLETED)
+            return self.result()
+
+    async def events(self, request: Request) -> AsyncGenerator[bytes, None]:
+        """The reply as it grows. What fails before the first token is raised, later it is an event of the stream."""
+        stream = self.protocol.stream(self.ask, self.ids[0])
+        readers = [self._reader() for _ in self.ids]
+        async with self._listening(request) as hangup:
+            await asyncio.wait(
+                {self.task, hangup, self.news}, timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+            if self.task.done() or hangup.done():
+                self.result()
+            yield b"".join(stream.start(self.input_len, index=k) for k in range(len(self.ids)))
+            while not self.task.done() and not hangup.done():
+                news, frames = self.news, b""
+                for k, response in enumerate(self.so_far):
+                    if response is not None:
+                        text = readers[k].read(response.output_tokens)
+                        certain = self._parser.certain(text, self.ask.callable_tools)
+                        text_sent, reasoning_sent = stream.sent[k]
+                        frames += stream.delta(certain.text[text_sent:], certain.reasoning[reasoning_sent:], k)
+                if frames:
+                    yield frames
+                waited = {self.task, hangup, news}
+                done, _ = await asyncio.wait(waited, timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    yield b": still generating\n\n"
+            try:
+                self.result()
+            except (ProxyError, EngineError) as error:
+                yield stream.error(error.status or 500, str(error))
+                return
+            yield b"".join(stream.finish(answer, index=k) for k, answer in enumerate(self._answers))
+
+
+def retried(session: Session, body: bytes, says_so: bool) -> Turn | None:
+    """The turn that answers a body that was sent before, if it is a retry: the rule above."""
+    turns: list[Turn] = session.turns.setdefault(body, [])
+    for turn in turns:
+        if turn.gone:
+            turn.gone = False
+            if turn.task.done() and not turn.task.cancelled() and not turn.task.exception():
+                return turn
+            turns.remove(turn)
+            for name in turn.ids:
+                session.cache.drop_orphan(name)
+            return None
+    candidates = [turn for turn in turns if not turn.task.done()] or turns[-1:]
+    if not says_so or not candidates:
+        return None
+    turn = min(candidates, key=lambda turn: turn.claims)
+    turn.claims += 1
+    return turn
