@@ -44,6 +44,7 @@ import hashlib
 import importlib
 import inspect
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
@@ -55,7 +56,9 @@ import openai
 from cache import InteractionWithTokenLogpReward
 from client import OpenAIProxyClient, sdk_http
 from engine import GenerationHyperparameters, ModelRequest, ModelResponse
+from messages import AgentRequest
 from plumbing.wire import PerLoop, StackTransport
+from prompts import PromptBuilder
 from reward import AsyncRewardWrapper, parse_rewards
 from trajectory import Trajectory, concat_padded_tensors
 from workers import WorkerPool, check_importable, run_agent, time_limit
@@ -185,7 +188,8 @@ class MultiTurnWorkflow(RLVRWorkflow):
     """Try, and while the reward is not positive, be told so and try again, in one growing conversation.
 
     An answer found at the k-th try (k = 1, 2, ...) is worth turn_discount^(k-1) of its reward. The next prompt is the
-    last one, the tokens that were sampled, and the reflection message: nothing is tokenised twice.
+    last one, the tokens that were sampled, and the reflection message: nothing is tokenised twice (prompts.py). A
+    conversation that has filled the context ends there, with the reward of its last answer.
     """
 
     max_turns: int = 3
@@ -196,28 +200,21 @@ class MultiTurnWorkflow(RLVRWorkflow):
         super().__post_init__()
         if self.max_turns < 1:
             raise ValueError(f"max_turns must be at least 1, not {self.max_turns}")
-        self.reflection_ids = self._reflection_ids()
-
-    def _reflection_ids(self) -> list[int]:
-        """What the chat template puts between an assistant's text and its next one, the end-of-turn token first."""
-        text = "\u27e6the assistant's text\u27e7"
-        talk = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": text},
-            {"role": "user", "content": self.reflection_message},
-        ]
-        rendered = self.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
-        return self.tokenizer.encode(rendered.partition(text)[2], add_special_tokens=False)
+        self.prompts = PromptBuilder(self.tokenizer)
+        if not self.prompts.splices:
+            raise ValueError("MultiTurnWorkflow: the chat template renders history anew at every turn; use an agent")
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
+        context = getattr(engine, "context_length", None) or math.inf  # tokens
+        messages, prompt_ids, reward = data["messages"], self.prompt_ids(data["messages"]), 0.0
         turns: list[ModelResponse] = []
-        input_ids, reward = self.prompt_ids(data["messages"]), 0.0
-        while len(turns) < self.max_turns and reward <= 0:
-            turns.append(await self.turn(engine, input_ids, turn=len(turns)))
+        while len(turns) < self.max_turns and reward <= 0 and (not turns or len(prompt_ids) < context):
+            turns.append(await self.turn(engine, prompt_ids, turn=len(turns)))
             reward = await self.reward(turns[-1], data)
-            output = turns[-1].output_tokens
-            ended_itself = output[-1:] == self.reflection_ids[:1]  # a turn that was cut by length did not
-            input_ids = turns[-1].input_tokens + output + self.reflection_ids[ended_itself:]
+            said = [{"role": "assistant", "content": "its tokens are there"}]
+            parent = InteractionWithTokenLogpReward(messages, model_response=turns[-1], output_message_list=said)
+            messages = [*messages, *said, {"role": "user", "content": self.reflection_message}]
+            prompt_ids = self.prompts.prompt(AgentRequest(messages), parent)
         return to_row(turns, reward * self.turn_discount ** (len(turns) - 1))
 
 

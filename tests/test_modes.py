@@ -1,6 +1,7 @@
 """Inline or in a process of its own: an agent's episode is the same, and however it ends, nothing of it stays."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ import mode_agents
 import pytest
 import torch
 from conftest import ROOT, free_port, wait_until_up
-from test_run import SMALL_GUESS, assert_gone, check_metrics, run, start_and_wait_for_step, wait_gone
+from test_run import SMALL_GUESS, assert_gone, check_metrics, start_and_wait_for_step, wait_gone
 
 from engine import RemoteInfEngine
 from executor import ExecutorStats, ProxyAddress, WorkflowExecutor
@@ -189,21 +190,17 @@ def test_what_cannot_be_pickled_is_named_before_anything_starts() -> None:
 # ---------------------------------------------------------------- a run
 
 
-def test_a_run_in_mode_subproc(tmp_path: Path) -> None:
-    """`python train.py rollout.openai.mode=subproc`: the demo's agent unchanged, in two processes."""
-    metrics = run(tmp_path, *SMALL_GUESS, *SUBPROC, "train_dataset.batch_size=2", "max_steps=2")
-    assert len(metrics) == 2
-    check_metrics(metrics, eta=2)
-
-
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_a_run_that_ends_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
-    """Neither Ctrl-C nor kill -9 of the trainer leaves an agent's process behind."""
+def test_a_run_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
+    """`python train.py rollout.openai.mode=subproc`, the demo's agent unchanged: it trains, and neither Ctrl-C nor
+    kill -9 of the trainer leaves an agent's process behind."""
     words = (*SMALL_GUESS, *SUBPROC, "train_dataset.batch_size=2", "max_steps=10000")
     process, pids = start_and_wait_for_step(tmp_path, *words)
     assert len([name for name in pids if "workers.serve" in name]) == 2
     process.send_signal(end)
     process.communicate(timeout=30)
+    metrics = (tmp_path / "e" / "t" / "metrics.jsonl").read_text().splitlines()
+    check_metrics([json.loads(metrics[0])], eta=2)
     if end is signal.SIGINT:
         assert process.returncode == 130
         assert_gone(pids)
