@@ -1,0 +1,41 @@
+"""CAMEL (https://www.camel-ai.org): a ChatAgent with tools."""
+
+from camel.agents import ChatAgent
+from camel.models import ModelFactory
+from camel.toolkits import FunctionTool
+from camel.types import ModelPlatformType
+
+
+def add(a: int, b: int) -> int:
+    """The sum of two numbers.
+
+    Args:
+        a (int): one number
+        b (int): the other
+    """
+    return a + b
+
+
+def multiply(a: int, b: int) -> int:
+    """The product of two numbers.
+
+    Args:
+        a (int): one number
+        b (int): the other
+    """
+    return a * b
+
+
+class Agent:
+    async def run(self, data, **extra_kwargs):
+        model = ModelFactory.create(
+            model_platform=ModelPlatformType.OPENAI_COMPATIBLE_MODEL,
+            model_type="default",
+            url=extra_kwargs["base_url"],
+            api_key=extra_kwargs["api_key"],
+            max_retries=0,
+        )
+        tools = [FunctionTool(add), FunctionTool(multiply)]
+        agent = ChatAgent("Compute with the tools.", model=model, tools=tools, max_iteration=4)
+        response = await agent.astep(data["question"])
+        return float(response.msgs[-1].content.split()[-1] == data["answer"])
