@@ -6,11 +6,13 @@ proxy are the real ones.
 """
 
 import asyncio
+import gc
 import importlib.util
 import os
 import random
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,14 @@ EXAMPLES = {  # module: what it needs, and the prefix of its interactions' ids
     "anthropic_sdk": ("anthropic", "msg_"),
     "camel_agent": ("camel", "chatcmpl-"),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> Iterator[None]:
+    """What the frameworks have left to the garbage collector is collected here, and not at the end of all tests."""
+    yield
+    with warnings.catch_warnings(action="ignore"):
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
