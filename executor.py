@@ -71,9 +71,9 @@ AcceptFn = Callable[[Trajectory], bool]
 
 @dataclass(frozen=True)
 class ProxyAddress:
-    """Where the proxy is, and the key of its management endpoints."""
+    """Where the proxy is, or the proxies are, and the key of their management endpoints."""
 
-    proxy_addr: str
+    proxy_addr: str | tuple[str, ...]
     admin_key: str
 
 

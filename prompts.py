@@ -30,6 +30,7 @@ history again at every turn, and its `concat` looks for the end-of-turn token in
 """
 
 import inspect
+import sys
 from typing import Any
 
 from jinja2 import TemplateError
@@ -120,6 +121,7 @@ class TextReader:
         self._stop, self._stop_ids = gconfig.stop, frozenset(gconfig.stop_token_ids)
         # All that changes:
         self._text = opening  # of the tokens before `_read`, which is final
+        self._cut = sys.maxsize  # characters before the first stop string
         self._context, self._read = 0, 0  # tokens; those between the two are decoded again, as the context of the next
 
     def whole(self, tokens: list[int]) -> str:
@@ -138,10 +140,9 @@ class TextReader:
             text = self._text = self._text + fresh
             self._context, self._read = self._read, len(tokens)
         longest = max(map(len, self._stop), default=0)
-        end = self._end(text, max(len(self._opening), len(text) - len(fresh) - longest))
-        if end < len(text):
-            return text[:end]
-        return without_partial(text, self._stop)
+        found = self._end(text, max(len(self._opening), len(text) - len(fresh) - longest))
+        self._cut = min(self._cut, found) if found < len(text) else self._cut
+        return without_partial(text, self._stop)[: self._cut]
 
     def token(self, token: int) -> str:
         """The text of one token by itself."""

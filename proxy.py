@@ -52,7 +52,7 @@ from engine import EngineError, GenerationHyperparameters, ModelRequest, RemoteI
 from messages import AgentRequest, BadRequest, Message, resolve
 from plumbing.serve import listen, load_tokenizer, read_object, serve
 from prompts import PromptBuilder, TextReader
-from replies import PROTOCOLS, Protocol, openai_error
+from replies import PROTOCOLS, Protocol
 from sessions import ProxyError, Session, SessionTable
 from tools import OutputParser
 from turn import Turn, retried
@@ -184,17 +184,10 @@ class Proxy:
 
     async def models(self, request: Request) -> Response:
         """The one model there is, in OpenAI's form and in Anthropic's; any name reaches it."""
-        model = {
-            "id": "default",
-            "object": "model",
-            "type": "model",
-            "owned_by": "nano-areal",
-            "display_name": "default",
-        }
-        model |= {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
-        return reply(
-            {"object": "list", "data": [model], "has_more": False, "first_id": "default", "last_id": "default"}
-        )
+        openai: dict[str, Any] = {"id": "default", "object": "model", "created": 0, "owned_by": "nano-areal"}
+        anthropic = {"type": "model", "display_name": "default", "created_at": "1970-01-01T00:00:00Z"}
+        ends = {"has_more": False, "first_id": "default", "last_id": "default"}
+        return reply({"object": "list", "data": [openai | anthropic]} | ends)
 
     async def set_reward(self, request: Request) -> Response:
         body = await read_json(request)
@@ -315,32 +308,15 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-def speaking(protocol: Protocol, handler: Handler) -> Handler:
-    """`handler`, its errors in the protocol's own form."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except ERRORS as error:
-            status, message = status_and_message(request, error)
-            return reply(protocol.error(status, message), status)
-
-    return answer
-
-
-def status_and_message(request: Request, error: Exception) -> tuple[int, str]:
-    """Of every error that a caller can meet."""
-    if isinstance(error, HTTPException):  # the framework's own: no such path or method
-        return error.status_code, f"{request.method} {request.url.path}: {error.detail}"
-    if isinstance(error, ClientDisconnect):
-        return 499, "the caller hung up"
-    return getattr(error, "status", None) or 500, str(error)
-
-
 async def error_reply(request: Request, error: Exception) -> Response:
-    """An error outside of a protocol, in OpenAI's form."""
-    status, message = status_and_message(request, error)
-    return reply(openai_error(status, message), status)
+    """Every error that a caller can meet, in the form of the protocol that the path is of."""
+    status, message = getattr(error, "status", None) or 500, str(error)
+    if isinstance(error, HTTPException):  # the framework's own: no such path or method
+        status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}"
+    if isinstance(error, ClientDisconnect):
+        status = 499
+    is_anthropic = request.url.path.endswith(("/messages", "/messages/count_tokens"))
+    return reply(PROTOCOLS["messages" if is_anthropic else "responses"].error(status, message), status)
 
 
 def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> FastAPI:
@@ -348,10 +324,8 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
     proxy = Proxy(engine, tokenizer, admin_key, **options)
     posts: dict[str, Handler] = {"/rl/set_reward": proxy.set_reward, "/rl/end_session": proxy.end_session}
     for name, protocol in PROTOCOLS.items():
-        complete = speaking(protocol, functools.partial(proxy.complete, protocol))
-        posts |= {f"{v1}/{name}": complete for v1 in ("/v1", "")}
-    count_tokens = speaking(PROTOCOLS["messages"], proxy.count_tokens)
-    posts |= {f"{v1}/messages/count_tokens": count_tokens for v1 in ("/v1", "")}
+        posts |= dict.fromkeys((f"/v1/{name}", f"/{name}"), functools.partial(proxy.complete, protocol))
+    posts |= dict.fromkeys(("/v1/messages/count_tokens", "/messages/count_tokens"), proxy.count_tokens)
     management = {
         "/grant_capacity": proxy.grant_capacity,
         "/rl/start_session": proxy.start_session,

@@ -31,15 +31,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from messages import AgentRequest, Message, make_call, parse_anthropic, parse_chat, parse_responses
+from messages import AgentRequest, Message, normalise, parse_anthropic, parse_chat, parse_responses
 
 if TYPE_CHECKING:
     from engine import ModelResponse
     from tools import Parsed
 
-STATUS_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}  # as Anthropic names them
-dump: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,7 @@ class Answer:
     ) -> "Answer":
         """The answer that `parsed` is, its calls with ids."""
         calls = [
-            {
-                "id": f"call_{tail(interaction_id)}_{k}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
+            {"id": f"call_{tail(interaction_id)}_{k}", "type": "function", "function": call._asdict()}
             for k, call in enumerate(parsed.calls)
         ]
         return cls(interaction_id, response, parsed.text, parsed.reasoning, calls, list(token_texts))
@@ -71,10 +66,8 @@ class Answer:
     @property
     def message(self) -> Message:
         """The canonical message: what the tree of the session keeps, and what a client will send back."""
-        message: Message = {"role": "assistant", "content": self.text}
-        if self.tool_calls:
-            message["tool_calls"] = [make_call(call["id"], **call["function"]) for call in self.tool_calls]
-        return message | ({"reasoning_content": self.reasoning} if self.reasoning else {})
+        said = {"content": self.text, "tool_calls": self.tool_calls, "reasoning_content": self.reasoning}
+        return normalise({"role": "assistant", **said})
 
     @property
     def finish_reason(self) -> str:
@@ -89,61 +82,106 @@ class Answer:
         pairs = zip(self.token_texts, self.response.output_logprobs, strict=False)
         return [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]
 
+    @property
+    def parts(self) -> list[tuple[str, Any]]:
+        """What it consists of, in order: ("reasoning", text), ("text", text), ("call", tool call); one at least."""
+        parts: list[tuple[str, Any]] = [("reasoning", self.reasoning)] if self.reasoning else []
+        if self.text or not self.tool_calls:
+            parts.append(("text", self.text))
+        return parts + [("call", call) for call in self.tool_calls]
+
 
 def tail(interaction_id: str) -> str:
-    """An id without its prefix: the x of chatcmpl-x, resp_x, msg_x."""
+    """An id without its prefix: the x of chatcmpl-x, resp_x, msg_x, call_x."""
     return interaction_id.replace("-", "_", 1).partition("_")[2]
 
 
+def some(**fields: Any) -> dict[str, Any]:
+    """Those of `fields` that hold something: a key is there or it is not, but never null."""
+    return {name: value for name, value in fields.items() if value}
+
+
 def event(data: dict[str, Any], name: str = "") -> bytes:
-    """One server-sent event; everything is ASCII, so no line separator can hide in it."""
-    return (f"event: {name}\n" if name else "").encode() + f"data: {dump(data)}\n\n".encode()
-
-
-def openai_error(status: int, message: str) -> dict[str, Any]:
-    kind = STATUS_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind}}
-
-
-def anthropic_error(status: int, message: str) -> dict[str, Any]:
-    kinds = {413: "request_too_large", 503: "overloaded_error"} | STATUS_TYPES
-    kind = kinds.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    """One server-sent event; all of it is ASCII, so that no line separator hides in it."""
+    return (f"event: {name}\n" if name else "").encode() + f"data: {json.dumps(data)}\n\n".encode()
 
 
 class Stream:
-    """The events of one reply. `index` tells the answers to one request apart (chat's n)."""
+    """The events of one reply: parts, of which one is open at a time. `index`: which of chat's n answers."""
 
     def __init__(self, ask: AgentRequest, interaction_id: str) -> None:
-        self.ask = ask
-        self.interaction_id = interaction_id
+        self.ask, self.interaction_id = ask, interaction_id
         self.created = int(time.time())
-        self.sent = {index: [0, 0] for index in range(ask.n)}  # characters of text and of reasoning
+        self.part = ""  # what is open: reasoning, text or nothing
+        self.place = -1  # of the last part among the parts
+        self.said: dict[tuple[int, str], str] = {}  # (index, part) -> its text so far
+        self.answers: list[Answer] = []  # the finished ones
 
     def start(self, input_len: int, index: int = 0) -> bytes:
         """What comes before the first token. `input_len`: tokens of the prompt."""
         raise NotImplementedError
 
-    def pieces(self, text: str, reasoning: str, index: int) -> bytes:
-        raise NotImplementedError
-
-    def end(self, answer: Answer, index: int) -> bytes:
-        raise NotImplementedError
-
     def delta(self, text: str, reasoning: str = "", index: int = 0) -> bytes:
         """New pieces of text and reasoning; b"" where there is nothing new."""
-        self.sent[index][0] += len(text)
-        self.sent[index][1] += len(reasoning)
-        return self.pieces(text, reasoning, index) if text or reasoning else b""
+        frames = self._add("reasoning", reasoning, index) if reasoning else b""
+        return frames + (self._add("text", text, index) if text else b"")
 
     def finish(self, answer: Answer, index: int = 0) -> bytes:
         """What is left of the answer, and the end."""
-        text, reasoning = self.sent[index]
-        return self.delta(answer.text[text:], answer.reasoning[reasoning:], index) + self.end(answer, index)
+        self.answers.append(answer)
+        frames = b""
+        for part, value in answer.parts:
+            said = self.said.get((index, part))
+            if part == "call":
+                frames += self._turn_to("") + self._call(value, index)
+            elif said is None or said != value:
+                frames += self._add(part, value[len(said or "") :], index)
+        return frames + self._turn_to("") + self._end(answer, index)
 
     def error(self, status: int, message: str) -> bytes:
         """The stream breaks off."""
         return event(openai_error(status, message))
+
+    def _add(self, part: str, piece: str, index: int) -> bytes:
+        frames = self._turn_to(part)
+        self.said[index, part] = self.said.get((index, part), "") + piece
+        return frames + self._piece(part, piece, index)
+
+    def _turn_to(self, part: str) -> bytes:
+        """Close what is open, open `part`."""
+        if part == self.part:
+            return b""
+        frames = self._close(self.part) if self.part else b""
+        self.part = part
+        self.place += bool(part)
+        return frames + (self._open(part) if part else b"")
+
+    # What a protocol says at each of these moments
+
+    def _open(self, part: str) -> bytes:
+        return b""
+
+    def _close(self, part: str) -> bytes:
+        return b""
+
+    def _piece(self, part: str, piece: str, index: int) -> bytes:
+        raise NotImplementedError
+
+    def _call(self, call: dict[str, Any], index: int) -> bytes:
+        raise NotImplementedError
+
+    def _end(self, answer: Answer, index: int) -> bytes:
+        raise NotImplementedError
+
+
+def openai_error(status: int, message: str) -> dict[str, Any]:
+    kind = ERRORS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind}}
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    error = openai_error(status, message)["error"]
+    return {"type": "error", "error": error | {"type": error["type"].replace("server_error", "api_error")}}
 
 
 # Chat completions
@@ -151,22 +189,17 @@ class Stream:
 
 def render_chat(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]:
     """The body of a chat completion."""
-    return {
-        "id": answers[0].interaction_id,
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": ask.model,
-        "choices": [chat_choice(answer, index) for index, answer in enumerate(answers)],
-        "usage": chat_usage(answers),
-    }
+    choices = []
+    for index, answer in enumerate(answers):
+        message = {"role": "assistant", "content": answer.text or (None if answer.tool_calls else "")}
+        message |= some(reasoning_content=answer.reasoning, tool_calls=answer.tool_calls)
+        choices.append({"index": index, "message": message} | chat_end(answer))
+    head = {"id": answers[0].interaction_id, "object": "chat.completion", "created": int(time.time())}
+    return head | {"model": ask.model, "choices": choices, "usage": chat_usage(answers)}
 
 
-def chat_choice(answer: Answer, index: int) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text or ("" if not answer.tool_calls else None)}
-    message |= {"reasoning_content": answer.reasoning} if answer.reasoning else {}
-    message |= {"tool_calls": answer.tool_calls} if answer.tool_calls else {}
-    choice = {"index": index, "message": message, "finish_reason": answer.finish_reason}
-    return choice | ({"logprobs": {"content": answer.logprobs}} if answer.token_texts else {})
+def chat_end(answer: Answer) -> dict[str, Any]:
+    return {"finish_reason": answer.finish_reason} | some(logprobs=some(content=answer.logprobs))
 
 
 def chat_usage(answers: list[Answer]) -> dict[str, int]:
@@ -175,85 +208,29 @@ def chat_usage(answers: list[Answer]) -> dict[str, int]:
 
 
 class ChatStream(Stream):
-    def __init__(self, ask: AgentRequest, interaction_id: str) -> None:
-        super().__init__(ask, interaction_id)
-        self.answers: list[Answer] = []
-
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         head = {"id": self.interaction_id, "object": "chat.completion.chunk", "created": self.created}
         return event(head | {"model": self.ask.model, "choices": choices} | more)
 
+    def _delta(self, index: int, **delta: Any) -> bytes:
+        return self._chunk([{"index": index, "delta": delta}])
+
     def start(self, input_len: int, index: int = 0) -> bytes:
-        return self.chunk([{"index": index, "delta": {"role": "assistant"}}])
+        return self._delta(index, role="assistant")
 
-    def pieces(self, text: str, reasoning: str, index: int) -> bytes:
-        delta = {"reasoning_content": reasoning} if reasoning else {}
-        return self.chunk([{"index": index, "delta": delta | ({"content": text} if text else {})}])
+    def _piece(self, part: str, piece: str, index: int) -> bytes:
+        return self._delta(index, **{"content" if part == "text" else "reasoning_content": piece})
 
-    def end(self, answer: Answer, index: int) -> bytes:
-        calls = [{"index": k} | call for k, call in enumerate(answer.tool_calls)]
-        delta: dict[str, Any] = {"tool_calls": calls} if calls else {} if answer.text else {"content": ""}
-        last = {"index": index, "delta": delta, "finish_reason": answer.finish_reason}
-        last |= {"logprobs": {"content": answer.logprobs}} if answer.token_texts else {}
-        frames = self.chunk([last])
-        self.answers.append(answer)
+    def _call(self, call: dict[str, Any], index: int) -> bytes:
+        k = self.answers[-1].tool_calls.index(call)
+        return self._delta(index, tool_calls=[{"index": k} | call])
+
+    def _end(self, answer: Answer, index: int) -> bytes:
+        frames = self._chunk([{"index": index, "delta": {}} | chat_end(answer)])
         if len(self.answers) < self.ask.n:
             return frames
-        usage = self.chunk([], usage=chat_usage(self.answers)) if self.ask.stream_usage else b""
+        usage = self._chunk([], usage=chat_usage(self.answers)) if self.ask.stream_usage else b""
         return frames + usage + b"data: [DONE]\n\n"
-
-
-# Replies in parts: Responses and Messages
-
-
-class PartStream(Stream):
-    """A reply that is a row of parts, one open at a time: its reasoning, its text, then each call."""
-
-    def __init__(self, ask: AgentRequest, interaction_id: str) -> None:
-        super().__init__(ask, interaction_id)
-        self.part = ""  # what is open: "reasoning", "text" or nothing
-        self.index = -1  # of the last part that was opened
-        self.so_far = ""  # the text of the open part
-
-    def open(self) -> bytes:
-        raise NotImplementedError
-
-    def piece(self, text: str) -> bytes:
-        raise NotImplementedError
-
-    def close(self) -> bytes:
-        raise NotImplementedError
-
-    def call(self, call: dict[str, Any], k: int) -> bytes:
-        raise NotImplementedError
-
-    def last(self, answer: Answer) -> bytes:
-        raise NotImplementedError
-
-    def turn_to(self, part: str) -> bytes:
-        """Close what is open, open `part` ("": nothing)."""
-        if part == self.part:
-            return b""
-        frames = self.close() if self.part else b""
-        self.part, self.so_far = part, ""
-        self.index += bool(part)
-        return frames + (self.open() if part else b"")
-
-    def pieces(self, text: str, reasoning: str, index: int) -> bytes:
-        frames = b""
-        for part, piece in (("reasoning", reasoning), ("text", text)):
-            if piece:
-                frames += self.turn_to(part) + self.piece(piece)
-                self.so_far += piece
-        return frames
-
-    def end(self, answer: Answer, index: int) -> bytes:
-        frames = b"" if answer.text or answer.tool_calls else self.turn_to("text")
-        frames += self.turn_to("")
-        for k, call in enumerate(answer.tool_calls):
-            self.index += 1
-            frames += self.call(call, k)
-        return frames + self.last(answer)
 
 
 # Responses
@@ -262,115 +239,92 @@ class PartStream(Stream):
 def render_responses(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]:
     """The body of a response."""
     (answer,) = answers
-    x, cut = tail(answer.interaction_id), answer.finish_reason == "length"
-    output = [response_item("reasoning", x, answer.reasoning)] if answer.reasoning else []
-    if answer.text or not answer.tool_calls:
-        output.append(response_item("text", x, answer.text, answer.logprobs))
-    output += [response_call(x, k, call) for k, call in enumerate(answer.tool_calls)]
     read, written = answer.response.input_len, answer.response.output_len
-    usage = {
-        "input_tokens": read,
-        "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": written,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": read + written,
-    }
-    cut_by = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
-    head = response_head(ask, answer.interaction_id, "incomplete" if cut else "completed")
-    return head | {"output": output, "usage": usage} | cut_by
+    usage = {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
+    details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+    output = [response_item(part, value, answer.interaction_id, answer.logprobs) for part, value in answer.parts]
+    body = response_head(ask, answer.interaction_id, "completed") | {"output": output, "usage": usage | details}
+    if answer.finish_reason == "length":
+        body |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+    return body
 
 
 def response_head(ask: AgentRequest, interaction_id: str, status: str) -> dict[str, Any]:
-    named = {"type": "function", "name": ask.tool_choice}
-    return {
-        "id": interaction_id,
-        "object": "response",
-        "created_at": int(time.time()),
-        "status": status,
-        "model": ask.model,
-        "output": [],
-        "parallel_tool_calls": True,
-        "tool_choice": ask.tool_choice if ask.tool_choice in ("auto", "none", "required") else named,
-        "tools": [{"type": "function", **tool["function"], "strict": False} for tool in ask.tools],
-        "metadata": {},
-    }
+    choice: Any = ask.tool_choice
+    if choice not in ("auto", "none", "required"):
+        choice = {"type": "function", "name": choice}
+    head = {"id": interaction_id, "object": "response", "created_at": int(time.time()), "status": status}
+    # The tools are not said again: they may be many, and this goes out three times a stream.
+    asked = {"model": ask.model, "tool_choice": choice, "tools": [], "parallel_tool_calls": True, "metadata": {}}
+    return head | asked | {"output": []}
 
 
-def response_item(part: str, x: str, text: str, logprobs: Any = ()) -> dict[str, Any]:
+def response_item(part: str, value: Any, interaction_id: str, logprobs: Any = ()) -> dict[str, Any]:
+    """A part of an answer as an item of a response's output."""
+    x, done = tail(interaction_id), {"status": "completed"}
+    if part == "call":
+        fields = {"id": f"fc_{tail(value['id'])}", "type": "function_call", "call_id": value["id"]}
+        return fields | value["function"] | done
     if part == "reasoning":
-        content: dict[str, Any] = {"type": "reasoning_text", "text": text}
-        return {"id": f"rs_{x}", "type": "reasoning", "summary": [], "content": [content], "status": "completed"}
-    content = {"type": "output_text", "text": text, "annotations": []} | ({"logprobs": logprobs} if logprobs else {})
-    head = {"id": f"msg_{x}", "type": "message", "role": "assistant"}
-    return head | {"content": [content], "status": "completed"}
+        content = [{"type": "reasoning_text", "text": value}]
+        return {"id": f"rs_{x}", "type": "reasoning", "summary": [], "content": content} | done
+    content = [{"type": "output_text", "text": value, "annotations": []} | some(logprobs=logprobs)]
+    return {"id": f"msg_{x}", "type": "message", "role": "assistant", "content": content} | done
 
 
-def response_call(x: str, k: int, call: dict[str, Any]) -> dict[str, Any]:
-    head = {"id": f"fc_{x}_{k}", "type": "function_call", "call_id": call["id"]}
-    return head | call["function"] | {"status": "completed"}
+class ResponsesStream(Stream):
+    number = 0  # of the next event
 
-
-class ResponsesStream(PartStream):
-    def __init__(self, ask: AgentRequest, interaction_id: str) -> None:
-        super().__init__(ask, interaction_id)
-        self.number = 0
-        self.item: dict[str, Any] = {}
-        self.logprobs: list[dict[str, Any]] = []
-
-    def say(self, kind: str, **data: Any) -> bytes:
+    def _say(self, kind: str, **data: Any) -> bytes:
         self.number += 1
         return event({"type": kind, "sequence_number": self.number - 1, **data}, kind)
 
-    def of_part(self, kind: str, **data: Any) -> bytes:
-        return self.say(kind, item_id=self.item["id"], output_index=self.index, content_index=0, **data)
+    def _within(self, open_part: str, kind: str, **data: Any) -> bytes:
+        item = response_item(open_part, "", self.interaction_id)
+        kind = kind.replace("TEXT", item["content"][0]["type"])
+        return self._say(kind, item_id=item["id"], output_index=self.place, content_index=0, **data)
 
     def start(self, input_len: int, index: int = 0) -> bytes:
         body = response_head(self.ask, self.interaction_id, "in_progress")
-        return self.say("response.created", response=body) + self.say("response.in_progress", response=body)
+        return self._say("response.created", response=body) + self._say("response.in_progress", response=body)
 
-    def open(self) -> bytes:
-        self.item = response_item(self.part, tail(self.interaction_id), "")
-        (content,) = self.item["content"]
-        added = self.item | {"content": [], "status": "in_progress"}
-        frames = self.say("response.output_item.added", output_index=self.index, item=added)
-        return frames + self.of_part("response.content_part.added", part=content)
+    def _open(self, part: str) -> bytes:
+        item = response_item(part, "", self.interaction_id)
+        begun = item | {"content": [], "status": "in_progress"}
+        frames = self._say("response.output_item.added", output_index=self.place, item=begun)
+        return frames + self._within(part, "response.content_part.added", part=item["content"][0])
 
-    def piece(self, text: str) -> bytes:
-        if self.part == "reasoning":
-            return self.of_part("response.reasoning_text.delta", delta=text)
-        return self.of_part("response.output_text.delta", delta=text, logprobs=[])
+    def _piece(self, part: str, piece: str, index: int) -> bytes:
+        return self._within(part, "response.TEXT.delta", delta=piece, logprobs=[])
 
-    def close(self) -> bytes:
-        item = response_item(self.part, tail(self.interaction_id), self.so_far, self.logprobs)
-        if self.part == "reasoning":
-            frames = self.of_part("response.reasoning_text.done", text=self.so_far)
-        else:
-            frames = self.of_part("response.output_text.done", text=self.so_far, logprobs=self.logprobs)
-        frames += self.of_part("response.content_part.done", part=item["content"][0])
-        return frames + self.say("response.output_item.done", output_index=self.index, item=item)
-
-    def call(self, call: dict[str, Any], k: int) -> bytes:
-        item, arguments = response_call(tail(self.interaction_id), k, call), call["function"]["arguments"]
-        at = {"item_id": item["id"], "output_index": self.index}
-        added = item | {"arguments": "", "status": "in_progress"}
+    def _close(self, part: str) -> bytes:
+        text, logprobs = self.said[0, part], self.answers[0].logprobs if self.answers else []
+        item = response_item(part, text, self.interaction_id, logprobs)
         return (
-            self.say("response.output_item.added", output_index=self.index, item=added)
-            + self.say("response.function_call_arguments.delta", **at, delta=arguments)
-            + self.say("response.function_call_arguments.done", **at, name=item["name"], arguments=arguments)
-            + self.say("response.output_item.done", output_index=self.index, item=item)
+            self._within(part, "response.TEXT.done", text=text, logprobs=logprobs)
+            + self._within(part, "response.content_part.done", part=item["content"][0])
+            + self._say("response.output_item.done", output_index=self.place, item=item)
         )
 
-    def end(self, answer: Answer, index: int) -> bytes:
-        self.logprobs = answer.logprobs
-        return super().end(answer, index)
+    def _call(self, call: dict[str, Any], index: int) -> bytes:
+        self.place += 1
+        item = response_item("call", call, self.interaction_id)
+        at = {"output_index": self.place}
+        arguments = {"item_id": item["id"], **at}
+        begun = item | {"arguments": "", "status": "in_progress"}
+        return (
+            self._say("response.output_item.added", **at, item=begun)
+            + self._say("response.function_call_arguments.delta", **arguments, delta=item["arguments"])
+            + self._say("response.function_call_arguments.done", **arguments, **call["function"])
+            + self._say("response.output_item.done", **at, item=item)
+        )
 
-    def last(self, answer: Answer) -> bytes:
+    def _end(self, answer: Answer, index: int) -> bytes:
         body = render_responses(self.ask, [answer]) | {"created_at": self.created}
-        return self.say(f"response.{body['status']}", response=body)
+        return self._say(f"response.{body['status']}", response=body)
 
     def error(self, status: int, message: str) -> bytes:
-        body = openai_error(status, message)
-        return self.say("error", code=body["error"]["type"], message=message, **body)
+        return self._say("error", code=str(status), message=message, **openai_error(status, message))
 
 
 # Messages
@@ -379,65 +333,61 @@ class ResponsesStream(PartStream):
 def render_messages(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]:
     """The body of an Anthropic message."""
     (answer,) = answers
-    content = [message_block("reasoning", answer.reasoning, answer.interaction_id)] if answer.reasoning else []
-    if answer.text or not answer.tool_calls:
-        content.append(message_block("text", answer.text))
-    content += [tool_use(call) for call in answer.tool_calls]
-    return message_head(ask, answer.interaction_id, answer.response.input_len, answer.response.output_len) | {
-        "content": content,
-        "stop_reason": STOP_REASONS[answer.finish_reason],
-    }
+    content = [message_block(part, value, answer.interaction_id) for part, value in answer.parts]
+    body = message_head(ask, answer.interaction_id, answer.response.input_len, answer.response.output_len)
+    return body | {"content": content, "stop_reason": STOP_REASONS[answer.finish_reason]}
 
 
-def message_head(ask: AgentRequest, interaction_id: str, input_len: int, output_len: int) -> dict[str, Any]:
+def message_head(ask: AgentRequest, interaction_id: str, read: int, written: int) -> dict[str, Any]:
     head = {"id": interaction_id, "type": "message", "role": "assistant", "model": ask.model, "content": []}
-    return head | {"usage": {"input_tokens": input_len, "output_tokens": output_len}}
+    return head | {"usage": {"input_tokens": read, "output_tokens": written}}
 
 
-def message_block(part: str, text: str, signature: str = "") -> dict[str, Any]:
+def message_block(part: str, value: Any, signature: str = "") -> dict[str, Any]:
+    """A part of an answer as a block of a message's content. A signature must be there; it is checked by nobody."""
+    if part == "call":
+        name, arguments = value["function"]["name"], json.loads(value["function"]["arguments"])
+        return {"type": "tool_use", "id": value["id"], "name": name, "input": arguments}
     if part == "reasoning":
-        return {"type": "thinking", "thinking": text, "signature": signature}
-    return {"type": "text", "text": text}
+        return {"type": "thinking", "thinking": value, "signature": signature}
+    return {"type": "text", "text": value}
 
 
-def tool_use(call: dict[str, Any]) -> dict[str, Any]:
-    arguments = json.loads(call["function"]["arguments"])
-    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments}
-
-
-class MessagesStream(PartStream):
-    def say(self, kind: str, **data: Any) -> bytes:
+class MessagesStream(Stream):
+    def _say(self, kind: str, **data: Any) -> bytes:
         return event({"type": kind, **data}, kind)
 
-    def block_delta(self, kind: str, **delta: Any) -> bytes:
-        return self.say("content_block_delta", index=self.index, delta={"type": kind, **delta})
+    def _delta(self, kind: str, **delta: str) -> bytes:
+        return self._say("content_block_delta", index=self.place, delta={"type": kind, **delta})
 
     def start(self, input_len: int, index: int = 0) -> bytes:
-        return self.say("message_start", message=message_head(self.ask, self.interaction_id, input_len, 0))
+        return self._say("message_start", message=message_head(self.ask, self.interaction_id, input_len, 0))
 
-    def open(self) -> bytes:
-        return self.say("content_block_start", index=self.index, content_block=message_block(self.part, ""))
+    def _open(self, part: str) -> bytes:
+        return self._say("content_block_start", index=self.place, content_block=message_block(part, ""))
 
-    def piece(self, text: str) -> bytes:
-        if self.part == "reasoning":
-            return self.block_delta("thinking_delta", thinking=text)
-        return self.block_delta("text_delta", text=text)
+    def _piece(self, part: str, piece: str, index: int) -> bytes:
+        if part == "reasoning":
+            return self._delta("thinking_delta", thinking=piece)
+        return self._delta("text_delta", text=piece)
 
-    def close(self) -> bytes:
-        signed = self.part == "reasoning"
-        frames = self.block_delta("signature_delta", signature=self.interaction_id) if signed else b""
-        return frames + self.say("content_block_stop", index=self.index)
+    def _close(self, part: str) -> bytes:
+        signed = part == "reasoning"
+        frames = self._delta("signature_delta", signature=self.interaction_id) if signed else b""
+        return frames + self._say("content_block_stop", index=self.place)
 
-    def call(self, call: dict[str, Any], k: int) -> bytes:
-        block = tool_use(call) | {"input": {}}
-        frames = self.say("content_block_start", index=self.index, content_block=block)
-        frames += self.block_delta("input_json_delta", partial_json=call["function"]["arguments"])
-        return frames + self.say("content_block_stop", index=self.index)
+    def _call(self, call: dict[str, Any], index: int) -> bytes:
+        self.place += 1
+        frames = self._say(
+            "content_block_start", index=self.place, content_block=message_block("call", call) | {"input": {}}
+        )
+        frames += self._delta("input_json_delta", partial_json=call["function"]["arguments"])
+        return frames + self._say("content_block_stop", index=self.place)
 
-    def last(self, answer: Answer) -> bytes:
+    def _end(self, answer: Answer, index: int) -> bytes:
         body = render_messages(self.ask, [answer])
-        delta = {"stop_reason": body["stop_reason"]}
-        return self.say("message_delta", delta=delta, usage=body["usage"]) + self.say("message_stop")
+        frames = self._say("message_delta", delta={"stop_reason": body["stop_reason"]}, usage=body["usage"])
+        return frames + self._say("message_stop")
 
     def error(self, status: int, message: str) -> bytes:
         return event(anthropic_error(status, message), "error")

@@ -26,10 +26,11 @@ It does not promise to repair anything. AReaL takes SGLang's parser or vLLM's, e
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from messages import BadRequest, read_json
+from plumbing.fields import BadRequest, read_json
 
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 THINK, END_OF_THINK = "<think>", "</think>"
@@ -37,8 +38,7 @@ HERMES = (None, "hermes", "qwen", "qwen25", "qwen3")  # names of the form above
 THINKERS = (None, "qwen3", "qwen3-thinking", "deepseek-r1", "glm45")  # who writes <think> ... </think>
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A call of a tool; `arguments` is a JSON object as text."""
 
     name: str
@@ -97,54 +97,53 @@ def read_call(body: str, names: set[str]) -> Call | None:
 
 
 class OutputParser:
-    """Reads the texts of one model. It holds no state of a text: a stream asks again with all there is so far."""
+    """Reads the texts of one model. It holds no state of a text: a stream asks again with all there is so far.
+
+    Raises ValueError for a parser that does not exist here.
+    """
 
     def __init__(
         self, tokenizer: Any = None, tool_call_parser: str | None = None, reasoning_parser: str | None = None
     ) -> None:
-        self._tokenizer = tokenizer
-        self._sglang = tool_call_parser if tool_call_parser not in HERMES else None
         if reasoning_parser not in THINKERS:
             raise ValueError(f"reasoning_parser: one of {', '.join(filter(None, THINKERS))} is needed")
-        if self._sglang:
-            sglang_tools()
-        prompt = ""
+        self._tokenizer = tokenizer
+        self._sglang = tool_call_parser not in HERMES and sglang_parser(tool_call_parser)
+        self._prompt = ""
         if getattr(tokenizer, "chat_template", None):
             talk = [{"role": "user", "content": "x"}]
-            prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
-        self._prompt = prompt
-        self._inside = prompt.rstrip().endswith(THINK)
-        template = getattr(tokenizer, "response_template", None) if tool_call_parser is None else None
-        self.special_tokens = template is not None  # parse needs the text with its special tokens
+            self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
+        self._inside = self._prompt.rstrip().endswith(THINK)
+        template = getattr(tokenizer, "response_template", None)
+        self.special_tokens = tool_call_parser is None and template is not None  # parse wants them in the text
 
     def parse(self, text: str, tools: list[dict[str, Any]]) -> Parsed:
         """A whole text. Only `tools` can be called: without them nothing is a call. Never raises."""
-        if self.special_tokens:
-            return self._by_template(text, tools)
+        names = {tool["function"]["name"] for tool in tools}
+        if self.special_tokens or (self._sglang and tools):
+            try:
+                return self._foreign(text, tools, names)
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                return Parsed(text)  # a form that is not kept: all of it is text
         reasoning, rest, _ = split_thinking(text, self._inside)
-        if self._sglang and tools:
-            rest, calls = self._by_sglang(rest, tools)
-        else:
-            rest, calls, _ = split_calls(rest, {tool["function"]["name"] for tool in tools})
+        rest, calls, _ = split_calls(rest, names)
         return Parsed(rest, reasoning, calls)
 
     def certain(self, text: str, tools: list[dict[str, Any]]) -> Parsed:
         """The beginnings of text and reasoning that no continuation of `text` can change; no calls."""
         text = text.rstrip("\ufffd")  # the bytes of a character that is not yet complete
-        if self.special_tokens or THINK.startswith(text.lstrip()):
+        if self.special_tokens or (self._sglang and tools) or THINK.startswith(text.lstrip()):
             return Parsed("")
         reasoning, rest, over = split_thinking(text, self._inside)
         if not over:
             return Parsed("", split_thinking(without_partial(text, [END_OF_THINK]), self._inside)[0])
         if not tools:
             return Parsed(rest, reasoning)
-        if self._sglang:
-            return Parsed("", reasoning)
         names = {tool["function"]["name"] for tool in tools}
-        end = split_calls(rest, names)[2]
-        undecided = rest.find(CALL, end)
-        held = rest[:undecided] if undecided >= 0 else rest[:end] + without_partial(rest[end:], [CALL])
-        return Parsed(split_calls(held, names)[0].rstrip(), reasoning)
+        read = split_calls(rest, names)[2]
+        opened = rest.find(CALL, read)
+        decided = rest[:opened] if opened >= 0 else rest[:read] + without_partial(rest[read:], [CALL])
+        return Parsed(split_calls(decided, names)[0].rstrip(), reasoning)
 
     def opening(self, tool_choice: str, tools: list[dict[str, Any]]) -> str:
         """The text that begins a call, to be put before the model's own; "" where none is forced.
@@ -159,34 +158,39 @@ class OutputParser:
         head = f"{END_OF_THINK}\n\n" * self._inside + f'{CALL}\n{{"name": '
         return head + (f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"')
 
-    def _by_template(self, text: str, tools: list[dict[str, Any]]) -> Parsed:
-        try:
+    def _foreign(self, text: str, tools: list[dict[str, Any]], names: set[str]) -> Parsed:
+        """By SGLang's parser or the tokenizer's response template. Raises ValueError for a form that is not kept."""
+        if self._sglang:
+            reasoning, rest, _ = split_thinking(text, self._inside)
+            rest, functions = self._sglang(rest, tools)
+        else:
             message = self._tokenizer.parse_response(text, prefix=self._prompt, tools=tools)
-            functions = [call.get("function", call) for call in message.get("tool_calls") or []] if tools else []
-            calls = [read_call(json.dumps(function), {t["function"]["name"] for t in tools}) for function in functions]
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return Parsed(text)
+            reasoning = message.get("reasoning_content") or message.get("thinking") or ""
+            rest = message.get("content") or ""
+            functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
+        calls = [read_call(json.dumps(function), names) for function in functions]
         if None in calls:
-            return Parsed(text)
-        reasoning = message.get("reasoning_content") or message.get("thinking") or ""
-        return Parsed(message.get("content") or "", reasoning, [call for call in calls if call])
-
-    def _by_sglang(self, text: str, tools: list[dict[str, Any]]) -> tuple[str, list[Call]]:
-        parser_of, tool_of = sglang_tools()
-        parser = parser_of([tool_of.model_validate(tool) for tool in tools], self._sglang)
-        try:
-            rest, items = parser.parse_non_stream(text)
-            return rest, [Call(item.name, item.parameters) for item in items]
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return text, []
+            raise ValueError("a call of no tool")
+        return Parsed(rest, reasoning, [call for call in calls if call])
 
 
-def sglang_tools() -> tuple[Any, Any]:
-    """SGLang's FunctionCallParser and its Tool. Raises ValueError where it is not installed."""
+def sglang_parser(name: str) -> Callable[[str, list[dict[str, Any]]], tuple[str, list[dict[str, Any]]]]:
+    """SGLang's parser of that name: (text, tools) -> (text beside the calls, the calls). Raises ValueError."""
     try:
         from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
     except ImportError as error:
-        known = ", ".join(filter(None, HERMES))
-        raise ValueError(f"tool_call_parser: one of {known} is needed where SGLang is not installed") from error
-    return FunctionCallParser, Tool
+        ours = ", ".join(filter(None, HERMES))
+        raise ValueError(
+            f"tool_call_parser: {name} needs SGLang, which cannot be imported; without it: {ours}"
+        ) from error
+    FunctionCallParser([], name)  # an unknown name is an error now
+
+    def parse(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+        parser = FunctionCallParser([Tool.model_validate(tool) for tool in tools], name)
+        rest, calls = parser.parse_non_stream(text)
+        return rest if calls else text, [
+            {"name": call.name, "arguments": json.loads(call.parameters)} for call in calls
+        ]
+
+    return parse

@@ -43,7 +43,7 @@ from engine import RemoteInfEngine
 from executor import ProxyAddress, WorkflowExecutor
 from plumbing.config import ConfigError, TrainConfig, load
 from plumbing.inputs import Inputs, load_inputs
-from plumbing.launch import Fleet, ProcessDied, revision, start_proxy, start_server
+from plumbing.launch import Fleet, ProcessDied, revision, start_proxies, start_server
 from plumbing.logger import Logger, Trace, describe_batch
 from plumbing.report import summarise
 from weights import WeightUpdateMeta
@@ -183,7 +183,7 @@ def build(config: TrainConfig, inputs: Inputs, run_dir: Path, fleet: Fleet, trac
         config.rollout,
         tokenizer=AutoTokenizer.from_pretrained(config.tokenizer_path),
         gconfig=config.gconfig,
-        proxy=ProxyAddress(*start_proxy(config, fleet, addresses)),
+        proxy=ProxyAddress(*start_proxies(config, fleet, addresses)),
         dump_dir=run_dir,
         trace=trace.event,
     )

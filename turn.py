@@ -39,7 +39,7 @@ from messages import AgentRequest
 from prompts import TextReader
 from replies import Answer, Protocol
 from sessions import ProxyError, Session
-from tools import OutputParser
+from tools import OutputParser, Parsed
 
 PING_SECONDS = 15.0  # a stream that has nothing to say sends a comment, so that clients do not give up on it
 
@@ -114,7 +114,7 @@ class Turn:
             response = await (engine.agenerate(call, on_tokens) if self.ask.stream else engine.agenerate(call))
         except asyncio.CancelledError:
             streamed = self.so_far[k]
-            if streamed and not self.listeners and not self.session.ended:
+            if streamed and self.gone and not self.session.ended:
                 streamed.stop_reason = "abort"
                 self._finish(k, streamed)
             raise
@@ -141,10 +141,11 @@ class Turn:
             yield hangup
         finally:
             self.listeners -= 1
-            self.gone = self.gone or hangup.done() or not self.task.done()
+            if not self.listeners:
+                self.gone = self.gone or hangup.done() or not self.task.done()
+                if self.task.cancel():
+                    await asyncio.wait({self.task})  # it tells the server before it is gone
             hangup.cancel()
-            if not self.listeners and self.task.cancel():
-                await asyncio.wait({self.task})  # it tells the server before it is gone
 
     def result(self) -> dict[str, Any]:
         """The reply. Raises ProxyError or EngineError where there is none."""
@@ -162,52 +163,51 @@ class Turn:
 
     async def events(self, request: Request) -> AsyncGenerator[bytes, None]:
         """The reply as it grows. What fails before the first token is raised, later it is an event of the stream."""
-        stream = self.protocol.stream(self.ask, self.ids[0])
-        readers = [self._reader() for _ in self.ids]
+        stream, n = self.protocol.stream(self.ask, self.ids[0]), range(len(self.ids))
+        readers = [self._reader() for _ in n]
+        sent = [Parsed("")] * len(n)
         async with self._listening(request) as hangup:
-            await asyncio.wait(
-                {self.task, hangup, self.news}, timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED
-            )
+            await self._wait(hangup, self.news)
             if self.task.done() or hangup.done():
                 self.result()
-            yield b"".join(stream.start(self.input_len, index=k) for k in range(len(self.ids)))
+            yield b"".join(stream.start(self.input_len, index=k) for k in n)
             while not self.task.done() and not hangup.done():
                 news, frames = self.news, b""
                 for k, response in enumerate(self.so_far):
                     if response is not None:
                         text = readers[k].read(response.output_tokens)
-                        certain = self._parser.certain(text, self.ask.callable_tools)
-                        text_sent, reasoning_sent = stream.sent[k]
-                        frames += stream.delta(certain.text[text_sent:], certain.reasoning[reasoning_sent:], k)
+                        before, sent[k] = sent[k], self._parser.certain(text, self.ask.callable_tools)
+                        pieces = sent[k].text[len(before.text) :], sent[k].reasoning[len(before.reasoning) :]
+                        frames += stream.delta(*pieces, index=k)
                 if frames:
                     yield frames
-                waited = {self.task, hangup, news}
-                done, _ = await asyncio.wait(waited, timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                if not done:
+                if not await self._wait(hangup, news):
                     yield b": still generating\n\n"
             try:
                 self.result()
+                yield b"".join(stream.finish(answer, index=k) for k, answer in enumerate(self._answers))
             except (ProxyError, EngineError) as error:
                 yield stream.error(error.status or 500, str(error))
-                return
-            yield b"".join(stream.finish(answer, index=k) for k, answer in enumerate(self._answers))
+
+    async def _wait(self, *others: asyncio.Future) -> set[asyncio.Future]:
+        """Until the turn or one of the others is done, or it is time to say something: then nothing."""
+        waited = {self.task, *others}
+        return (await asyncio.wait(waited, timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED))[0]
 
 
 def retried(session: Session, body: bytes, says_so: bool) -> Turn | None:
     """The turn that answers a body that was sent before, if it is a retry: the rule above."""
     turns: list[Turn] = session.turns.setdefault(body, [])
-    for turn in turns:
-        if turn.gone:
-            turn.gone = False
-            if turn.task.done() and not turn.task.cancelled() and not turn.task.exception():
-                return turn
-            turns.remove(turn)
-            for name in turn.ids:
-                session.cache.drop_orphan(name)
-            return None
-    candidates = [turn for turn in turns if not turn.task.done()] or turns[-1:]
-    if not says_so or not candidates:
-        return None
-    turn = min(candidates, key=lambda turn: turn.claims)
-    turn.claims += 1
-    return turn
+    if gone := next((turn for turn in turns if turn.gone), None):
+        gone.gone = False
+        if gone.task.done() and not gone.task.cancelled() and not gone.task.exception():
+            return gone
+        turns.remove(gone)
+        for name in gone.ids:
+            session.cache.drop_orphan(name)
+    elif says_so and turns:
+        candidates = [turn for turn in turns if not turn.task.done()] or turns[-1:]
+        turn = min(candidates, key=lambda turn: turn.claims)  # each retry to another, where several are equal
+        turn.claims += 1
+        return turn
+    return None

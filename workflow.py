@@ -284,7 +284,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     """An agent's episode: a session at the proxy, `agent.run` with the session's URL, its rewards, the export."""
 
     agent: Any
-    proxy_addr: str
+    proxy_addr: str | tuple[str, ...]  # several: an episode keeps to one
     admin_key: str
     mode: str = "inline"  # or subproc
     subproc_max_workers: int = 4
@@ -315,7 +315,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
 
     async def _episode(self, run: Callable[..., Awaitable[Any]]) -> EpisodeResult:
         transport = await _rl_transport.get()
-        client = OpenAIProxyClient(transport, self.proxy_addr, self.admin_key, _context.get().name)
+        client = OpenAIProxyClient(transport, self._choose_proxy(), self.admin_key, _context.get().name)
         limit = f"{self.episode_timeout:g} s (rollout.openai.episode_timeout_seconds)"
         async with time_limit(self.episode_timeout, f"the episode took longer than {limit} and was cancelled"):
             await client.grant_capacity()
@@ -324,6 +324,11 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
                 await self._set_rewards(client, rewards)
         interactions = await client.export_interactions(discount=self.discount, style=self.export_style)
         return interactions if client.rewarded_count else None
+
+    def _choose_proxy(self) -> str:
+        addresses = (self.proxy_addr,) if isinstance(self.proxy_addr, str) else self.proxy_addr
+        context = _context.get()
+        return addresses[((context.task_id or 0) + context.sample_idx) % len(addresses)]
 
     @staticmethod
     async def _set_rewards(client: OpenAIProxyClient, rewards: dict[str, float] | float | None) -> None:

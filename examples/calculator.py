@@ -16,7 +16,7 @@ import sys
 from itertools import product
 from pathlib import Path
 
-from tasks.base_model import imitate, make_qwen3, make_tokenizer, save_atomically
+from tasks.base_model import imitate, make_qwen3, make_tokenizer, render, save_atomically
 
 NUMBERS = range(1, 5)
 CALL = '<tool_call> {{"name": "{}", "arguments": {{"a": {} , "b": {} }}}} </tool_call>'
@@ -28,7 +28,6 @@ CHAT_TEMPLATE = (
     "<tool_call> {\"name\": \"{{ c['function']['name'] }}\", \"arguments\": {{ c['function']['arguments'] | tojson }}}"
     " </tool_call> {% endfor %}<end> {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "multiply")]
 
 
 def dataset(split: str = "train") -> list[dict]:
@@ -50,8 +49,9 @@ def conversation(sample: dict, noise: random.Random) -> list[dict]:
         ("tool", sample["answer"]),
         ("assistant", f"the answer is {sample['answer']}"),
     ]
+    tools = [("system", "add multiply")]  # as the template renders them
     system = [("system", "unknown " * noise.randrange(1, 40))] * noise.randrange(2)
-    return [{"role": role, "content": content} for role, content in system + talk]
+    return [{"role": role, "content": content} for role, content in tools + system + talk]
 
 
 def make_model(path: Path, steps: int = 300) -> Path:
@@ -62,11 +62,8 @@ def make_model(path: Path, steps: int = 300) -> Path:
         model, noise, samples = make_qwen3(tokenizer, layers=2, context=512, seed=1), random.Random(1), dataset()
 
         def batch() -> list[list[int]]:
-            chosen = noise.choices(samples, k=16)
-            return [
-                list(tokenizer.apply_chat_template(conversation(s, noise), tools=TOOLS, return_dict=False))
-                for s in chosen
-            ]
+            talks = [conversation(sample, noise) for sample in noise.choices(samples, k=16)]
+            return [render(tokenizer, talk) for talk in talks]
 
         imitate(model, tokenizer, batch, steps, lr=3e-3)
         save_atomically(path, model, tokenizer)

@@ -37,6 +37,9 @@ class OpenAIConfig:
     turn_discount: float = 1.0  # gamma by which a turn's reward reaches the turn before it
     chat_template_type: Literal["hf", "concat"] = "concat"  # concat: parent's tokens + rendered tail; hf: render all
     export_style: Literal["individual", "concat"] = "concat"  # a row for every turn, or for every leaf of the tree
+    tool_call_parser: str | None = None  # form of the model's tool calls (tools.py); default: the tokenizer's, or qwen
+    reasoning_parser: str | None = None  # form of its reasoning; default: <think> ... </think>
+    fixed_sampling: list[str] = field(default_factory=list)  # fields of gconfig that hold whatever an agent asks for
     session_timeout_seconds: float = 3600.0  # an idle session is dropped after this long
     episode_timeout_seconds: float = 3600.0  # an episode that runs longer is cancelled and counted as failed
 
@@ -68,6 +71,13 @@ class ServerConfig:
     backend: Literal["auto", "tiny", "sglang"] = "auto"  # auto: tiny, until train.py can launch SGLang
     max_running_requests: int = 64  # sequences decoded together
     max_total_tokens: int = 16384  # tokens of all running sequences together; bounds the KV cache
+
+
+@dataclass
+class ProxyConfig:
+    """What the agents speak to."""
+
+    workers: int = 1  # processes; an episode keeps to one of them
 
 
 @dataclass
@@ -187,6 +197,7 @@ class TrainConfig:
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    proxy: ProxyConfig = field(default_factory=ProxyConfig)
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
     ref: RefConfig = field(default_factory=RefConfig)
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
@@ -265,7 +276,7 @@ def validate(config: TrainConfig) -> None:
     values = flatten(dataclasses.asdict(config))
     counts = ["max_steps", "train_dataset.batch_size", "gconfig.n_samples", "gconfig.max_new_tokens", "saver.keep"]
     counts += ["actor.ppo_n_minibatches", "actor.ppo_epochs", "rollout.group_size", "rollout.max_concurrent_rollouts"]
-    counts += ["rollout.openai.subproc_max_workers"]
+    counts += ["rollout.openai.subproc_max_workers", "proxy.workers"]
     for name in counts:
         if values[name] is not None and values[name] < 1:
             raise ConfigError(f"{name}={values[name]}; it must be at least 1")

@@ -23,7 +23,8 @@ import httpx
 from plumbing.config import ConfigError, TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-SAMPLING = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "frequency_penalty", "greedy")  # of agents, too
+PENALTIES = ("frequency_penalty", "presence_penalty")
+SAMPLING = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "greedy", *PENALTIES)  # of agents, too
 GRACE_SECONDS = 5.0  # what a child gets to end by itself before it is killed
 
 
@@ -147,24 +148,28 @@ def start_server(config: TrainConfig, fleet: Fleet) -> Child | None:
     return fleet.start("server", "tiny_server.py", *arguments)
 
 
-def start_proxy(config: TrainConfig, fleet: Fleet, servers: list[str]) -> tuple[str, str]:
-    """Address of the proxy that the agents speak to, and the key of its management endpoints, new for each run."""
-    assert config.tokenizer_path is not None
+def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> tuple[tuple[str, ...], str]:
+    """Addresses of the proxies that the agents speak to, and the key of their management endpoints, new for each run."""
+    openai = config.rollout.openai
     options = {
         "--model-path": config.tokenizer_path,
         "--seed": config.gconfig.seed,
         "--sampling": json.dumps({k: v for k, v in asdict(config.gconfig).items() if k in SAMPLING}),
         "--request-timeout": config.rollout.request_timeout,
-        "--session-timeout-seconds": config.rollout.openai.session_timeout_seconds,
+        "--session-timeout-seconds": openai.session_timeout_seconds,
         "--max-new-tokens": config.gconfig.max_new_tokens,
-        "--chat-template-type": config.rollout.openai.chat_template_type,
+        "--chat-template-type": openai.chat_template_type,
+        "--tool-call-parser": openai.tool_call_parser,
+        "--reasoning-parser": openai.reasoning_parser,
     }
-    arguments = [str(word) for pair in options.items() for word in pair]
-    for url in servers:
-        arguments += ["--server", url]
+    pairs = [*options.items(), *(("--server", url) for url in servers)]
+    pairs += [("--fixed-sampling", name) for name in openai.fixed_sampling]
+    arguments = [str(word) for pair in pairs if pair[1] is not None for word in pair]
     admin_key = secrets.token_urlsafe(16)
-    child = fleet.start("proxy", "proxy.py", *arguments, environment={"NANO_AREAL_ADMIN_KEY": admin_key})
-    return fleet.wait_ready(child), admin_key
+    names = [f"proxy-{k}" if k else "proxy" for k in range(config.proxy.workers)]
+    environment = {"NANO_AREAL_ADMIN_KEY": admin_key}
+    children = [fleet.start(name, "proxy.py", *arguments, environment=environment) for name in names]
+    return tuple(map(fleet.wait_ready, children)), admin_key
 
 
 def revision() -> str:

@@ -16,7 +16,7 @@ Connections belong to an event loop and can only be closed on it, so each loop g
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, Generic, TypeVar
 
 import httpx
@@ -58,6 +58,10 @@ def read_answer(url: str, status: int, content: bytes) -> dict[str, Any]:
     raise EngineError(f"{url} answered {status}: {error}", 400 if 400 <= status < 500 else 503)
 
 
+def is_stream(response: Any) -> bool:
+    return response.headers.get("content-type", "").startswith("text/event-stream")
+
+
 class Stream:
     """An answer that is read while it comes; `when_closed` hears when nobody reads it any more."""
 
@@ -90,7 +94,7 @@ class StackTransport(httpx.AsyncBaseTransport):
         connection = self.idle.pop() if self.idle else self._connection()
         try:
             response = await connection.handle_async_request(request)
-            if response.headers.get("content-type", "").startswith("text/event-stream"):
+            if is_stream(response):
                 response.stream = self._stream_type(response.stream, lambda: self.idle.append(connection))
                 return response
             await response.aread()
@@ -143,45 +147,30 @@ class Wire:
 
     async def call(self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
         """POST `body`, or GET without one."""
-        with refused(url, timeout):
-            response = await self._send(url, body, timeout)
-            content = await response.aread()
-        return read_answer(url, response.status_code, content)
+        async with contextlib.aclosing(self.stream(url, body, timeout)) as events:
+            return [event async for event in events][-1]
 
     async def stream(self, url: str, body: Any, timeout: float) -> AsyncGenerator[dict[str, Any], None]:
-        """POST `body` and yield the events of the answer, of those that came together the newest; an answer that is
-        no stream is the only event. `timeout`: seconds of silence."""
-        with refused(url, timeout):
-            response = await self._send(url, body, timeout)
-            try:
-                if response.status_code != 200 or "event-stream" not in response.headers.get("content-type", ""):
+        """The same for an answer in events: it yields them, of those that came together the newest. An answer that is
+        none is the only event. `timeout`: seconds of silence."""
+        method, content = ("GET", None) if body is None else ("POST", orjson.dumps(body))
+        timeouts = httpx.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT)).as_dict()
+        request = httpx.Request(method, url, content=content, headers=HEADERS, extensions={"timeout": timeouts})
+        transport = await self._transports.get()
+        try:
+            response = await transport.handle_async_request(request)
+            async with contextlib.aclosing(response):
+                if response.status_code != 200 or not is_stream(response):
                     yield read_answer(url, response.status_code, await response.aread())
                     return
                 rest = b""
                 async for chunk in response.aiter_raw():
                     *events, rest = (rest + chunk).split(b"\n\n")
-                    data = [
-                        e for event in events if (e := event.removeprefix(b"data:").strip()) not in (b"", b"[DONE]")
-                    ]
-                    if data:
-                        yield read_answer(url, 200, data[-1])
-            finally:
-                await response.aclose()
-
-    async def _send(self, url: str, body: Any, timeout: float) -> httpx.Response:
-        method, content = ("GET", None) if body is None else ("POST", orjson.dumps(body))
-        timeouts = httpx.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT)).as_dict()
-        request = httpx.Request(method, url, content=content, headers=HEADERS, extensions={"timeout": timeouts})
-        return await (await self._transports.get()).handle_async_request(request)
-
-
-@contextlib.contextmanager
-def refused(url: str, timeout: float) -> Iterator[None]:
-    """What goes wrong on the way to `url` as an EngineError (503)."""
-    try:
-        yield
-    except httpx.TimeoutException as error:
-        reason = f"did not answer within {timeout} s (is it dead, or was it left paused?)"
-        raise EngineError(f"{url} {reason}", 503) from error
-    except httpx.TransportError as error:
-        raise EngineError(f"{url} cannot be reached: {error!r}", 503) from error
+                    told = [event.removeprefix(b"data:").strip() for event in events]
+                    if told := [data for data in told if data not in (b"", b"[DONE]")]:
+                        yield read_answer(url, 200, told[-1])
+        except httpx.TimeoutException as error:
+            reason = f"did not answer within {timeout} s (is it dead, or was it left paused?)"
+            raise EngineError(f"{url} {reason}", 503) from error
+        except httpx.TransportError as error:
+            raise EngineError(f"{url} cannot be reached: {error!r}", 503) from error

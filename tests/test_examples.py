@@ -55,7 +55,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def servers(model_dir: Path) -> Iterator[dict[str, str]]:
     """URLs of tiny_server.py and proxy.py over the calculator model."""
-    processes, urls = [], {}
+    processes, urls = [], dict[str, str]()
     for script, options in (
         ("tiny_server.py", ["--weight-version", "0"]),
         ("proxy.py", ["--admin-key", "secret", "--seed", "1", "--max-new-tokens", "64"]),

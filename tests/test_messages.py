@@ -9,34 +9,139 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import ModelResponse
-from messages import BadRequest, canonical, parse_chat
+from cache import InteractionCache, InteractionWithTokenLogpReward
+from engine import GenerationHyperparameters, ModelResponse
+from messages import (
+    AgentRequest,
+    BadRequest,
+    Message,
+    canonical,
+    normalise,
+    parse_anthropic,
+    parse_chat,
+    parse_responses,
+    resolve,
+)
+from replies import PROTOCOLS
 
-PAIRS = [json.loads(line) for line in (Path(__file__).parent / "data/chat_pairs.jsonl").read_text().splitlines()]
+LINES = (Path(__file__).parent / "data/client_pairs.jsonl").read_text().splitlines()
+PAIRS = [json.loads(line) for line in LINES]  # consecutive requests of real clients, and the reply between them
 HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+PARSERS = [parse_chat, parse_responses, parse_anthropic]
+
+
+def body_of(parse: Any, **fields: Any) -> dict[str, Any]:
+    """The smallest body of a protocol, and `fields`."""
+    return {"input" if parse is parse_responses else "messages": HELLO} | fields
+
+
+def read_reply(path: str, reply: Any) -> list[Message]:
+    """A reply as canonical messages, read as if a client had sent it back."""
+    if path == "chat/completions":
+        return [normalise(reply)]
+    if path == "responses":
+        return parse_responses({"input": reply}).messages
+    return parse_anthropic({"messages": [{"role": "assistant", "content": reply}, *HELLO]}).messages[:-1]
+
+
+def read(pair: dict[str, Any]) -> tuple[list[Message], list[Message], list[Message]]:
+    """(messages of the parent, its output, messages of the child)."""
+    parse = PROTOCOLS[pair["path"]].parse
+    return parse(pair["parent"]).messages, read_reply(pair["path"], pair["reply"]), parse(pair["child"]).messages
+
+
+def begins_with(messages: list[Message], said: list[Message]) -> bool:
+    return list(map(canonical, messages[: len(said)])) == list(map(canonical, said))
+
+
+# Equality
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair["id"])
 def test_an_echoed_history_is_recognised(pair: dict[str, Any]) -> None:
     """Real clients re-serialise, drop and add keys; what they send back still begins with what was said."""
-    said = [canonical(message) for message in [*pair["parent"], pair["reply"]]]
-    assert [canonical(message) for message in pair["child"]][: len(said)] == said
+    parent, output, child = read(pair)
+    assert len(output) == 1  # one call, one message, however many items or blocks it was
+    assert begins_with(child, parent + output)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair["id"])
-def test_a_changed_reply_is_not_recognised(pair: dict[str, Any]) -> None:
-    """Another text, call name, call id or argument is another message."""
-    reply = pair["reply"]
-    mutants = [reply | {"content": (reply.get("content") or "") + "!"}, reply | {"role": "user"}]
-    for i in range(len(reply.get("tool_calls") or ())):
-        for change in ({"name": "other"}, {"arguments": '{"days": 3, "city": "Zürich"}'}):
-            mutant = copy.deepcopy(reply)
-            mutant["tool_calls"][i]["function"] |= change
-            mutants.append(mutant)
-        mutant = copy.deepcopy(reply)
-        mutant["tool_calls"][i]["id"] = "call_other"
-        mutants += [mutant, reply | {"tool_calls": reply["tool_calls"][:i]}]
-    assert canonical(reply) not in [canonical(mutant) for mutant in mutants]
+def test_every_turn_finds_its_parent_among_all_conversations() -> None:
+    """137 pairs of turns in one session, each conversation about a city of its own: nobody gets another's parent."""
+    cache = InteractionCache()
+    children: dict[int, InteractionWithTokenLogpReward] = {}
+    for k, line in enumerate(LINES):
+        conversation = json.loads(line)["id"].rpartition("#")[0]
+        pair = json.loads(line.replace("Zürich", f"Zürich {conversation}").replace('"hi"', f'"hi {conversation}"'))
+        parent, output, messages = read(pair)
+        response = ModelResponse([1], [2], [-1.0], [0], "stop")
+        cache[f"{k}"] = InteractionWithTokenLogpReward(
+            parent, model_response=response, output_message_list=output, template_key=pair["path"]
+        )
+        children[k] = InteractionWithTokenLogpReward(messages, template_key=pair["path"])
+    found = {}
+    for k, child in children.items():
+        cache[f"child of {k}"] = child
+        found[k] = child.parent.interaction_id if child.parent else None
+    assert found == {k: str(k) for k in children}
+
+
+SAID = {"text", "content", "name", "arguments", "input", "id", "call_id", "tool_calls"}
+
+
+def places(value: Any, path: tuple = ()) -> list[tuple]:
+    """Where an echoed turn says something: the paths of its texts, names, ids and arguments."""
+    if isinstance(value, list):
+        return [place for i, item in enumerate(value) for place in places(item, (*path, i))]
+    if not isinstance(value, dict) or value.get("type") in ("thinking", "reasoning"):
+        return []
+    if "call_id" in value or value.get("type") == "message":
+        value = {key: item for key, item in value.items() if key != "id"}  # an item's own id means nothing
+    found = [(*path, key) for key in value if key in SAID and isinstance(value[key], str)]
+    found += [(*path, "input", key) for key in value.get("input", ())]
+    inner = [key for key in value if key in ("content", "tool_calls", "function") and not isinstance(value[key], str)]
+    return found + [place for key in inner for place in places(value[key], (*path, key))]
+
+
+def echoed(pair: dict[str, Any]) -> tuple[list, int, int]:
+    """(the child's items, where the echo of the reply begins in them, where it ends)."""
+    key = "input" if pair["path"] == "responses" else "messages"
+    items, begin = pair["child"][key], len(pair["parent"][key])
+    end = begin + 1
+    while key == "input" and items[end].get("role", "assistant") == "assistant" and "output" not in items[end]:
+        end += 1
+    return items, begin, end
+
+
+PLACES = [
+    (pair, place)
+    for pair in PAIRS
+    for items, begin, end in [echoed(pair)]
+    for place in [None, *[(i, *place) for i in range(begin, end) for place in places(items[i])]]
+]
+
+
+@given(st.sampled_from(PLACES), st.text(min_size=1), st.integers(0, 30))
+def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) -> None:
+    """Another text, call name, call id or argument, or a turn left out: it is another conversation."""
+    original, place = mutant
+    pair = copy.deepcopy(original)
+    items, begin, end = echoed(pair)
+    if place is None:
+        del items[begin:end]
+    else:
+        holder: Any = items
+        for step in place[:-1]:
+            holder = holder[step]
+        old = holder[place[-1]]
+        if place[-1] == "arguments":
+            arguments = json.loads(old)
+            name = sorted(arguments)[at % len(arguments)]
+            holder[place[-1]] = json.dumps(arguments | {name: f"{arguments[name]}{extra}"})
+        else:
+            holder[place[-1]] = str(old)[:at] + extra + str(old)[at:]
+    parent, output, _ = read(original)
+    assert not begins_with(PROTOCOLS[pair["path"]].parse(pair["child"]).messages, parent + output)
 
 
 @given(st.text(), st.lists(st.text(), max_size=3))
@@ -59,58 +164,270 @@ def test_a_tools_result_is_the_result_of_its_call() -> None:
     assert canonical(result) != canonical(result | {"tool_call_id": "b"})
 
 
+def assistant(arguments: Any, call_id: str = "c") -> Message:
+    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+@pytest.mark.parametrize("written", ['{"a": 2.0, "b": [1e3]}', '{"b":[1000],"a":2}', {"a": 2.0, "b": [1000]}])
+def test_arguments_are_equal_as_javascript_has_them(written: Any) -> None:
+    """A client in JavaScript reads 2.0 and writes 2; order and blanks mean nothing."""
+    assert canonical(normalise(assistant(written))) == canonical(assistant('{"a": 2, "b": [1000]}'))
+    assert canonical(assistant('{"a": true}')) != canonical(assistant('{"a": 1}'))
+    assert canonical(assistant('{"a": "2"}')) != canonical(assistant('{"a": 2}'))
+    large = '{"a": 9007199254740993}'
+    assert normalise(assistant(large))["tool_calls"][0]["function"]["arguments"] == {"a": 2**53 + 1}
+
+
+def test_plain_is_plain() -> None:
+    """Normalising twice changes nothing, and a canonical value is the same before and after."""
+    for pair in PAIRS:
+        for message in [part for messages in read(pair) for part in messages]:
+            again = normalise(message)
+            assert again == message
+            assert canonical(again) == canonical(message)
+
+
+# The three protocols
+
+QUESTION = {"role": "user", "content": "How warm?"}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+TALK: list[Message] = [
+    {"role": "system", "content": "Be terse."},
+    QUESTION,
+    {
+        "role": "assistant",
+        "content": "Let me see.",
+        "tool_calls": [CALL, CALL | {"id": "call_2"}],
+        "reasoning_content": "hm",
+    },
+    {"role": "tool", "content": "21", "tool_call_id": "call_1"},
+    {"role": "tool", "content": "22", "tool_call_id": "call_2"},
+    {"role": "user", "content": "And then?"},
+]
+
+
+def test_three_protocols_say_one_conversation() -> None:
+    """The same talk in chat completions, Responses and Messages is the same list of canonical messages."""
+    text = {"type": "text", "text": "Be terse."}
+    called = CALL | {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    calls = [called, called | {"id": "call_2"}]
+    chat = [{"role": "developer", "content": [text]}, QUESTION, TALK[2] | {"tool_calls": calls}, *TALK[3:]]
+    items = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "How warm?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Let me see.", "annotations": []}]},
+        {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": '{"a":1}', "status": "completed"},
+        {"type": "function_call", "call_id": "call_2", "name": "f", "arguments": '{ "a": 1 }'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "21"},
+        {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "22"}]},
+        {"role": "user", "content": "And then?"},
+    ]
+    uses = [{"type": "tool_use", "id": f"call_{k}", "name": "f", "input": {"a": 1}} for k in (1, 2)]
+    results = [
+        {"type": "tool_result", "tool_use_id": "call_1", "content": "21", "is_error": False},
+        {"type": "tool_result", "tool_use_id": "call_2", "content": [{"type": "text", "text": "22"}]},
+    ]
+    thinking = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    marked = {"type": "text", "text": "And then?", "cache_control": {"type": "ephemeral"}}
+    blocks = [
+        {"role": "user", "content": "How warm?"},
+        {"role": "assistant", "content": [thinking, {"type": "text", "text": "Let me see."}, *uses]},
+        {"role": "user", "content": [*results, marked]},
+    ]
+    assert parse_chat({"messages": chat}).messages == TALK
+    assert parse_responses({"input": items, "instructions": "Be terse."}).messages == TALK
+    assert parse_anthropic({"messages": blocks, "system": [text]}).messages == TALK
+
+
+def test_two_replies_in_a_row_stay_two() -> None:
+    """Only the items of one reply are put together: reasoning or a text after a text begins another."""
+    said = [{"role": "assistant", "content": word} for word in ("a", "b")]
+    assert parse_responses({"input": [*said, *HELLO]}).messages == [*said, *HELLO]
+    assert parse_responses({"input": "hello"}).messages == HELLO
+    assert parse_anthropic({"messages": HELLO, "system": None}).messages == HELLO
+
+
+def test_tools_are_one_form() -> None:
+    """Three ways to offer a tool; types that are no functions are left out, and hints like `strict` with them."""
+    flat = {"name": "f", "description": "", "parameters": {"type": "object"}, "strict": True}
+    other = [{"type": "web_search"}, {"type": "namespace", "tools": []}, {"type": "web_search_20250305", "name": "w"}]
+    chat = parse_chat(body_of(parse_chat, tools=[TOOL, {"type": "custom", "custom": {"name": "x"}}]))
+    responses = parse_responses(body_of(parse_responses, tools=[{"type": "function"} | flat, *other]))
+    claude = {"name": "f", "input_schema": {"type": "object"}}
+    anthropic = parse_anthropic(body_of(parse_anthropic, tools=[claude, *other]))
+    assert chat.tools == responses.tools == anthropic.tools == [TOOL]
+    bare = parse_chat(body_of(parse_chat, tools=[{"type": "function", "function": {"name": "g"}}])).tools[0]
+    assert bare["function"] == {"name": "g", "description": "", "parameters": {"type": "object", "properties": {}}}
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("parse", "choice", "meaning"),
     [
-        ("stream", True),
-        ("n", 2),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
-        ("logprobs", True),
-        ("logit_bias", {"5": 1}),
-        ("presence_penalty", 0.5),
-        ("chat_template", "{{ messages }}"),
-        ("stop_token_ids", [5]),
-        ("reasoning_effort", "high"),
-        ("guided_json", {}),
-        ("guided_choice", ["a"]),
-        ("temperature", -1),
-        ("temperature", "hot"),
-        ("temperature", True),
-        ("top_p", 0),
-        ("top_p", 1.5),
-        ("top_k", 0.5),
-        ("top_k", 2**63),
-        ("top_k", 2**31),
-        ("temperature", 10**400),
-        ("max_tokens", 0),
-        ("max_tokens", 2**31),
-        ("max_completion_tokens", 2**63),
-        ("max_completion_tokens", "many"),
-        ("frequency_penalty", 3),
-        ("seed", 1.5),
-        ("stop", [""]),
-        ("stop", {"a": 1}),
-        ("chat_template_kwargs", [1]),
-        ("messages", []),
-        ("messages", None),
-        ("messages", "hello"),
-        ("messages", ["hello"]),
-        ("messages", [{"content": "hello"}]),
-        ("messages", [{"role": "robot", "content": "hello"}]),
-        ("messages", [{"role": ["user"], "content": "hello"}]),
-        ("messages", [{"role": "user", "content": 3}]),
-        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]),
-        ("messages", [{"role": "assistant", "tool_calls": "f()"}]),
-        ("messages", [{"role": "assistant", "tool_calls": [{"id": ["c"], "function": {"name": "f"}}]}]),
-        ("messages", [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": None}}]}]),
+        *[(parse, None, "auto") for parse in PARSERS],
+        *[(parse, word, word) for parse in PARSERS for word in ("auto", "none", "required")],
+        (parse_chat, {"type": "function", "function": {"name": "f"}}, "f"),
+        (parse_responses, {"type": "function", "name": "f"}, "f"),
+        (parse_anthropic, {"type": "tool", "name": "f", "disable_parallel_tool_use": True}, "f"),
+        (parse_anthropic, {"type": "any"}, "required"),
+        (parse_anthropic, {"type": "auto"}, "auto"),
+        (parse_anthropic, {"type": "none"}, "none"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(name: str, value: Any) -> None:
+def test_tool_choice_is_one_word(parse: Any, choice: Any, meaning: str) -> None:
+    """auto, none, required or a name; with none no tool can be called, though the prompt still shows it."""
+    flat = {"name": "f"}
+    tools = {parse_chat: [TOOL], parse_responses: [flat | {"type": "function"}], parse_anthropic: [flat]}[parse]
+    ask = parse(body_of(parse, tools=tools, tool_choice=choice))
+    assert ask.tool_choice == meaning
+    assert ask.callable_tools == ([] if meaning == "none" else ask.tools)
+    wrongs: list[Any] = [
+        "g",
+        {"type": "function", "function": {"name": "g"}},
+        {"type": "web_search"},
+        {"type": []},
+        [],
+        3,
+    ]
+    for wrong in wrongs:
+        with pytest.raises(BadRequest, match=r"^tool_choice"):
+            parse(body_of(parse, tools=tools, tool_choice=wrong))
+    with pytest.raises(BadRequest, match=r"^tool_choice"):
+        parse(body_of(parse, tool_choice="required"))
+
+
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
+WRAPPED = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+FLAT = {"type": "json_schema", "name": "s", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("parse", "fields", "schema"),
+    [
+        (parse_chat, {"response_format": {"type": "text"}}, None),
+        (parse_chat, {"response_format": {"type": "json_object"}}, {"type": "object"}),
+        (parse_chat, {"response_format": WRAPPED}, SCHEMA),
+        (parse_responses, {"text": {"verbosity": "low"}}, None),
+        (parse_responses, {"text": {"format": {"type": "json_object"}}}, {"type": "object"}),
+        (parse_responses, {"text": {"format": FLAT}}, SCHEMA),
+        (parse_anthropic, {"output_config": {"format": FLAT}}, SCHEMA),
+        (parse_anthropic, {"output_format": FLAT}, SCHEMA),
+    ],
+)
+def test_structured_output_is_one_schema(parse: Any, fields: dict[str, Any], schema: Any) -> None:
+    """Whatever it is called, it is the schema of engine's GenerationHyperparameters, its keys in the caller's order."""
+    sampling = parse(body_of(parse, **fields)).sampling
+    assert sampling == ({} if schema is None else {"json_schema": json.dumps(schema)})
+
+
+# What is asked of the sampling
+
+
+@pytest.mark.parametrize(
+    ("parse", "name", "value"),
+    [
+        *[(parse_chat, "n", value) for value in (0, 129, 1.5, True)],
+        *[(parse, "n", 2) for parse in PARSERS[1:]],
+        *[(parse, "stream", "yes") for parse in PARSERS],
+        (parse_chat, "tools", {"f": 1}),
+        (parse_chat, "tools", [{"type": "function"}]),
+        (parse_chat, "tools", [{"type": "function", "function": {"name": 3}}]),
+        (parse_chat, "tools", ["f"]),
+        *[(parse, "tool_choice", "f") for parse in PARSERS],
+        (parse_chat, "response_format", "json"),
+        (parse_chat, "response_format", {"type": "grammar"}),
+        (parse_chat, "response_format", {"type": "json_schema"}),
+        (parse_chat, "logprobs", 3),
+        (parse_chat, "top_logprobs", 5),
+        (parse_chat, "logit_bias", {"5": 1}),
+        (parse_chat, "presence_penalty", 2.5),
+        (parse_chat, "chat_template", "{{ messages }}"),
+        (parse_chat, "stop_token_ids", ["a"]),
+        (parse_chat, "guided_json", {}),
+        (parse_chat, "guided_choice", ["a"]),
+        (parse_chat, "functions", [{"name": "f"}]),
+        (parse_chat, "web_search_options", {}),
+        (parse_chat, "temperature", -1),
+        (parse_chat, "temperature", "hot"),
+        (parse_chat, "temperature", True),
+        (parse_chat, "top_p", 0),
+        (parse_chat, "top_p", 1.5),
+        (parse_chat, "top_k", 0.5),
+        (parse_chat, "top_k", 2**63),
+        (parse_chat, "top_k", 2**31),
+        (parse_chat, "temperature", 10**400),
+        (parse_chat, "temperature", float("nan")),
+        (parse_chat, "max_tokens", 0),
+        (parse_chat, "max_tokens", 2**31),
+        (parse_chat, "max_completion_tokens", 2**63),
+        (parse_chat, "max_completion_tokens", "many"),
+        (parse_responses, "max_output_tokens", 0),
+        (parse_chat, "frequency_penalty", 3),
+        (parse_chat, "seed", 1.5),
+        (parse_chat, "stop", [""]),
+        (parse_chat, "stop", {"a": 1}),
+        (parse_anthropic, "stop_sequences", [3]),
+        (parse_chat, "chat_template_kwargs", [1]),
+        (parse_chat, "stream_options", 3),
+        *[(parse, "messages", value) for parse in (parse_chat, parse_anthropic) for value in ([], None, "hello", [3])],
+        *[(parse_responses, "input", value) for value in ([], None, 3, [3], [{"type": "message"}], [{"type": "x"}])],
+        (parse_responses, "input", [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x"}]),
+        (parse_responses, "input", [{"type": "function_call", "call_id": "c", "arguments": "{}"}]),
+        (parse_responses, "input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
+        (parse_responses, "previous_response_id", 3),
+        (parse_responses, "conversation", "conv_1"),
+        (parse_responses, "background", True),
+        (parse_responses, "truncation", "auto"),
+        (parse_responses, "prompt", {"id": "p"}),
+        (parse_anthropic, "thread", {"type": "continue"}),
+        (parse_anthropic, "thread", {"type": "fork"}),
+        (parse_anthropic, "thread", "t"),
+        (parse_anthropic, "mcp_servers", [{"url": "x"}]),
+        (parse_anthropic, "container", "c"),
+        (parse_anthropic, "system", 3),
+        (parse_anthropic, "messages", [{"role": "user", "content": [{"type": "image", "source": {}}]}]),
+        (parse_anthropic, "messages", [{"role": "user", "content": [3]}]),
+        (parse_anthropic, "messages", [*HELLO, {"role": "assistant", "content": "The answer is ("}]),
+        (parse_chat, "messages", [{"content": "hello"}]),
+        (parse_chat, "messages", [{"role": "robot", "content": "hello"}]),
+        (parse_chat, "messages", [{"role": ["user"], "content": "hello"}]),
+        (parse_chat, "messages", [{"role": "user", "content": 3}]),
+        (parse_chat, "messages", [{"role": "user", "content": [{"type": "text", "text": 3}]}]),
+        (parse_chat, "messages", [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]),
+        (parse_chat, "messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]),
+        (parse_chat, "messages", [{"role": "assistant", "tool_calls": "f()"}]),
+        (parse_chat, "messages", [{"role": "assistant", "tool_calls": [{"id": ["c"], "function": {"name": "f"}}]}]),
+        (parse_chat, "messages", [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": None}}]}]),
+        (parse_chat, "messages", [{"role": "assistant", "reasoning_content": 3}]),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(parse: Any, name: str, value: Any) -> None:
     """A parameter that would change the answer is never dropped in silence: the refusal names the field."""
     with pytest.raises(BadRequest, match=f"^{name}"):
-        parse_chat({"messages": HELLO, name: value})
+        parse(body_of(parse, **{name: value}))
+
+
+NAMES = """messages input role content type text tool_calls function name id arguments tools tool_choice thread stop n
+response_format output_config format reasoning effort include instructions system previous_response_id"""
+FIELDS = st.sampled_from(NAMES.split()) | st.text(max_size=3)
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.sampled_from(PARSERS), st.dictionaries(FIELDS, JUNK, max_size=6), JUNK)
+def test_nothing_but_a_bad_request_is_raised(parse: Any, body: dict[str, Any], item: Any) -> None:
+    """Whatever a body holds, it is read or refused with a 400; what is read has the canonical form."""
+    for one in (body, body_of(parse) | body, {"messages": [item], "input": [item]}):
+        try:
+            ask = parse(one)
+        except BadRequest:
+            continue
+        assert all(isinstance(message["content"], str) for message in ask.messages)
+        assert ask.template_key
+        assert {canonical(message) for message in ask.messages}
 
 
 def test_neutral_values_and_unknown_keys_are_accepted() -> None:
@@ -122,47 +439,61 @@ def test_neutral_values_and_unknown_keys_are_accepted() -> None:
         "tool_choice": "auto",
         "response_format": {"type": "text"},
         "logprobs": None,
-        "presence_penalty": 0.0,
         "user": "me",
         "metadata": {},
         "stream_options": None,
         "parallel_tool_calls": True,
         "stop_token_ids": [],
         "reasoning_effort": None,
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": []},
+        "cache_control": {"type": "ephemeral"},
+        "include": ["reasoning.encrypted_content"],
+        "truncation": "disabled",
+        "thread": {"type": "create"},
     }
-    assert parse_chat({"messages": HELLO, **body}).sampling == {}
+    for parse in PARSERS:
+        ask = parse(body_of(parse, **body))
+        assert ask == AgentRequest(HELLO)
 
 
 def test_sampling_parameters_are_translated() -> None:
-    """Only what the agent set is set; max_tokens is the older name of max_completion_tokens."""
-    body = {"messages": HELLO, "temperature": 0, "top_p": 0.9, "max_tokens": 5, "stop": "\n", "seed": 7}
-    asked = {"temperature": 0.0, "top_p": 0.9, "max_new_tokens": 5, "stop": ["\n"], "seed": 7}
-    assert parse_chat(body).sampling == asked
-    assert parse_chat(body | {"max_completion_tokens": 5}).sampling == asked
+    """Only what the agent set is set; a limit has three names, stop strings two."""
+    body = {"temperature": 0, "top_p": 0.9, "stop": "\n", "seed": 7, "frequency_penalty": 1, "stop_token_ids": [5]}
+    asked = {"temperature": 0.0, "top_p": 0.9, "stop": ["\n"], "seed": 7, "frequency_penalty": 1.0}
+    asked |= {"max_new_tokens": 5, "stop_token_ids": [5]}
+    for parse in PARSERS:
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+            assert parse(body_of(parse, **body, **{name: 5})).sampling == asked
+    assert parse_anthropic(body_of(parse_anthropic, stop_sequences=["a", "b"])).sampling == {"stop": ["a", "b"]}
+    assert set(asked) <= set(GenerationHyperparameters.__dataclass_fields__)
     with pytest.raises(BadRequest, match="max_tokens"):
-        parse_chat(body | {"max_completion_tokens": 6})
+        parse_chat(body_of(parse_chat, max_tokens=5, max_completion_tokens=6))
 
 
-def test_a_template_reads_plain_messages() -> None:
-    """Parts become text, developer becomes system, arguments become objects, a tool's `id` its tool_call_id."""
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    raw = [
-        {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "terse"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
-        {"role": "tool", "id": "c1", "content": "2"},
-    ]
-    arguments = call | {"function": {"name": "f", "arguments": {"a": 1}}}
-    assert parse_chat({"messages": raw}).messages == [
-        {"role": "system", "content": "be terse"},
-        {"role": "assistant", "content": "", "tool_calls": [arguments]},
-        {"role": "tool", "content": "2", "tool_call_id": "c1"},
-    ]
+def test_how_the_answer_is_wanted() -> None:
+    """Streaming, several answers, logprobs, no training, and what goes to the template."""
+    options = {"include_usage": True}
+    ask = parse_chat(body_of(parse_chat, stream=True, stream_options=options, n=3, logprobs=True, store=False))
+    assert (ask.stream, ask.stream_usage, ask.n, ask.logprobs, ask.store) == (True, True, 3, True, False)
+    assert ask.sampling == {}
+    assert parse_responses(body_of(parse_responses, include=["message.output_text.logprobs"])).logprobs
+    asked = {"reasoning_effort": "high"}
+    assert parse_chat(body_of(parse_chat, reasoning_effort="high")).template_kwargs == asked
+    assert parse_responses(body_of(parse_responses, reasoning={"effort": "high"})).template_kwargs == asked
+    assert parse_anthropic(body_of(parse_anthropic, output_config={"effort": "high"})).template_kwargs == asked
+    kwargs = parse_chat(body_of(parse_chat, chat_template_kwargs={"enable_thinking": False}))
+    assert kwargs.template_key != parse_chat(body_of(parse_chat)).template_key
+    assert parse_chat(body_of(parse_chat, tools=[TOOL])).template_key != parse_chat(body_of(parse_chat)).template_key
+
+
+# What is broken or deep
 
 
 def test_arguments_that_are_no_json_stay_text() -> None:
     """A model may write broken JSON, however deep; the history that quotes it is still recognised."""
-    for arguments in ('{"a": ', "[" * 100_000):
-        message = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": arguments}}]}
+    for arguments in ('{"a": ', "[" * 100_000, '{"a": NaN}', '{"a": 1e999}', "[" * 201 + "]" * 201):
+        message = assistant(arguments)
         assert canonical(message) == canonical(copy.deepcopy(message))
         assert parse_chat({"messages": [message]}).messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
 
@@ -172,26 +503,69 @@ def test_what_is_nested_too_deeply_is_refused_by_name() -> None:
     deep: Any = {}
     for _ in range(1000):
         deep = {"a": deep}
-    call = {"id": "c", "function": {"name": "f", "arguments": deep}}
-    asked = parse_chat({"messages": [{"role": "assistant", "tool_calls": [call]}], "chat_template_kwargs": deep})
-    with pytest.raises(BadRequest, match=r"^messages\.tool_calls"):
-        canonical(asked.messages[0])
+    with pytest.raises(BadRequest, match=r"^messages\[0\]\.tool_calls"):
+        parse_chat({"messages": [assistant(deep)]})
+    with pytest.raises(BadRequest, match=r"^message\.tool_calls"):
+        canonical(assistant(deep))
     with pytest.raises(BadRequest, match=r"^chat_template_kwargs"):
-        _ = asked.template_key
+        _ = parse_chat(body_of(parse_chat, chat_template_kwargs=deep)).template_key
+    with pytest.raises(BadRequest, match=r"^tools"):
+        _ = parse_chat(body_of(parse_chat, tools=[TOOL | {"function": {"name": "f", "parameters": deep}}])).template_key
     with pytest.raises(BadRequest, match=r"^top_k"):
-        parse_chat({"messages": HELLO, "top_k": deep})
+        parse_chat(body_of(parse_chat, top_k=deep))
 
 
-@pytest.mark.parametrize(("stop_reason", "finish"), [("stop", "stop"), ("length", "length"), ("abort", "length")])
-def test_a_reply_has_all_that_strict_clients_read(stop_reason: str, finish: str) -> None:
-    """id, model, object, index and usage are there, and no key is null (Vercel's client rejects nulls)."""
-    response = ModelResponse([1, 2], [3], [-0.5], [0], stop_reason)
-    reply = render_chat(parse_chat({"messages": HELLO, "model": "m"}), "chatcmpl-1", "hi", response)
-    assert reply.pop("created") > 0
-    assert reply == {
-        "id": "chatcmpl-1",
-        "object": "chat.completion",
-        "model": "m",
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": finish}],
-        "usage": {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3},
-    }
+# References
+
+FINISHED: dict[str, tuple[list[Message], list[Message]]] = {
+    "resp_ab": (TALK[:2], [TALK[2] | {"tool_calls": [CALL | {"id": "call_ab_0"}, CALL | {"id": "call_ab_1"}]}]),
+    "msg_cd": (HELLO, [{"role": "assistant", "content": "hi"}]),
+}
+
+
+def test_a_previous_response_is_put_in() -> None:
+    """The history of the session stands before the new messages; new instructions take the place of the old."""
+    body = {"input": "And then?", "previous_response_id": "resp_ab"}
+    history = [*FINISHED["resp_ab"][0], *FINISHED["resp_ab"][1], TALK[-1]]
+    ask = resolve(parse_responses(body), FINISHED.get)
+    assert (ask.messages, ask.previous) == (history, None)
+    assert resolve(parse_responses(body | {"instructions": "Be terse."}), FINISHED.get).messages == history
+    other = resolve(parse_responses(body | {"instructions": "Be wordy."}), FINISHED.get).messages
+    assert other == [{"role": "system", "content": "Be wordy."}, *history[1:]]
+    thread = {"type": "continue", "previous_message_id": "msg_cd"}
+    ask = resolve(parse_anthropic({"messages": [TALK[-1]], "system": "s", "thread": thread}), FINISHED.get)
+    assert ask.messages == [{"role": "system", "content": "s"}, *HELLO, *FINISHED["msg_cd"][1], TALK[-1]]
+
+
+def test_references_to_items_are_put_in() -> None:
+    """A reply sent back as references, or half of it, is the reply."""
+    (said,) = FINISHED["resp_ab"][1]
+    call = {"type": "function_call", "call_id": "call_ab_0", "name": "f", "arguments": '{"a": 1}'}
+    last = {"type": "item_reference", "id": "fc_ab_1"}
+    for thought in ({"type": "item_reference", "id": "rs_ab"}, {"type": "reasoning", "summary": []}):
+        for text in ({"type": "item_reference", "id": "msg_ab"}, {"role": "assistant", "content": "Let me see."}):
+            for first in (call, {"type": "item_reference", "id": "fc_ab_0"}):
+                ask = parse_responses({"input": [QUESTION, thought, text, first, last], "instructions": "Be terse."})
+                resolved = resolve(ask, FINISHED.get).messages
+                assert begins_with(resolved, [*FINISHED["resp_ab"][0], said])
+                assert len(resolved) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "ask"),
+    [
+        ("previous_response_id", {"input": "x", "previous_response_id": "resp_no"}),
+        ("previous_response_id", {"input": "x", "previous_response_id": "nonsense"}),
+        *[
+            ("input: item_reference", {"input": [{"type": "item_reference", "id": key}]})
+            for key in ("rs_no", "msg_", "fc_ab", "fc_ab_2", "fc_ab_x", "", None, 3, "x_ab")
+        ],
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(name: str, ask: dict[str, Any]) -> None:
+    """A reference that cannot be followed is never ignored: the model would answer with its context missing."""
+    with pytest.raises(BadRequest, match=f"^{name}"):
+        resolve(parse_responses(ask), FINISHED.get)
+    thread = {"type": "continue", "previous_message_id": "msg_no"}
+    with pytest.raises(BadRequest, match=r"^thread\.previous_message_id"):
+        resolve(parse_anthropic({"messages": HELLO, "thread": thread}), FINISHED.get)

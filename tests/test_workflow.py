@@ -478,3 +478,16 @@ def test_the_scope_of_statistics_follows_the_context() -> None:
     assert workflow_context.stat_scope() == "eval-rollout"
     assert workflow_context.get().task_id == 3
     workflow_context.set(WorkflowContext())
+
+
+def test_an_episode_keeps_to_one_proxy() -> None:
+    """With several proxies each task and member has its own, and all get as many."""
+    workflow = OpenAIProxyWorkflow(Agent(), ("http://a", "http://b", "http://c"), "k")
+    chosen = []
+    for task in range(3):
+        for member in range(3):
+            workflow_context.set(WorkflowContext(task_id=task, sample_idx=member))
+            chosen.append(workflow._choose_proxy())
+            assert workflow._choose_proxy() == chosen[-1]
+    workflow_context.set(WorkflowContext())
+    assert sorted(chosen) == sorted(3 * ["http://a", "http://b", "http://c"])

@@ -1,0 +1,196 @@
+"""Claim: a turn costs its new messages, siblings cost nothing, and a tree of tokens is exported as fast as AReaL does.
+
+    python bench/cache.py            beside AReaL's own cache where the package areal can be imported
+
+Counted, for a conversation of 100 turns (each sends its whole history again, as agents do):
+
+    read       messages made canonical and hashed, once for each message of each request, when it is read
+    rendered   messages that went through the chat template and the tokenizer
+    looked up  places at which a parent was looked for
+
+Beyond the reading a turn should cost what is new in it. Timed, in turns with the peer, the best of some repetitions:
+
+    chain      400 turns of one conversation
+    siblings   800 turns that share 200 messages; target: at most a quarter of the peer's time
+    export     512 conversations of 4 turns, discounted, exported in style concat and made tensors; target: the peer's
+"""
+
+import gc
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("WANDB_MODE", "disabled")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from transformers.utils import logging as transformers_logging
+
+import cache as ours
+import engine
+
+try:
+    import areal  # noqa: F401  (comes first, or its imports are circular)
+    from areal.api.io_struct import ModelResponse as PeerResponse
+    from areal.experimental.openai import cache as peer
+    from areal.experimental.openai.types import InteractionWithTokenLogpReward as PeerInteraction
+
+    logging.disable(logging.CRITICAL)
+except ImportError:
+    peer = None
+
+Messages = list[dict[str, Any]]
+PROMPT, OUTPUT, TAIL = 128, 48, 16  # tokens
+
+
+def talk(turns: int, name: str = "") -> Messages:
+    """A conversation as a client sends it, all of its objects new."""
+    roles = ("user", "assistant")
+    return [
+        {"role": roles[k % 2], "content": f"{name} message {k}, of some dozen words or so"} for k in range(2 * turns)
+    ]
+
+
+def tokens(turn: int) -> tuple[list[int], list[int]]:
+    """Prompt and output of a turn that begins with all before it."""
+    whole = list(range(PROMPT + turn * (OUTPUT + TAIL) + OUTPUT))
+    return whole[:-OUTPUT], whole[-OUTPUT:]
+
+
+def add_ours(cache: Any, name: str, messages: Messages, said: dict[str, Any], turn: int = 0) -> None:
+    prompt, output = tokens(turn)
+    cache[name] = ours.InteractionWithTokenLogpReward(messages)
+    cache.finish(name, engine.ModelResponse(prompt, output, [-0.5] * OUTPUT, [3] * OUTPUT), [said])
+
+
+def add_peers(cache: Any, name: str, messages: Messages, said: dict[str, Any], turn: int = 0) -> None:
+    prompt, output = tokens(turn)
+    interaction = PeerInteraction(messages=messages, chat_template_type="concat")
+    interaction.interaction_id = name
+    cache[name] = interaction
+    interaction.output_message_list = [said]
+    interaction.model_response = PeerResponse(
+        input_tokens=prompt, output_tokens=output, output_logprobs=[-0.5] * OUTPUT, output_versions=[3] * OUTPUT
+    )
+
+
+def timed(make: Callable[[], Any], add: Callable[..., None], fill: Callable[[Callable[..., None]], None]) -> float:
+    """Milliseconds for all calls of `fill`; their objects are made before the clock runs, anew each time."""
+    calls: list[tuple] = []
+    fill(lambda *call: calls.append(call))
+    cache = make()
+    gc.collect()
+    begin = time.perf_counter()
+    for call in calls:
+        add(cache, *call)
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def chain(add: Callable[..., None]) -> None:
+    for k in range(400):
+        add(str(k), talk(k + 1)[:-1], talk(k + 1)[-1])
+
+
+def siblings(add: Callable[..., None]) -> None:
+    for k in range(800):
+        add(str(k), talk(100), {"role": "assistant", "content": str(k)})
+
+
+def export(make: Callable[[], Any], add: Callable[..., None]) -> float:
+    """Milliseconds for 512 sessions of 4 turns each: discount, export, tensors."""
+    caches = []
+    for name in range(512):
+        cache = make()
+        for k in range(4):
+            *messages, said = talk(k + 1, str(name))
+            add(cache, f"{name}-{k}", messages, said, k)
+        cache.set_last_reward(1.0)
+        caches.append(cache)
+    gc.collect()
+    begin = time.perf_counter()
+    for cache in caches:
+        cache.apply_reward_discount(0.9)
+        for leaf in cache.export_interactions("concat").values():
+            leaf.to_tensor_dict()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def count() -> None:
+    """The three counts, over one conversation of 100 turns at a real PromptBuilder."""
+    from conftest import make_byte_model
+    from transformers import AutoTokenizer
+
+    from messages import AgentRequest
+    from prompts import PromptBuilder
+
+    with tempfile.TemporaryDirectory() as path:
+        tokenizer = AutoTokenizer.from_pretrained(make_byte_model(Path(path)))
+    counts = {"read": 0, "rendered": 0, "looked up": 0}
+    canonical, render = ours.canonical, tokenizer.apply_chat_template
+
+    def counting(message: Any) -> Any:
+        counts["read"] += 1
+        return canonical(message)
+
+    def rendering(messages: Any, **kwargs: Any) -> Any:
+        counts["rendered"] += len(messages)
+        return render(messages, **kwargs)
+
+    class Ends(dict):
+        def __contains__(self, place: Any) -> bool:
+            counts["looked up"] += 1
+            return super().__contains__(place)
+
+    prompts = PromptBuilder(tokenizer)
+    ours.canonical, tokenizer.apply_chat_template = counting, rendering  # type: ignore[assignment]
+    cache = ours.InteractionCache()
+    cache._ends = Ends()
+    print(
+        "one conversation of 100 turns, counted\n\n| turn | messages sent | read | rendered | looked up |\n|---|---|---|---|---|"
+    )
+    for k in range(100):
+        before = dict(counts)
+        *messages, said = talk(k + 1)
+        turn = cache[str(k)] = ours.InteractionWithTokenLogpReward(messages)
+        prompt = prompts.prompt(AgentRequest(messages), turn.parent)
+        output = [*tokenizer.encode(said["content"]), tokenizer.eos_token_id]
+        cache.finish(str(k), engine.ModelResponse(prompt, output, [0.0] * len(output), [0] * len(output)), [said])
+        if k + 1 in (1, 2, 10, 100):
+            row = " | ".join(str(counts[key] - before[key]) for key in counts)
+            print(f"| {k + 1} | {len(messages)} | {row} |")
+    ours.canonical = canonical  # type: ignore[assignment]
+    print("\n(rendered: two messages of a stub, and the new one; read: those sent, and the reply)\n")
+
+
+def main() -> None:
+    transformers_logging.disable_progress_bar()
+    count()
+    print("| milliseconds | here | AReaL | here / AReaL |\n|---|---|---|---|")
+    mine: Any = (ours.InteractionCache, add_ours)
+    theirs: Any = (peer.InteractionCache, add_peers) if peer else None
+    ways: dict[str, Callable[[Any], float]] = {
+        "chain, 400 turns": lambda who: timed(*who, chain),
+        "siblings, 800 over 200 messages": lambda who: timed(*who, siblings),
+        "export, 512 conversations": lambda who: export(*who),
+    }
+    for name, way in ways.items():
+        best, best_peer = [], []
+        for _ in range(3):
+            best.append(way(mine))
+            if theirs:
+                best_peer.append(way(theirs))
+        if theirs:
+            print(f"| {name} | {min(best):.1f} | {min(best_peer):.1f} | {min(best) / min(best_peer):.2f} |", flush=True)
+        else:
+            print(f"| {name} | {min(best):.1f} | peer absent | |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

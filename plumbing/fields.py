@@ -1,0 +1,73 @@
+"""The fields of a caller's JSON: read with errors that name them, written down only where every reader can follow.
+
+What a client or a model sends is of any type and any depth. Here it becomes what it should be or a `BadRequest`, which
+the proxy answers as 400; nothing of it raises anything else.
+"""
+
+import json
+import math
+from typing import Any
+
+LEVELS = 200  # of nesting: more than that no JSON writer promises to write down again
+KINDS = {bool: "true or false", dict: "an object", list: "a list", str: "a string"}
+
+
+class BadRequest(ValueError):
+    """The caller's request cannot be served as it stands; the message names the field."""
+
+    status = 400  # of HTTP
+
+
+def read_json(text: str) -> Any:
+    """JSON that every client can read and write again. Raises ValueError for NaN, infinity, and what is too deep."""
+    try:
+        value = json.loads(text, parse_float=_number, parse_int=_number, parse_constant=_number)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    write_json(value, "JSON")
+    return value
+
+
+def _number(text: str) -> float | int:
+    """2.0 is 2, and what has more than 64 bits is no integer: as JavaScript and JSON libraries have it."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text}: a finite number is needed")
+    if not value.is_integer() or abs(value) >= 2**63:
+        return value
+    return int(text) if text.removeprefix("-").isdigit() else int(value)
+
+
+_encode = json.JSONEncoder(sort_keys=True).encode
+
+
+def write_json(value: Any, name: str) -> str:
+    """`value` of the field `name` as text. BadRequest where it is nested too deeply to be written down."""
+    try:
+        text = _encode(value)
+        if text.count("{") + text.count("[") <= LEVELS or not _is_deep(value, LEVELS):
+            return text
+    except RecursionError:
+        pass
+    raise BadRequest(f"{name}: it is nested too deeply")
+
+
+def _is_deep(value: Any, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(_is_deep(item, levels - 1) for item in inner)
+
+
+def as_object(value: Any, where: str) -> dict[str, Any]:
+    """`value` where it is an object. Raises BadRequest, which names it as `where` does."""
+    if not isinstance(value, dict):
+        raise BadRequest(f"{where}: an object is needed")
+    return value
+
+
+def get(body: dict[str, Any], path: str, kind: type, default: Any = None) -> Any:
+    """The field at a dotted path, or `default` where it is absent or null. Raises BadRequest for another kind."""
+    outer, _, name = path.rpartition(".")
+    value = (get(body, outer, dict, {}) if outer else body).get(name)
+    if value is not None and not isinstance(value, kind):
+        raise BadRequest(f"{path}: {KINDS[kind]} is needed")
+    return default if value is None else value

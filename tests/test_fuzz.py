@@ -1,0 +1,222 @@
+"""Bodies of every kind, three protocols: the caller's mistake is a 4xx, and nothing is left behind."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import pytest
+from harness import ADMIN, HELLO, Harness
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+PATHS = ["chat/completions", "responses", "messages", "messages/count_tokens"]
+TOOL = {"type": "function", "name": "f", "function": {"name": "f", "parameters": {}}, "input_schema": {}}
+GOOD: dict[str, Any] = {"messages": HELLO, "input": "hello", "max_tokens": 5, "tools": [TOOL]}
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+words = st.sampled_from(
+    [
+        "user",
+        "assistant",
+        "tool",
+        "system",
+        "text",
+        "function",
+        "function_call",
+        "function_call_output",
+        "tool_use",
+        "tool_result",
+        "thinking",
+        "item_reference",
+        "message",
+        "reasoning",
+        "required",
+        "json_schema",
+        "f",
+        "continue",
+    ]
+)
+keys = st.sampled_from(
+    [
+        "role",
+        "content",
+        "type",
+        "text",
+        "id",
+        "call_id",
+        "tool_calls",
+        "function",
+        "name",
+        "arguments",
+        "output",
+        "input",
+        "tool_use_id",
+        "tool_call_id",
+        "thinking",
+        "summary",
+        "schema",
+        "parameters",
+        "previous_message_id",
+        "format",
+    ]
+)
+values: Any = st.recursive(
+    scalars | words,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys | st.text(max_size=4), inner, max_size=5),
+    max_leaves=20,
+)
+fields = st.sampled_from(
+    [
+        "messages",
+        "input",
+        "model",
+        "stream",
+        "stream_options",
+        "n",
+        "tools",
+        "tool_choice",
+        "response_format",
+        "text",
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_tokens",
+        "stop",
+        "stop_sequences",
+        "stop_token_ids",
+        "seed",
+        "store",
+        "system",
+        "instructions",
+        "previous_response_id",
+        "thread",
+        "logprobs",
+        "include",
+        "reasoning",
+        "chat_template_kwargs",
+        "thinking",
+        "output_config",
+        "frequency_penalty",
+        "presence_penalty",
+        "logit_bias",
+        "metadata",
+        "user",
+    ]
+)
+bodies = st.dictionaries(fields, values, max_size=6).map(lambda body: GOOD | body)
+messages = st.lists(st.dictionaries(keys, values, max_size=5), max_size=4)
+conversations = messages.map(lambda talk: GOOD | {"messages": talk, "input": talk})
+
+
+def as_json(body: Any) -> bytes:
+    return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
+
+
+def representable(body: Any) -> bool:
+    try:
+        return bool(as_json(body))
+    except (TypeError, ValueError):
+        return False
+
+
+@st.composite
+def broken(draw: Callable[..., Any]) -> bytes:
+    """JSON that was cut, damaged, put in another encoding, or none at all."""
+    raw = as_json(draw((bodies | conversations).filter(representable)))
+    kind = draw(st.integers(0, 4))
+    if kind == 0:
+        return raw[: draw(st.integers(0, len(raw)))]
+    if kind == 1:
+        at = draw(st.integers(0, len(raw) - 1))
+        return raw[:at] + draw(st.binary(min_size=1, max_size=3)) + raw[at + 1 :]
+    if kind == 2:
+        return raw.decode().encode(draw(st.sampled_from(["utf-16", "utf-32", "utf-8-sig"])))
+    return draw(st.binary(max_size=40)) if kind == 3 else raw
+
+
+raws = st.one_of((bodies | conversations).filter(representable).map(as_json), broken())
+
+
+async def ask(tokenizer: Any, path: str, raw: bytes) -> int:
+    """The status of one request; whatever it was, the session has no unfinished call, and serves the next."""
+    harness = Harness(tokenizer)
+    async with harness.http:
+        session = await harness.start()
+        answer = await harness.http.post(f"/{session}/v1/{path}", content=raw)
+        cache = harness.sessions.find(session).cache
+        assert all(interaction.complete for interaction in cache.values())
+        assert "0 unfinished" in repr(cache)
+        await harness.chat(session, HELLO)
+        await harness.export(session)
+        assert len(harness.sessions) == 0
+    if answer.status_code != 200:
+        body = answer.json()
+        assert body["error"]["message"]
+        assert ("type" in body) == path.startswith("messages")
+    return answer.status_code
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.sampled_from(PATHS), raws)
+def test_no_body_is_a_server_error(tiny_tokenizer: Any, path: str, raw: bytes) -> None:
+    """200 or 4xx, never 409 or 429 (which SDKs send again) and never 500; no trace of what failed."""
+    status = asyncio.run(ask(tiny_tokenizer, path, raw))
+    assert status == 200 or (400 <= status < 500 and status not in (408, 409, 429)), raw
+
+
+def nested(depth: int, wrap: str) -> bytes:
+    inner = (b"[" if wrap == "list" else b'{"a":') * depth
+    return inner + b"1" + (b"]" if wrap == "list" else b"}") * depth
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("wrap", ["list", "object"])
+@pytest.mark.parametrize("depth", [150, 220, 900, 100_000])
+@pytest.mark.parametrize("field", ["content", "arguments", "tools", "metadata", "chat_template_kwargs"])
+def test_depth_is_no_danger(tiny_tokenizer: Any, path: str, wrap: str, depth: int, field: str) -> None:
+    """Nesting beyond any recursion limit, wherever it is, is refused or served."""
+    deep = nested(depth, wrap)
+    inside = {
+        "content": b'{"messages":[{"role":"user","content":%s}],"input":[{"role":"user","content":%s}],"max_tokens":5}',
+        "arguments": b'{"messages":[{"role":"assistant","tool_calls":[{"id":"c","function":{"name":"f","arguments":%s}}]}],'
+        b'"input":[{"type":"function_call","call_id":"c","name":"f","arguments":%s}],"max_tokens":5}',
+        "tools": b'{"messages":[{"role":"user","content":"x"}],"input":"x","max_tokens":5,"tools":[{"type":"function",'
+        b'"name":"f","function":{"name":"f","parameters":{"p":%s}},"input_schema":{"p":%s}}]}',
+        "metadata": b'{"messages":[{"role":"user","content":"x"}],"input":"x","max_tokens":5,"metadata":%s,"user":%s}',
+        "chat_template_kwargs": b'{"messages":[{"role":"user","content":"x"}],"input":"x","max_tokens":5,'
+        b'"chat_template_kwargs":{"a":%s,"b":%s}}',
+    }[field]
+    assert asyncio.run(ask(tiny_tokenizer, path, inside % (deep, deep))) in (200, 400)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_ten_thousand_messages(tiny_tokenizer: Any, path: str) -> None:
+    """A history of any length is a history."""
+    talk = [{"role": ("user", "assistant")[k % 2], "content": str(k)} for k in range(10_001)]
+    body = {"messages": talk, "input": talk, "max_tokens": 5}
+    assert asyncio.run(ask(tiny_tokenizer, path, as_json(body))) == 200
+
+
+@pytest.mark.anyio
+async def test_a_body_has_a_limit(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """413, before it is read to its end."""
+    monkeypatch.setattr("proxy.MAX_BODY", 1000)
+    assert await ask(tiny_tokenizer, "messages", as_json(GOOD | {"system": "x" * 1000})) == 413
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(["/grant_capacity", "/rl/start_session", "/export_trajectories", "/rl/set_reward"]), raws)
+def test_management_takes_any_body(tiny_tokenizer: Any, path: str, raw: bytes) -> None:
+    """The other endpoints, likewise; a start that fails keeps its grant."""
+
+    async def call() -> int:
+        harness = Harness(tiny_tokenizer)
+        async with harness.http:
+            session = await harness.start()
+            of_session = path == "/rl/set_reward"
+            answer = await harness.http.post(f"/{session}{path}" if of_session else path, content=raw, headers=ADMIN)
+            return answer.status_code
+
+    status = asyncio.run(call())
+    assert status in (200, 400, 404) or (path == "/rl/start_session" and status == 429)

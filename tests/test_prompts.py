@@ -1,0 +1,213 @@
+"""Prompts are sampled tokens and what is new; texts are what no later token changes."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache import InteractionCache, InteractionWithTokenLogpReward
+from engine import GenerationHyperparameters, ModelResponse
+from messages import AgentRequest, BadRequest
+from prompts import PromptBuilder, TextReader
+
+HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+TAIL = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+STRIPS = (
+    "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].strip() }}{% else %}{{ m.content }}{% endif %}"
+)
+TEMPLATES = {
+    "plain": HEAD + "{{ m.content }}<|im_end|>\n" + TAIL,
+    "drops reasoning": HEAD + STRIPS + "<|im_end|>\n" + TAIL,
+    "opens reasoning": HEAD + STRIPS + "<|im_end|>\n" + TAIL.replace("assistant\n", "assistant\n<think>\n"),
+    "newline before the end": HEAD + "{{ m.content }}\n<|im_end|>\n" + TAIL,
+    "newlines behind the end": HEAD + "{{ m.content }}<|im_end|>\n\n\n" + TAIL,
+    "no newline": HEAD + "{{ m.content }}<|im_end|>" + TAIL,
+    "another end of a user's turn": HEAD
+    + "{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% else %}<|endoftext|>{% endif %}"
+    + TAIL,
+}
+
+
+def tokenizer_with(tokenizer: Any, template: str) -> Any:
+    own = type(tokenizer)(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    own.chat_template = template
+    return own
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+class Talk:
+    """A conversation: each turn's prompt is built, and the model's tokens are what the test says."""
+
+    def __init__(self, tokenizer: Any, **options: Any) -> None:
+        self.tokenizer, self.prompts, self.cache = tokenizer, PromptBuilder(tokenizer, **options), InteractionCache()
+        self.messages: list[dict[str, Any]] = []
+
+    def say(self, question: dict[str, Any], answer: str, ends: str = "<|im_end|>", **ask: Any) -> list[int]:
+        """The prompt of a turn that is answered with these tokens."""
+        self.messages.append(question)
+        name = str(len(self.cache))
+        turn = self.cache[name] = InteractionWithTokenLogpReward(list(self.messages))
+        prompt = self.prompts.prompt(AgentRequest(list(self.messages), **ask), turn.parent)
+        output = self.tokenizer.encode(answer) + ([self.tokenizer.convert_tokens_to_ids(ends)] if ends else [])
+        n = len(output)
+        said = {"role": "assistant", "content": answer}
+        self.cache.finish(
+            name, ModelResponse(prompt, output, [-1.0] * n, [0] * n, "stop" if ends else "length"), [said]
+        )
+        self.messages.append(said)
+        return prompt
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("ends", ["<|im_end|>", "<|endoftext|>", ""])
+def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name: str, ends: str) -> None:
+    """Reasoning that the template would drop, newlines that it adds, a second end token, a cut turn: in concat all
+    sampled tokens are in one row, trained once, and each turn is closed once before the next begins."""
+    talk = Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]))
+    assert talk.prompts.splices
+    said = [f"<think>\nhm {k}\n</think>\n\nanswer {k}" for k in range(4)]
+    for k, text in enumerate(said):
+        talk.say(user(f"question {k}"), text, ends)
+    [row] = [leaf.to_lists() for leaf in talk.cache.export_interactions("concat").values()]
+    trained = [t for t, mask in zip(row["input_ids"], row["loss_mask"], strict=True) if mask]
+    end = [tiny_tokenizer.convert_tokens_to_ids(ends)] if ends else []
+    assert trained == [t for text in said for t in [*tiny_tokenizer.encode(text), *end]]
+    whole = tiny_tokenizer.decode(row["input_ids"])
+    assert whole.count("<|im_start|>assistant") == 4
+    per_turn = whole.split("<|im_start|>")[2::2]
+    assert all(turn.count("<|im_end|>") == 1 for turn in per_turn[:-1]), per_turn
+
+
+@pytest.mark.parametrize("name", ["plain", "no newline", "newlines behind the end"])
+def test_where_rendering_again_is_exact_splicing_is_the_same(tiny_tokenizer: Any, name: str) -> None:
+    """With a template that keeps what the model wrote, the spliced prompt is the full rendering's."""
+    spliced, whole = (
+        Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]), chat_template_type=t) for t in ("concat", "hf")
+    )
+    assert not whole.prompts.splices
+    for k in range(3):
+        assert spliced.say(user(str(k)), f"answer {k}") == whole.say(user(str(k)), f"answer {k}")
+
+
+def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
+    """A turn renders what is new behind a stub, so a conversation of 100 turns renders each of its questions once and
+    no answer; the tokenizer reads nothing else."""
+    tokenizer = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
+    talk = Talk(tokenizer)
+    rendered: list[list[dict[str, Any]]] = []
+    encoded: list[str] = []
+    render, encode = tokenizer.apply_chat_template, tokenizer.encode
+
+    def counting_render(messages: Any, **kwargs: Any) -> Any:
+        rendered.append(list(messages))
+        return render(messages, **kwargs)
+
+    def counting_encode(text: str, **kwargs: Any) -> Any:
+        encoded.extend([text] if kwargs else [])
+        return encode(text, **kwargs)
+
+    tokenizer.apply_chat_template, tokenizer.encode = counting_render, counting_encode
+    for k in range(100):
+        talk.say(user(f"question {k}"), f"answer {k}")
+    said = [message["content"] for messages in rendered for message in messages]
+    assert sorted(text for text in said if text.startswith("question")) == sorted(f"question {k}" for k in range(100))
+    assert not any(text.startswith("answer") for text in said)
+    assert max(map(len, encoded)) < 100
+    assert len(rendered) == 100
+
+
+def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny_tokenizer: Any) -> None:
+    """The stub has no call, so the template refuses it, not the conversation: that turn starts a row of its own."""
+    wants = "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
+    tokenizer = tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL)
+    prompts = PromptBuilder(tokenizer)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    cache = InteractionCache()
+    cache["a"] = InteractionWithTokenLogpReward(
+        [user("q")], model_response=ModelResponse([1], [2], [-1.0], [0]), output_message_list=[said]
+    )
+    messages = [user("q"), said, {"role": "tool", "content": "r", "tool_call_id": "c"}]
+    full = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert prompts.prompt(AgentRequest(messages), cache["a"]) == full
+    with pytest.raises(BadRequest, match="no call"):
+        prompts.prompt(AgentRequest([user("q"), *messages[2:]]), None)
+
+
+@pytest.mark.parametrize("name", ["tokenize", "tools", "conversation", "return_tensors"])
+def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(tiny_tokenizer: Any, name: str) -> None:
+    """chat_template_kwargs sets variables; what steers the tokenizer itself is refused by name."""
+    with pytest.raises(BadRequest, match=f"chat_template_kwargs: {name}"):
+        PromptBuilder(tiny_tokenizer).prompt(AgentRequest([user("q")], template_kwargs={name: 1}), None)
+
+
+def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
+    """Some templates put them before the last question: the tail is rendered with tools, too."""
+    tokenizer = tokenizer_with(
+        tiny_tokenizer,
+        HEAD + "{% if tools and loop.last %}{{ tools | tojson }}{% endif %}{{ m.content }}<|im_end|>" + TAIL,
+    )
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    talk = Talk(tokenizer)
+    for k in range(2):
+        prompt = tiny_tokenizer.decode(talk.say(user(f"q{k}"), "a", tools=tools))
+        assert prompt.endswith(json.dumps(tools) + f"q{k}<|im_end|><|im_start|>assistant\n")
+
+
+# Texts
+
+
+def read_all(reader: TextReader, tokens: list[int]) -> list[str]:
+    return [reader.read(tokens[:n]) for n in range(1, len(tokens) + 1)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.one_of(st.text(max_size=40).map(lambda t: t.encode()), st.binary(max_size=60)),
+    st.lists(st.text("ab", min_size=1, max_size=3), max_size=2),
+)
+def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, raw: bytes, stop: list[str]) -> None:
+    """What is read so far is a prefix of what is read later and of the whole, for any bytes and stop strings."""
+    alphabet = {chr(b): b for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
+    spare = iter(range(256, 600))
+    of_byte = {b: c for c, b in alphabet.items()}
+    of_byte |= {b: chr(next(spare)) for b in range(256) if b not in of_byte}
+    tokens = [tiny_tokenizer.convert_tokens_to_ids(of_byte[b]) for b in raw]
+    gconfig = GenerationHyperparameters(stop=stop, stop_token_ids=[tiny_tokenizer.eos_token_id])
+    texts = read_all(TextReader(tiny_tokenizer, gconfig), tokens)
+    whole = TextReader(tiny_tokenizer, gconfig).whole(tokens)
+    for text, later in zip(texts, [*texts, whole][1:], strict=True):
+        assert later.startswith(text)
+    assert not any(s in whole for s in stop)
+    if not stop and not whole.endswith("\ufffd"):
+        assert not texts or texts[-1] == whole
+
+
+def test_reading_a_stream_is_linear(tiny_tokenizer: Any) -> None:
+    """Each token is decoded a bounded number of times, however long the answer, also where its bytes make no text."""
+    for tokens in (tiny_tokenizer.encode("abcdefgh" * 500), tiny_tokenizer.encode("é" * 1000)[1::2] * 4):
+        own = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
+        decode, decoded = own.decode, list[int]()
+
+        def counting(ids: list[int], decode: Any = decode, decoded: list[int] = decoded, **kwargs: Any) -> Any:
+            decoded.append(len(ids))
+            return decode(ids, **kwargs)
+
+        own.decode = counting
+        read_all(TextReader(own, GenerationHyperparameters(stop=["xyz"])), tokens)
+        assert sum(decoded) < 200 * len(tokens)
+
+
+def test_the_end_token_is_no_text(tiny_tokenizer: Any) -> None:
+    """Neither a special one nor one that the caller named; a beginning of a stop string waits for what follows."""
+    a, b = tiny_tokenizer.encode("ab")
+    reader = TextReader(tiny_tokenizer, GenerationHyperparameters(stop_token_ids=[b], stop=["ax"]))
+    assert read_all(reader, [a, a, b]) == ["", "a", "a"]
+    assert reader.whole([a, a, b]) == "aa"

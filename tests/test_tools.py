@@ -1,0 +1,214 @@
+"""What is certainly a call becomes one, everything else stays text, and a stream never takes a word back."""
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plumbing.fields import BadRequest
+from tools import Call, OutputParser, Parsed, without_partial
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
+
+
+TOOLS = [tool("f"), tool("g")]
+PARSER = OutputParser()
+
+
+class Thinker:
+    """A tokenizer whose template begins the reasoning itself, as Qwen's thinking models have it."""
+
+    chat_template = "{{ messages }}"
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> str:
+        return "<|im_start|>assistant\n<think>\n"
+
+
+def call(name: str = "f", arguments: str = "{}") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("", Parsed("")),
+        (" It is  sunny in Zürich.\n", Parsed(" It is  sunny in Zürich.\n")),
+        (call(), Parsed("", calls=[Call("f", "{}")])),
+        ("Let me see.\n" + call() + "\n" + call("g"), Parsed("Let me see.", calls=[Call("f", "{}"), Call("g", "{}")])),
+        (call() + "\nDone. ", Parsed("\nDone.", calls=[Call("f", "{}")])),
+        ("<think>\nhm\n</think>\n\nYes.\n", Parsed("Yes.\n", "hm")),
+        ("\n<think>hm</think>" + call(), Parsed("", "hm", [Call("f", "{}")])),
+        ("<think>cut of", Parsed("", "cut of")),
+        ("So <think>hm</think>", Parsed("So <think>hm</think>")),
+        (
+            call(arguments='{"a": "</think>", "b": [1, 2.0]}'),
+            Parsed("", calls=[Call("f", '{"a": "</think>", "b": [1, 2]}')]),
+        ),
+        ("<think>" + call() + "</think>ok", Parsed("ok", call())),
+    ],
+)
+def test_a_text_is_taken_apart(text: str, parsed: Parsed) -> None:
+    """Reasoning, then text, then calls; a text without them comes back to the letter."""
+    assert PARSER.parse(text, TOOLS) == parsed
+
+
+BROKEN = [
+    "<tool_call>",
+    "</tool_call>",
+    '<tool_call>{"name": "f", "arguments": {}}',
+    "<tool_call></tool_call>",
+    "<tool_call>f(1)</tool_call>",
+    '<tool_call>{"name": "f", "arguments": {}</tool_call>',
+    '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "f"}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+    '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>',
+    '<tool_call>["f"]</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>',
+    f'<tool_call>{{"name": "f", "arguments": {{"a": {"[" * 201 + "]" * 201}}}}}</tool_call>',
+    f'<tool_call>{{"name": "f", "arguments": {{"a": {"[" * 100_000}}}}}</tool_call>',
+]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_malformed_call_stays_text(text: str) -> None:
+    """Nothing is repaired and nothing is lost; a good call behind it is still found."""
+    assert PARSER.parse(text, TOOLS) == Parsed(text)
+    if text.endswith("</tool_call>"):
+        assert PARSER.parse(text + call("g"), TOOLS) == Parsed(text, calls=[Call("g", "{}")])
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    """Where the agent offered none, or forbade them, the marks are text like any other."""
+    assert PARSER.parse(call(), []) == Parsed(call())
+    assert PARSER.certain(call(), []) == Parsed(call())
+
+
+# Streams
+
+PIECES = st.sampled_from(
+    [*BROKEN[:6], call(), call("g", '{"a": "b"}'), "<think>", "</think>", "\n", " ", "a", "<", "<tool", "ü", "\ufffd"]
+) | st.text(max_size=3)
+
+
+@given(st.lists(PIECES, max_size=8).map("".join), st.booleans(), st.booleans())
+def test_what_is_certain_is_never_taken_back(text: str, inside: bool, offered: bool) -> None:
+    """certain() of every prefix only grows, and is a prefix of what the whole text turns out to be."""
+    parser, tools = OutputParser(Thinker() if inside else None), TOOLS if offered else []
+    whole, before = parser.parse(text, tools), Parsed("")
+    for end in range(len(text) + 1):
+        sure = parser.certain(text[:end], tools)
+        assert sure.calls == []
+        for now, then, last in (
+            (sure.text, before.text, whole.text),
+            (sure.reasoning, before.reasoning, whole.reasoning),
+        ):
+            assert now.startswith(then)
+            assert last.startswith(now)
+        before = sure
+
+
+def test_a_stream_says_what_it_can() -> None:
+    """Only what may still become a mark, and blanks that a call may follow, are held back."""
+    assert PARSER.certain("Hello wor", TOOLS) == Parsed("Hello wor")
+    assert PARSER.certain("Hello \n", TOOLS) == Parsed("Hello")
+    assert PARSER.certain("Hello \n", []) == Parsed("Hello \n")
+    assert PARSER.certain("1 <tool", TOOLS) == Parsed("1")
+    assert PARSER.certain("1 <tools", TOOLS) == Parsed("1 <tools")
+    assert PARSER.certain("1 <tool_call>{", TOOLS) == Parsed("1")
+    assert PARSER.certain("1 <tool_call>{</tool_call>", TOOLS) == Parsed("1 <tool_call>{</tool_call>")
+    assert PARSER.certain("<thin", TOOLS) == Parsed("")
+    assert PARSER.certain("<think>so </thi", TOOLS) == Parsed("", "so")
+    assert PARSER.certain("Z\ufffd", TOOLS) == Parsed("Z")
+    assert OutputParser(Thinker()).certain("so it", TOOLS) == Parsed("", "so it")
+
+
+@given(st.text("ab", max_size=6), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
+def test_the_beginning_of_a_mark_is_held_back(text: str, marks: list[str]) -> None:
+    """The longest end of the text that begins a mark, and no more."""
+    held = [n for n in range(1, len(text) + 1) if any(m.startswith(text[-n:]) and m != text[-n:] for m in marks)]
+    assert without_partial(text, marks) == text[: len(text) - max(held, default=0)]
+
+
+# Forced calls
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "tools", "written"),
+    [
+        ("f", TOOLS, '{"a": 1}}\n</tool_call>'),
+        ("required", TOOLS[:1], '{"a": 1}}</tool_call>'),
+        ("required", TOOLS, 'f", "arguments": {"a": 1}}</tool_call>'),
+    ],
+)
+def test_a_forced_call_is_begun_for_the_model(inside: bool, choice: str, tools: list, written: str) -> None:
+    """The opening and what the model adds to it are a call; a thinking model's reasoning is closed first."""
+    parser = OutputParser(Thinker() if inside else None)
+    opening = parser.opening(choice, tools)
+    assert parser.parse(opening + written, tools) == Parsed("", calls=[Call("f", '{"a": 1}')])
+    assert parser.parse(opening + "nonsense", tools).calls == []
+    assert [parser.opening(word, tools) for word in ("auto", "none")] == ["", ""]
+
+
+# Other forms
+
+TEMPLATE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "content": {},
+        "thinking": {"open": "[THINK]", "close": "[/THINK]"},
+        "tool_calls": {"open": "[CALL]", "close": "[/CALL]", "content": "json", "repeats": True},
+    },
+}
+
+
+@pytest.fixture
+def templated(tiny_tokenizer: Any) -> Any:
+    """A tokenizer that knows its model's form itself (transformers' response templates)."""
+    tokenizer = copy.copy(tiny_tokenizer)
+    tokenizer.response_template = TEMPLATE
+    return tokenizer
+
+
+def test_a_tokenizers_own_template_is_used(templated: Any) -> None:
+    """A model with another form is read by its tokenizer; nothing of it is certain, or forced, before the end."""
+    parser = OutputParser(templated)
+    text = '[THINK]hm[/THINK]Well.[CALL]{"name": "f", "arguments": {"a": 1}}[/CALL]'
+    assert parser.special_tokens
+    assert parser.parse(text, TOOLS) == Parsed("Well.", "hm", [Call("f", '{"a": 1}')])
+    assert parser.certain(text, TOOLS) == Parsed("")
+    for broken in ("[CALL]f(1)[/CALL]", '[CALL]{"name": "unknown", "arguments": {}}[/CALL]', "[CALL][1][/CALL]"):
+        assert parser.parse(broken, TOOLS) == Parsed(broken)
+    assert parser.opening("auto", TOOLS) == ""
+    with pytest.raises(BadRequest, match=r"^tool_choice"):
+        parser.opening("required", TOOLS)
+    assert not OutputParser(templated, "hermes").special_tokens
+
+
+def test_a_parser_that_is_not_there_is_an_error_at_once() -> None:
+    """Not at the first call of an agent: the names that can be had are said."""
+    with pytest.raises(ValueError, match=r"^tool_call_parser: .*hermes"):
+        OutputParser(tool_call_parser="no such form")
+    with pytest.raises(ValueError, match=r"^reasoning_parser: .*qwen3"):
+        OutputParser(reasoning_parser="no such form")
+
+
+def test_sglangs_parsers_serve_other_forms() -> None:
+    """Where SGLang is installed `tool_call_parser` may name one of its forms."""
+    pytest.importorskip("sglang.srt.function_call.function_call_parser")
+    parser = OutputParser(tool_call_parser="llama3")
+    text = json.dumps({"name": "f", "parameters": {"a": 1}})
+    assert parser.parse(f"<|python_tag|>{text}", TOOLS).calls == [Call("f", '{"a": 1}')]
+    assert parser.parse("<|python_tag|>nonsense", TOOLS).calls == []
+    assert parser.certain("Hello", TOOLS) == Parsed("")
+    with pytest.raises(BadRequest, match=r"^tool_choice"):
+        parser.opening("f", TOOLS)
