@@ -33,17 +33,18 @@ def conversation_tree(interactions: dict[str, InteractionWithTokenLogpReward]) -
     for turn in interactions.values():
         row, known = turn.to_lists(), len(turn.parent.messages + turn.parent.output_message_list) if turn.parent else 0
         prompt_len, trained = row["turn_ids"].count(-1), sum(row["loss_mask"])
-        sizes = (
-            f"{prompt_len} + {len(row['input_ids']) - prompt_len} tokens, {trained} trained, reward {turn.reward:.2f}"
-        )
-        lines = [f"{turn.interaction_id}: {sizes}"]
-        for message in turn.messages[known:] + turn.output_message_list:
-            calls = [
-                f"{call['function']['name']}{call['function']['arguments']}" for call in message.get("tool_calls", [])
-            ]
-            lines.append(f"{message['role']}: {' '.join([message['content'], *calls])}")
+        sizes = f"{prompt_len} + {len(row['input_ids']) - prompt_len} tokens, {trained} trained"
+        lines = [f"reward {turn.reward:.2f}, {sizes}, {turn.interaction_id}"]
+        lines += [f"{m['role']}: {spoken(m)}" for m in turn.messages[known:] + turn.output_message_list]
         branches[turn] = branches.get(turn.parent, root).add(escape("\n".join(lines)))
     return root
+
+
+def spoken(message: dict[str, Any]) -> str:
+    """A message's text and its tool calls, as one line of a program would put them."""
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    calls = [f"{function['name']}({json.dumps(function['arguments'])})" for function in functions]
+    return " ".join(filter(None, [message["content"], *calls]))
 
 
 def main(argv: list[str] | None = None) -> int:

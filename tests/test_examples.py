@@ -8,6 +8,7 @@ proxy are the real ones.
 import asyncio
 import gc
 import importlib.util
+import json
 import os
 import random
 import subprocess
@@ -146,3 +147,25 @@ def test_an_example_in_a_process_of_its_own(module: str, servers: dict[str, str]
     results = episodes(module, servers["proxy.py"], mode="subproc", subproc_max_workers=2)
     for sample, interactions in zip(SAMPLES, results, strict=True):
         check_conversation(interactions, sample, engine, EXAMPLES[module][1])
+
+
+def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) -> None:
+    """`python -m plumbing.episode`: the tree, its discounted rewards, its tokens; a mistake is one line."""
+    command = [sys.executable, "-m", "plumbing.episode", "--model-path", str(model_dir), "--discount", "0.5"]
+    command += ["--server", servers["tiny_server.py"], "--data", json.dumps(SAMPLES[0])]
+
+    def run(*words: str) -> subprocess.CompletedProcess:
+        wide = os.environ | {"COLUMNS": "200"}
+        return subprocess.run([*command, *words], cwd=ROOT, env=wide, capture_output=True, text=True, timeout=100)
+
+    shown = run("examples.openai_sdk.Agent")
+    assert shown.returncode == 0, shown.stderr
+    lines = [line.strip("│├└─ ") for line in shown.stdout.splitlines()]
+    rewards = [line.split(",")[0] for line in lines if line.startswith("reward")]
+    assert rewards == ["reward 0.25", "reward 0.50", "reward 1.00"]
+    assert 'assistant: add({"a": 1, "b": 1})' in lines
+    assert "assistant: the answer is 2" in lines
+    assert "14 + 12 tokens, 12 trained" in shown.stdout
+    wrong = run("examples.nowhere.Agent")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith("error: 'examples.nowhere.Agent': there is no module")
