@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-sglang lint bench clean
+.PHONY: demo test test-sglang agents lint bench clean
 
 demo: $(VENV)/ready            ## train the demo: two to three minutes
 	$(BIN)/python train.py
@@ -23,6 +23,14 @@ lint: $(VENV)/ready            ## format, style, types
 bench: $(VENV)/ready           ## one benchmark a claim
 	for b in bench/*.py; do $(BIN)/python $$b || exit 1; done
 
+agents: .venv-agents/ready     ## the examples, in a venv of their own with the frameworks
+	AGENTS=1 .venv-agents/bin/python -m pytest tests/test_examples.py
+
+.venv-agents/ready: examples/requirements.txt
+	$(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: python3 is too old, 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
@@ -36,4 +44,4 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-sglang runs .cache
+	rm -rf $(VENV) .venv-agents .venv-sglang runs .cache

@@ -1,4 +1,6 @@
-"""OpenAIProxyClient: one episode's session at the proxy, seen from the workflow.
+"""Two clients of the proxy: one episode's session seen from the workflow, and the direct approach.
+
+OpenAIProxyClient manages a session while an agent talks to it.
 
     client = OpenAIProxyClient(transport, base_url, admin_key, task_id)
     await client.grant_capacity()
@@ -17,18 +19,31 @@ interaction is an error of the episode too (AReaL logs it and trains on 0).
 
 It does not carry tokens on its way in: agents talk to the proxy with any SDK, this class only manages. Its five calls
 an episode go straight to an httpx transport, without httpx's client, whose layer is a third of the cost of a call.
+
+ArealOpenAI is for a RolloutWorkflow that speaks OpenAI by itself (docs/openai_workflows.txt; the documents call it legacy):
+an AsyncOpenAI that is bound to an engine. It contains no second implementation of anything: its HTTP client hands each
+request to the proxy's application in this very process, so prompts, tools, errors and the tree are the proxy's, and what
+the proxy learns it can do. Its rewards act on the tree at once. An AReaL user finds what its client gets wrong here put
+right: a stop string raises there, a failed call stays in the tree, a refused parameter is ignored with a warning.
 """
 
+import math
+import secrets
+import sys
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
+import openai
 import orjson
 
 from cache import InteractionWithTokenLogpReward, finite
 
 TIMEOUT = httpx.Timeout(600.0).as_dict()  # seconds for one call
+
+# The HTTP library that the installed openai SDK runs on: httpx, or httpx2 since 3.0.
+sdk_http: Any = sys.modules[openai.DefaultAsyncHttpxClient.__base__.__module__.partition(".")[0]]
 
 
 class ProxyCallError(RuntimeError):
@@ -134,3 +149,60 @@ class OpenAIProxyClient:
 
     def __repr__(self) -> str:
         return f"OpenAIProxyClient(task {self.task_id!r}, session {self.session_id!r} at {self._base_url})"
+
+
+class ArealOpenAI(openai.AsyncOpenAI):
+    """The direct approach: an AsyncOpenAI whose calls are answered by the proxy's own code, in this process.
+
+    `engine` has `async agenerate(ModelRequest)`; `options` are those of `proxy.Proxy` (seed, sampling, max_new_tokens,
+    chat_template_type, ...). `cache` holds its interactions: one session for the client's whole life.
+    """
+
+    def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:
+        from proxy import create_app  # fastapi: only for who goes this way
+
+        options = {"session_timeout_seconds": math.inf} | options
+        app = create_app(engine, tokenizer, secrets.token_urlsafe(), **options)
+        sessions = app.state.proxy.sessions
+        sessions.grant()
+        session = sessions.start(task_id)
+        self.cache = session.cache
+        http_client = openai.DefaultAsyncHttpxClient(transport=sdk_http.ASGITransport(app), timeout=None)
+        url = f"http://in-process/{session.session_id}/v1"
+        super().__init__(base_url=url, api_key=session.session_id, http_client=http_client, max_retries=0)
+
+    def copy(self, **changes: Any) -> openai.AsyncOpenAI:  # type: ignore[override]
+        """A client of the same session with other options (timeout, headers, ...)."""
+        plain = openai.AsyncOpenAI(
+            base_url=self.base_url, api_key=self.api_key, http_client=self._client, max_retries=0
+        )
+        return plain.copy(**changes)
+
+    with_options = copy  # type: ignore[assignment]
+
+    def get_interaction(self, interaction_id: str) -> InteractionWithTokenLogpReward:
+        """One call with its tokens, by the id of its completion or response. Raises KeyError."""
+        return self.cache[interaction_id]
+
+    def set_reward(self, interaction_id: str, reward: float) -> None:
+        """Raises KeyError for an id that is unknown or unfinished, ValueError for what is not finite."""
+        self.cache.set_reward(interaction_id, reward)
+
+    def set_last_reward(self, reward: float) -> None:
+        """Reward the last finished call. Raises as `set_reward` does."""
+        self.cache.set_last_reward(reward)
+
+    def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
+        """Turn rewards into final ones, once, along the tree (cache.py)."""
+        self.cache.apply_reward_discount(turn_discount)
+
+    def export_interactions(self, style: str = "individual") -> dict[str, InteractionWithTokenLogpReward]:
+        """The rows: every call, or (concat) every leaf. Raises ValueError for another style."""
+        return self.cache.export_interactions(style)
+
+    def export_completions(self, turn_discount: float = 1.0) -> dict[str, InteractionWithTokenLogpReward]:
+        """The older name: discount, then export every call."""
+        self.apply_reward_discount(turn_discount)
+        return self.export_interactions("individual")
+
+    get_completions = get_interaction  # the older name

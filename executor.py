@@ -43,7 +43,6 @@ from typing import Any
 from dispatcher import BatchTaskDispatcher
 from engine import GenerationHyperparameters
 from plumbing.config import RolloutConfig
-from reward import close_pool
 from staleness import RolloutStat, StalenessManager
 from trajectory import (
     Trajectory,
@@ -263,6 +262,7 @@ class WorkflowExecutor:
         return {
             **asdict(self.proxy),
             "mode": openai.mode,
+            "subproc_max_workers": openai.subproc_max_workers,
             "discount": openai.turn_discount,
             "export_style": openai.export_style,
             "episode_timeout": openai.episode_timeout_seconds,
@@ -286,12 +286,10 @@ class WorkflowExecutor:
         self.dispatcher.fail(error)
 
     def destroy(self) -> None:
-        """Cancel what runs, join the thread; the run's own executor also ends the reward processes and detaches from
-        the engine. May be repeated."""
+        """Cancel what runs, join the thread; the run's own executor also detaches from the engine. May be repeated."""
         self.dispatcher.destroy()
         if self.engine.executor is self:
             self.engine.executor = None
-            close_pool()
 
     # ---- one episode, in the event loop's thread
 

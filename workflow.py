@@ -18,8 +18,12 @@ which member of the group.
 
 Agents. The proxy gives each episode a session of its own, and the agent gets its URL. It may return a number (int,
 float, bool, numpy or torch scalar: the reward of its last completion), a dict {completion id: number}, or None when
-it set its rewards by itself over HTTP; None with nothing set rejects the episode. One agent object serves all episodes,
-many at a time: what belongs to one episode belongs into local variables of `run`.
+it set its rewards by itself over HTTP; None with nothing set rejects the episode.
+
+Where agents run. In mode inline, the default, in the event loop of all episodes: one agent object serves them all, many
+at a time, so what belongs to one episode belongs into local variables of `run`, and what blocks (a synchronous client,
+time.sleep) blocks everybody. In mode subproc each episode has a process for itself (workers.py): a copy of the agent, the
+session's URL and key in the environment, synchronous code welcome. The price is pickling and some 50 MB a process.
 
 Groups. The members of a group run concurrently, each with a copy of `data` of its own. A member that returns None is
 left out; one that raises is counted, logged and left out; the others are kept. Only when every member raised does
@@ -40,9 +44,9 @@ import hashlib
 import importlib
 import inspect
 import logging
-import sys
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,11 +54,14 @@ from typing import Any
 import openai
 
 from cache import InteractionWithTokenLogpReward
-from client import OpenAIProxyClient
+from client import OpenAIProxyClient, sdk_http
 from engine import GenerationHyperparameters, ModelRequest, ModelResponse
+from messages import AgentRequest
 from plumbing.wire import PerLoop, StackTransport
+from prompts import PromptBuilder
 from reward import AsyncRewardWrapper, parse_rewards
 from trajectory import Trajectory, concat_padded_tensors
+from workers import WorkerPool, check_importable, run_agent, time_limit
 
 logger = logging.getLogger("nano-areal")
 
@@ -181,7 +188,8 @@ class MultiTurnWorkflow(RLVRWorkflow):
     """Try, and while the reward is not positive, be told so and try again, in one growing conversation.
 
     An answer found at the k-th try (k = 1, 2, ...) is worth turn_discount^(k-1) of its reward. The next prompt is the
-    last one, the tokens that were sampled, and the reflection message: nothing is tokenised twice.
+    last one, the tokens that were sampled, and the reflection message: nothing is tokenised twice (prompts.py). A
+    conversation that has filled the context ends there, with the reward of its last answer.
     """
 
     max_turns: int = 3
@@ -192,28 +200,21 @@ class MultiTurnWorkflow(RLVRWorkflow):
         super().__post_init__()
         if self.max_turns < 1:
             raise ValueError(f"max_turns must be at least 1, not {self.max_turns}")
-        self.reflection_ids = self._reflection_ids()
-
-    def _reflection_ids(self) -> list[int]:
-        """What the chat template puts between an assistant's text and its next one, the end-of-turn token first."""
-        text = "\u27e6the assistant's text\u27e7"
-        talk = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": text},
-            {"role": "user", "content": self.reflection_message},
-        ]
-        rendered = self.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
-        return self.tokenizer.encode(rendered.partition(text)[2], add_special_tokens=False)
+        self.prompts = PromptBuilder(self.tokenizer)
+        if not self.prompts.splices:
+            raise ValueError("MultiTurnWorkflow: the chat template renders history anew at every turn; use an agent")
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
+        context = getattr(engine, "context_length", None) or math.inf  # tokens
+        messages, prompt_ids, reward = data["messages"], self.prompt_ids(data["messages"]), 0.0
         turns: list[ModelResponse] = []
-        input_ids, reward = self.prompt_ids(data["messages"]), 0.0
-        while len(turns) < self.max_turns and reward <= 0:
-            turns.append(await self.turn(engine, input_ids, turn=len(turns)))
+        while len(turns) < self.max_turns and reward <= 0 and (not turns or len(prompt_ids) < context):
+            turns.append(await self.turn(engine, prompt_ids, turn=len(turns)))
             reward = await self.reward(turns[-1], data)
-            output = turns[-1].output_tokens
-            ended_itself = output[-1:] == self.reflection_ids[:1]  # a turn that was cut by length did not
-            input_ids = turns[-1].input_tokens + output + self.reflection_ids[ended_itself:]
+            said = [{"role": "assistant", "content": "its tokens are there"}]
+            parent = InteractionWithTokenLogpReward(messages, model_response=turns[-1], output_message_list=said)
+            messages = [*messages, *said, {"role": "user", "content": self.reflection_message}]
+            prompt_ids = self.prompts.prompt(AgentRequest(messages), parent)
         return to_row(turns, reward * self.turn_discount ** (len(turns) - 1))
 
 
@@ -256,7 +257,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         return merged
 
 
-# What episodes on one event loop share: a way to the proxy's /rl calls, and the agents' HTTP client.
+# What episodes on one event loop share: a way to the proxy's /rl calls, the agents' HTTP client, their processes.
 _rl_transport = PerLoop(StackTransport)
 
 
@@ -264,14 +265,18 @@ _rl_transport = PerLoop(StackTransport)
 def agents_http(timeout: float) -> PerLoop:
     """A client of the kind that the installed openai SDK runs on. `timeout`: seconds for a request, which may be a
     generation."""
-    base = openai.DefaultAsyncHttpxClient.__base__  # httpx.AsyncClient, or httpx2's
-    sdk = sys.modules[base.__module__.partition(".")[0]]
 
     def client() -> Any:
-        transport: Any = StackTransport(sdk)
+        transport: Any = StackTransport(sdk_http)
         return openai.DefaultAsyncHttpxClient(transport=transport, timeout=timeout, trust_env=False)
 
     return PerLoop(client)
+
+
+@functools.cache
+def agents_pool(size: int) -> PerLoop[WorkerPool]:
+    """The processes of mode subproc, at most `size`."""
+    return PerLoop(lambda: WorkerPool(size))
 
 
 @dataclass(eq=False, repr=False)
@@ -281,35 +286,42 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     agent: Any
     proxy_addr: str | tuple[str, ...]  # several: an episode keeps to one
     admin_key: str
-    mode: str = "inline"
+    mode: str = "inline"  # or subproc
+    subproc_max_workers: int = 4
     discount: float = 1.0  # gamma by which a turn's reward reaches the turn before it
     export_style: str = "individual"  # or concat
     episode_timeout: float = 3600.0  # seconds; an episode that takes longer is cancelled and has failed
 
     def __post_init__(self) -> None:
-        if self.mode != "inline":
-            raise ValueError(
-                f"rollout.openai.mode={self.mode!r}: only 'inline' is here, agents run in the rollout loop"
-            )
+        name = type(self.agent).__name__
+        if self.mode not in ("inline", "subproc"):
+            raise ValueError(f"rollout.openai.mode is inline or subproc, not {self.mode!r}")
         if not inspect.iscoroutinefunction(getattr(self.agent, "run", None)):
-            name = type(self.agent).__name__
             raise TypeError(f"{name} is no agent: it needs `async def run(self, data, **extra_kwargs)`")
+        if self.mode == "subproc":
+            remedy = (
+                "define its class at the top of a module, make clients and locks inside `run`, "
+                "or set rollout.openai.mode=inline"
+            )
+            check_importable(self.agent, f"agent {name}", remedy)
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
-        http_client = await agents_http(self.episode_timeout).get()
+        if self.mode == "inline":
+            http_client = await agents_http(self.episode_timeout).get()
+            return await self._episode(functools.partial(self.agent.run, data, http_client=http_client))
+        pool = await agents_pool(self.subproc_max_workers).get()
+        async with pool.worker() as worker:  # first the process: an episode that waits for one holds no session
+            return await self._episode(functools.partial(worker.call, run_agent, self.agent, data))
+
+    async def _episode(self, run: Callable[..., Awaitable[Any]]) -> EpisodeResult:
         transport = await _rl_transport.get()
         client = OpenAIProxyClient(transport, self._choose_proxy(), self.admin_key, _context.get().name)
-        clock = asyncio.timeout(self.episode_timeout)
-        try:
-            async with clock:
-                await client.grant_capacity()
-                async with client:
-                    await self._run_agent(client, http_client, data)
-        except TimeoutError as error:
-            if clock.expired():
-                limit = f"{self.episode_timeout:g} s (rollout.openai.episode_timeout_seconds)"
-                raise TimeoutError(f"the episode took longer than {limit} and was cancelled") from error
-            raise
+        limit = f"{self.episode_timeout:g} s (rollout.openai.episode_timeout_seconds)"
+        async with time_limit(self.episode_timeout, f"the episode took longer than {limit} and was cancelled"):
+            await client.grant_capacity()
+            async with client:
+                rewards = parse_rewards(await run(base_url=client.session_url, api_key=client.api_key))
+                await self._set_rewards(client, rewards)
         interactions = await client.export_interactions(discount=self.discount, style=self.export_style)
         return interactions if client.rewarded_count else None
 
@@ -318,10 +330,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         context = _context.get()
         return addresses[((context.task_id or 0) + context.sample_idx) % len(addresses)]
 
-    async def _run_agent(self, client: OpenAIProxyClient, http_client: Any, data: dict[str, Any]) -> None:
-        rewards = parse_rewards(
-            await self.agent.run(data, base_url=client.session_url, http_client=http_client, api_key=client.api_key)
-        )
+    @staticmethod
+    async def _set_rewards(client: OpenAIProxyClient, rewards: dict[str, float] | float | None) -> None:
         if isinstance(rewards, dict):
             for interaction_id, reward in rewards.items():
                 await client.set_reward(interaction_id, reward)

@@ -32,7 +32,8 @@ class ConfigError(ValueError):
 class OpenAIConfig:
     """How agents reach the policy (docs: "Execution Modes", "Export Styles")."""
 
-    mode: Literal["inline"] = "inline"  # where agents run: in the rollout loop (a pool of processes comes later)
+    mode: Literal["inline", "subproc"] = "inline"  # where agents run: in the rollout loop, or in processes of their own
+    subproc_max_workers: int = 4  # mode subproc: episodes at once, each in a process; the others wait for one
     turn_discount: float = 1.0  # gamma by which a turn's reward reaches the turn before it
     chat_template_type: Literal["hf", "concat"] = "concat"  # concat: parent's tokens + rendered tail; hf: render all
     export_style: Literal["individual", "concat"] = "concat"  # a row for every turn, or for every leaf of the tree
@@ -291,7 +292,7 @@ def validate(config: TrainConfig) -> None:
     values = flatten(dataclasses.asdict(config))
     counts = ["max_steps", "train_dataset.batch_size", "gconfig.n_samples", "gconfig.max_new_tokens", "saver.keep"]
     counts += ["actor.ppo_n_minibatches", "actor.ppo_epochs", "rollout.group_size", "rollout.max_concurrent_rollouts"]
-    counts += ["proxy.workers"]
+    counts += ["rollout.openai.subproc_max_workers", "proxy.workers"]
     for name in counts:
         if values[name] is not None and values[name] < 1:
             raise ConfigError(f"{name}={values[name]}; it must be at least 1")

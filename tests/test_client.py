@@ -1,15 +1,22 @@
-"""A session ends however its block is left, and what comes back is what the proxy kept."""
+"""A session ends however its block is left, what comes back is what the proxy kept, and the direct approach is the same."""
 
-from collections.abc import AsyncIterator
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from copy import deepcopy
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import torch
+from harness import ScriptedEngine
 
-from client import OpenAIProxyClient, ProxyCallError
-from engine import ModelRequest, ModelResponse
+from client import ArealOpenAI, OpenAIProxyClient, ProxyCallError
+from engine import EngineError, GenerationHyperparameters, ModelRequest, ModelResponse, RemoteInfEngine
 from proxy import create_app
+from reward import AsyncRewardWrapper
+from workflow import RolloutWorkflow, resolve_workflow
 
 pytestmark = pytest.mark.anyio
 
@@ -147,3 +154,241 @@ async def test_a_wrong_reward_is_an_error_of_the_episode(http: httpx.AsyncClient
         with pytest.raises(ProxyCallError, match="chatcmpl-x"):
             await client.set_reward("chatcmpl-x", 1.0)
     assert client.rewarded_count == 0
+
+
+# ---------------------------------------------------------------- ArealOpenAI
+
+
+@pytest.fixture(scope="module")
+def real_engine(tiny_server: str) -> Iterator[RemoteInfEngine]:
+    """The engine over a tiny server in another process."""
+    engine = RemoteInfEngine([tiny_server])
+    engine.initialize()
+    yield engine
+    engine.destroy()
+
+
+async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
+    """A completion for a conversation of the given texts, the user's and the assistant's in turn."""
+    roles = itertools.cycle(("user", "assistant"))
+    messages: Any = [{"role": role, "content": text} for role, text in zip(roles, texts)]
+    return await client.chat.completions.create(model="default", messages=messages, **options)
+
+
+@pytest.fixture
+def direct(tiny_tokenizer: Any) -> Any:
+    """direct(*texts, **options) -> an ArealOpenAI over an engine that says these texts, and the engine."""
+
+    def make(*texts: str, **options: Any) -> tuple[ArealOpenAI, ScriptedEngine]:
+        engine = ScriptedEngine(tiny_tokenizer, *texts)
+        return ArealOpenAI(engine, tiny_tokenizer, **options), engine
+
+    return make
+
+
+async def test_the_direct_approach_of_agent_workflow(direct: Any) -> None:
+    """docs/agent_workflow.txt, "Direct Approach": create, set_last_reward, apply_reward_discount, export_interactions."""
+    client, engine = direct("five", "four")
+    first = await say(client, "2+2?")
+    second = await say(client, "2+2?", first.choices[0].message.content, "wrong")
+    client.set_last_reward(1.0)
+    client.apply_reward_discount(turn_discount=0.9)
+    rows = client.export_interactions(style="individual")
+    assert {name: row.reward for name, row in rows.items()} == {first.id: 0.9, second.id: 1.0}
+    (row,) = client.export_interactions(style="concat").values()
+    assert row.to_tensor_dict()["input_ids"][0].tolist() == (
+        engine.requests[1].input_ids + client.get_interaction(second.id).tokens.output_tokens
+    )
+
+
+async def test_responses_are_created_the_same_way(direct: Any) -> None:
+    """responses.create, with previous_response_id: one conversation, whatever its protocol."""
+    client, _ = direct("one", "two")
+    first = await client.responses.create(model="default", input="count")
+    second = await client.responses.create(model="default", input="go on", previous_response_id=first.id)
+    assert (first.output_text, second.output_text) == ("one", "two")
+    assert client.get_interaction(second.id).parent is client.get_interaction(first.id)
+
+
+async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> None:
+    """stream=True, and the copies that frameworks make with with_options: every call is in the one tree."""
+    client, _ = direct("one", "two", seed=1)
+    messages: Any = [{"role": "user", "content": "count"}]
+    stream = await client.with_options(timeout=5).chat.completions.create(model="m", messages=messages, stream=True)
+    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+    await say(client.copy(max_retries=3), "count", text, "go on")
+    assert [interaction.turn for interaction in client.cache.values()] == [0, 1]
+
+
+async def test_clients_do_not_share_a_session(direct: Any) -> None:
+    """Two episodes, two trees."""
+    (one, _), (two, _) = direct(), direct()
+    completion = await say(one, "hello")
+    assert list(one.cache) == [completion.id]
+    assert not two.cache
+
+
+class DocumentsMultiTurn(RolloutWorkflow):
+    """docs/openai_workflows.txt, "Multi-Turn Conversation Example"."""
+
+    def __init__(self, reward_fn: Any, gconfig: GenerationHyperparameters, tokenizer: Any, **kwargs: Any) -> None:
+        self.gconfig, self.tokenizer = gconfig, tokenizer
+        self.async_reward_fn = AsyncRewardWrapper(reward_fn)
+        self.max_turns, self.turn_discount = 3, 0.5
+        self.reflection_msg = {"role": "user", "content": "Your answer is wrong. Try again."}
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        exported, _ = await self._run_one_episode(engine, data, "rid")
+        return exported
+
+    async def _run_one_episode(self, engine: Any, data: dict[str, Any], rid: str) -> Any:
+        client = ArealOpenAI(engine=engine, tokenizer=self.tokenizer)
+        messages = deepcopy(data["messages"])
+        t, reward = 0, 0.0
+        discount: float = 1
+        while reward == 0 and t < self.max_turns:
+            # Generate response
+            completion = await client.chat.completions.create(
+                model="default",
+                messages=messages,
+                temperature=self.gconfig.temperature,
+                max_completion_tokens=self.gconfig.max_new_tokens,
+                store=True,  # Important: enables caching
+            )
+            # Get completion with token data
+            comp_data = client.get_completions(completion.id)
+            tokens = comp_data.tokens
+            prompt, response = map(self.tokenizer.decode, (tokens.input_tokens, tokens.output_tokens))
+            # Evaluate reward
+            reward = await self.async_reward_fn(prompt, response, tokens.input_tokens, tokens.output_tokens, **data)
+            t += 1
+            # Continue conversation if needed
+            if reward == 0 and t < self.max_turns:
+                messages.append({"role": "assistant", "content": completion.choices[0].message.content})
+                messages.append(self.reflection_msg)
+                discount *= self.turn_discount
+        # Set final reward
+        client.set_reward(completion.id, reward * discount)
+        return client.export_completions(), comp_data
+
+
+async def third(prompt: str, completion: str, prompt_ids: list, completion_ids: list, **data: Any) -> float:
+    return 2.0 if prompt.count("Try again") == 2 else 0.0
+
+
+async def test_the_multi_turn_workflow_of_openai_workflows(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
+    """The documents' workflow over a real server: three turns, the reward flows back, each row is what was sampled."""
+    workflow = resolve_workflow(
+        DocumentsMultiTurn,
+        {"reward_fn": third, "gconfig": GenerationHyperparameters(max_new_tokens=6)},
+        defaults={"tokenizer": tiny_tokenizer},
+    )
+    rows: Any = await workflow.arun_episode(real_engine, {"messages": HELLO})
+    assert [row.reward for row in rows.values()] == [0.5, 0.5, 0.5]
+    turns = [row.tokens for row in rows.values()]
+    for before, after in itertools.pairwise(turns):
+        whole = before.input_tokens + before.output_tokens
+        assert after.input_tokens[: len(whole)] == whole
+    for row in rows.values():
+        ids = row.tokens.input_tokens + row.tokens.output_tokens
+        (scored,) = await asyncio.to_thread(real_engine.score, [ids])
+        assert row.tokens.output_logprobs == pytest.approx(scored[row.tokens.input_len :], abs=1e-4)
+
+
+# What AReaL's client gets wrong, or refuses where it need not.
+
+
+async def test_a_failed_call_leaves_nothing_in_the_tree(direct: Any) -> None:
+    """Bad messages, contradictory limits, an engine that fails: an error with its status, and no unfinished entry."""
+    client, engine = direct()
+    with pytest.raises(openai.BadRequestError, match="messages"):
+        await client.chat.completions.create(model="m", messages=[])
+    with pytest.raises(openai.BadRequestError, match="max_completion_tokens"):
+        await say(client, "hello", max_tokens=3, max_completion_tokens=4)
+    engine.error = EngineError("no server answered", 503)
+    with pytest.raises(openai.InternalServerError, match="no server answered"):
+        await say(client, "hello")
+    assert not client.cache
+    engine.error = None
+    await say(client, "hello")
+    client.set_last_reward(1.0)  # of the one that finished
+    assert [row.reward for row in client.export_completions().values()] == [1.0]
+
+
+async def test_a_prompt_that_is_too_long_is_a_400(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
+    """The engine's word for it reaches the caller, and the tree stays as it was."""
+    client = ArealOpenAI(real_engine, tiny_tokenizer)
+    with pytest.raises(openai.BadRequestError, match="no room in the context"):
+        await say(client, "x" * 3000)
+    assert not client.cache
+
+
+async def test_stop_strings_are_a_way_to_end(direct: Any) -> None:
+    """They do not raise, in no export style; the text ends before the string, the tokens are all kept."""
+    client, engine = direct("four. And five")
+    completion = await say(client, "2+2?", stop="And")
+    assert completion.choices[0].message.content == "four. "
+    assert engine.requests[0].gconfig.stop == ["And"]
+    client.set_last_reward(1.0)
+    (row,) = client.export_interactions("concat").values()
+    assert row.to_tensor_dict()["loss_mask"].sum() == row.tokens.output_len
+
+
+async def test_several_answers_at_once(direct: Any) -> None:
+    """n=2 is two siblings, each with its tokens and its own reward (AReaL: NotImplementedError)."""
+    client, _ = direct("five", "four")
+    completion = await say(client, "2+2?", n=2)
+    ids = list(client.cache)
+    assert len(completion.choices) == 2
+    client.set_reward(ids[1], 1.0)
+    assert [row.reward for row in client.export_completions(turn_discount=0.5).values()] == [0.0, 1.0]
+
+
+async def test_what_is_not_stored_is_answered_and_not_trained(direct: Any) -> None:
+    """store=False: the turn stays in the conversation, its tokens out of the loss."""
+    client, _ = direct("aside", "four")
+    first = await say(client, "2+2?", store=False)
+    await say(client, "2+2?", first.choices[0].message.content, "well?")
+    client.set_last_reward(1.0)
+    (row,) = client.export_interactions("concat").values()
+    tensors = row.to_tensor_dict()
+    assert set(tensors["turn_ids"][tensors["loss_mask"] == 1].tolist()) == {1}
+
+
+async def test_greedy_and_default_temperatures(direct: Any) -> None:
+    """None is 1.0, 0 is greedy and therefore not trained on."""
+    client, engine = direct()
+    await say(client, "a", temperature=None)
+    await say(client, "b", temperature=0)
+    assert [request.gconfig.is_greedy for request in engine.requests] == [False, True]
+    assert [interaction.trains for interaction in client.cache.values()] == [True, False]
+
+
+async def test_a_siblings_reward_stays_with_it(direct: Any) -> None:
+    """A -> {B, C}: discounting follows the tree, and may be done once; a reward set afterwards shows in the row."""
+    client, _ = direct("a", "b", "c")
+    a = await say(client, "x")
+    b, c = await say(client, "x", "a", "left"), await say(client, "x", "a", "right")
+    client.set_reward(b.id, 1.0)
+    client.set_reward(c.id, 2.0)
+    rows = client.export_completions(turn_discount=0.9)
+    assert {name: row.reward for name, row in rows.items()} == {a.id: pytest.approx(1.35), b.id: 1.0, c.id: 2.0}
+    with pytest.raises(RuntimeError, match="already"):
+        client.apply_reward_discount(0.9)
+    rows[b.id].to_tensor_dict()
+    rows[b.id].reward = 7.0
+    assert rows[b.id].to_tensor_dict()["rewards"].tolist() == [7.0]
+
+
+async def test_an_unknown_interaction_or_style_is_an_error(direct: Any) -> None:
+    """Nothing is ignored."""
+    client, _ = direct()
+    with pytest.raises(KeyError, match="chatcmpl-x"):
+        client.set_reward("chatcmpl-x", 1.0)
+    with pytest.raises(KeyError, match="no finished interaction"):
+        client.set_last_reward(1.0)
+    await say(client, "hello")
+    with pytest.raises(ValueError, match="finite"):
+        client.set_last_reward(float("nan"))
+    with pytest.raises(ValueError, match="style"):
+        client.export_interactions(style="both")

@@ -67,7 +67,8 @@ RINGS = {
     "engine": {"httpx", "orjson", "weights", "plumbing"},
     "weights": {"httpx", "torch", "safetensors", "transformers"},
     "cache": {"torch", "messages", "engine"},
-    "client": {"httpx", "orjson", "cache", "torch"},
+    "client": {"httpx", "orjson", "cache", "torch", "openai", "proxy"},
+    "workers": set(),
     "prompts": {"jinja2", "messages", "tools", "cache", "engine"},
     "turn": {"starlette", "messages", "replies", "tools", "prompts", "cache", "engine", "sessions"},
     "proxy": {

@@ -18,7 +18,6 @@ import pytest
 import torch
 from conftest import ROOT
 
-import reward
 from reward import AsyncRewardWrapper, parse_rewards
 
 REWARDS = '''
@@ -65,7 +64,6 @@ def rewards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     sys.path.insert(0, str(folder))
     yield importlib.import_module("some_rewards")
     sys.path.remove(str(folder))
-    reward.close_pool()
 
 
 @pytest.fixture
@@ -131,7 +129,6 @@ print("the script runs")
 import asyncio, some_rewards, reward
 if __name__ == "__main__":
     print(asyncio.run(reward.AsyncRewardWrapper(some_rewards.torch_is_there)()))
-    reward.close_pool()
 """
 
 

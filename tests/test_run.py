@@ -51,7 +51,9 @@ def start_and_wait_for_step(tmp_path: Path, *words: str) -> tuple[subprocess.Pop
 
 
 def children(pid: int) -> dict[str, int]:
-    table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    table = subprocess.run(
+        ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+    ).stdout
     rows = [line.split(None, 2) for line in table.splitlines()]
     found = {}
     for child, parent, args in rows:

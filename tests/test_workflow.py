@@ -1,9 +1,10 @@
 """A workflow is one episode: what it returns, who shares its fate, and how anything the user has becomes one."""
 
 import asyncio
+import copy
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from scripted import ScriptedEngine
 
 from cache import InteractionWithTokenLogpReward
-from engine import GenerationHyperparameters, ModelRequest, ModelResponse
+from engine import EngineError, GenerationHyperparameters, ModelRequest, ModelResponse, RemoteInfEngine
 from reward import AsyncRewardWrapper
 from trajectory import check_trajectory_format, complete
 from workflow import (
@@ -57,6 +58,15 @@ class Function(RolloutWorkflow):
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
         return self.function(workflow_context.get(), data)
+
+
+@pytest.fixture(scope="module")
+def real_engine(tiny_server: str) -> Iterator[RemoteInfEngine]:
+    """The engine over a tiny server in another process."""
+    engine = RemoteInfEngine([tiny_server])
+    engine.initialize()
+    yield engine
+    engine.destroy()
 
 
 class Agent:
@@ -238,6 +248,30 @@ async def test_a_turn_cut_by_length_is_closed_in_the_prompt_and_counted(tiny_tok
 
 
 @pytest.mark.anyio
+async def test_a_full_context_ends_the_conversation(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
+    """When the next prompt has no room the turns so far are the episode; a first prompt without room is an error."""
+    assert real_engine.context_length == 2048
+    gconfig = GenerationHyperparameters(max_new_tokens=600, seed=1)
+    never = {"answer": "\0"}
+    workflow = MultiTurnWorkflow(exact, gconfig, tiny_tokenizer, max_turns=100, reflection_message="no " * 100)
+    traj: Any = await workflow.arun_episode(real_engine, never | {"messages": [{"role": "user", "content": "x" * 900}]})
+    turns = int(traj["turn_ids"].max()) + 1
+    assert 2 <= turns < 100
+    assert traj["rewards"].tolist() == [0.0]
+    assert traj["input_ids"].shape[1] <= 2048
+    with pytest.raises(EngineError, match="leave no room in the context"):
+        await workflow.arun_episode(real_engine, never | {"messages": [{"role": "user", "content": "x" * 2048}]})
+
+
+def test_a_template_that_rewrites_history_is_refused(tiny_tokenizer: Any) -> None:
+    """What follows an answer must depend on the reflection alone, or the row would not be what was sampled."""
+    rewriting = copy.deepcopy(tiny_tokenizer)
+    rewriting.chat_template = "{{ messages | length }} messages, the last: {{ messages[-1]['content'] }}"
+    with pytest.raises(ValueError, match="renders history anew"):
+        MultiTurnWorkflow(exact, GenerationHyperparameters(), rewriting)
+
+
+@pytest.mark.anyio
 async def test_the_noise_of_a_request_depends_on_the_episode_and_on_nothing_else(tiny_tokenizer: Any) -> None:
     """Members, tasks and turns sample with different seeds, the same run with the same ones, whatever the order."""
 
@@ -414,7 +448,7 @@ def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
         (TypeError, "SyncAgent is no agent: it needs `async def run", SyncAgent, {}, PROXY),
         (ValueError, "Agent is an agent, and agents need a proxy", Agent, {}, None),
         (ValueError, "is an object already; give its class", Agent(), {"answer": 1.0}, PROXY),
-        (ValueError, "rollout.openai.mode='subproc'", Agent, {}, PROXY | {"mode": "subproc"}),
+        (ValueError, "mode is inline or subproc, not 'thread'", Agent, {}, PROXY | {"mode": "thread"}),
     ],
 )
 def test_what_cannot_be_resolved_says_what_is_missing(

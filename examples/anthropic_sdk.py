@@ -1,0 +1,28 @@
+"""The Anthropic SDK: a loop over the Messages API that runs the tools the model uses."""
+
+from anthropic import AsyncAnthropic
+
+TOOLS = {"add": lambda a, b: a + b, "multiply": lambda a, b: a * b}
+NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
+SCHEMAS = [{"name": name, "description": f"{name} two numbers", "input_schema": NUMBERS} for name in TOOLS]
+
+
+class Agent:
+    async def run(self, data, **extra_kwargs):
+        base_url = extra_kwargs["base_url"].removesuffix("/v1")  # this SDK appends /v1/messages
+        messages = [{"role": "user", "content": data["question"]}]
+        async with AsyncAnthropic(base_url=base_url, api_key=extra_kwargs["api_key"], max_retries=0) as client:
+            for _ in range(4):
+                reply = await client.messages.create(
+                    model="default", max_tokens=64, system="Compute with the tools.", messages=messages, tools=SCHEMAS
+                )
+                messages.append({"role": "assistant", "content": reply.content})
+                uses = [block for block in reply.content if block.type == "tool_use"]
+                if not uses:
+                    return float(reply.content[-1].text.split()[-1] == data["answer"])
+                results = [
+                    {"type": "tool_result", "tool_use_id": use.id, "content": str(TOOLS[use.name](**use.input))}
+                    for use in uses
+                ]
+                messages.append({"role": "user", "content": results})
+        return 0.0

@@ -1,0 +1,130 @@
+"""Agents that test_modes.py sends into other processes, which import them from here: no torch, no pytest."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+from openai import AsyncOpenAI, OpenAI
+
+
+def compute_reward(response: Any, answer: str) -> float:
+    return 1.0 if response.choices[0].message.content == answer else 0.5
+
+
+class MyAgent:
+    """docs/agent_workflow.txt, "Proxy Approach", letter by letter but for a limit on the answer's length."""
+
+    async def run(self, data, **extra_kwargs):
+        # AReaL injects these kwargs
+        http_client = extra_kwargs.get("http_client")
+        base_url = extra_kwargs.get("base_url")
+
+        # Standard OpenAI SDK usage
+        client = AsyncOpenAI(base_url=base_url, http_client=http_client, max_retries=0, api_key="DUMMY")
+
+        response = await client.chat.completions.create(
+            model="default", messages=data["messages"], max_completion_tokens=4
+        )
+
+        # Return reward (float) or reward dict
+        return compute_reward(response, data["answer"])
+
+
+class MySyncAgent:
+    """The same page, "Subprocess example"."""
+
+    async def run(self, data, **extra_kwargs):
+        # In subproc mode, base_url comes from environment
+        client = OpenAI(base_url=os.environ.get("OPENAI_BASE_URL"), api_key="DUMMY")
+
+        response = client.chat.completions.create(model="default", messages=data["messages"], max_completion_tokens=4)
+
+        return compute_reward(response, data["answer"])
+
+
+class Talks:
+    """Two turns, the second going on from the first; then what `data["then"]` says."""
+
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> Any:
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
+        messages: list = list(data["messages"])
+        for _ in range(2):
+            reply = await client.chat.completions.create(model="m", messages=messages, max_completion_tokens=4)
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+            messages.append({"role": "user", "content": "go on"})
+        return globals()[data["then"]](data) if "then" in data else 1.0
+
+
+class Reads:
+    """What clients that are made without arguments would do."""
+
+    async def run(self, data: dict, base_url: str, api_key: str, **extra_kwargs: Any) -> float:
+        mine, theirs = OpenAI(), anthropic.Anthropic()
+        assert str(mine.base_url).rstrip("/") == base_url
+        assert (mine.api_key, theirs.api_key) == (api_key, api_key)
+        assert str(theirs.base_url).rstrip("/") + "/v1" == base_url
+        assert httpx.get(base_url.rpartition("/")[0].rpartition("/")[0] + "/health").status_code == 200
+        mine.chat.completions.create(model="m", messages=data["messages"], max_completion_tokens=1)
+        return 1.0
+
+
+class CountsSessions:
+    """The number of sessions that the proxy has open."""
+
+    async def run(self, data: dict, base_url: str, **extra_kwargs: Any) -> float:
+        OpenAI().chat.completions.create(model="m", messages=data["messages"], max_completion_tokens=1)
+        return httpx.get(data["proxy"] + "/health").json()["sessions"]
+
+
+class Unpicklable:
+    def __init__(self) -> None:
+        self.client = openai.OpenAI(api_key="DUMMY")
+
+    async def run(self, data: dict, **extra_kwargs: Any) -> float:
+        return 1.0
+
+
+# ---- how an agent may end
+
+
+def leaves_at_once(data: dict) -> float:
+    os._exit(0)
+
+
+def is_killed(data: dict) -> float:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
+def exits(data: dict) -> float:
+    return sys.exit("enough")
+
+
+def raises(data: dict) -> float:
+    raise LookupError("no such tool")
+
+
+def breaks_off(data: dict) -> float:
+    """An exception of the SDK's that does not unpickle."""
+    OpenAI(max_retries=0).chat.completions.create(model="m", messages=[])
+    return 1.0
+
+
+def is_silent(data: dict) -> None:
+    return None
+
+
+def hangs(data: dict) -> float:
+    """Says that it is alive by holding the fifo open, from a process of its own too, and never comes back."""
+    with open(data["fifo"], "w") as file:
+        file.write("alive")
+        file.flush()
+        subprocess.Popen(["sleep", "3600"], stdout=file)
+        while True:
+            time.sleep(3600)

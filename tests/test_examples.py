@@ -1,0 +1,171 @@
+"""Agents in six frameworks, none of which knows of training: every token of theirs is trained on, exactly once.
+
+`make agents` installs the frameworks into .venv-agents and runs this file there; elsewhere it is skipped, unless
+AGENTS=1 says that it must run. The model is warmed up on the spot (examples/calculator.py), the inference server and the
+proxy are the real ones.
+"""
+
+import asyncio
+import gc
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, free_port, wait_until_up
+from transformers import AutoTokenizer
+
+from engine import RemoteInfEngine
+from examples.calculator import conversation, dataset, make_model
+from workflow import WorkflowContext, is_interactions, resolve_workflow, workflow_context
+
+pytestmark = [  # the frameworks' own: connections that they leave to the garbage collector, names they will give up
+    pytest.mark.filterwarnings(f"ignore::{kind}")
+    for kind in ("ResourceWarning", "DeprecationWarning", "UserWarning", "pytest.PytestUnraisableExceptionWarning")
+]
+EXAMPLES = {  # module: what it needs, and the prefix of its interactions' ids
+    "openai_sdk": ("openai", "chatcmpl-"),
+    "openai_agents_sdk": ("agents", "resp_"),
+    "langgraph_agent": ("langgraph", "chatcmpl-"),
+    "pydantic_ai_agent": ("pydantic_ai", "chatcmpl-"),
+    "anthropic_sdk": ("anthropic", "msg_"),
+    "camel_agent": ("camel", "chatcmpl-"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> Iterator[None]:
+    """What the frameworks have left to the garbage collector is collected here, and not at the end of all tests."""
+    yield
+    with warnings.catch_warnings(action="ignore"):
+        gc.collect()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("calculator") / "model")
+
+
+@pytest.fixture(scope="module")
+def servers(model_dir: Path) -> Iterator[dict[str, str]]:
+    """URLs of tiny_server.py and proxy.py over the calculator model."""
+    processes, urls = [], dict[str, str]()
+    for script, options in (
+        ("tiny_server.py", ["--weight-version", "0"]),
+        ("proxy.py", ["--admin-key", "secret", "--seed", "1", "--max-new-tokens", "64"]),
+    ):
+        port = free_port()
+        options += ["--server", urls["tiny_server.py"]] if urls else []
+        command = [sys.executable, script, "--model-path", str(model_dir), "--port", str(port), *options]
+        process = subprocess.Popen([*command, "--exit-with-parent"], cwd=ROOT, stdin=subprocess.PIPE)
+        processes.append(process)
+        urls[script] = f"http://127.0.0.1:{port}"
+        wait_until_up(urls[script], process)
+    yield urls
+    for process in reversed(processes):
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(timeout=20)
+
+
+@pytest.fixture(scope="module")
+def engine(servers: dict[str, str]) -> Iterator[RemoteInfEngine]:
+    engine = RemoteInfEngine([servers["tiny_server.py"]])
+    engine.initialize()
+    yield engine
+    engine.destroy()
+
+
+def needs(module: str) -> Any:
+    missing = importlib.util.find_spec(EXAMPLES[module][0]) is None
+    return pytest.mark.skipif(
+        missing and "AGENTS" not in os.environ, reason=f"{EXAMPLES[module][0]} is not installed; run `make agents`"
+    )
+
+
+SAMPLES = [dataset()[0], dataset()[37], dataset()[63]]
+
+
+def episodes(module: str, proxy_addr: str, **options: Any) -> list[Any]:
+    """The results of one episode a sample, all at once."""
+    agent = f"examples.{module}.Agent"
+    proxy = {"proxy_addr": proxy_addr, "admin_key": "secret", "export_style": "concat"} | options
+    workflow = resolve_workflow(agent, proxy=proxy)
+
+    async def episode(k: int) -> Any:
+        workflow_context.set(WorkflowContext(task_id=k))
+        return await workflow.arun_episode(None, dict(SAMPLES[k]))
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(*map(episode, range(len(SAMPLES))))
+
+    return asyncio.run(run())
+
+
+def check_conversation(interactions: Any, sample: dict, engine: RemoteInfEngine, prefix: str) -> None:
+    """One leaf; three turns, two of them parsed calls; each token as it was sampled, trained once, rewarded."""
+    assert is_interactions(interactions)
+    ((interaction_id, leaf),) = interactions.items()  # one conversation, one row
+    assert interaction_id.startswith(prefix)
+    calls = [call["function"]["name"] for m in leaf.messages for call in m.get("tool_calls", [])]
+    assert calls == ["add", "multiply"]
+    assert leaf.output_message_list[-1]["content"] == f"the answer is {sample['answer']}"
+    row = {key: values[0].tolist() for key, values in leaf.to_tensor_dict().items() if values.ndim == 2}
+    trained = [turn for turn, mask in zip(row["turn_ids"], row["loss_mask"], strict=True) if mask]
+    assert sorted(set(trained)) == [0, 1, 2]
+    assert trained == [turn for turn in row["turn_ids"] if turn >= 0]
+    assert {reward for reward, mask in zip(row["turn_rewards"], row["loss_mask"]) if mask} == {1.0}
+    (scored,) = engine.score([row["input_ids"]])
+    for logprob, score, mask in zip(row["logprobs"], scored, row["loss_mask"]):
+        assert not mask or logprob == pytest.approx(score, abs=1e-4)
+
+
+@pytest.mark.parametrize("module", [pytest.param(name, marks=needs(name)) for name in EXAMPLES])
+def test_an_agent_of_another_framework_trains(
+    module: str, servers: dict[str, str], engine: RemoteInfEngine, model_dir: Path
+) -> None:
+    """No client exception, one leaf for one conversation, the tokens exact: in the framework's own protocol."""
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    for sample, interactions in zip(SAMPLES, episodes(module, servers["proxy.py"]), strict=True):
+        check_conversation(interactions, sample, engine, EXAMPLES[module][1])
+        (leaf,) = interactions.values()
+        talk = [message for message in conversation(sample, random.Random()) if message["role"] != "system"]
+        spoken = tokenizer.apply_chat_template(talk, return_dict=False)
+        assert leaf.to_tensor_dict()["input_ids"][0].tolist()[-len(spoken) :] == list(spoken)
+
+
+@pytest.mark.parametrize("module", [pytest.param(n, marks=needs(n)) for n in ("openai_sdk", "anthropic_sdk")])
+def test_an_example_in_a_process_of_its_own(module: str, servers: dict[str, str], engine: RemoteInfEngine) -> None:
+    """The same agents in mode subproc."""
+    results = episodes(module, servers["proxy.py"], mode="subproc", subproc_max_workers=2)
+    for sample, interactions in zip(SAMPLES, results, strict=True):
+        check_conversation(interactions, sample, engine, EXAMPLES[module][1])
+
+
+def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) -> None:
+    """`python -m plumbing.episode`: the tree, its discounted rewards, its tokens; a mistake is one line."""
+    command = [sys.executable, "-m", "plumbing.episode", "--model-path", str(model_dir), "--discount", "0.5"]
+    command += ["--server", servers["tiny_server.py"], "--data", json.dumps(SAMPLES[0])]
+
+    def run(*words: str) -> subprocess.CompletedProcess:
+        wide = os.environ | {"COLUMNS": "200"}
+        return subprocess.run([*command, *words], cwd=ROOT, env=wide, capture_output=True, text=True, timeout=100)
+
+    shown = run("examples.openai_sdk.Agent")
+    assert shown.returncode == 0, shown.stderr
+    lines = [line.strip("│├└─ ") for line in shown.stdout.splitlines()]
+    rewards = [line.split(",")[0] for line in lines if line.startswith("reward")]
+    assert rewards == ["reward 0.25", "reward 0.50", "reward 1.00"]
+    assert 'assistant: add({"a": 1, "b": 1})' in lines
+    assert "assistant: the answer is 2" in lines
+    assert "14 + 12 tokens, 12 trained" in shown.stdout
+    wrong = run("examples.nowhere.Agent")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith("error: 'examples.nowhere.Agent': there is no module")

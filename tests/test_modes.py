@@ -1,0 +1,286 @@
+"""Inline or in a process of its own: an agent's episode is the same, and however it ends, nothing of it stays."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mode_agents
+import pytest
+import torch
+from conftest import ROOT, free_port, wait_until_up
+from test_run import SMALL_GUESS, assert_gone, check_metrics, start_and_wait_for_step, wait_gone
+
+from engine import RemoteInfEngine
+from executor import ExecutorStats, ProxyAddress, WorkflowExecutor
+from plumbing.config import OpenAIConfig, RolloutConfig
+from workers import WorkerDied, WorkerPool, time_limit
+from workflow import OpenAIProxyWorkflow, WorkflowContext, resolve_workflow, to_tensors, workflow_context
+
+QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
+SUBPROC = ("rollout.openai.mode=subproc", "rollout.openai.subproc_max_workers=2")
+
+
+@pytest.fixture(scope="module")
+def proxy(tiny_server: str, tiny_model_dir: Path) -> Iterator[ProxyAddress]:
+    """A proxy.py process in front of the tiny server."""
+    port = free_port()
+    command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
+    command += ["--port", str(port), "--admin-key", "secret", "--seed", "1", "--exit-with-parent"]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    wait_until_up(f"http://127.0.0.1:{port}", process)
+    yield ProxyAddress(f"http://127.0.0.1:{port}", "secret")
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait(timeout=20)
+
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
+    """run_agent(agent, *samples, **openai options) -> (the samples' groups or Nones, the executor's stats)."""
+    engine = RemoteInfEngine([tiny_server])
+    engine.initialize()
+
+    def run(agent: Any, *samples: dict, group_size: int = 1, **openai: Any) -> Any:
+        config = RolloutConfig(
+            consumer_batch_size=4,
+            max_head_offpolicyness=9,
+            openai=OpenAIConfig(**{"mode": "subproc", "subproc_max_workers": 2, **openai}),
+        )
+        executor = WorkflowExecutor(engine, config, proxy=proxy)
+        try:
+            tasks = [executor.submit(QUESTION | sample, agent, group_size=group_size) for sample in samples or ({},)]
+            return [executor.wait_for_task(task, timeout=60) for task in tasks], executor.stats
+        finally:
+            executor.destroy()
+
+    yield run
+    engine.destroy()
+
+
+# ---------------------------------------------------------------- the same episode
+
+
+@pytest.mark.parametrize(
+    ("agent", "mode"),
+    [(mode_agents.MyAgent, "inline"), (mode_agents.MyAgent, "subproc"), (mode_agents.MySyncAgent, "subproc")],
+)
+def test_the_documents_agents_run_as_they_stand(run_agent: Run, agent: Any, mode: str) -> None:
+    """docs/agent_workflow.txt: the inline example in both modes, the synchronous one in mode subproc."""
+    (group,), stats = run_agent(agent, group_size=3, mode=mode)
+    assert set(group["rewards"].tolist()) <= {0.5, 1.0}
+    assert group["rewards"].shape == (3,)
+    assert (group["loss_mask"].sum(1) >= 1).all()
+    assert stats == ExecutorStats(withdrawn=1)
+
+
+@pytest.mark.anyio
+async def test_both_modes_sample_the_same_tokens(proxy: ProxyAddress) -> None:
+    """The mode decides where an agent runs and nothing else: same seed, same episode, same row."""
+    workflow_context.set(WorkflowContext(task_id=77))
+    inline: Any = resolve_workflow(mode_agents.Talks, proxy=vars(proxy) | {"export_style": "concat"})
+    apart = replace(inline, mode="subproc")
+    rows = [to_tensors(await workflow.arun_episode(None, QUESTION)) for workflow in (inline, apart)]
+    assert rows[0]["input_ids"].shape[1] > 40
+    for key in rows[0]:  # the server has seen the prompt in the second episode: its sums run in another order
+        torch.testing.assert_close(rows[0][key], rows[1][key], rtol=0, atol=1e-5)
+
+
+def test_clients_made_without_arguments_find_the_session(run_agent: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OPENAI_* and ANTHROPIC_* name the session, a proxy of the environment is not asked, and each episode anew."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "somebody's own")
+    groups, stats = run_agent(mode_agents.Reads, {}, {}, {}, subproc_max_workers=1)
+    assert [group["rewards"].tolist() for group in groups] == [[1.0]] * 3
+    assert stats == ExecutorStats(withdrawn=3)
+
+
+def test_an_episode_that_waits_for_a_process_holds_no_session(run_agent: Run, proxy: ProxyAddress) -> None:
+    """First a process, then a session: with one process there is never more than one session open."""
+    groups, _ = run_agent(mode_agents.CountsSessions, *[{"proxy": proxy.proxy_addr}] * 4, subproc_max_workers=1)
+    assert [group["rewards"].tolist() for group in groups] == [[1.0]] * 4
+
+
+@pytest.mark.parametrize("mode", ["inline", "subproc"])
+def test_an_agent_that_sets_nothing_is_rejected(run_agent: Run, mode: str) -> None:
+    """None with nothing set rejects the episode, wherever it ran, and is no failure."""
+    assert run_agent(mode_agents.Talks, {"then": "is_silent"}, mode=mode) == ([None], ExecutorStats(rejected=1))
+
+
+# ---------------------------------------------------------------- how an agent may end
+
+
+@pytest.mark.parametrize(
+    ("then", "says"),
+    [
+        ("leaves_at_once", "ended with code 0"),
+        ("is_killed", "ended with code -9"),
+        ("exits", "SystemExit: enough"),
+        ("raises", r"LookupError\('no such tool'\)"),
+        ("breaks_off", "BadRequestError.*messages"),
+    ],
+)
+def test_a_failing_agent_is_counted_and_the_next_one_runs(
+    run_agent: Run, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture, then: str, says: str
+) -> None:
+    """A dead process is replaced; an exception crosses over with its text; neither touches another episode."""
+    groups, stats = run_agent(mode_agents.Talks, {"then": then}, {}, {"then": then}, {}, subproc_max_workers=1)
+    assert [None if group is None else group["rewards"].tolist() for group in groups] == [None, [1.0], None, [1.0]]
+    assert (stats.failed, stats.rejected) == (2, 2)
+    assert re.search(says, caplog.text)
+    assert "never retrieved" not in capfd.readouterr().err  # an SDK's client outlives its episode
+
+
+def test_a_timed_out_episode_has_ended(run_agent: Run, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """The limit ends the agent's process and what that had started; the next episode gets a fresh one."""
+    os.mkfifo(fifo := tmp_path / "fifo")
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    hangs = {"then": "hangs", "fifo": str(fifo)}
+    groups, stats = run_agent(mode_agents.Talks, hangs, {}, subproc_max_workers=1, episode_timeout_seconds=3)
+    assert [group is None for group in groups] == [True, False]
+    assert "took longer than 3 s (rollout.openai.episode_timeout_seconds)" in caplog.text
+    os.set_blocking(reader, True)
+    with open(reader) as file:
+        assert file.read() == "alive"  # to its end: whoever held the other end is gone
+    assert stats.failed == 1
+
+
+def test_destroy_ends_agents_that_run(proxy: ProxyAddress, tiny_server: str, tmp_path: Path) -> None:
+    """An executor that is destroyed takes its agents along, with all that they have started."""
+    os.mkfifo(fifo := tmp_path / "fifo")
+    engine = RemoteInfEngine([tiny_server])
+    engine.initialize()
+    executor = WorkflowExecutor(
+        engine, RolloutConfig(consumer_batch_size=1, openai=OpenAIConfig(mode="subproc")), proxy=proxy
+    )
+    executor.submit(QUESTION | {"then": "hangs", "fifo": str(fifo)}, mode_agents.Talks)
+    with open(fifo) as file:
+        assert file.read(5) == "alive"
+        executor.destroy()
+        assert file.read() == ""
+    engine.destroy()
+
+
+def test_what_cannot_be_pickled_is_named_before_anything_starts() -> None:
+    """The agent's class, what is wrong with it, and both ways out."""
+    address = {"proxy_addr": "http://127.0.0.1:1", "admin_key": "k", "mode": "subproc"}
+    with pytest.raises(ValueError, match=r"agent Unpicklable .*cannot be pickled.*inside `run`.*mode=inline"):
+        resolve_workflow(mode_agents.Unpicklable, proxy=address)
+
+    class Local(mode_agents.Talks):
+        pass
+
+    with pytest.raises(ValueError, match=r"agent Local .*define its class at the top of a module"):
+        resolve_workflow(Local, proxy=address)
+    inline = resolve_workflow(mode_agents.Unpicklable, proxy=address | {"mode": "inline"})
+    assert isinstance(inline, OpenAIProxyWorkflow)
+
+
+# ---------------------------------------------------------------- a run
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
+    """`python train.py rollout.openai.mode=subproc`, the demo's agent unchanged: it trains, and neither Ctrl-C nor
+    kill -9 of the trainer leaves an agent's process behind."""
+    words = (*SMALL_GUESS, *SUBPROC, "train_dataset.batch_size=2", "max_steps=10000")
+    process, pids = start_and_wait_for_step(tmp_path, *words)
+    assert len([name for name in pids if "workers.serve" in name]) == 2
+    process.send_signal(end)
+    process.communicate(timeout=30)
+    metrics = (tmp_path / "e" / "t" / "metrics.jsonl").read_text().splitlines()
+    check_metrics([json.loads(metrics[0])], eta=2)
+    if end is signal.SIGINT:
+        assert process.returncode == 130
+        assert_gone(pids)
+    for pid in pids.values():
+        wait_gone(pid)
+
+
+# ---------------------------------------------------------------- the pool itself
+
+
+@pytest.mark.anyio
+async def test_a_worker_that_dies_while_idle_is_replaced() -> None:
+    """A killed idle process costs nobody an episode; the one after it is another process."""
+    pool = WorkerPool(1)
+    async with pool.worker() as worker:
+        first = await worker.call(os.getpid)
+    os.kill(first, signal.SIGKILL)
+    wait_gone(first)
+    async with pool.worker() as worker:
+        assert await worker.call(os.getpid) != first
+    await pool.aclose()
+
+
+@pytest.mark.anyio
+async def test_only_the_call_that_died_fails() -> None:
+    """Of four calls at once one loses its process; the others come back, and so does the next."""
+
+    async def call(pool: WorkerPool, function: Callable, *args: Any) -> Any:
+        async with pool.worker() as worker:
+            return await worker.call(function, *args)
+
+    pool = WorkerPool(2)
+    calls = [call(pool, abs, -1), call(pool, os._exit, 7), call(pool, abs, -3), call(pool, abs, -4)]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert [results[0], *results[2:]] == [1, 3, 4]
+    assert isinstance(results[1], WorkerDied)
+    assert str(results[1]) == "the process that ran _exit ended with code 7"
+    await pool.aclose()
+
+
+@pytest.mark.anyio
+async def test_a_function_that_a_worker_cannot_import_is_an_error_and_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is known here and not over there: the call fails with the worker's words, the worker lives on."""
+    (tmp_path / "only_here.py").write_text("def f():\n    return 1\n")
+    pool = WorkerPool(1)
+    async with pool.worker() as worker:
+        monkeypatch.syspath_prepend(tmp_path)  # too late for the worker
+        module = __import__("only_here")
+        with pytest.raises(ModuleNotFoundError, match="only_here") as caught:
+            await worker.call(module.f)
+        assert "in a worker process" in "".join(caught.value.__notes__)
+        assert await worker.call(abs, -2) == 2
+    await pool.aclose()
+
+
+@pytest.mark.anyio
+async def test_a_limit_tells_its_own_timeout_from_another() -> None:
+    """A TimeoutError of the block itself passes unchanged: a slow tool is not a slow episode."""
+    with pytest.raises(TimeoutError, match="the tool"):
+        async with time_limit(60, "the episode"):
+            raise TimeoutError("the tool")
+    with pytest.raises(TimeoutError, match="the episode"):
+        async with time_limit(0, "the episode"):
+            await asyncio.Event().wait()
+
+
+def test_a_loop_that_ends_takes_its_workers_along() -> None:
+    """Nobody has to close the processes of rewards and agents: they end with the event loop."""
+    script = (
+        "import asyncio, os, workers\n"
+        "from plumbing.wire import PerLoop\n"
+        "pool = PerLoop(lambda: workers.WorkerPool(1))\n"
+        "async def main():\n"
+        "    async with (await pool.get()).worker() as worker:\n"
+        "        return await worker.call(os.getpid)\n"
+        "print(asyncio.run(main()), asyncio.run(main()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    first, second = map(int, done.stdout.split())
+    assert first != second
+    assert_gone({"first": first, "second": second})
