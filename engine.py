@@ -412,7 +412,7 @@ class RemoteInfEngine:
         if self.executor is not None:
             self.executor.resume()
 
-    def update_weights(self, meta: weights.WeightUpdateMeta, buckets: Iterable[weights.Bucket] = ()) -> None:
+    def update_weights(self, meta: weights.WeightUpdateMeta, buckets: Iterable[weights.Bucket] | None = None) -> None:
         """Have every server take `meta.version`, the model being `buckets` or on disk. Call between pause and resume:
         without a pause a server first finishes everything it runs. RuntimeError names each server that failed and
         why."""

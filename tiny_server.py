@@ -58,7 +58,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from plumbing.serve import listen, load_tokenizer, serve
-from tiny_model import ModelError, TinyModel, open_weights, read_weights, receive_weights, run_step
+from tiny_model import ModelError, TinyModel, read_weights, receive_weights, run_step, unpack_weights
 from tiny_protocol import Protocol, Refused, read_body
 from tiny_scheduler import Scheduler, Sequence
 from weights import join_group
@@ -288,7 +288,7 @@ class Server:
 
     async def update_weights_from_tensor(self, request: Request) -> Response:
         body = await self.body(request, serialized_named_tensors=list)
-        return await self.load(body, lambda: open_weights(*body["serialized_named_tensors"]))
+        return await self.load(body, lambda: unpack_weights(body["serialized_named_tensors"]))
 
     async def load(self, body: dict[str, Any], read: Callable[[], dict[str, Tensor]], whole: bool = False) -> Response:
         """Have the engine take what `read` returns; a part only inside a session."""
