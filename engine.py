@@ -191,7 +191,9 @@ def parse_segment(answer: dict[str, Any]) -> ModelResponse:
         versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
         finish = meta["finish_reason"]["type"]
     except (KeyError, TypeError, ValueError) as error:
-        hint = "is it SGLang's protocol, started with --weight-version 0 (a decimal number)?"
+        hint = (
+            "is it SGLang's, started with --weight-version 0 (a decimal number), and its last weight update complete?"
+        )
         raise EngineError(f"an answer that cannot be read ({error!r}): {hint}", 502) from error
     if not len(tokens) == len(logprobs) == len(versions):
         counts = f"{len(tokens)} tokens, {len(logprobs)} logprobs, {len(versions)} versions"

@@ -4,7 +4,8 @@
 
 **The rule.** To its client this server is SGLang: the same routes, bodies, finish reasons, version spans and pause
 modes, so engine.py has no branch for a CPU and one contract test runs against both. Where SGLang has a lethal bug it
-is not copied: an id outside the vocabulary is a 400, not the end of the server.
+is not copied: an id outside the vocabulary and a tensor of another shape are a 400, not the end of the server; a tensor
+whose name nobody knows is one too, where SGLang says success.
 
 **How it works.** Four files, four concerns. tiny_scheduler.py decides what runs next, tiny_model.py computes one step
 of a batch, tiny_protocol.py reads and writes the bodies, and here are the one thread that owns scheduler and model
