@@ -210,7 +210,9 @@ def parse_segment(answer: dict[str, Any]) -> ModelResponse:
         versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
         finish = meta["finish_reason"]["type"] if meta["finish_reason"] else ""
     except (KeyError, TypeError, ValueError) as error:
-        hint = "is it SGLang's protocol, started with --weight-version 0 (a decimal number)?"
+        hint = (
+            "is it SGLang's, started with --weight-version 0 (a decimal number), and its last weight update complete?"
+        )
         raise EngineError(f"an answer that cannot be read ({error!r}): {hint}", 502) from error
     if not len(tokens) == len(logprobs) == len(versions):
         counts = f"{len(tokens)} tokens, {len(logprobs)} logprobs, {len(versions)} versions"
@@ -449,7 +451,7 @@ class RemoteInfEngine:
         if self.executor is not None:
             self.executor.resume()
 
-    def update_weights(self, meta: weights.WeightUpdateMeta, buckets: Iterable[weights.Bucket] = ()) -> None:
+    def update_weights(self, meta: weights.WeightUpdateMeta, buckets: Iterable[weights.Bucket] | None = None) -> None:
         """Have every server take `meta.version`, the model being `buckets` or on disk. Call between pause and resume:
         without a pause a server first finishes everything it runs. RuntimeError names each server that failed and
         why."""

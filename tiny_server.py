@@ -4,7 +4,8 @@
 
 **The rule.** To its client this server is SGLang: the same routes, bodies, finish reasons, version spans and pause
 modes, so engine.py has no branch for a CPU and one contract test runs against both. Where SGLang has a lethal bug it
-is not copied: an id outside the vocabulary is a 400, not the end of the server.
+is not copied: an id outside the vocabulary and a tensor of another shape are a 400, not the end of the server; a tensor
+whose name nobody knows is one too, where SGLang says success.
 
 **How it works.** Four files, four concerns. tiny_scheduler.py decides what runs next, tiny_model.py computes one step
 of a batch, tiny_protocol.py reads and writes the bodies, and here are the one thread that owns scheduler and model
@@ -58,7 +59,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from plumbing.serve import listen, load_tokenizer, serve
-from tiny_model import ModelError, TinyModel, open_weights, read_weights, receive_weights, run_step
+from tiny_model import ModelError, TinyModel, read_weights, receive_weights, run_step, unpack_weights
 from tiny_protocol import Protocol, Refused, read_body
 from tiny_scheduler import Scheduler, Sequence
 from weights import join_group
@@ -288,7 +289,7 @@ class Server:
 
     async def update_weights_from_tensor(self, request: Request) -> Response:
         body = await self.body(request, serialized_named_tensors=list)
-        return await self.load(body, lambda: open_weights(*body["serialized_named_tensors"]))
+        return await self.load(body, lambda: unpack_weights(body["serialized_named_tensors"]))
 
     async def load(self, body: dict[str, Any], read: Callable[[], dict[str, Tensor]], whole: bool = False) -> Response:
         """Have the engine take what `read` returns; a part only inside a session."""

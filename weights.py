@@ -6,8 +6,9 @@
   takes them at memory speed).
 - **distributed**: trainer and servers join one NCCL or gloo group, and the trainer broadcasts tensor after tensor.
   Network speed and no file.
-- **tensor**: the trainer hands over its tensors' handles, and a server on the same device opens them (CUDA IPC; shared
-  memory between processes on a CPU). Nothing is sent at all, and both must share a machine.
+- **tensor**: the trainer hands over its tensors' handles (CUDA IPC), and a server on the same GPUs opens them. Nothing is
+  sent at all. On a CPU the request holds the tensors themselves: handles of shared memory would need torch's manager
+  of it, a process that lives as long as a server remembers it, so longer than the run.
 
 **The order**, which train.py spells out: pause -> write and push -> set_version -> resume.
 - Without the pause a server finishes all that it runs before it loads (97 s were seen), or, if told to abort,
@@ -43,6 +44,7 @@ another one. Servers sharded over several GPUs get each tensor whole, as SGLang 
 import base64
 import io
 import os
+import pickle
 import re
 import shutil
 import socket
@@ -99,13 +101,13 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
     """
     from torch.distributed.tensor import DTensor
 
-    names = dict(model.named_parameters())  # the second of two tied names is not among them
+    state = model.state_dict()
+    named = [*model.named_parameters(), *model.named_buffers()]  # the second of two tied names is not among them
     bucket: Bucket = []
     size = 0.0
-    for name, shard in model.state_dict().items():
-        if isinstance(shard, DTensor) and name not in names:
-            continue
-        shard = shard.detach().to(dtype if shard.is_floating_point() else shard.dtype)
+    for name in (name for name, _ in named if name in state):
+        shard = state[name].detach()
+        shard = shard.to(dtype if shard.is_floating_point() else shard.dtype)
         mb = shard.numel() * shard.element_size() / 2**20
         if bucket and size + mb > bucket_mb:
             yield bucket
@@ -123,10 +125,10 @@ def push(meta: WeightUpdateMeta, model: Any, dtype: "torch.dtype", rollout: Any)
     With mode disk the directory is there already. Raises RuntimeError on rank 0 as `send` does; then the other ranks
     wait for tensors that do not come, and end with rank 0.
     """
-    buckets = iter(()) if meta.mode == "disk" else named_buckets(model, dtype, meta.bucket_mb)
+    buckets = None if meta.mode == "disk" else named_buckets(model, dtype, meta.bucket_mb)
     if rollout is not None:
         rollout.update_weights(meta, buckets)
-    for _ in buckets:  # whoever sends nothing gathers along
+    for _ in buckets or ():  # whoever sends nothing gathers along
         pass
 
 
@@ -159,7 +161,7 @@ def write_checkpoint(
 # the servers' side: three ways in
 
 
-def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll, _: Iterable[Bucket] = ()) -> None:
+def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll, _: Iterable[Bucket]) -> None:
     """Have all servers load `meta.directory`, all at once; then delete older versions.
 
     After a failure nothing is deleted, as a server may still be loading.
@@ -182,8 +184,9 @@ def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: 
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     name, world = f"weights-{meta.version}-{port}", 1 + sum(ranks)
-    group_body = {"master_address": meta.address, "master_port": port, "world_size": world, "group_name": name}
-    bodies = [{**group_body, "backend": backend, "rank_offset": 1 + sum(ranks[:i])} for i in range(len(ranks))]
+    meeting = {"master_address": meta.address, "master_port": port, "world_size": world, "group_name": name}
+    bodies = [{**meeting, "backend": backend, "rank_offset": 1 + sum(ranks[:i])} for i in range(len(ranks))]
+    body = {"group_name": name, "flush_cache": meta.flush_cache}
 
     # 1. All sides meet at the same moment.
     with ThreadPoolExecutor(1) as pool:
@@ -193,39 +196,35 @@ def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: 
         finally:
             asked.result()  # a server's own reason comes before ours
 
-    # 2. The servers are told what comes, while it is on its way.
+    # 2. Bucket by bucket.
     with update_session(infos, post_all):
         for bucket in buckets:
-            tensors = [tensor.to(device).contiguous() for _, tensor in bucket]
-            body = {
-                "names": [name for name, _ in bucket],
-                "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
-                "shapes": [list(tensor.shape) for tensor in tensors],
-                "group_name": name,
-                "flush_cache": meta.flush_cache,
-            }
-            sent = [group.broadcast(tensor, 0) for tensor in tensors]
-            post_all("/update_weights_from_distributed", body, timeout=BUCKET_TIMEOUT)
-            for work in sent:
-                work.wait()
+            broadcast(group, [(name, tensor.to(device)) for name, tensor in bucket], body, post_all)
     post_all("/destroy_weights_update_group", {"group_name": name})
 
 
-def update_from_tensor(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]) -> None:
-    """Hand every bucket's handles to all servers; each opens them and copies."""
-    import torch
-    import torch.multiprocessing
+def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAll) -> None:
+    """Send one bucket; the servers are told what comes while it is on its way."""
+    described = {
+        "names": [name for name, _ in bucket],
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+        "shapes": [list(tensor.shape) for _, tensor in bucket],
+    }
+    sent = [group.broadcast(tensor.contiguous(), 0) for _, tensor in bucket]
+    post_all("/update_weights_from_distributed", body | described, timeout=BUCKET_TIMEOUT)
+    for work in sent:
+        work.wait()
 
-    torch.multiprocessing.set_sharing_strategy("file_system")  # a file descriptor would not cross HTTP
+
+def update_from_tensor(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]) -> None:
+    """Hand every bucket to all servers; each copies it. Each rank of each server gets handles of its own: they are
+    counted."""
     infos = post_all("/server_info")
-    shared = torch.cuda.is_available() and all(info["device"] == "cuda" for info in infos)
     with update_session(infos, post_all):
         for bucket in buckets:
-            # On a CPU sharing moves a tensor, so a copy is shared: the model's own storage stays where it is.
-            named = [(name, tensor if shared else tensor.cpu().clone()) for name, tensor in bucket]
-            bodies = [  # each rank of each server gets handles of its own, which are counted
+            bodies = [
                 {
-                    "serialized_named_tensors": [serialise(named) for _ in range(info["tp_size"])],
+                    "serialized_named_tensors": [serialise(bucket) for _ in range(info["tp_size"])],
                     "flush_cache": meta.flush_cache,
                 }
                 for info in infos
@@ -240,7 +239,7 @@ SENDERS: dict[str, Callable[[WeightUpdateMeta, PostAll, Iterable[Bucket]], None]
 }
 
 
-def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] = ()) -> None:
+def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] | None = None) -> None:
     """Bring all servers to version `meta.version` by `meta.mode`; `buckets` is the model (but for mode disk).
 
     Raises RuntimeError that names each server that failed; until a later update succeeds, no server says that it has
@@ -250,8 +249,10 @@ def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] = 
         raise ValueError(f"weight_update.mode is {meta.mode!r}, but the modes are: {', '.join(SENDERS)}")
     if meta.mode == "disk" and not meta.directory.is_dir():
         raise FileNotFoundError(f"{meta.directory} is not there: write_checkpoint comes before update_weights")
+    if meta.mode != "disk" and buckets is None:
+        raise ValueError(f"weight_update.mode={meta.mode} sends tensors, but none were given: call weights.push")
     label(post_all, f"{meta.version}-incomplete")
-    SENDERS[meta.mode](meta, post_all, buckets)
+    SENDERS[meta.mode](meta, post_all, buckets or ())
     label(post_all, str(meta.version))
 
 
@@ -274,10 +275,13 @@ def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> Iterator[N
             post_all("/end_weight_update", {})
 
 
-def serialise(named: Bucket) -> str:
-    """Names and handles, as SGLang's MultiprocessingSerializer writes them."""
+def serialise(bucket: Bucket) -> str:
+    """Names and tensors as SGLang's MultiprocessingSerializer writes them, in base64: on a GPU their handles, on a CPU
+    their bytes."""
     buffer = io.BytesIO()
-    ForkingPickler(buffer).dump(named)
+    on_gpu = any(tensor.is_cuda for _, tensor in bucket)
+    own = [(name, tensor if on_gpu else tensor.clone()) for name, tensor in bucket]  # a view would bring all it views
+    (ForkingPickler if on_gpu else pickle.Pickler)(buffer).dump(own)
     return base64.b64encode(buffer.getvalue()).decode()
 
 

@@ -32,8 +32,8 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-def make_byte_model(path: Path, seed: int = 0) -> Path:
-    """A random two-layer Qwen3 over bytes with Qwen's chat markers: 259 tokens, 110k parameters, context 2,048."""
+def make_byte_model(path: Path, seed: int = 0, layers: int = 2, width: int = 64) -> Path:
+    """A random Qwen3 over bytes with Qwen's chat markers: 259 tokens, 110k parameters by default, context 2,048."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -49,9 +49,9 @@ def make_byte_model(path: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
+        hidden_size=width,
+        intermediate_size=width * 2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,

@@ -466,7 +466,7 @@ def test_a_weight_update_writes_first_and_tells_the_servers_then(make_actor, tmp
     seen = []
 
     class Rollout:
-        def update_weights(self, meta: WeightUpdateMeta) -> None:
+        def update_weights(self, meta: WeightUpdateMeta, buckets: None) -> None:
             state = AutoModelForCausalLM.from_pretrained(meta.directory).state_dict()
             seen.append((meta.version, all(torch.equal(state[k], v) for k, v in actor.full_state().items())))
 

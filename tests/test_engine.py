@@ -437,7 +437,9 @@ def test_the_order_of_a_weight_update(tmp_path: Path):
     assert [url.removeprefix(A).lstrip("/") for url, _ in script.requests] == [
         "executor/pause",
         "pause_generation",
+        "update_weight_version",
         "update_weights_from_disk",
+        "update_weight_version",
         "executor/on_new_version",
         "continue_generation",
         "executor/resume",
@@ -454,7 +456,7 @@ def test_a_server_without_spans_is_paused_by_abort(caplog: pytest.LogCaptureFixt
     engine.initialize()
     engine.pause()
     assert script.sent("/pause_generation") == [{"mode": "abort"}] * 2
-    assert [record.message.count("no weight_versions") for record in caplog.records] == [1]
+    assert sum(record.message.count("no weight_versions") for record in caplog.records) == 1
 
 
 @pytest.mark.anyio

@@ -5,8 +5,10 @@ gives; in_place is the exception, and its error is shown. A seeded request depen
 interrupts whatever in any order, every request ends once, with spans that cover its tokens. Bad input is answered.
 """
 
+import base64
 import itertools
 import os
+import pickle
 import re
 import signal
 import socket
@@ -27,6 +29,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from tiny_model import ModelError, TinyModel, key_length, read_weights, run_step, sample, uniforms
 from tiny_protocol import Refused, parse_params
 from tiny_scheduler import SamplingParams, Scheduler, Sequence, Step, common_prefix
+from weights import serialise
 
 PROMPT = list(range(60, 80))
 
@@ -512,6 +515,76 @@ def test_bad_input_is_answered_and_kills_nothing(tiny_server: str) -> None:
     answer = post(tiny_server, "/generate", {"input_ids": [1], "sampling_params": odd, "unknown": 1})
     assert answer.status_code == 200
     assert len(answer.json()["output_ids"]) == 3
+
+
+def pickled(content: Any) -> str:
+    return base64.b64encode(pickle.dumps(content)).decode()
+
+
+BAD_WEIGHTS: list[tuple[str, dict[str, Any]]] = [
+    ("/update_weights_from_distributed", {}),
+    ("/update_weights_from_distributed", {"group_name": 5, "names": [], "dtypes": [], "shapes": []}),
+    ("/update_weights_from_distributed", {"group_name": "g", "names": ["a"], "dtypes": ["load"], "shapes": [[1]]}),
+    ("/update_weights_from_distributed", {"group_name": "g", "names": ["a"], "dtypes": [], "shapes": []}),
+    ("/update_weights_from_tensor", {"serialized_named_tensors": "abc"}),
+    ("/update_weights_from_tensor", {"serialized_named_tensors": []}),
+    ("/update_weights_from_tensor", {"serialized_named_tensors": ["!!"]}),
+    ("/update_weights_from_tensor", {"serialized_named_tensors": [7]}),
+    ("/update_weights_from_tensor", {"serialized_named_tensors": [pickled(None)]}),
+    ("/update_weights_from_tensor", {"serialized_named_tensors": [pickled([("a", "no tensor")])]}),
+    ("/update_weights_from_tensor", {"serialized_named_tensors": [serialise([])], "weight_version": 3}),
+    ("/init_weights_update_group", {}),
+    ("/destroy_weights_update_group", {"group_name": ["g"]}),
+    ("/update_weight_version", {"new_version": 4}),
+]
+
+
+def test_bad_weights_are_answered_and_kill_nothing(tiny_server: str) -> None:
+    """Every malformed update is a 400, inside a session and outside; version and tokens stay."""
+
+    def state() -> tuple[str, list[int]]:
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+        answer = post(tiny_server, "/generate", body).json()
+        return answer["meta_info"]["weight_version"], answer["output_ids"]
+
+    before = state()
+    for session in (False, True):
+        for path, body in BAD_WEIGHTS:
+            assert post(tiny_server, path, body).status_code == 400, (session, path, body)
+        assert post(tiny_server, "/end_weight_update" if session else "/begin_weight_update", {}).status_code == 200
+    assert state() == before
+
+
+class Call:
+    """A pickle of this calls a function when it is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_runs_no_code(tiny_server: str, tmp_path: Path) -> None:
+    """What is sent as tensors is read as such: a pickle that would call anything else is refused."""
+    post(tiny_server, "/begin_weight_update", {})
+    body = {"serialized_named_tensors": [pickled([("model.norm.weight", Call(tmp_path / "harm"))])]}
+    answer = post(tiny_server, "/update_weights_from_tensor", body)
+    assert answer.status_code == 400
+    assert "mkdir" in answer.json()["message"]
+    assert not (tmp_path / "harm").exists()
+    post(tiny_server, "/end_weight_update", {})
+
+
+def test_a_part_that_does_not_fit_changes_nothing(tiny_server: str) -> None:
+    """A tensor of another shape or name is a 400 that names it (SGLang dies of the one and ignores the other)."""
+    post(tiny_server, "/begin_weight_update", {})
+    for name in ("model.norm.weight", "no.such.weight"):
+        body = {"serialized_named_tensors": [serialise([(name, torch.zeros(3))])]}
+        answer = post(tiny_server, "/update_weights_from_tensor", body)
+        assert answer.status_code == 400
+        assert name in answer.json()["message"]
+    post(tiny_server, "/end_weight_update", {})
 
 
 def test_seeds_are_honoured_over_http(tiny_server: str) -> None:

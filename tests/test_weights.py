@@ -1,7 +1,11 @@
 """New weights reach every server whole or not at all, and what is deleted is no longer read."""
 
 import asyncio
+import json
 import os
+import subprocess
+import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +13,13 @@ import httpx
 import pytest
 import safetensors.torch
 import torch
+from conftest import ROOT, free_port, make_byte_model, wait_until_up
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
+import weights
 from engine import GenerationHyperparameters, ModelRequest, RemoteInfEngine
-from weights import WeightUpdateMeta, send, write_checkpoint
+from weights import WeightUpdateMeta, named_buckets, send, write_checkpoint
 
 
 @pytest.fixture
@@ -96,9 +102,14 @@ def test_the_old_version_outlives_the_loading(tmp_path: Path):
     servers = Servers(tmp_path)
     meta = WeightUpdateMeta(path=str(tmp_path)).with_version(2)
     send(meta, servers.post_all)
-    body = {"model_path": str(tmp_path / "v2"), "weight_version": "2"}
-    assert servers.asked == [("/update_weights_from_disk", body | {"abort_all_requests": False, "flush_cache": True})]
-    assert "v1" in servers.on_disk[0]
+    disk = {"model_path": str(tmp_path / "v2"), "abort_all_requests": False, "flush_cache": True}
+    label = {"abort_all_requests": False}
+    assert servers.asked == [
+        ("/update_weight_version", label | {"new_version": "2-incomplete"}),
+        ("/update_weights_from_disk", disk),
+        ("/update_weight_version", label | {"new_version": "2"}),
+    ]
+    assert "v1" in servers.on_disk[1]
     assert {entry.name for entry in tmp_path.iterdir()} == {"v2", "vocabulary", "notes"}
 
 
@@ -130,11 +141,145 @@ def test_the_failing_server_is_named(tmp_path: Path, status: int):
 def test_what_is_missing_is_said(tmp_path: Path):
     """A mode that is not there, or a version that was never written, fails before any server is asked."""
     servers = Servers(tmp_path)
-    with pytest.raises(ValueError, match=r"'distributed', but the modes are: disk"):
-        send(WeightUpdateMeta(mode="distributed"), servers.post_all)
+    with pytest.raises(ValueError, match=r"'post', but the modes are: disk, distributed, tensor"):
+        send(WeightUpdateMeta(mode="post"), servers.post_all)
+    with pytest.raises(ValueError, match=r"mode=tensor sends tensors, but none were given"):
+        send(WeightUpdateMeta(mode="tensor"), servers.post_all)
     with pytest.raises(FileNotFoundError, match="write_checkpoint comes before"):
         send(WeightUpdateMeta(path=str(tmp_path), version=9), servers.post_all)
     assert servers.asked == []
+
+
+# in buckets
+
+
+def test_buckets_hold_the_model_once(tmp_path: Path):
+    """Every weight once, in order, tied names once, as the asked dtype, none above the size but a tensor that is
+    alone; and what was handed out is let go when the next bucket is asked for."""
+    config = Qwen3Config(
+        vocab_size=1000, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, head_dim=16
+    )
+    config.tie_word_embeddings = True
+    model = AutoModelForCausalLM.from_config(config)
+    limit = 20_000 / 2**20  # MiB; the embedding has 64,000 bytes in bfloat16
+    sent: list[tuple[str, torch.Tensor]] = []
+    lent: list[weakref.ref] = []
+    buckets = 0
+    for bucket in named_buckets(model, torch.bfloat16, limit):
+        assert all(tensor() is None for tensor in lent)
+        size = sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
+        assert 0 < size <= 20_000 or len(bucket) == 1
+        sent += [(name, tensor.clone()) for name, tensor in bucket]
+        lent += [weakref.ref(pair[1]) for pair in bucket]
+        buckets += 1
+    assert buckets > 3
+    wanted = {name: p.detach() for name, p in model.named_parameters()}
+    assert [name for name, _ in sent] == list(wanted)
+    for name, tensor in sent:
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, wanted[name].bfloat16())
+
+
+@pytest.mark.parametrize(("version", "wanted"), [("0.5.19", False), ("0.5.23.post1", True), ("0.6.0", True)])
+def test_sessions_where_the_version_has_them(version: str, wanted: bool):
+    """SGLang 0.5.19 answers 404 to begin_weight_update; the newer ones refuse weights without."""
+    asked: list[str] = []
+
+    def post_all(path: str, body: Any = None, timeout: float = 0.0) -> list[dict[str, Any]]:
+        asked.append(path)
+        return [{"version": version, "tp_size": 2, "device": "cpu"}]
+
+    send(WeightUpdateMeta(mode="tensor", version=4), post_all, iter([[("a", torch.ones(2))]]))
+    session = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
+    inner = session if wanted else session[1:2]
+    assert asked == ["/update_weight_version", "/server_info", *inner, "/update_weight_version"]
+
+
+def test_a_server_that_refuses_the_group_is_named():
+    """Nobody waits for a member that will not come: the error says which server refused, and why."""
+
+    def post_all(path: str, body: Any = None, timeout: float = 0.0) -> list[dict[str, Any]]:
+        if path == "/init_weights_update_group":
+            raise RuntimeError("http://b answered 400: no group")
+        return [{"version": "0.5.23", "tp_size": 1, "device": "cpu"}]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "BUCKET_TIMEOUT", 1.0)
+        with pytest.raises(RuntimeError, match="http://b answered 400: no group"):
+            send(WeightUpdateMeta(mode="distributed", version=1), post_all, iter(()))
+
+
+RANKS = """
+import gc, json, sys, torch, torch.distributed as dist
+import weights
+from actor import FSDPEngine
+from engine import RemoteInfEngine
+
+url, model_path, mode, bucket_mb = sys.argv[1:]
+torch.set_num_threads(1)
+trainer = FSDPEngine(model_path)
+trainer.create_process_group()
+trainer.initialize()
+with torch.no_grad():
+    for parameter in trainer.model.parameters():
+        parameter.mul_(0.5)
+engine = RemoteInfEngine([url]) if trainer.rank == 0 else None
+
+def memory(key):
+    return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+for version in (1, 2):  # the first time loads libraries and starts threads
+    gc.collect()
+    open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
+    before = memory("VmRSS")
+    if engine:
+        engine.pause()
+    meta = weights.WeightUpdateMeta(mode=mode, version=version, bucket_mb=float(bucket_mb))
+    weights.push(meta, trainer.model, torch.float32, engine)
+    dist.barrier()
+    if engine:
+        engine.resume()
+print(json.dumps({"rank": trainer.rank, "growth": memory("VmHWM") - before}), flush=True)
+trainer.destroy()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
+    """A model of 100 MiB on two ranks, broadcast in buckets of 8: no rank grows by more than two buckets, and the
+    server has the trainer's weights."""
+    path = make_byte_model(tmp_path / "model", layers=16, width=512)
+    (tmp_path / "ranks.py").write_text(RANKS)
+    port = str(free_port())
+    command = [sys.executable, "tiny_server.py", "--model-path", str(path), "--port", port, "--exit-with-parent"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as server:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_up(url, server)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536"}  # frees what is freed
+        words = [str(tmp_path / "ranks.py"), url, str(path), "distributed", "8"]
+        ranks = subprocess.run(
+            [*torchrun, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+        )
+        assert ranks.returncode == 0, ranks.stderr[-3000:]
+        lines = [json.loads(line) for line in ranks.stdout.splitlines() if line.startswith("{")]
+        print(lines)
+        assert sorted(line["rank"] for line in lines) == [0, 1]
+        assert all(line["growth"] < 2 * 8 for line in lines), lines
+
+        model = AutoModelForCausalLM.from_pretrained(path)
+        size = sum(p.numel() * 4 for p in model.parameters()) / 2**20
+        assert size > 90
+        ids = [5, 6, 7, 8, 9]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+            scores = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0, :-1], -1)
+        expected = scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        engine = RemoteInfEngine([url])
+        engine.initialize()
+        assert engine.score([ids])[0][1:] == pytest.approx(expected, abs=1e-4)
+        assert httpx.get(url + "/model_info").json()["weight_version"] == "2"
 
 
 def test_a_real_server_serves_what_was_written(tiny_server: str, state: dict, tiny_model_dir: Path, tmp_path: Path):
