@@ -399,7 +399,7 @@ def test_the_mode_is_said_in_words():
     assert "no forward pass" in describe_mode(make_config(prox_logp_method="loglinear"))
     assert "is logged" in describe_mode(make_config(prox_logp_method="metrics"))
     clamped = make_config(behave_imp_weight_level="sequence", behave_imp_weight_action="clamp")
-    assert "behaviour weight per sequence, above 5 clamped" in describe_mode(clamped)
+    assert "behaviour weight per sequence, clamp above 5" in describe_mode(clamped)
     standard = describe_mode(make_config(use_decoupled_loss=False, recompute_logprob=False))
     assert "pi_old from the inference server" in standard
 
