@@ -26,6 +26,13 @@ What is computed at padding is not read.
 torchrun that is one, on a process group that lives in this process and opens no port. A parameter is then its own
 shard, and the hooks cost 5 to 8 ms an optimizer step: a quarter of the smallest model's, nothing to a large one.
 
+**What ranks share, and what they divide.** Every rank holds the whole batch and none holds the whole model. Rank 0 gets
+the batch from the rollout side and hands it to all; advantages, minibatches and statistics are then the same plain
+functions of the same rows everywhere, and N ranks take the steps that one would take. What is divided is the work:
+of each minibatch a rank passes its own rows through the model, dealt out by tokens, and logprobs are summed into their
+places. A batch is small beside a model (32 bytes a token); handing out rows instead would tear groups apart before their
+baseline is known. Rank 0 alone reads the model's files and hands out the shards, one tensor at a time.
+
 **Temperature.** A token's logprob is that of the distribution it was sampled from: softmax of the logits divided by the
 token's own temperature. So pi_theta, pi_prox and pi_behav speak of the same thing. A token with temperature 0 was not
 sampled from any distribution that has a gradient; it is read at 1 and belongs outside the loss.
@@ -47,13 +54,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import weights
 from plumbing.config import OptimizerConfig, PPOActorConfig
+from plumbing.ranks import join_ranks, leave_ranks, share
 from ppo import Batch, compute_advantages, ppo_actor_loss_fn
 from weights import WeightUpdateMeta
 
@@ -119,8 +128,10 @@ def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
 class FSDPEngine:
     """A causal language model, sharded over the ranks and frozen."""
 
-    def __init__(self, model_path: str | Path, dtype: str = "float32", mb_tokens: int = 16384) -> None:
-        self.model_path, self.mb_tokens = str(model_path), mb_tokens
+    def __init__(
+        self, model_path: str | Path, dtype: str = "float32", mb_tokens: int = 16384, offload: bool = False
+    ) -> None:
+        self.model_path, self.mb_tokens, self.offload = str(model_path), mb_tokens, offload
         self.dtype: torch.dtype = getattr(torch, dtype)
         # All mutable state: the model, and whether this object made the process group and therefore ends it.
         self.model: Any = None
@@ -144,36 +155,45 @@ class FSDPEngine:
 
     def create_process_group(self) -> None:
         """Join torchrun's ranks, or be a world of one that needs no port. Does nothing where a group exists."""
-        if dist.is_initialized():
-            return
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend, timeout=timedelta(hours=2))  # rank 0 also waits for rollouts
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        self.owns_process_group = True
+        self.owns_process_group = join_ranks() or self.owns_process_group
 
     def initialize(self) -> None:
-        """Load the model and shard it: each decoder layer, then what is left."""
-        model: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
-        model.to(self.device)
+        """Load the model sharded: each decoder layer, then what is left. Only rank 0 reads it, into host memory."""
+        # 1. The structure without a number in it, cut for the ranks.
+        config = AutoConfig.from_pretrained(self.model_path)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("dp",))
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self.offload else OffloadPolicy()
         layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
         for module in [*layers, model]:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-        self.model = model
+            fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+
+        # 2. The numbers, from rank 0 to all. Buffers that no file holds, such as rotary frequencies, come the same way.
+        whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32) if self.rank == 0 else None
+        model.to_empty(device="cpu" if self.offload else self.device)
+        everything = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=self.offload)
+        set_model_state_dict(model, whole.state_dict() if whole else {}, options=everything)
+        buffers = share({name: b.cpu() for name, b in whole.named_buffers()} if whole else None)
+        for name, buffer in model.named_buffers():
+            buffer.data = buffers[name].to(self.device)
+        self.model = model.eval()
 
     def compute_logp(self, batch: Batch) -> Tensor:
-        """(B, T) float32: log p(token t | tokens before t) at each token's temperature; 0 at position 0 and padding."""
+        """(B, T) float32: log p(token t | tokens before t) at each token's temperature; 0 at position 0 and padding.
+
+        All ranks call it with the same batch, and all have the whole answer.
+        """
         lengths = row_lengths(batch)
         logp = torch.zeros(batch["input_ids"].shape)
-        pieces = split_microbatches(range(len(lengths)), lengths, self.mb_tokens)
+        pieces = split_microbatches(self.own_rows(range(len(lengths)), lengths), lengths, self.mb_tokens)
         with torch.no_grad():
-            for rows, _ in self.walk_together(pieces):
+            for rows, counts in self.walk_together(pieces):
                 at, found, _ = self.forward(batch, rows, lengths, "attention_mask")
-                logp[at] = found.cpu()
-        return logp
+                if counts:
+                    logp[at] = found.cpu()
+        return self.all_reduce(logp)
 
     def forward(
         self, batch: Batch, rows: list[int], lengths: Sequence[int], which: str
@@ -200,13 +220,19 @@ class FSDPEngine:
             dist.all_reduce(x, op)
         return x
 
+    def own_rows(self, rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        """This rank's share of `rows`, dealt out so that all ranks have about equally many tokens; it may be empty."""
+        shares = split_minibatches([lengths[row] for row in rows], self.world_size)
+        return [rows[i] for i in shares[self.rank]] if self.rank < len(shares) else []
+
     def walk_together(self, pieces: list[list[int]]) -> list[tuple[list[int], bool]]:
-        """The pieces, each True, then repeats of the last, each False, until every rank has equally many.
+        """The pieces, each True, then fillers (one row), each False, until every rank has equally many.
 
         FSDP's ranks gather each layer together: one that makes fewer forward passes leaves the others waiting.
         """
         most = int(self.all_reduce(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
-        return [(rows, True) for rows in pieces] + [(pieces[-1], False)] * (most - len(pieces))
+        filler = pieces[-1][-1:] if pieces else [0]
+        return [(rows, True) for rows in pieces] + [(filler, False)] * (most - len(pieces))
 
     def full_state(self) -> dict[str, Tensor]:
         """The whole model on the CPU of rank 0, empty on the other ranks; all ranks call it. Tied names once."""
@@ -229,19 +255,19 @@ class FSDPEngine:
         """Let the model go, and end the process group if it was made here. Idempotent."""
         self.model = None
         if self.owns_process_group:
-            dist.destroy_process_group()
+            leave_ranks()
             self.owns_process_group = False
 
 
 class FSDPPPOActor(FSDPEngine):
     """The policy: the model above with an optimizer, a version, and a way to the servers.
 
-    Under several ranks each brings its own rows, as many as the others; the loss is the mean over all of them.
+    Under several ranks all calls are made on all ranks, with the same arguments.
     """
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         logger.info(describe_mode(config))
-        super().__init__(model_path, config.dtype, config.mb_tokens)
+        super().__init__(model_path, config.dtype, config.mb_tokens, config.offload)
         self.config = config
         # All mutable state beside the model: the optimizer, how far the schedule is, the version, the rollout side.
         self.optimizer: Any = None
@@ -264,8 +290,8 @@ class FSDPPPOActor(FSDPEngine):
         self.rollout, self.weight_update_meta = rollout, meta
 
     def prepare_batch(self, *args: Any, **kwargs: Any) -> Batch:
-        """The engine's prepare_batch."""
-        return self.rollout.prepare_batch(*args, **kwargs)
+        """The engine's prepare_batch on rank 0; every rank returns that batch, whole."""
+        return share(self.rollout.prepare_batch(*args, **kwargs) if self.rank == 0 else None)
 
     def policies(self) -> tuple[str, str]:
         """The keys under which the batch has the logprobs of pi_prox and of pi_behav; in standard PPO both are pi_old."""
@@ -296,8 +322,11 @@ class FSDPPPOActor(FSDPEngine):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-        parts = split_minibatches(lengths, self.config.ppo_n_minibatches) * self.config.ppo_epochs
-        stats = [step for rows in parts if (step := self.minibatch_step(batch, rows, lengths))]
+        parts = [self.own_rows(rows, lengths) for rows in split_minibatches(lengths, self.config.ppo_n_minibatches)]
+        stats = [step for rows in parts * self.config.ppo_epochs if (step := self.minibatch_step(batch, rows, lengths))]
+        others = sorted(set(range(len(lengths))) - {row for rows in parts for row in rows})
+        batch["theta_logp"][others] = 0
+        self.all_reduce(batch["theta_logp"])
         if not stats:
             raise ValueError("no token of the batch is trained: loss_mask is 0 everywhere; were all turns masked?")
         tokens = sum(s["tokens"] for s in stats)
@@ -310,14 +339,13 @@ class FSDPPPOActor(FSDPEngine):
         if tokens == 0:
             return {}
 
-        # 1. Gradients. FSDP averages them over the ranks where the loss wants a sum; a repeated piece adds nothing.
+        # 1. Gradients. FSDP averages them over the ranks where the loss wants a sum; a filler adds nothing.
         self.optimizer.zero_grad()
         pieces = []
         for part, counts in self.walk_together(split_microbatches(rows, lengths, self.mb_tokens)):
             loss, shares = self.piece_loss(batch, part, lengths, tokens)
             (loss * (self.world_size if counts else 0)).backward()
-            if counts:
-                pieces.append(shares)
+            pieces.append(shares if counts else {key: torch.zeros_like(share) for key, share in shares.items()})
 
         # 2. Clip, check, step.
         clip = self.config.optimizer.gradient_clipping

@@ -103,6 +103,7 @@ class PPOActorConfig:
     ppo_n_minibatches: int = 4  # optimizer steps per epoch over the batch
     ppo_epochs: int = 1  # passes over the batch
     mb_tokens: int = 16384  # tokens (padding included) in one forward pass; more are accumulated
+    offload: bool = False  # true: parameters, gradients and optimizer live in host memory (FSDP2 CPU offload)
     use_decoupled_loss: bool = True  # the paper's objective; false: standard PPO
     recompute_logprob: bool = True  # pi_old (or pi_prox) by a forward pass before the update; alias recompute_logprobs
     prox_logp_method: Literal["recompute"] = "recompute"  # how pi_prox is found

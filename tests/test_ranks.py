@@ -1,0 +1,177 @@
+"""Several ranks do what one does, and end together: torchrun over gloo, on this machine.
+
+The numbers: the same recorded batch through 1, 2 and 4 processes gives the same gradients, the same parameters and the
+same statistics. The endings: whichever rank dies, all are gone within seconds and the dead one's error is shown.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from actor import FSDPPPOActor
+from plumbing.ranks import share
+from tests.conftest import make_byte_model
+from tests.test_actor import gradients, make_batch, make_config, prepare
+
+ROOT = Path(__file__).resolve().parent.parent
+SGD_STEPS = 5
+LENGTHS = (9, 14, 5, 21, 12, 17, 7)  # seven rows over two and four ranks: shares differ in size
+
+
+def torchrun(n: int, *words: str) -> list[str]:
+    options = [f"--nproc-per-node={n}", "--standalone", "--local-ranks-filter=0,1,2,3"]
+    return [sys.executable, "-m", "torch.distributed.run", *options, *words]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def start(n: int, *words: str) -> subprocess.Popen[str]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(torchrun(n, *words), cwd=ROOT, env=environment(), **pipes)
+
+
+# ---- what the ranks do
+
+
+def work_numbers(model_dir: Path, out: Path) -> None:
+    """Two training steps' worth of everything that is compared: gradients, then parameters after SGD steps."""
+    actor = FSDPPPOActor(make_config(mb_tokens=40, ppo_n_minibatches=2), model_dir)
+    actor.create_process_group()
+    actor.initialize(max_steps=10)
+    actor.optimizer = torch.optim.SGD(actor.model.parameters(), lr=0.05)
+    actor.config.optimizer.lr = 0.05
+
+    batch = prepare(actor, make_batch(LENGTHS))
+    result: dict[str, Tensor] = {"prox_logp": batch["prox_logp"]}
+    actor.config.ppo_n_minibatches = 1
+    stats = actor.ppo_update(batch)
+    result |= {f"grad.{name}": g for name, g in gradients(actor.model).items()} | {"theta_logp": batch["theta_logp"]}
+    actor.config.ppo_n_minibatches = 2
+    for _ in range(SGD_STEPS):
+        actor.ppo_update(batch)
+    result |= {f"param.{name}": p.full_tensor() for name, p in actor.model.named_parameters()}  # type: ignore[operator]
+    if actor.rank == 0:
+        save_file({name: t.contiguous() for name, t in result.items()}, out / "numbers.safetensors")
+        (out / "stats.json").write_text(json.dumps(stats))
+    actor.destroy()
+
+
+def work_memory(model_dir: Path, out: Path) -> None:
+    """Each rank notes what it holds after loading: the elements of its shards, and whether it read the files."""
+    from transformers import AutoModelForCausalLM
+
+    reads = []
+    original = AutoModelForCausalLM.from_pretrained
+    AutoModelForCausalLM.from_pretrained = lambda *a, **k: reads.append(a) or original(*a, **k)  # type: ignore[func-returns-value]
+    actor = FSDPPPOActor(make_config(offload=True), model_dir)
+    actor.create_process_group()
+    actor.initialize(max_steps=1)
+    held = sum(p.to_local().numel() for p in actor.model.parameters())  # type: ignore[operator]
+    (out / f"rank{actor.rank}.json").write_text(json.dumps({"held": held, "reads": len(reads)}))
+    prepare(actor, make_batch())
+    actor.destroy()
+
+
+def work_wait(model_dir: Path, out: Path) -> None:
+    """Rank 2 is the one that dies or raises; rank 0 waits where nothing from the others reaches it, rank 1 in a collective."""
+    actor = FSDPPPOActor(make_config(), model_dir)
+    actor.create_process_group()
+    actor.initialize(max_steps=1)
+    print(f"ready {actor.rank} {os.getpid()}", flush=True)
+    if actor.rank == 0:
+        signal.pause()  # as in a wait for rollouts
+    if actor.rank == 2:
+        if os.environ.get("RAISE"):
+            raise ValueError("the rank's own error")
+        signal.pause()
+    share(None)
+
+
+# ---- the tests
+
+
+@pytest.fixture(scope="module")
+def numbers(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[dict, dict]]:
+    """(tensors, statistics) by world size."""
+    found = {}
+    for n in (1, 2, 4):
+        out = tmp_path_factory.mktemp(f"world{n}")
+        done = start(n, __file__, "work_numbers", str(tiny_model_dir), str(out))
+        output, _ = done.communicate(timeout=200)
+        assert done.returncode == 0, output
+        found[n] = load_file(out / "numbers.safetensors"), json.loads((out / "stats.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_gradients_and_parameters_are_those_of_one_rank(numbers, n: int) -> None:
+    """On a recorded batch: gradients to 1e-5 relative, parameters after 5 SGD steps to 1e-5, logprobs, statistics."""
+    (one, one_stats), (many, many_stats) = numbers[1], numbers[n]
+    assert one.keys() == many.keys()
+    for name in one:
+        if name.startswith("grad."):
+            distance = (one[name] - many[name]).norm() / one[name].norm()
+            assert distance < 1e-5, f"{name}: {distance}"
+        else:
+            torch.testing.assert_close(many[name], one[name], atol=1e-5, rtol=0, msg=lambda text, name=name: name + text)
+    assert any(name.startswith("grad.") and one[name].norm() > 1e-3 for name in one)
+    assert many_stats == pytest.approx(one_stats, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_rank_but_the_first_reads_the_model(tmp_path: Path, tied: bool) -> None:
+    """The others get their shards handed out, tied embeddings too; together they hold each parameter once (CPU offload)."""
+    model_dir = make_byte_model(tmp_path / "model", tied=tied)
+    total = sum(t.numel() for t in load_file(model_dir / "model.safetensors").values())
+    done = start(2, __file__, "work_memory", str(model_dir), str(tmp_path))
+    output, _ = done.communicate(timeout=200)
+    assert done.returncode == 0, output
+    ranks = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(2)]
+    assert [rank["reads"] for rank in ranks] == [1, 0]
+    assert sum(rank["held"] for rank in ranks) == total
+    assert max(rank["held"] for rank in ranks) < 0.6 * total
+
+
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> None:
+    """Rank 2 of 3 dies while rank 0 waits for something else: all end, nobody is left, and the cause is on the screen."""
+    if how == "raises":
+        os.environ["RAISE"] = "1"
+    try:
+        process = start(3, __file__, "work_wait", str(tiny_model_dir), str(tmp_path))
+    finally:
+        os.environ.pop("RAISE", None)
+    assert process.stdout is not None
+    pids: dict[int, int] = {}
+    lines = []
+    while len(pids) < 3:
+        lines.append(process.stdout.readline())
+        assert lines[-1], "".join(lines)
+        if lines[-1].startswith("ready"):
+            _, rank, pid = lines[-1].split()
+            pids[int(rank)] = int(pid)
+    if how == "killed":
+        os.kill(pids[2], signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    output = "".join(lines) + output
+    assert process.returncode != 0
+    assert ("the rank's own error" if how == "raises" else "SIGKILL") in output, output
+    for pid in pids.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {work.__name__: work for work in (work_numbers, work_memory, work_wait)}[sys.argv[1]](*map(Path, sys.argv[2:]))
