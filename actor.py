@@ -47,14 +47,19 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -171,7 +176,9 @@ class FSDPEngine:
             fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
 
         # 2. The numbers, from rank 0 to all. Buffers that no file holds, such as rotary frequencies, come the same way.
-        whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32) if self.rank == 0 else None
+        whole: Any = (
+            AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32) if self.rank == 0 else None
+        )
         model.to_empty(device="cpu" if self.offload else self.device)
         everything = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=self.offload)
         set_model_state_dict(model, whole.state_dict() if whole else {}, options=everything)
@@ -394,6 +401,17 @@ class FSDPPPOActor(FSDPEngine):
     def step_lr_scheduler(self) -> None:
         """A training step is over: the schedules of learning rate and entropy bonus move on."""
         self.steps += 1
+
+    def save_state(self, path: Path) -> None:
+        """Model and optimizer, each rank its shards, as torch.distributed.checkpoint writes them."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+
+    def load_state(self, path: Path) -> None:
+        """The reverse; the number of ranks may be another one."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def update_weights(self, meta: WeightUpdateMeta | None = None) -> None:
         """Bring the servers to these weights, as version meta.version; between rollout.pause and rollout.resume."""

@@ -143,6 +143,7 @@ class EvaluatorConfig:
     """Evaluation: the same workflow under is_eval, without the staleness gate."""
 
     interval: int = 0  # evaluate every so many steps; 0: never
+    base_url: str | None = None  # mode=eval: an OpenAI endpoint to evaluate agents on; default: model_path on a server
 
 
 @dataclass
@@ -173,6 +174,9 @@ class LoggerConfig:
 class TrainConfig:
     """One run."""
 
+    mode: Literal["train", "eval"] = "train"  # eval: one episode per validation prompt, then the end
+    recover: Literal["auto", "off"] = "auto"  # auto: a run started again under its trial_name goes on where it was
+    recover_interval: int = 10  # training steps between the checkpoints that it goes on from
     task: str | None = "tasks.guess"  # module with make_model, dataset, WORKFLOW, summary; null: give them by keys
     experiment_name: str = "guess"  # the run is written to {fileroot}/{experiment_name}/{trial_name}
     trial_name: str = "auto"  # auto: the date and time
@@ -256,7 +260,7 @@ def check_keys(given: Any, source: str) -> DictConfig:
             near = near or difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else "`python train.py --help` lists the keys."
             raise ConfigError(f"unknown key {name!r} in {source}; {hint}")
-        OmegaConf.update(checked, name, value)
+        OmegaConf.update(checked, name, "off" if name == "recover" and value is False else value)  # YAML: off is false
     return checked
 
 
@@ -264,6 +268,7 @@ def validate(config: TrainConfig) -> None:
     """What can be seen to be wrong before anything is started."""
     values = flatten(dataclasses.asdict(config))
     counts = ["max_steps", "train_dataset.batch_size", "gconfig.n_samples", "gconfig.max_new_tokens", "saver.keep"]
+    counts += ["recover_interval"]
     counts += ["actor.ppo_n_minibatches", "actor.ppo_epochs", "rollout.group_size", "rollout.max_concurrent_rollouts"]
     for name in counts:
         if values[name] is not None and values[name] < 1:
