@@ -39,6 +39,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,7 @@ from weights import WeightUpdateMeta
 class NoRollout:
     """The rollout side, as the ranks see it that only train: it is rank 0's."""
 
-    executor = None
+    executor: Any = None
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
@@ -105,7 +106,11 @@ def train(config: TrainConfig, parts: Parts, run_dir: Path, logger: Logger | Non
                 workflow_kwargs=inputs.workflow_kwargs,
                 should_accept_fn=config.should_accept_fn,
             )
-        metrics = {"step": step, "version": actor.get_version(), **describe_batch(batch, actor.get_version())}
+        metrics: dict[str, Any] = {
+            "step": step,
+            "version": actor.get_version(),
+            **describe_batch(batch, actor.get_version()),
+        }
 
         with trace.span("train", seconds):
             # 2. pi_prox: the policy at the start of this step, the centre of the clip.

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import CheckpointException
 
 from plumbing.config import ConfigError
 from plumbing.ranks import share
@@ -146,9 +147,10 @@ class Recovery:
         folder = self.checkpoint(self.step)
         try:
             actor.load_state(folder)
-        except Exception as error:  # torch wraps what it finds in errors of several kinds
+        except CheckpointException as error:
+            found = str(error).strip().splitlines()[-1].strip()
             remedy = "give another trial_name, or the model that the run was started with"
-            raise ConfigError(f"{folder} does not fit {actor.model_path}: {remedy} ({error})") from error
+            raise ConfigError(f"{folder} does not fit {actor.model_path}: {remedy} ({found})") from error
         state = share(pickle.loads((folder / "state.pickle").read_bytes()) if actor.rank == 0 else None)
         actor.steps = state["steps"]
         random.setstate(state["random"][0])

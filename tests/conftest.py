@@ -31,7 +31,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-def make_byte_model(path: Path, seed: int = 0, tied: bool = False) -> Path:
+def make_byte_model(path: Path, seed: int = 0, tied: bool = False, layers: int = 2, hidden: int = 64) -> Path:
     """A random two-layer Qwen3 over bytes with Qwen's chat markers: 259 tokens, 110k parameters, context 2,048."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -48,9 +48,9 @@ def make_byte_model(path: Path, seed: int = 0, tied: bool = False) -> Path:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=64,
+        hidden_size=hidden,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,

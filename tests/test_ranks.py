@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import make_byte_model
 from safetensors.torch import load_file, save_file
+from test_actor import gradients, make_batch, make_config, prepare
 from torch import Tensor
 
 from actor import FSDPPPOActor
 from plumbing.ranks import share
-from tests.conftest import make_byte_model
-from tests.test_actor import gradients, make_batch, make_config, prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 SGD_STEPS = 5
@@ -60,7 +60,7 @@ def work_numbers(model_dir: Path, out: Path) -> None:
     actor.config.ppo_n_minibatches = 2
     for _ in range(SGD_STEPS):
         actor.ppo_update(batch)
-    result |= {f"param.{name}": p.full_tensor() for name, p in actor.model.named_parameters()}  # type: ignore[operator]
+    result |= {f"param.{name}": p.full_tensor() for name, p in actor.model.named_parameters()}
     if actor.rank == 0:
         save_file({name: t.contiguous() for name, t in result.items()}, out / "numbers.safetensors")
         (out / "stats.json").write_text(json.dumps(stats))
@@ -73,11 +73,11 @@ def work_memory(model_dir: Path, out: Path) -> None:
 
     reads = []
     original = AutoModelForCausalLM.from_pretrained
-    AutoModelForCausalLM.from_pretrained = lambda *a, **k: reads.append(a) or original(*a, **k)  # type: ignore[func-returns-value]
+    AutoModelForCausalLM.from_pretrained = lambda *a, **k: reads.append(a) or original(*a, **k)  # type: ignore[func-returns-value,method-assign]
     actor = FSDPPPOActor(make_config(offload=True), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=1)
-    held = sum(p.to_local().numel() for p in actor.model.parameters())  # type: ignore[operator]
+    held = sum(p.to_local().numel() for p in actor.model.parameters())
     (out / f"rank{actor.rank}.json").write_text(json.dumps({"held": held, "reads": len(reads)}))
     prepare(actor, make_batch())
     actor.destroy()
@@ -124,9 +124,7 @@ def test_gradients_and_parameters_are_those_of_one_rank(numbers, n: int) -> None
             distance = (one[name] - many[name]).norm() / one[name].norm()
             assert distance < 1e-5, f"{name}: {distance}"
         else:
-            torch.testing.assert_close(
-                many[name], one[name], atol=1e-5, rtol=0, msg=lambda text, name=name: name + text
-            )
+            torch.testing.assert_close(many[name], one[name], atol=1e-5, rtol=0, msg=name)
     assert any(name.startswith("grad.") and one[name].norm() > 1e-3 for name in one)
     assert many_stats == pytest.approx(one_stats, rel=1e-4, abs=1e-6)
 
@@ -169,9 +167,9 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> No
     output = "".join(lines) + output
     assert process.returncode != 0
     assert ("the rank's own error" if how == "raises" else "SIGKILL") in output, output
-    for pid in pids.values():
+    for left in pids.values():
         with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+            os.kill(left, 0)
 
 
 if __name__ == "__main__":
