@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench soak clean
 
 demo: $(VENV)/ready            ## train the demo: two to three minutes
 	$(BIN)/python train.py
@@ -17,8 +17,11 @@ lint: $(VENV)/ready            ## format, style, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+soak: $(VENV)/ready            ## 30 kills at random over one run
+	$(BIN)/python bench/soak.py
+
 bench: $(VENV)/ready           ## one benchmark a claim
-	for b in bench/*.py; do $(BIN)/python $$b || exit 1; done
+	for b in $(filter-out bench/soak.py,$(wildcard bench/*.py)); do $(BIN)/python $$b || exit 1; done
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: python3 is too old, 3.11 or newer is needed: make PYTHON=python3.12")'

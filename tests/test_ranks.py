@@ -9,12 +9,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import make_byte_model
+from conftest import free_port, make_byte_model
 from safetensors.torch import load_file, save_file
 from test_actor import gradients, make_batch, make_config, prepare
 from torch import Tensor
@@ -170,6 +171,64 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> No
     for left in pids.values():
         with pytest.raises(ProcessLookupError):
             os.kill(left, 0)
+
+
+# ---- two machines, both this one
+
+
+def start_node(folder: Path, port: int, log: Path, host: bool) -> subprocess.Popen:
+    """torchrun as one of two nodes; all of it in one session, so that it can be killed as a machine dies."""
+    launch = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    launch += [f"--rdzv-conf=is_host={int(host)}"]
+    small = ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "logger.live=false", "recover_interval=2"]
+    run = ["train.py", *small, "max_steps=6", f"fileroot={folder}", "experiment_name=e", "trial_name=t"]
+    command = [sys.executable, "-u", "-m", "torch.distributed.run", *launch, *run]
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def wait_for_line(path: Path, steps: int, nodes: list[subprocess.Popen]) -> None:
+    """Until metrics.jsonl has `steps` lines; another process's file has no event to wait for."""
+    while not path.exists() or path.read_text().count("\n") < steps:
+        assert all(node.poll() is None for node in nodes), "a node has ended"
+        time.sleep(0.05)
+
+
+def test_two_nodes_train_and_come_back(tmp_path: Path) -> None:
+    """Two torchruns over loopback train together; one dies as a machine does, the other ends with a word and leaves
+    nobody; started again, they go on from the checkpoint."""
+    metrics, logs = tmp_path / "e/t/metrics.jsonl", [tmp_path / "a.log", tmp_path / "b.log"]
+    port = free_port()
+    nodes = [start_node(tmp_path, port, log, log is logs[0]) for log in logs]
+    try:
+        wait_for_line(metrics, 3, nodes)
+        os.killpg(nodes[1].pid, signal.SIGKILL)
+        assert nodes[0].wait(timeout=120) != 0
+        said = logs[0].read_text()
+        assert "has ended before it" in said, said
+        assert wait_no_process(f"fileroot={tmp_path}")
+        port = free_port()
+        nodes = [start_node(tmp_path, port, log, log is logs[0]) for log in logs]
+        assert [node.wait(timeout=300) for node in nodes] == [0, 0], logs[0].read_text()[-4000:]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                os.killpg(node.pid, signal.SIGKILL)
+    assert "going on after step 2" in "".join(log.read_text() for log in logs)
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, 7))
+
+
+def wait_no_process(word: str, seconds: float = 30) -> bool:
+    """Whether no process with `word` among its arguments is left, or none any more within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        table = subprocess.run(["ps", "-A", "-o", "stat=,args="], capture_output=True, text=True, check=True).stdout
+        if not any(word in row and not row.startswith("Z") for row in table.splitlines()):
+            return True
+        time.sleep(0.1)
+    return False
 
 
 if __name__ == "__main__":
