@@ -271,9 +271,10 @@ def configure(argv: list[str]) -> tuple[TrainConfig, Inputs]:
         if config.trial_name == "auto":
             config.trial_name = time.strftime("%Y%m%d-%H%M%S")
         run_dir = run_folder(config)
-        if config.mode == "train" and config.recover == "off" and (run_dir / "metrics.jsonl").exists():
+        can_go_on = config.mode == "eval" or (config.recover == "auto" and (run_dir / "recover").exists())
+        if (run_dir / "metrics.jsonl").exists() and not can_go_on:
             raise ConfigError(
-                f"{run_dir} already holds a run; give another trial_name, or recover=auto to go on with it"
+                f"{run_dir} holds a run that cannot be gone on with (recover=off); give another trial_name"
             )
         inputs = load_inputs(config)
     config = share(config)
@@ -290,14 +291,17 @@ def run(config: TrainConfig, inputs: Inputs, stack: ExitStack) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     fleet = Fleet(run_dir / "logs")
     stack.callback(fleet.stop)
-    trace = None
+    trace, training = None, config.mode == "train"
     if dist.get_rank() == 0:
-        OmegaConf.save(OmegaConf.create({**asdict(config), "revision": revision()}), run_dir / "config.yaml")
-        trace = Trace(run_dir / "trace.json") if config.rollout.enable_tracing else None
+        OmegaConf.save(
+            OmegaConf.create({**asdict(config), "revision": revision()}),
+            run_dir / f"{'config' if training else 'eval'}.yaml",
+        )
+        trace = Trace(run_dir / "trace.json") if training and config.rollout.enable_tracing else None
     trace = trace or Trace(None)
     stack.callback(trace.close)
     try:
-        if config.mode == "eval":
+        if not training:
             return report_evaluation(config, inputs, run_dir, fleet, trace, stack)
         recovery = Recovery(run_dir, config.recover)
         if dist.get_rank():

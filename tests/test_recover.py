@@ -252,11 +252,12 @@ def test_recover_off_does_not_touch_a_run(tmp_path: Path) -> None:
     """With recover=off a name is used once, and nothing is written to go on from."""
     finish(tmp_path, "max_steps=1", "recover=off")
     assert not (tmp_path / "e/t/recover").exists()
-    done = subprocess.run(
-        command(tmp_path, "max_steps=1", "recover=off"), cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 2
-    assert "already holds a run" in done.stderr
+    for mode in ("off", "auto"):  # nor does a later auto erase what it cannot go on from
+        again = command(tmp_path, "max_steps=1", f"recover={mode}")
+        done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 2
+        assert "give another trial_name" in done.stderr
+    assert (tmp_path / "e/t/metrics.jsonl").read_text().count("\n") == 1
 
 
 def test_evaluation_by_itself(tmp_path: Path) -> None:
