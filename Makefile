@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-sglang agents lint bench clean
+.PHONY: demo test test-sglang agents lint bench soak clean
 
 demo: $(VENV)/ready            ## train the demo: two to three minutes
 	$(BIN)/python train.py
@@ -20,8 +20,11 @@ lint: $(VENV)/ready            ## format, style, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+soak: $(VENV)/ready            ## 30 kills at random over one run
+	$(BIN)/python bench/soak.py
+
 bench: $(VENV)/ready           ## one benchmark a claim
-	for b in bench/*.py; do $(BIN)/python $$b || exit 1; done
+	for b in $(filter-out bench/soak.py,$(wildcard bench/*.py)); do $(BIN)/python $$b || exit 1; done
 
 agents: .venv-agents/ready     ## the examples, in a venv of their own with the frameworks
 	AGENTS=1 .venv-agents/bin/python -m pytest tests/test_examples.py

@@ -26,6 +26,13 @@ logits are made beside those of a chunk of tokens (logprobs.py).
 torchrun that is one, on a process group that lives in this process and opens no port. A parameter is then its own
 shard, and the hooks cost 5 to 8 ms an optimizer step: a quarter of the smallest model's, nothing to a large one.
 
+**What ranks share, and what they divide.** Every rank holds the whole batch and none holds the whole model. Rank 0 gets
+the batch from the rollout side and hands it to all; advantages, minibatches and statistics are then the same plain
+functions of the same rows everywhere, and N ranks take the steps that one would take. What is divided is the work:
+of each minibatch a rank passes its own rows through the model, dealt out by tokens, and logprobs are summed into their
+places. A batch is small beside a model (32 bytes a token); handing out rows instead would tear groups apart before their
+baseline is known. Rank 0 alone reads the model's files and hands out the shards, one tensor at a time.
+
 **Temperature.** A token's logprob is that of the distribution it was sampled from: softmax of the logits divided by the
 token's own temperature. So pi_theta, pi_prox and pi_behav speak of the same thing. A token with temperature 0 was not
 sampled from any distribution that has a gradient; it is read at 1 and belongs outside the loss.
@@ -39,25 +46,32 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import weights
 from advantages import kl_estimate
 from layout import LAYOUTS, Batch, Layout, Padded, Piece, row_lengths
 from logprobs import add_read_hidden, token_logprobs
 from plumbing.config import OptimizerConfig, PPOActorConfig
+from plumbing.ranks import join_ranks, leave_ranks, share
 from ppo import aggregation_weights, compute_advantages, ppo_actor_loss_fn
 from proximal import guess_errors, interpolation, loglinear
 from tree_attention import Tree, tree_token_ratio
@@ -129,8 +143,9 @@ class FSDPEngine:
         mb_tokens: int = 16384,
         layout: Layout | None = None,
         gradient_checkpointing: bool = False,
+        offload: bool = False,
     ) -> None:
-        self.model_path, self.mb_tokens = str(model_path), mb_tokens
+        self.model_path, self.mb_tokens, self.offload = str(model_path), mb_tokens, offload
         self.layout: Layout = layout or Padded()
         self.gradient_checkpointing = gradient_checkpointing
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -156,41 +171,52 @@ class FSDPEngine:
 
     def create_process_group(self) -> None:
         """Join torchrun's ranks, or be a world of one that needs no port. Does nothing where a group exists."""
-        if dist.is_initialized():
-            return
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend, timeout=timedelta(hours=2))  # rank 0 also waits for rollouts
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        self.owns_process_group = True
+        self.owns_process_group = join_ranks() or self.owns_process_group
 
     def initialize(self) -> None:
-        """Load the model and shard it: each decoder layer, then what is left."""
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            self.model_path, dtype=torch.float32, attn_implementation=self.layout.attention
-        )
-        model.to(self.device)
-        if self.gradient_checkpointing:
-            checkpoint_activations(model)
+        """Load the model sharded: each decoder layer, then what is left. Only rank 0 reads it, into host memory."""
+        # 1. The structure without a number in it, cut for the ranks.
+        config = AutoConfig.from_pretrained(self.model_path)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=self.layout.attention
+            )
         mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("dp",))
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self.offload else OffloadPolicy()
         layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
         for module in [*layers, model]:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+            fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+
+        # 2. The numbers, from rank 0 to all. Buffers that no file holds, such as rotary frequencies, come the same way.
+        whole: Any = (
+            AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32) if self.rank == 0 else None
+        )
+        model.to_empty(device="cpu" if self.offload else self.device)
+        everything = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=self.offload)
+        set_model_state_dict(model, whole.state_dict() if whole else {}, options=everything)
+        buffers = share({name: b.cpu() for name, b in whole.named_buffers()} if whole else None)
+        for name, buffer in model.named_buffers():
+            buffer.data = buffers[name].to(self.device)
+        model.eval()
+        if self.gradient_checkpointing:
+            checkpoint_activations(model)
         add_read_hidden(model)
         self.model = model
 
     def compute_logp(self, batch: Batch) -> Tensor:
-        """(B, T) float32: log p(token t | tokens before t) at each token's temperature; 0 at position 0 and padding."""
-        row_lengths(batch)  # padding on the right, or an error
+        """(B, T) float32: log p(token t | tokens before t) at each token's temperature; 0 at position 0 and padding.
+
+        All ranks call it with the same batch, and all have the whole answer.
+        """
+        rows = self.own_rows(range(len(batch["input_ids"])), row_lengths(batch))
         logp = torch.zeros(batch["input_ids"].shape)
         with torch.no_grad():
-            pieces = self.layout.cut(batch, range(len(logp)), self.mb_tokens)
-            for piece, _ in self.walk_together(pieces):
+            for piece, counts in self.walk_together(batch, rows):
                 at, found, _ = self.forward(batch, piece, "attention_mask")
-                logp[at] = found.cpu()
-        return logp
+                if counts:
+                    logp[at] = found.cpu()
+        return self.all_reduce(logp)
 
     def forward(self, batch: Batch, piece: Piece, which: str) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
         """One forward pass over a piece of the layout's cut, read at its N tokens where batch[which] is set.
@@ -215,13 +241,20 @@ class FSDPEngine:
             dist.all_reduce(x, op)
         return x
 
-    def walk_together(self, pieces: list[Piece]) -> list[tuple[Piece, bool]]:
-        """The pieces, each True, then repeats of the last, each False, until every rank has equally many.
+    def own_rows(self, rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        """This rank's share of `rows`, dealt out so that all ranks have about equally many tokens; it may be empty."""
+        shares = split_minibatches([lengths[row] for row in rows], self.world_size)
+        return [rows[i] for i in shares[self.rank]] if self.rank < len(shares) else []
+
+    def walk_together(self, batch: Batch, rows: list[int]) -> list[tuple[Piece, bool]]:
+        """The pieces of this rank's `rows`, each True, then fillers, each False, until every rank has equally many.
 
         FSDP's ranks gather each layer together: one that makes fewer forward passes leaves the others waiting.
         """
+        pieces = self.layout.cut(batch, rows, self.mb_tokens) if rows else []
         most = int(self.all_reduce(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
-        return [(piece, True) for piece in pieces] + [(pieces[-1], False)] * (most - len(pieces))
+        filler = pieces[-1:] or self.layout.cut(batch, [0], self.mb_tokens)
+        return [(piece, True) for piece in pieces] + [(filler[0], False)] * (most - len(pieces))
 
     def full_state(self) -> dict[str, Tensor]:
         """The whole model on the CPU of rank 0, empty on the other ranks; all ranks call it. Tied names once."""
@@ -244,20 +277,22 @@ class FSDPEngine:
         """Let the model go, and end the process group if it was made here. Idempotent."""
         self.model = None
         if self.owns_process_group:
-            dist.destroy_process_group()
+            leave_ranks()
             self.owns_process_group = False
 
 
 class FSDPPPOActor(FSDPEngine):
     """The policy: the model above with an optimizer, a version, and a way to the servers.
 
-    Under several ranks each brings its own rows, as many as the others; the loss is the mean over all of them.
+    Under several ranks all calls are made on all ranks, with the same arguments.
     """
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         logger.info(describe_mode(config))
         layout = Tree() if config.enable_tree_training else LAYOUTS[config.layout]()
-        super().__init__(model_path, config.dtype, config.mb_tokens, layout, config.gradient_checkpointing)
+        super().__init__(
+            model_path, config.dtype, config.mb_tokens, layout, config.gradient_checkpointing, config.offload
+        )
         self.config = config
         # All mutable state beside the model: the optimizer, how far the schedule is, the version, the rollout side.
         self.optimizer: Any = None
@@ -280,8 +315,8 @@ class FSDPPPOActor(FSDPEngine):
         self.rollout, self.weight_update_meta = rollout, meta
 
     def prepare_batch(self, *args: Any, **kwargs: Any) -> Batch:
-        """The engine's prepare_batch."""
-        return self.rollout.prepare_batch(*args, **kwargs)
+        """The engine's prepare_batch on rank 0; every rank returns that batch, whole."""
+        return share(self.rollout.prepare_batch(*args, **kwargs) if self.rank == 0 else None)
 
     def policies(self) -> tuple[str, str]:
         """The keys under which the batch has the logprobs of pi_prox and of pi_behav; in standard PPO both are pi_old.
@@ -325,11 +360,15 @@ class FSDPPPOActor(FSDPEngine):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-        parts = split_minibatches(lengths, self.config.ppo_n_minibatches) * self.config.ppo_epochs
+        minibatches = split_minibatches(lengths, self.config.ppo_n_minibatches)
+        parts = minibatches * self.config.ppo_epochs
         stats: list[dict[str, float]] = []
         for rows in parts:
-            if step := self.minibatch_step(batch, rows, len(stats) / len(parts)):
+            if step := self.minibatch_step(batch, rows, lengths, len(stats) / len(parts)):
                 stats.append(step)
+        own = {row for rows in minibatches for row in self.own_rows(rows, lengths)}
+        batch["theta_logp"][[row for row in range(len(lengths)) if row not in own]] = 0
+        self.all_reduce(batch["theta_logp"])
         if not stats:
             raise ValueError("no token of the batch is trained: loss_mask is 0 everywhere; were all turns masked?")
         tokens = sum(s["tokens"] for s in stats)
@@ -339,17 +378,18 @@ class FSDPPPOActor(FSDPEngine):
         mean["behave_ess"] = mean["behave_weight_mean"] ** 2 / square if square > 0 else 0.0
         if self.guesses:
             ahead = (batch["loss_mask"] > 0) & (batch["versions"] > self.version)  # (B, T)
-            mean["versions_ahead"] = int(self.all_reduce(ahead.sum()))
+            mean["versions_ahead"] = int(ahead.sum())
         return mean | {"lr": lr}
 
-    def minibatch_step(self, batch: Batch, rows: list[int], fraction: float) -> dict[str, float]:
+    def minibatch_step(
+        self, batch: Batch, rows: list[int], lengths: Sequence[int], fraction: float
+    ) -> dict[str, float]:
         """One optimizer step on `rows`, gradients accumulated over micro-batches; empty if no token is trained.
 
         `fraction` of the training step's minibatches are done.
         """
         trained = (batch["loss_mask"][:, 1:] > 0).sum(1)  # (B,)
-        counts = torch.stack([trained[rows].sum(), (trained[rows] > 0).sum()])
-        tokens, sequences = self.all_reduce(counts).tolist()
+        tokens, sequences = int(trained[rows].sum()), int((trained[rows] > 0).sum())
         if tokens == 0:
             return {}
         batch["step_fraction"][rows] = fraction
@@ -357,14 +397,13 @@ class FSDPPPOActor(FSDPEngine):
             trained, tokens, sequences, self.config.loss_aggregation, self.config.max_new_tokens
         )
 
-        # 1. Gradients. FSDP averages them over the ranks where the loss wants a sum; a repeated piece adds nothing.
+        # 1. Gradients. FSDP averages them over the ranks where the loss wants a sum; a filler adds nothing.
         self.optimizer.zero_grad()
-        cut, pieces = self.layout.cut(batch, rows, self.mb_tokens), []
-        for piece, counts_once in self.walk_together(cut):
+        own, pieces = self.walk_together(batch, self.own_rows(rows, lengths)), []
+        for piece, counts in own:
             loss, part = self.piece_loss(batch, piece, tokens, shares)
-            (loss * (self.world_size if counts_once else 0)).backward()
-            if counts_once:
-                pieces.append(part)
+            (loss * (self.world_size if counts else 0)).backward()
+            pieces.append(part if counts else {key: torch.zeros_like(value) for key, value in part.items()})
 
         # 2. Clip, check, step.
         clip = self.config.optimizer.gradient_clipping
@@ -377,7 +416,7 @@ class FSDPPPOActor(FSDPEngine):
                 "not touched by it. Look for a logprob or a reward that is not finite, or lower actor.optimizer.lr"
             )
         self.optimizer.step()
-        shared = {"tree_token_ratio": tree_token_ratio(cut)} if isinstance(self.layout, Tree) else {}
+        shared = {"tree_token_ratio": tree_token_ratio([p for p, _ in own])} if isinstance(self.layout, Tree) else {}
         return stats | shared | {"grad_norm": grad_norm, "tokens": tokens}
 
     def piece_loss(
@@ -428,6 +467,17 @@ class FSDPPPOActor(FSDPEngine):
     def step_lr_scheduler(self) -> None:
         """A training step is over: the schedules of learning rate and entropy bonus move on."""
         self.steps += 1
+
+    def save_state(self, path: Path) -> None:
+        """Model and optimizer, each rank its shards, as torch.distributed.checkpoint writes them."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+
+    def load_state(self, path: Path) -> None:
+        """The reverse; the number of ranks may be another one."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def update_weights(self, meta: WeightUpdateMeta | None = None) -> None:
         """Bring the servers to these weights, as version meta.version; between rollout.pause and rollout.resume."""

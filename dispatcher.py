@@ -301,6 +301,21 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
                 self._top_up(task_generator)  # what starts while the trainer trains
                 return results
 
+    def in_flight(self) -> set[int]:
+        """The ids of the tasks that may still be consumed: pending, running, and finished."""
+        with self.runner.lock:
+            return {*self._state.pending, *self._state.order, *self._state.ready}
+
+    def restore(self, results: dict[int, TResult]) -> None:
+        """Results of an earlier process, by task id and in their order of start: the oldest of this one.
+
+        RuntimeError if there are others already; the staleness manager is told by the caller (on_version_recovered).
+        """
+        with self.runner.lock:
+            if self._state.in_flight():
+                raise RuntimeError(f"results can be put back only where nothing was submitted: {self._state}")
+            self._state.ready.update(results)
+
     def pause(self) -> None:
         """Starts nothing more; what runs goes on, and results can be taken."""
         with self.runner.lock:

@@ -65,8 +65,9 @@ from workflow import (
 
 logger = logging.getLogger("nano-areal")
 
-NO_STALENESS_LIMIT = 10**12
+NO_LIMIT = 10**12  # of evaluation: neither an age nor a row of failures ends it
 AcceptFn = Callable[[Trajectory], bool]
+Numbered = tuple[int, dict[str, Any]]  # task id, sample
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ class WorkflowExecutor:
 
     config: RolloutConfig. gconfig: sampling that classes of RolloutWorkflow get by default; its seed is the run's.
     tokenizer: likewise, and for the dumps. proxy: needed for agents. dump_dir: the run's folder; None dumps nothing.
-    trace(event, task_id) hears of every submit, start, finish, accept, reject. It attaches itself to the engine; the
+    trace(event, task_id) hears of every submit, start, finish, accept, reject. keep(task_id, group) is called in a thread
+    before a group counts as accepted, to write it where it outlives the process. It attaches itself to the engine; the
     one that `for_evaluation` makes does not.
     """
 
@@ -114,27 +116,33 @@ class WorkflowExecutor:
         proxy: ProxyAddress | None = None,
         dump_dir: Path | None = None,
         trace: Callable[[str, int], None] | None = None,
+        keep: Callable[[int, Trajectory], None] | None = None,
         evaluation: bool = False,
     ) -> None:
         self.engine, self.config = engine, config
         self.tokenizer, self.gconfig, self.proxy = tokenizer, gconfig or GenerationHyperparameters(), proxy
+        self.keep = keep
         self.dump_dir = dump_dir if config.dump_to_file else None
         if self.dump_dir is not None and tokenizer is None:
             raise ValueError("rollout.dump_to_file writes text and needs a tokenizer: set tokenizer_path")
         batch, eta = config.consumer_batch_size or 1, config.max_head_offpolicyness
         concurrent = config.max_concurrent_rollouts or (eta + 1) * batch
-        self.staleness_manager = StalenessManager(engine, concurrent, batch, NO_STALENESS_LIMIT if evaluation else eta)
+        self.staleness_manager = StalenessManager(engine, concurrent, batch, NO_LIMIT if evaluation else eta)
         self.dispatcher: BatchTaskDispatcher[RolloutTask, Trajectory] = BatchTaskDispatcher(
             config.queue_size or 16 * concurrent,
             lambda task: lambda: self._run_episode(task),
             self.staleness_manager,
             head_version=head_version,
             drop_stale=config.drop_stale,
+            max_consecutive_failures=NO_LIMIT if evaluation else None,
             trace=trace if config.enable_tracing else None,
         )
         # All mutable state of this object:
-        self._task_ids = itertools.count()
-        self._samples: dict[Any, Iterator[dict]] = {}  # where each dataloader stands
+        self._next_id = 0
+        self._streams: dict[Any, Iterator[Numbered]] = {}  # where each dataloader stands
+        self._drawn = 0  # samples taken from it
+        self._open: dict[int, dict] = {}  # sample by task id: drawn, and not yet seen to be consumed or rejected
+        self._reopened: list[int] = []  # those of them that a recovery has still to start again
         self._keys: dict[type, frozenset[str]] = {}  # what each kind of workflow returned first
         self._failed_members = 0
 
@@ -184,7 +192,7 @@ class WorkflowExecutor:
         is_eval: bool = False,
     ) -> int:
         """Enqueue one prompt; it starts when the gate allows. Its task id, for wait_for_task."""
-        [task] = self._tasks([data], workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
+        [task] = self._tasks(self._number([data]), workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
         self.dispatcher.submit_task_input(task)
         return task.task_id
 
@@ -197,17 +205,22 @@ class WorkflowExecutor:
         return self.dispatcher.wait_for_task(task_id, timeout)
 
     def rollout_batch(self, data: Iterable[dict[str, Any]], *args: Any, **kwargs: Any) -> Trajectory:
-        """Roll out every prompt of `data` and wait for all: the accepted groups, in the order of `data`.
+        """The accepted groups of `rollout_each`, concatenated. RuntimeError when there is none."""
+        results = self.rollout_each(data, *args, **kwargs)
+        groups = [group for group in results if group is not None]
+        if not groups:
+            raise RuntimeError(f"none of {len(results)} rollouts was accepted: {self.stats}")
+        return concat_padded_tensors(groups)
 
-        The other arguments are those of `submit`. RuntimeError when none was accepted.
+    def rollout_each(self, data: Iterable[dict[str, Any]], *args: Any, **kwargs: Any) -> list[Trajectory | None]:
+        """Roll out every prompt of `data` and wait for all: a group for each in the order of `data`, None if rejected.
+
+        The other arguments are those of `submit`.
         """
-        tasks = list(self._tasks(data, *args, **kwargs))
+        tasks = list(self._tasks(self._number(data), *args, **kwargs))
         for task in tasks:
             self.dispatcher.submit_task_input(task)
-        groups = [group for task in tasks if (group := self.wait_for_task(task.task_id)) is not None]
-        if not groups:
-            raise RuntimeError(f"none of {len(tasks)} rollouts was accepted: {self.stats}")
-        return concat_padded_tensors(groups)
+        return [self.wait_for_task(task.task_id) for task in tasks]
 
     def prepare_batch(
         self,
@@ -227,13 +240,51 @@ class WorkflowExecutor:
                 f"rollout.consumer_batch_size={counted} must equal the dataloader's batch_size={batch}: the gate admits "
                 "that many groups per version, so another batch would let groups pile up or grow old"
             )
-        samples = self._samples.setdefault(dataloader, cycle(dataloader))
-        tasks = self._tasks(samples, workflow, workflow_kwargs, should_accept_fn, group_size)
-        return concat_padded_tensors(self.dispatcher.active_submit_and_wait(tasks, batch))
+        stream = self._streams.setdefault(dataloader, self._stream(dataloader))
+        tasks = self._tasks(stream, workflow, workflow_kwargs, should_accept_fn, group_size)
+        groups = self.dispatcher.active_submit_and_wait(tasks, batch)
+        self._forget_consumed()
+        return concat_padded_tensors(groups)
+
+    def _stream(self, dataloader: Any) -> Iterator[Numbered]:
+        """Task ids and samples: what a recovery reopened, then the dataloader from where it stood, epoch after epoch."""
+        while self._reopened:
+            task_id = self._reopened.pop(0)
+            yield task_id, self._open[task_id]
+        for task_id, sample in self._number(itertools.islice(cycle(dataloader), self._drawn, None)):
+            self._drawn += 1
+            self._open[task_id] = sample
+            yield task_id, sample
+
+    def _number(self, samples: Iterable[dict[str, Any]]) -> Iterator[Numbered]:
+        for sample in samples:
+            self._next_id += 1
+            yield self._next_id - 1, sample
+
+    def _forget_consumed(self) -> None:
+        still = self.dispatcher.in_flight() | set(self._reopened)
+        self._open = {task_id: sample for task_id, sample in self._open.items() if task_id in still}
+
+    # ---- recovery (plumbing/recover.py); from the thread that calls prepare_batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data order stands: the next task's id, the samples drawn, and those of the open tasks, by id."""
+        self._forget_consumed()
+        return {"next_id": self._next_id, "drawn": self._drawn, "open": dict(self._open)}
+
+    def load_state_dict(self, state: dict[str, Any], finished: dict[int, Trajectory], version: int) -> None:
+        """Go on from `state`, of a step that made `version`; `finished`: groups of its open tasks that are to be kept.
+
+        The other open tasks start again, under their ids and before new ones. One dataloader, and nothing submitted yet.
+        """
+        self._next_id, self._drawn, self._open = state["next_id"], state["drawn"], dict(state["open"])
+        self._reopened = [task_id for task_id in self._open if task_id not in finished]
+        self.staleness_manager.on_version_recovered(version, len(finished))
+        self.dispatcher.restore(finished)
 
     def _tasks(
         self,
-        samples: Iterable[dict[str, Any]],
+        samples: Iterable[Numbered],
         workflow: Any,
         workflow_kwargs: dict[str, Any] | None = None,
         should_accept_fn: AcceptFn | str | None = None,
@@ -252,7 +303,7 @@ class WorkflowExecutor:
         accept = import_string(should_accept_fn) if isinstance(should_accept_fn, str) else should_accept_fn
         if accept is not None and not callable(accept):
             raise TypeError(f"should_accept_fn must be a function or 'module.function', not {accept!r}")
-        return (RolloutTask(next(self._task_ids), sample, resolved, accept, is_eval) for sample in samples)
+        return (RolloutTask(task_id, sample, resolved, accept, is_eval) for task_id, sample in samples)
 
     def _proxy_options(self) -> dict[str, Any] | None:
         """How agents reach the policy: arguments of OpenAIProxyWorkflow."""
@@ -308,6 +359,8 @@ class WorkflowExecutor:
             if self.dump_dir is not None:
                 folder = self.dump_dir / workflow_context.stat_scope()
                 await asyncio.to_thread(self._dump, trajectory, task.task_id, folder, version)
+            if accepted and self.keep is not None:
+                await asyncio.to_thread(self.keep, task.task_id, trajectory)
         except Exception as error:
             logger.warning("%s task %d failed: %r", workflow_context.stat_scope(), task.task_id, error)
             raise

@@ -3,6 +3,8 @@
     python train.py                                   the demo: an agent learns to guess a number
     python train.py --config configs/maze.yaml        long answers, generation and training overlapped
     python train.py seed=2 rollout.max_head_offpolicyness=0      the same loop, synchronous
+    python train.py mode=eval model_path=DIR          the same agents, only evaluated
+    torchrun --nproc-per-node=4 train.py ...          the trainer on four ranks
 
 The processes. This one trains, and runs the agents' episodes in a thread of its own. An inference server generates
 tokens in a second process, the proxy turns agents' HTTP requests into token-exact prompts in a third. While a step
@@ -18,20 +20,29 @@ the weights that computed it. Versions count from 0, steps from 1: step s consum
 Synchronous training is not another program: with max_head_offpolicyness=0 the gate lets the next episodes start
 only when the new weights are there.
 
+Under torchrun every rank runs this loop. Rank 0 alone has the rollout side; where the loop speaks to it, the others have
+a stand-in that does nothing. All have the same batch, and divide the work on it (actor.py).
+
 How it ends. Everything that is started is entered in one ExitStack and ended in reverse: the episodes, the engine's
-connections, the child processes. Ctrl-C, an exception and a dead server all leave through it.
+connections, the child processes. Ctrl-C, an exception and a dead server all leave through it. What does not, kill -9,
+costs the steps since the last checkpoint: the same command goes on from there (plumbing/recover.py).
 """
 
+import json
+import os
 import shutil
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -42,11 +53,25 @@ from actor import FSDPEngine, FSDPPPOActor, describe_mode
 from engine import RemoteInfEngine
 from executor import ProxyAddress, WorkflowExecutor
 from plumbing.config import ConfigError, TrainConfig, load
+from plumbing.evaluate import evaluate, evaluate_endpoint
 from plumbing.inputs import Inputs, load_inputs
-from plumbing.launch import Fleet, ProcessDied, revision, start_proxies, start_server
+from plumbing.launch import Child, Fleet, ProcessDied, revision, start_proxies, start_server
 from plumbing.logger import Logger, Trace, describe_batch
+from plumbing.ranks import join_ranks, leave_ranks, share
+from plumbing.recover import Recovery
 from plumbing.report import summarise
+from trajectory import Trajectory
 from weights import WeightUpdateMeta
+
+
+class NoRollout:
+    """The rollout side, as the ranks see it that only train: it is rank 0's."""
+
+    executor: Any = None
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def set_version(self, version: int) -> None: ...
 
 
 @dataclass
@@ -56,18 +81,20 @@ class Parts:
     inputs: Inputs
     actor: FSDPPPOActor
     ref: FSDPEngine | None
-    rollout: RemoteInfEngine
-    evaluation: WorkflowExecutor
+    rollout: RemoteInfEngine | NoRollout
+    evaluation: WorkflowExecutor | None
     train_dataloader: DataLoader
     weight_update_meta: WeightUpdateMeta
+    recovery: Recovery
 
 
-def train(config: TrainConfig, parts: Parts, run_dir: Path, logger: Logger, trace: Trace) -> None:
-    """Appendix A.1."""
+def train(config: TrainConfig, parts: Parts, run_dir: Path, logger: Logger | None, trace: Trace) -> None:
+    """Appendix A.1, from the step after the one that was recovered."""
     inputs, actor, ref, rollout = parts.inputs, parts.actor, parts.ref, parts.rollout
-    assert rollout.executor is not None
-    start, counts = time.monotonic(), asdict(rollout.executor.stats)
-    for step in range(1, config.max_steps + 1):
+    first = recover(parts) + 1
+    if logger:
+        logger.count(rollout.executor)
+    for step in range(first, config.max_steps + 1):
         begin, seconds = time.monotonic(), dict[str, float]()
 
         # 1. A batch, in the order of start: at most eta versions old, or an error says so.
@@ -79,7 +106,11 @@ def train(config: TrainConfig, parts: Parts, run_dir: Path, logger: Logger, trac
                 workflow_kwargs=inputs.workflow_kwargs,
                 should_accept_fn=config.should_accept_fn,
             )
-        metrics = {"step": step, "version": actor.get_version(), **describe_batch(batch, actor.get_version())}
+        metrics: dict[str, Any] = {
+            "step": step,
+            "version": actor.get_version(),
+            **describe_batch(batch, actor.get_version()),
+        }
 
         with trace.span("train", seconds):
             # 2. pi_prox: the policy at the start of this step, the centre of the clip.
@@ -102,22 +133,36 @@ def train(config: TrainConfig, parts: Parts, run_dir: Path, logger: Logger, trac
             rollout.set_version(step)
             rollout.resume()
 
-        # 7. Evaluate, save, report.
-        if config.evaluator.interval and step % config.evaluator.interval == 0:
-            metrics["eval_reward"] = evaluate(parts)
-        if step == config.max_steps or (config.saver.interval and step % config.saver.interval == 0):
+        # 7. Evaluate, save, report; then the checkpoint that a restart goes on from.
+        last = step == config.max_steps
+        if parts.evaluation and config.evaluator.interval and step % config.evaluator.interval == 0:
+            metrics |= evaluate(parts.evaluation, inputs)
+        if last or (config.saver.interval and step % config.saver.interval == 0):
             save(actor, run_dir / "checkpoints", step, config.saver.keep)
-        before, counts = counts, asdict(rollout.executor.stats)
-        metrics |= {k: counts[k] - before[k] for k in ("accepted", "rejected", "failed", "dropped", "failed_members")}
-        metrics |= {"success": inputs.success(batch["rewards"].tolist()), **seconds}
-        metrics |= {"step_s": time.monotonic() - begin, "wall_s": time.monotonic() - start}
-        logger.tokens(step, batch)
-        logger.log(metrics)
-        if config.logger.sample_interval and (step - 1) % config.logger.sample_interval == 0:
-            logger.sample(batch, rollout.executor.tokenizer)
+        if logger:
+            metrics |= {"success": inputs.success(batch["rewards"].tolist()), **seconds}
+            logger.tokens(step, batch)
+            logger.log(metrics | {"step_s": time.monotonic() - begin}, rollout.executor)
+            if config.logger.sample_interval and (step - 1) % config.logger.sample_interval == 0:
+                logger.sample(batch, rollout.executor.tokenizer)
+        if parts.recovery.on and (last or step % config.recover_interval == 0):
+            parts.recovery.save(step, actor, rollout.executor)
 
 
-def logp_mismatch(batch: dict[str, Tensor], actor: FSDPPPOActor, rollout: RemoteInfEngine) -> float:
+def recover(parts: Parts) -> int:
+    """Go back to the newest checkpoint, the servers too; its step, 0 if there is none."""
+    actor, rollout = parts.actor, parts.rollout
+    step = parts.recovery.load(actor, rollout.executor)
+    if step:
+        rollout.pause()
+        actor.update_weights(parts.weight_update_meta.with_version(step))
+        actor.set_version(step)
+        rollout.set_version(step)
+        rollout.resume()
+    return step
+
+
+def logp_mismatch(batch: dict[str, Tensor], actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout) -> float:
     """max |log p_server - log p_trainer| over tokens that both computed with the same weights.
 
     Those are the batch's own tokens of the current version, and, since an asynchronous batch may hold none, a row
@@ -130,6 +175,8 @@ def logp_mismatch(batch: dict[str, Tensor], actor: FSDPPPOActor, rollout: Remote
     rows = {k: v[:2] for k, v in batch.items()}
     rows["temperatures"] = torch.ones_like(rows["temperatures"])
     trainer = actor.compute_logp(rows)  # (2, T)
+    if isinstance(rollout, NoRollout):
+        return worst
     ids = [row[mask].tolist() for row, mask in zip(rows["input_ids"], rows["attention_mask"], strict=True)]
     for mine, theirs in zip(trainer, rollout.score(ids), strict=True):
         difference = mine[1 : len(theirs)] - torch.tensor(theirs[1:])
@@ -137,26 +184,20 @@ def logp_mismatch(batch: dict[str, Tensor], actor: FSDPPPOActor, rollout: Remote
     return worst
 
 
-def evaluate(parts: Parts) -> float:
-    """Mean reward of one episode per validation prompt, under is_eval, without the staleness gate."""
-    inputs = parts.inputs
-    batch = parts.evaluation.rollout_batch(
-        inputs.validation, inputs.workflow, inputs.workflow_kwargs, group_size=1, is_eval=True
-    )
-    return batch["rewards"].mean().item()
-
-
 def save(actor: FSDPPPOActor, folder: Path, step: int, keep: int) -> None:
     """A Hugging Face directory `step00040`; only the newest `keep` stay."""
     actor.save(folder / f"step{step:05d}")
-    for old in sorted(folder.glob("step*"))[:-keep]:
-        shutil.rmtree(old)
+    if actor.rank == 0:
+        for old in sorted(folder.glob("step*"))[:-keep]:
+            shutil.rmtree(old)
 
 
-def build(config: TrainConfig, inputs: Inputs, run_dir: Path, fleet: Fleet, trace: Trace, stack: ExitStack) -> Parts:
+def build(
+    config: TrainConfig, inputs: Inputs, run_dir: Path, fleet: Fleet, trace: Trace, recovery: Recovery, stack: ExitStack
+) -> Parts:
     """Start everything; `stack` ends it in reverse."""
     # 1. The inference server starts while the trainer's model is loaded.
-    server = start_server(config, fleet)
+    server = start_server(config, fleet) if dist.get_rank() == 0 else None
     assert config.model_path is not None
     actor = FSDPPPOActor(config.actor, config.model_path)
     stack.callback(actor.destroy)
@@ -168,7 +209,34 @@ def build(config: TrainConfig, inputs: Inputs, run_dir: Path, fleet: Fleet, trac
         stack.callback(ref.destroy)
         ref.initialize()
 
-    # 2. The rollout side: the engine speaks to the servers, the proxy to the agents, the executor runs the episodes.
+    # 2. The rollout side. Each knows of the other; a process that dies fails the run wherever the loop is waiting.
+    meta = WeightUpdateMeta(path=str(run_dir / "weights"), **asdict(config.weight_update))
+    rollout: RemoteInfEngine | NoRollout = NoRollout()
+    evaluation = None
+    if actor.rank == 0:
+        keep = recovery.groups.write if recovery.groups else None
+        rollout, evaluation = build_rollout(config, run_dir, fleet, server, trace, stack, keep)
+        actor.connect_engine(rollout, meta)
+    loader: DataLoader = DataLoader(
+        inputs.dataset,  # type: ignore[arg-type]
+        batch_size=config.train_dataset.batch_size,
+        shuffle=config.train_dataset.shuffle,
+        generator=torch.Generator().manual_seed(config.seed),
+        collate_fn=list,
+    )
+    return Parts(inputs, actor, ref, rollout, evaluation, loader, meta, recovery)
+
+
+def build_rollout(
+    config: TrainConfig,
+    run_dir: Path,
+    fleet: Fleet,
+    server: Child | None,
+    trace: Trace,
+    stack: ExitStack,
+    keep: Callable[[int, Trajectory], None] | None = None,
+) -> tuple[RemoteInfEngine, WorkflowExecutor]:
+    """The engine speaks to the servers, the proxy to the agents, the executor runs the episodes, its sibling evaluates."""
     addresses = [fleet.wait_ready(server)] if server else config.rollout.server_addrs
     rollout = RemoteInfEngine(
         addresses,
@@ -186,50 +254,88 @@ def build(config: TrainConfig, inputs: Inputs, run_dir: Path, fleet: Fleet, trac
         proxy=ProxyAddress(*start_proxies(config, fleet, addresses)),
         dump_dir=run_dir,
         trace=trace.event,
+        keep=keep,
     )
     stack.callback(executor.destroy)
     evaluation = executor.for_evaluation()
     stack.callback(evaluation.destroy)
-
-    # 3. Each knows of the other; a process that dies fails the run wherever the loop is waiting.
-    meta = WeightUpdateMeta(path=str(run_dir / "weights"), **asdict(config.weight_update))
-    actor.connect_engine(rollout, meta)
     fleet.watch(on_death=[executor.fail, evaluation.fail])
-    loader: DataLoader = DataLoader(
-        inputs.dataset,  # type: ignore[arg-type]
-        batch_size=config.train_dataset.batch_size,
-        shuffle=config.train_dataset.shuffle,
-        generator=torch.Generator().manual_seed(config.seed),
-        collate_fn=list,
-    )
-    return Parts(inputs, actor, ref, rollout, evaluation, loader, meta)
+    return rollout, evaluation
 
 
-def run(config: TrainConfig) -> None:
-    """One run, from the configuration to the summary."""
-    name = time.strftime("%Y%m%d-%H%M%S") if config.trial_name == "auto" else config.trial_name
-    run_dir = Path(config.fileroot) / config.experiment_name / name
-    if (run_dir / "metrics.jsonl").exists():
-        raise ConfigError(f"{run_dir} already holds a run; give another trial_name")
-    inputs = load_inputs(config)
+def configure(argv: list[str]) -> tuple[TrainConfig, Inputs]:
+    """The configuration and what it names. Rank 0 reads it, names the run and makes the base model; all ranks agree."""
+    config = inputs = None
+    if dist.get_rank() == 0:
+        config = load(argv)
+        if config.trial_name == "auto":
+            config.trial_name = time.strftime("%Y%m%d-%H%M%S")
+        run_dir = run_folder(config)
+        can_go_on = config.mode == "eval" or (config.recover == "auto" and (run_dir / "recover").exists())
+        if (run_dir / "metrics.jsonl").exists() and not can_go_on:
+            raise ConfigError(
+                f"{run_dir} holds a run that cannot be gone on with (recover=off); give another trial_name"
+            )
+        inputs = load_inputs(config)
+    config = share(config)
+    return config, inputs or load_inputs(config)
+
+
+def run_folder(config: TrainConfig) -> Path:
+    return Path(config.fileroot) / config.experiment_name / config.trial_name
+
+
+def run(config: TrainConfig, inputs: Inputs, stack: ExitStack) -> None:
+    """One run, from the configuration to the summary; `stack` ends what it starts."""
+    run_dir = run_folder(config)
     run_dir.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.create({**asdict(config), "revision": revision()}), run_dir / "config.yaml")
-    with ExitStack() as stack:
-        trace = Trace(run_dir / "trace.json" if config.rollout.enable_tracing else None)
-        stack.callback(trace.close)
+    fleet = Fleet(run_dir / "logs")
+    stack.callback(fleet.stop)
+    trace, training = None, config.mode == "train"
+    if dist.get_rank() == 0:
+        OmegaConf.save(
+            OmegaConf.create({**asdict(config), "revision": revision()}),
+            run_dir / f"{'config' if training else 'eval'}.yaml",
+        )
+        trace = Trace(run_dir / "trace.json") if training and config.rollout.enable_tracing else None
+    trace = trace or Trace(None)
+    stack.callback(trace.close)
+    try:
+        if not training:
+            return report_evaluation(config, inputs, run_dir, fleet, trace, stack)
+        recovery = Recovery(run_dir, config.recover)
+        if dist.get_rank():
+            parts = build(config, inputs, run_dir, fleet, trace, recovery, stack)
+            return train(config, parts, run_dir, None, trace)
         logger = Logger(run_dir, config.max_steps, config.logger)
         stack.callback(logger.close)
-        fleet = Fleet(run_dir / "logs")
-        stack.callback(fleet.stop)
-        try:
-            logger.say(f"{describe_mode(config.actor)}\nstarting the inference server and the proxy")
-            parts = build(config, inputs, run_dir, fleet, trace, stack)
-            with logger:
-                train(config, parts, run_dir, logger, trace)
-            summarise(logger, parts.rollout, inputs.task, run_dir)
-        except Exception as error:
-            fleet.raise_death(error)  # the reason behind a refused connection
-            raise
+        logger.say(f"{describe_mode(config.actor)}\nstarting the inference server and the proxy")
+        if recovery.step:
+            logger.say(f"going on after step {recovery.step} of {run_dir}")
+        parts = build(config, inputs, run_dir, fleet, trace, recovery, stack)
+        assert isinstance(parts.rollout, RemoteInfEngine)
+        with logger:
+            train(config, parts, run_dir, logger, trace)
+        summarise(logger, parts.rollout, inputs.task, run_dir)
+    except Exception as error:
+        fleet.raise_death(error)  # the reason behind a refused connection
+        raise
+
+
+def report_evaluation(
+    config: TrainConfig, inputs: Inputs, run_dir: Path, fleet: Fleet, trace: Trace, stack: ExitStack
+) -> None:
+    """mode=eval: print the statistics and write them to eval.json. Rank 0 does it."""
+    if dist.get_rank():
+        return
+    if config.evaluator.base_url:
+        found = evaluate_endpoint(config, inputs)
+    else:
+        server = start_server(config, fleet)
+        _, executor = build_rollout(config, run_dir, fleet, server, trace, stack)
+        found = evaluate(executor, inputs)
+    (run_dir / "eval.json").write_text(json.dumps(found))
+    print("  ".join(f"{key} {value:.4g}" for key, value in found.items() if value is not None))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -237,21 +343,26 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # small models: more threads on shared cores are slower
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        run(load(sys.argv[1:] if argv is None else argv))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ProcessDied as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; every process of the run has ended", file=sys.stderr)
-        return 130
-    except Exception:  # the one place that ends a failed run: everything it started has ended
-        traceback.print_exc()
-        return 1
+    if os.environ.get("RANK", "0") == "0":  # the others have nothing to end, and may be where no handler runs
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with ExitStack() as stack:  # an error is told first, and what was started is ended after it
+        try:
+            join_ranks()
+            config, inputs = configure(sys.argv[1:] if argv is None else argv)
+            run(config, inputs, stack)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except ProcessDied as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("interrupted; ending every process of the run", file=sys.stderr)
+            return 130
+        except Exception:  # the one place that ends a failed run
+            traceback.print_exc()
+            return 1
+    leave_ranks()
     return 0
 
 

@@ -118,6 +118,7 @@ class PPOActorConfig:
     layout: Literal["padded", "packed"] = "padded"  # rows one under another, or end to end without padding (layout.py)
     gradient_checkpointing: bool = False  # keep a layer's input only and compute the rest again in the backward pass
     enable_tree_training: bool = False  # what rows share at their beginning is computed once (tree_attention.py)
+    offload: bool = False  # true: parameters, gradients and optimizer live in host memory (FSDP2 CPU offload)
     use_decoupled_loss: bool = True  # the paper's objective; false: standard PPO
     recompute_logprob: bool = True  # pi_old (or pi_prox) by a forward pass before the update; alias recompute_logprobs
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"  # pi_prox: asked, guessed, or compared
@@ -167,6 +168,7 @@ class EvaluatorConfig:
     """Evaluation: the same workflow under is_eval, without the staleness gate."""
 
     interval: int = 0  # evaluate every so many steps; 0: never
+    base_url: str | None = None  # mode=eval: an OpenAI endpoint to evaluate agents on; default: model_path on a server
 
 
 @dataclass
@@ -199,6 +201,9 @@ class LoggerConfig:
 class TrainConfig:
     """One run."""
 
+    mode: Literal["train", "eval"] = "train"  # eval: one episode per validation prompt, then the end
+    recover: Literal["auto", "off"] = "auto"  # auto: a run started again under its trial_name goes on where it was
+    recover_interval: int = 10  # training steps between the checkpoints that it goes on from
     task: str | None = "tasks.guess"  # module with make_model, dataset, WORKFLOW, summary; null: give them by keys
     experiment_name: str = "guess"  # the run is written to {fileroot}/{experiment_name}/{trial_name}
     trial_name: str = "auto"  # auto: the date and time
@@ -283,7 +288,7 @@ def check_keys(given: Any, source: str) -> DictConfig:
             near = near or difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else "`python train.py --help` lists the keys."
             raise ConfigError(f"unknown key {name!r} in {source}; {hint}")
-        OmegaConf.update(checked, name, value)
+        OmegaConf.update(checked, name, "off" if name == "recover" and value is False else value)  # YAML: off is false
     return checked
 
 
@@ -291,6 +296,7 @@ def validate(config: TrainConfig) -> None:
     """What can be seen to be wrong before anything is started."""
     values = flatten(dataclasses.asdict(config))
     counts = ["max_steps", "train_dataset.batch_size", "gconfig.n_samples", "gconfig.max_new_tokens", "saver.keep"]
+    counts += ["recover_interval"]
     counts += ["actor.ppo_n_minibatches", "actor.ppo_epochs", "rollout.group_size", "rollout.max_concurrent_rollouts"]
     counts += ["rollout.openai.subproc_max_workers", "proxy.workers"]
     for name in counts:

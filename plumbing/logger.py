@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ COLUMNS = (
     ("train_s", "train s", "{:.2f}"),
     ("sync_s", "sync s", "{:.2f}"),
 )
+COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")  # prompt groups, members of groups
 ROWS = 12  # steps that the live table shows
 TRAINER, ROLLOUT = 1, 2  # rows of the trace
 
@@ -115,9 +117,14 @@ class Logger:
     def __init__(self, run_dir: Path, max_steps: int, config: LoggerConfig) -> None:
         self.run_dir, self.max_steps, self.tokens_interval = run_dir, max_steps, config.tokens_interval
         self.console = Console()
-        self.history: list[dict[str, Any]] = []
+        path = run_dir / "metrics.jsonl"  # of a run that goes on, the steps before
+        self.history: list[dict[str, Any]] = (
+            [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+        )
+        self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
+        self.counts: dict[str, int] = {}  # the executor's, when the last step was logged
         self.lag_counts: dict[int, int] = {}  # trained tokens by version lag
-        self.metrics = (run_dir / "metrics.jsonl").open("a")
+        self.metrics = path.open("a")
         self.live = Live(console=self.console, auto_refresh=False) if config.live and self.console.is_terminal else None
 
     def __enter__(self) -> "Logger":
@@ -132,8 +139,14 @@ class Logger:
     def close(self) -> None:
         self.metrics.close()
 
-    def log(self, metrics: dict[str, Any]) -> None:
-        """Append one step to metrics.jsonl and show it."""
+    def count(self, executor: Any) -> dict[str, int]:
+        """What `executor` counted since the last call."""
+        before, self.counts = self.counts, asdict(executor.stats)
+        return {key: self.counts[key] - before.get(key, 0) for key in COUNTS}
+
+    def log(self, metrics: dict[str, Any], executor: Any) -> None:
+        """Append one step to metrics.jsonl, with what `executor` counted since the one before, and show it."""
+        metrics |= {**self.count(executor), "wall_s": time.monotonic() - self.start}
         self.history.append(metrics)
         self.metrics.write(json.dumps(metrics) + "\n")
         self.metrics.flush()

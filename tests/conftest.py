@@ -32,7 +32,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-def make_byte_model(path: Path, seed: int = 0, layers: int = 2, width: int = 64) -> Path:
+def make_byte_model(path: Path, seed: int = 0, layers: int = 2, width: int = 64, tied: bool = False) -> Path:
     """A random Qwen3 over bytes with Qwen's chat markers: 259 tokens, 110k parameters by default, context 2,048."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -60,6 +60,7 @@ def make_byte_model(path: Path, seed: int = 0, layers: int = 2, width: int = 64)
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
+        tie_word_embeddings=tied,
     )
     Qwen3ForCausalLM(config).save_pretrained(path)
     return path

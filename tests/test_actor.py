@@ -7,10 +7,6 @@ none of it may change a number by more than rounding.
 
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -28,8 +23,6 @@ from logprobs import add_read_hidden
 from plumbing.config import NormConfig, OptimizerConfig, PPOActorConfig
 from ppo import ppo_actor_loss_fn
 from weights import WeightUpdateMeta
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def make_batch(lengths=(9, 14, 5, 21, 12, 17, 7, 16), seed=0) -> dict[str, Tensor]:
@@ -493,41 +486,3 @@ def test_a_reference_model_stays_where_it_was(make_actor, tiny_model_dir):
     assert not torch.equal(actor.compute_logp(batch), before)
     ref.destroy()
     assert torch.distributed.is_initialized(), "the group belongs to the actor"
-
-
-def train_one_step(model_dir: Path, target: Path, rows: slice) -> None:
-    """One update of these rows of the test's batch, by however many ranks there are; rank 0 saves the weights."""
-    actor = FSDPPPOActor(make_config(mb_tokens=40), model_dir)
-    actor.create_process_group()
-    actor.initialize(max_steps=10)
-    everything = prepare(actor, make_batch())
-    batch = {key: value[rows] for key, value in everything.items()}
-    stats = actor.ppo_update(batch)
-    actor.save(target)
-    if actor.rank == 0:
-        (target / "stats.json").write_text(json.dumps(stats))
-    actor.destroy()
-
-
-def test_two_ranks_make_the_step_that_one_makes(tiny_model_dir, tmp_path):
-    """Each rank brings half of the rows, and one needs more forward passes; weights and statistics are those of one rank."""
-    train_one_step(tiny_model_dir, tmp_path / "one", slice(None))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, __file__, str(tiny_model_dir), str(tmp_path / "two")]
-    ranks = [subprocess.Popen(command, env={**os.environ, **world, "RANK": str(r)}) for r in range(2)]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-
-    one, two = (json.loads((tmp_path / name / "stats.json").read_text()) for name in ("one", "two"))
-    assert two == pytest.approx(one, rel=1e-4, abs=1e-6)
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], atol=1e-5, rtol=0)
-
-
-if __name__ == "__main__":  # one rank of the test above, with its half of the rows
-    torch.set_num_threads(1)
-    half = slice(0, 4) if os.environ["RANK"] == "0" else slice(4, 8)
-    train_one_step(Path(sys.argv[1]), Path(sys.argv[2]), half)

@@ -1,0 +1,112 @@
+"""Kills at random: trainer, proxy or server, again and again, over one run. Does it finish, and is its ledger whole?
+
+    python bench/soak.py                    30 kills over 60 steps of the demo, seed 1 (`make soak`)
+    python bench/soak.py --kills 5 --steps 12 --seed 7
+
+A life of the run lasts a random number of steps; then one of its three processes is killed (-9), and the same command
+starts it again. Every choice comes from the printed seed. In the end the ledger of trained samples (tokens/*.safetensors) is
+read: every step of the surviving lineage once, no prompt group in two of them, none that was drawn early left out, none
+older than eta, none from weights that came later; and no process is left.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = {"trainer": "train.py", "proxy": "proxy.py", "server": "tiny_server.py"}
+BATCH, ETA = 6, 2
+
+
+def pids(run: subprocess.Popen) -> dict[str, int]:
+    """The run's processes by role, those that are up."""
+    table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    found = {"trainer": run.pid}
+    for pid, parent, args in (line.split(None, 2) for line in table.splitlines()):
+        if int(parent) == run.pid:
+            found |= {role: int(pid) for role, script in SCRIPTS.items() if script in args}
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs; a zombie has ended and only waits for its parent to look."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+    return bool(state) and not state.startswith("Z")
+
+
+def live(command: list[str], rng: random.Random, log: Path) -> tuple[int, str]:
+    """One life: start, wait for a random line of output and a moment more, kill one process, see all of them end."""
+    lines, moment = rng.choice([1, 1, 2, 3, 4, 5, 6, 8]), rng.uniform(0, 0.5)
+    with log.open("a") as out:
+        run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=out, text=True)
+        assert run.stdout is not None
+        for _ in range(lines):
+            out.write(run.stdout.readline())
+        time.sleep(moment)  # the moment of death is what is drawn
+        up = pids(run)
+        victim = rng.choice(sorted(up))
+        if run.poll() is None:
+            os.kill(up[victim], signal.SIGKILL)
+        rest, _ = run.communicate(timeout=120)
+        out.write(rest)
+    deadline = time.monotonic() + 30
+    while left := [pid for pid in up.values() if is_alive(pid)]:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{left} of {up} outlived the {victim}")
+        time.sleep(0.05)
+    return run.returncode, f"{victim} after {lines} lines and {moment:.2f} s"
+
+
+def check(run_dir: Path, steps: int) -> None:
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == list(range(1, steps + 1)), "every step once"
+    seen: dict[int, int] = {}
+    for line in metrics:
+        ledger = load_file(run_dir / "tokens" / f"{line['step']:05d}.safetensors")
+        groups = set(ledger["task_ids"].tolist())
+        assert len(groups) == BATCH, f"step {line['step']} trained {len(groups)} groups"
+        assert not groups & seen.keys(), f"step {line['step']} trained {groups & seen.keys()} again"
+        assert line["staleness_max"] <= ETA
+        assert int(ledger["versions"].max()) <= line["version"]
+        seen |= dict.fromkeys(groups, line["step"])
+    assert max(seen) < (steps + ETA + 1) * BATCH, "the gate opened too wide"
+    missing = set(range((steps - ETA - 1) * BATCH)) - seen.keys()
+    assert not missing, f"groups {sorted(missing)} were drawn and never trained on"
+    print(f"{steps} steps, each once; {len(seen)} groups, none twice, none missing; max age {ETA} kept")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--fileroot", type=Path, default=Path("runs/soak"))
+    args = parser.parse_args()
+    rng, name = random.Random(args.seed), time.strftime("%Y%m%d-%H%M%S")
+    run_dir = args.fileroot / "guess" / name
+    run_dir.mkdir(parents=True)
+    words = [f"fileroot={args.fileroot}", f"trial_name={name}", "logger.live=false", "logger.sample_interval=0"]
+    words += [f"max_steps={args.steps}", f"rollout.max_head_offpolicyness={ETA}", "recover_interval=2"]
+    words += ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "actor.ppo_epochs=1"]
+    command = [sys.executable, "-u", "train.py", *words]
+    print(f"seed {args.seed}; {' '.join(command[1:])}", flush=True)
+    for kill in range(1, args.kills + 1):
+        code, what = live(command, rng, run_dir / "soak.log")
+        lines = (run_dir / "metrics.jsonl").read_text().count("\n") if (run_dir / "metrics.jsonl").exists() else 0
+        print(f"kill {kill}: {what}; exit code {code}, {lines} lines in metrics.jsonl", flush=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stdout[-2000:] + done.stderr[-4000:])
+    check(run_dir, args.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Coming back from the dead: checkpoints, the log of finished groups, and what is kept of each after `kill -9`.
+
+A run that is started again under its name goes on (`recover: auto`). The rule of what it goes on *from*:
+
+- **A checkpoint is a step.** recover/step00040 holds all that step 41 depends on: model and optimizer (sharded, by
+  torch.distributed.checkpoint, so that any number of ranks reads it), schedules, random state, the place in the data,
+  and which groups were open: drawn from the data, not yet trained on. It is written beside its place and renamed;
+  what was not renamed never existed.
+- **A step that no checkpoint holds did not happen.** Its line is cut from metrics.jsonl and it is done again. So every
+  step is in the surviving lineage once: its line is written before the checkpoint is.
+- **A finished group outlives its process.** Before a group counts as accepted it is a file, recover/groups/{task}.safetensors.
+  Each open group of the checkpoint whose file is there is put back as finished, in its place in the order of start; the
+  others are rolled out again, under the same id and so with the same sampling seeds.
+- **Except when it comes from weights that are gone.** A group with a token newer than the checkpoint's version v was
+  sampled by a policy that the new lineage will not have (its version v + 1 is another one). It is dropped and rolled
+  out again. Older tokens are as good as ever: their weights are this lineage's, too.
+
+Why the age bound of staleness.py still holds: groups that are put back stand in front, in their old order, so each is
+consumed no later than it would have been; the gate is told version * B + (groups put back) places are taken.
+
+Not promised: that the order of starts is the same as without the crash, unless the run is synchronous; survival of a
+power failure between the write of a file and the disk; the groups that agents submit beside prepare_batch.
+
+Beside AReaL: there in-flight and accepted but untrained rollouts are lost, and before #1345 the gate opened too wide.
+"""
+
+import json
+import os
+import pickle
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import CheckpointException
+
+from plumbing.config import ConfigError
+from plumbing.ranks import share
+from trajectory import Trajectory, tail_version
+
+PARTIAL = ".partial"  # suffix of what is being written
+
+
+class GroupLog:
+    """Finished groups that no checkpoint has trained on, a file each. Written by the rollout's threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, task_id: int) -> Path:
+        return self.folder / f"{task_id}.safetensors"
+
+    def write(self, task_id: int, group: Trajectory) -> None:
+        """All or nothing."""
+        partial = self.path(task_id).with_suffix(PARTIAL)
+        save_file({key: value.contiguous() for key, value in group.items()}, partial)
+        os.replace(partial, self.path(task_id))
+
+    def read(self, task_ids: Any, version: int) -> dict[int, Trajectory]:
+        """Those of `task_ids` that are here and hold no token newer than `version`, in the order given."""
+        groups = {i: load_file(self.path(i)) for i in task_ids if self.path(i).exists()}
+        return {i: group for i, group in groups.items() if (tail_version(group) or 0) <= version}
+
+    def keep(self, task_ids: Any, below: float = float("inf")) -> None:
+        """Forget every group with an id less than `below` but `task_ids`."""
+        for path in self.folder.glob("*.safetensors"):
+            if int(path.stem) < below and int(path.stem) not in task_ids:
+                path.unlink()
+
+
+def cut_metrics(path: Path, last_step: int) -> None:
+    """Leave the lines of steps 1 to last_step; a torn line was being written when the process died."""
+    kept = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+        except ValueError:
+            break
+    if len(kept) != last_step:
+        raise ConfigError(
+            f"{path} has {len(kept)} lines up to step {last_step}; it was changed, give another trial_name"
+        )
+    partial = path.with_suffix(PARTIAL)
+    partial.write_text("".join(kept))
+    os.replace(partial, path)
+
+
+class Recovery:
+    """The checkpoints of one run. All ranks make one and call its methods together; off: they do nothing."""
+
+    def __init__(self, run_dir: Path, mode: str) -> None:
+        self.run_dir, self.folder, self.on = run_dir, run_dir / "recover", mode == "auto"
+        self.step = 0  # of the newest checkpoint
+        self.groups: GroupLog | None = None
+        if not self.on:
+            return
+        if dist.get_rank() == 0:
+            found = [int(path.name[4:]) for path in self.folder.glob("step*") if path.name[4:].isdecimal()]
+            self.step = max(found, default=0)
+            cut_metrics(run_dir / "metrics.jsonl", self.step)
+            self.groups = GroupLog(self.folder / "groups")
+        self.step = share(self.step)
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / f"step{step:05d}"
+
+    def save(self, step: int, actor: Any, executor: Any) -> None:
+        """The checkpoint of `step`, whose line is in metrics.jsonl; then older ones are deleted."""
+        # 1. Beside its place; what a crash left there goes first.
+        target = self.checkpoint(step)
+        partial = target.with_name(target.name + PARTIAL)
+        if actor.rank == 0:
+            for left in self.folder.glob(f"step*{PARTIAL}"):
+                shutil.rmtree(left)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        actor.save_state(partial)
+
+        # 2. What rank 0 alone knows. Then all at once.
+        if actor.rank == 0:
+            rollout = executor.state_dict()
+            state = {"steps": actor.steps, "rollout": rollout, "random": (random.getstate(), torch.get_rng_state())}
+            (partial / "state.pickle").write_bytes(pickle.dumps(state))
+            os.replace(partial, target)
+            for old in self.folder.glob("step*"):
+                if old != target:
+                    shutil.rmtree(old)
+            assert self.groups is not None
+            self.groups.keep(rollout["open"], below=rollout["next_id"])
+        self.step = step
+        dist.barrier()
+
+    def load(self, actor: Any, executor: Any) -> int:
+        """Put back the newest checkpoint; its step, 0 if there is none. The servers' weights are the caller's.
+
+        ConfigError where it does not fit the model.
+        """
+        if not self.step:
+            if self.groups is not None:
+                self.groups.keep(())
+            return 0
+        folder = self.checkpoint(self.step)
+        try:
+            actor.load_state(folder)
+        except CheckpointException as error:
+            found = str(error).strip().splitlines()[-1].strip()
+            remedy = "give another trial_name, or the model that the run was started with"
+            raise ConfigError(f"{folder} does not fit {actor.model_path}: {remedy} ({found})") from error
+        state = share(pickle.loads((folder / "state.pickle").read_bytes()) if actor.rank == 0 else None)
+        actor.steps = state["steps"]
+        random.setstate(state["random"][0])
+        torch.set_rng_state(state["random"][1])
+        if actor.rank == 0:
+            assert self.groups is not None
+            finished = self.groups.read(state["rollout"]["open"], self.step)
+            self.groups.keep(finished)
+            executor.load_state_dict(state["rollout"], finished, self.step)
+        return self.step

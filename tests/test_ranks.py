@@ -1,0 +1,236 @@
+"""Several ranks do what one does, and end together: torchrun over gloo, on this machine.
+
+The numbers: the same recorded batch through 1, 2 and 4 processes gives the same gradients, the same parameters and the
+same statistics. The endings: whichever rank dies, all are gone within seconds and the dead one's error is shown.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import free_port, make_byte_model
+from safetensors.torch import load_file, save_file
+from test_actor import gradients, make_batch, make_config, prepare
+from torch import Tensor
+
+from actor import FSDPPPOActor
+from plumbing.ranks import share
+
+ROOT = Path(__file__).resolve().parent.parent
+SGD_STEPS = 5
+LENGTHS = (9, 14, 5, 21, 12, 17, 7)  # seven rows over two and four ranks: shares differ in size
+
+
+def torchrun(n: int, *words: str) -> list[str]:
+    options = [f"--nproc-per-node={n}", "--standalone"]
+    return [sys.executable, "-m", "torch.distributed.run", *options, *words]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def start(n: int, *words: str) -> subprocess.Popen[str]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(torchrun(n, *words), cwd=ROOT, env=environment(), **pipes)
+
+
+# ---- what the ranks do
+
+
+def work_numbers(model_dir: Path, out: Path) -> None:
+    """Two training steps' worth of everything that is compared: gradients, then parameters after SGD steps."""
+    actor = FSDPPPOActor(make_config(mb_tokens=40, ppo_n_minibatches=2), model_dir)
+    actor.create_process_group()
+    actor.initialize(max_steps=10)
+    actor.optimizer = torch.optim.SGD(actor.model.parameters(), lr=0.05)
+    actor.config.optimizer.lr = 0.05
+
+    batch = prepare(actor, make_batch(LENGTHS))
+    result: dict[str, Tensor] = {"prox_logp": batch["prox_logp"]}
+    actor.config.ppo_n_minibatches = 1
+    stats = actor.ppo_update(batch)
+    result |= {f"grad.{name}": g for name, g in gradients(actor.model).items()} | {"theta_logp": batch["theta_logp"]}
+    actor.config.ppo_n_minibatches = 2
+    for _ in range(SGD_STEPS):
+        actor.ppo_update(batch)
+    result |= {f"param.{name}": p.full_tensor() for name, p in actor.model.named_parameters()}
+    if actor.rank == 0:
+        save_file({name: t.contiguous() for name, t in result.items()}, out / "numbers.safetensors")
+        (out / "stats.json").write_text(json.dumps(stats))
+    actor.destroy()
+
+
+def work_memory(model_dir: Path, out: Path) -> None:
+    """Each rank notes what it holds after loading: the elements of its shards, and whether it read the files."""
+    from transformers import AutoModelForCausalLM
+
+    reads = []
+    original = AutoModelForCausalLM.from_pretrained
+    AutoModelForCausalLM.from_pretrained = lambda *a, **k: reads.append(a) or original(*a, **k)  # type: ignore[func-returns-value,method-assign]
+    actor = FSDPPPOActor(make_config(offload=True), model_dir)
+    actor.create_process_group()
+    actor.initialize(max_steps=1)
+    held = sum(p.to_local().numel() for p in actor.model.parameters())
+    (out / f"rank{actor.rank}.json").write_text(json.dumps({"held": held, "reads": len(reads)}))
+    prepare(actor, make_batch())
+    actor.destroy()
+
+
+def work_wait(model_dir: Path, out: Path) -> None:
+    """Rank 2 is the one that dies or raises; rank 0 waits where nothing from the others reaches it, rank 1 in a collective."""
+    actor = FSDPPPOActor(make_config(), model_dir)
+    actor.create_process_group()
+    actor.initialize(max_steps=1)
+    print(f"ready {actor.rank} {os.getpid()}", flush=True)
+    if actor.rank == 0:
+        signal.pause()  # as in a wait for rollouts
+    if actor.rank == 2:
+        if os.environ.get("RAISE"):
+            raise ValueError("the rank's own error")
+        signal.pause()
+    share(None)
+
+
+# ---- the tests
+
+
+@pytest.fixture(scope="module")
+def numbers(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[dict, dict]]:
+    """(tensors, statistics) by world size."""
+    found = {}
+    for n in (1, 2, 4):
+        out = tmp_path_factory.mktemp(f"world{n}")
+        done = start(n, __file__, "work_numbers", str(tiny_model_dir), str(out))
+        output, _ = done.communicate(timeout=200)
+        assert done.returncode == 0, output
+        found[n] = load_file(out / "numbers.safetensors"), json.loads((out / "stats.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_gradients_and_parameters_are_those_of_one_rank(numbers, n: int) -> None:
+    """On a recorded batch: gradients to 1e-5 relative, parameters after 5 SGD steps to 1e-5, logprobs, statistics."""
+    (one, one_stats), (many, many_stats) = numbers[1], numbers[n]
+    assert one.keys() == many.keys()
+    for name in one:
+        if name.startswith("grad."):
+            distance = (one[name] - many[name]).norm() / one[name].norm()
+            assert distance < 1e-5, f"{name}: {distance}"
+        else:
+            torch.testing.assert_close(many[name], one[name], atol=1e-5, rtol=0, msg=name)
+    assert any(name.startswith("grad.") and one[name].norm() > 1e-3 for name in one)
+    assert many_stats == pytest.approx(one_stats, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_rank_but_the_first_reads_the_model(tmp_path: Path, tied: bool) -> None:
+    """The others get their shards handed out, tied embeddings too; together they hold each parameter once (CPU offload)."""
+    model_dir = make_byte_model(tmp_path / "model", tied=tied)
+    total = sum(t.numel() for t in load_file(model_dir / "model.safetensors").values())
+    done = start(2, __file__, "work_memory", str(model_dir), str(tmp_path))
+    output, _ = done.communicate(timeout=200)
+    assert done.returncode == 0, output
+    ranks = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(2)]
+    assert [rank["reads"] for rank in ranks] == [1, 0]
+    assert sum(rank["held"] for rank in ranks) == total
+    assert max(rank["held"] for rank in ranks) < 0.6 * total
+
+
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> None:
+    """Rank 2 of 3 dies while rank 0 waits for something else: all end, nobody is left, and the cause is on the screen."""
+    if how == "raises":
+        os.environ["RAISE"] = "1"
+    try:
+        process = start(3, __file__, "work_wait", str(tiny_model_dir), str(tmp_path))
+    finally:
+        os.environ.pop("RAISE", None)
+    assert process.stdout is not None
+    pids: dict[int, int] = {}
+    lines = []
+    while len(pids) < 3:
+        lines.append(process.stdout.readline())
+        assert lines[-1], "".join(lines)
+        if lines[-1].startswith("ready"):
+            _, rank, pid = lines[-1].split()
+            pids[int(rank)] = int(pid)
+    if how == "killed":
+        os.kill(pids[2], signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    output = "".join(lines) + output
+    assert process.returncode != 0
+    assert ("the rank's own error" if how == "raises" else "SIGKILL") in output, output
+    for left in pids.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(left, 0)
+
+
+# ---- two machines, both this one
+
+
+def start_node(folder: Path, port: int, log: Path, host: bool) -> subprocess.Popen:
+    """torchrun as one of two nodes; all of it in one session, so that it can be killed as a machine dies."""
+    launch = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    launch += [f"--rdzv-conf=is_host={int(host)}"]
+    small = ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "logger.live=false", "recover_interval=2"]
+    run = ["train.py", *small, "max_steps=6", f"fileroot={folder}", "experiment_name=e", "trial_name=t"]
+    command = [sys.executable, "-u", "-m", "torch.distributed.run", *launch, *run]
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def wait_for_line(path: Path, steps: int, nodes: list[subprocess.Popen]) -> None:
+    """Until metrics.jsonl has `steps` lines; another process's file has no event to wait for."""
+    while not path.exists() or path.read_text().count("\n") < steps:
+        assert all(node.poll() is None for node in nodes), "a node has ended"
+        time.sleep(0.05)
+
+
+def test_two_nodes_train_and_come_back(tmp_path: Path) -> None:
+    """Two torchruns over loopback train together; one dies as a machine does, the other ends with a word and leaves
+    nobody; started again, they go on from the checkpoint."""
+    metrics, logs = tmp_path / "e/t/metrics.jsonl", [tmp_path / "a.log", tmp_path / "b.log"]
+    port = free_port()
+    nodes = [start_node(tmp_path, port, log, log is logs[0]) for log in logs]
+    try:
+        wait_for_line(metrics, 3, nodes)
+        os.killpg(nodes[1].pid, signal.SIGKILL)
+        assert nodes[0].wait(timeout=120) != 0
+        said = logs[0].read_text()
+        assert "has ended before it" in said, said
+        assert wait_no_process(f"fileroot={tmp_path}")
+        port = free_port()
+        nodes = [start_node(tmp_path, port, log, log is logs[0]) for log in logs]
+        assert [node.wait(timeout=300) for node in nodes] == [0, 0], logs[0].read_text()[-4000:]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                os.killpg(node.pid, signal.SIGKILL)
+    assert "going on after step 2" in "".join(log.read_text() for log in logs)
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, 7))
+
+
+def wait_no_process(word: str, seconds: float = 30) -> bool:
+    """Whether no process with `word` among its arguments is left, or none any more within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        table = subprocess.run(["ps", "-A", "-o", "stat=,args="], capture_output=True, text=True, check=True).stdout
+        if not any(word in row and not row.startswith("Z") for row in table.splitlines()):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {work.__name__: work for work in (work_numbers, work_memory, work_wait)}[sys.argv[1]](*map(Path, sys.argv[2:]))

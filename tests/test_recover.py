@@ -1,0 +1,273 @@
+"""Coming back from `kill -9`: nothing of the surviving lineage is missing, double, or from weights that are gone.
+
+The units first (the cut, the log, the place in the data, the gate), then real runs that are killed and started again.
+"""
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_byte_model
+from safetensors.torch import load_file
+from scripted import ScriptedEngine
+from test_actor import gradients, make_batch, make_config, prepare
+from test_executor import Echo, loader
+
+from actor import FSDPPPOActor
+from executor import WorkflowExecutor
+from plumbing.config import ConfigError, RolloutConfig
+from plumbing.recover import GroupLog, Recovery, cut_metrics
+from trajectory import complete
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def group(version: int, task_id: int = 0) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([[1, 2, 3]])
+    row = {"input_ids": ids, "attention_mask": ids > 0, "loss_mask": torch.tensor([[0, 1, 1]])}
+    return complete(row, task_id, version)
+
+
+# ---- the pieces
+
+
+def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
+    """Lines after the checkpoint go, and with them a line that was torn; a missing one is an error."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": i}) + "\n" for i in range(1, 5)) + '{"step": 5, "rew')
+    cut_metrics(path, 3)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    with pytest.raises(ConfigError, match="3 lines up to step 4"):
+        cut_metrics(path, 4)
+    cut_metrics(path, 0)
+    assert path.read_text() == ""
+
+
+def test_groups_of_weights_that_are_gone_are_not_put_back(tmp_path: Path) -> None:
+    """The log gives back the open groups up to the checkpoint's version, in order; what is half written is not there."""
+    log = GroupLog(tmp_path / "groups")
+    for task_id, version in ((7, 3), (5, 2), (6, 4), (9, 1)):
+        log.write(task_id, group(version, task_id))
+    (log.folder / "8.partial").write_bytes(b"torn")
+    found = log.read([5, 6, 7, 8], version=3)
+    assert list(found) == [5, 7]
+    assert all(torch.equal(found[7][key], value) for key, value in group(3, 7).items())
+    log.keep([6, 7], below=9)
+    assert list(log.read([5, 6, 7, 9], version=9)) == [6, 7, 9]
+
+
+@pytest.fixture
+def make_executor(tiny_tokenizer):
+    made = []
+
+    def make(version: int = 0, eta: int = 2, keep=None) -> WorkflowExecutor:
+        engine = ScriptedEngine(tiny_tokenizer)
+        engine.version = version
+        config = RolloutConfig(max_head_offpolicyness=eta, consumer_batch_size=2, dump_to_file=False)
+        made.append(WorkflowExecutor(engine, config, keep=keep))
+        return made[-1]
+
+    yield make
+    for executor in made:
+        executor.destroy()
+
+
+def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path) -> None:
+    """After a restart every sample comes once, ids go on, the gate has its width (AReaL #1388), old groups come first."""
+    log = GroupLog(tmp_path / "groups")
+    samples = [{"n": n} for n in range(5)]  # 16 draws are four epochs, each in an order of its own
+    first, data = make_executor(keep=log.write), loader(samples, seed=3)
+    trained, seen = [], []
+
+    def train(executor: WorkflowExecutor, data, versions) -> None:
+        for version in versions:
+            batch = executor.prepare_batch(data, Echo())
+            trained.extend(batch["task_ids"].tolist())
+            seen.extend((batch["input_ids"][:, 0] - 1).tolist())
+            executor.engine.set_version(version)
+
+    train(first, data, (1, 2, 3))
+    first.dispatcher.runner.wait_for(lambda: first.stats.running == 0, 60)
+    state = first.state_dict()
+    assert trained == list(range(6))
+    assert sorted(state["open"]) == list(range(6, state["next_id"]))
+    log.write(7, group(4, 7))  # as if a lost step had made it anew
+    (log.folder / "10.safetensors").unlink()  # as if it had still been running
+
+    second = make_executor(version=3)
+    finished = log.read(state["open"], 3)
+    assert list(finished) == [6, 8, 9, 11]
+    second.load_state_dict(state, finished, 3)
+    assert second.staleness_manager.get_stats().accepted == 3 * 2 + 4
+    assert second.staleness_manager.get_capacity() == (2 + 3 + 1) * 2 - (3 * 2 + 4)
+    train(second, loader(samples, seed=3), range(4, 9))
+    assert trained[6:12] == [6, 8, 9, 11, 7, 10]
+    assert trained[12:] == [12, 13, 14, 15]
+    replay = loader(samples, seed=3)
+    order = [sample["n"] for _ in range(4) for batch in replay for sample in batch]
+    assert [n for _, n in sorted(zip(trained, seen, strict=True))] == order[:16]
+
+
+def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Trained on from a checkpoint, model, optimizer, schedule and random numbers go on as if nothing had happened."""
+
+    class Executor:
+        def state_dict(self):
+            return {"open": {}, "next_id": 4}
+
+        def load_state_dict(self, *args):
+            self.got = args
+
+    def make() -> FSDPPPOActor:
+        actor = FSDPPPOActor(make_config(entropy_coeff=0.1, entropy_anneal=True), tiny_model_dir)
+        actor.create_process_group()
+        actor.initialize(max_steps=4)
+        return actor
+
+    def step(actor: FSDPPPOActor) -> tuple:
+        stats = actor.ppo_update(prepare(actor, make_batch()))
+        actor.step_lr_scheduler()
+        return stats, {name: g.clone() for name, g in gradients(actor.model).items()}, random.random(), torch.rand(2)
+
+    actor = make()
+    recovery = Recovery(tmp_path, "auto")
+    step(actor)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    recovery.save(1, actor, Executor())
+    (tmp_path / "recover" / "step00009.partial").mkdir()  # died while it was written
+    expected = step(actor)
+    actor.destroy()
+
+    again = make()
+    executor, recovery = Executor(), Recovery(tmp_path, "auto")
+    assert recovery.load(again, executor) == 1
+    assert executor.got == ({"open": {}, "next_id": 4}, {}, 1)
+    stats, grads, *numbers = step(again)
+    assert stats == pytest.approx(expected[0], rel=1e-6)
+    assert all(torch.equal(grads[name], expected[1][name]) for name in grads)
+    assert numbers[0] == expected[2]
+    assert torch.equal(numbers[1], expected[3])
+    recovery.save(2, again, executor)
+    assert [path.name for path in (tmp_path / "recover").glob("step*")] == ["step00002"]
+    again.destroy()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """The message says what to do, and it comes before anything is trained."""
+
+    class Executor:
+        def state_dict(self):
+            return {"open": {}, "next_id": 0}
+
+    other = make_byte_model(tmp_path / "other", layers=1, width=32)
+    for path in (tiny_model_dir, other):
+        actor = FSDPPPOActor(make_config(), path)
+        actor.create_process_group()
+        actor.initialize(max_steps=1)
+        recovery = Recovery(tmp_path, "auto")
+        if path == tiny_model_dir:
+            recovery.save(1, actor, Executor())
+            (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+        else:
+            with pytest.raises(ConfigError, match=r"does not fit .*another trial_name"):
+                recovery.load(actor, Executor())
+        actor.destroy()
+
+
+# ---- real runs
+
+
+def command(folder: Path, *words: str) -> list[str]:
+    small = ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "actor.ppo_epochs=1", "logger.live=false"]
+    fixed = [f"fileroot={folder}", "experiment_name=e", "trial_name=t", "recover_interval=2"]
+    return [sys.executable, "-u", "train.py", *small, *fixed, *words]
+
+
+def run_until(folder: Path, line: str, *words: str) -> None:
+    """Start the run and kill -9 it when it has printed `line`."""
+    process = subprocess.Popen(
+        command(folder, *words), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    seen = list(itertools.takewhile(lambda text: not text.startswith(line), process.stdout))
+    process.kill()
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, "".join(seen) + rest
+
+
+def finish(folder: Path, *words: str) -> tuple[str, list[dict]]:
+    done = subprocess.run(command(folder, *words), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    lines = (folder / "e" / "t" / "metrics.jsonl").read_text().splitlines()
+    return done.stdout, [json.loads(line) for line in lines]
+
+
+def check_lineage(run_dir: Path, metrics: list[dict], batch: int, eta: int) -> None:
+    """Every step once, in order; every group in one step; none left out before the last; none too old."""
+    assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
+    assert max(line["staleness_max"] for line in metrics) <= eta
+    trained: list[int] = []
+    for line in metrics:
+        ledger = load_file(run_dir / "tokens" / f"{line['step']:05d}.safetensors")
+        trained += sorted(set(ledger["task_ids"].tolist()))
+        assert int(ledger["versions"].max()) <= line["version"]
+    assert len(trained) == len(set(trained)) == batch * len(metrics)
+    assert max(trained) < (len(metrics) + eta + 1) * batch
+
+
+def test_a_synchronous_run_repeats_through_kills(tmp_path: Path) -> None:
+    """Killed after step 3 (one step past its checkpoint) and again before the next, it makes the very same run."""
+    words = ("max_steps=5", "rollout.max_head_offpolicyness=0")
+    _, expected = finish(tmp_path / "whole", *words)
+    run_until(tmp_path / "killed", "step 3 ", *words)
+    run_until(tmp_path / "killed", "going on after step 2", *words)
+    said, metrics = finish(tmp_path / "killed", *words)
+    assert "going on after step 2" in said
+    check_lineage(tmp_path / "killed/e/t", metrics, batch=6, eta=0)
+    for one, two in zip(expected, metrics, strict=True):
+        for key in ("reward", "tokens", "staleness_max", "version"):
+            assert one[key] == two[key], (one["step"], key)
+        assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
+
+
+def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
+    """Killed before its first checkpoint, while it starts, and twice on its way: one lineage, and nothing in it twice."""
+    for line in ("step 1 ", "decoupled", "step 3 ", "step 5 "):
+        run_until(tmp_path, line, "max_steps=8", "rollout.max_head_offpolicyness=2")
+    said, metrics = finish(tmp_path, "max_steps=8", "rollout.max_head_offpolicyness=2")
+    assert "going on after step 4" in said
+    check_lineage(tmp_path / "e/t", metrics, batch=6, eta=2)
+    said, again = finish(tmp_path, "max_steps=8", "rollout.max_head_offpolicyness=2")
+    assert again == metrics, "a finished run that is started again has nothing to do"
+
+
+def test_recover_off_does_not_touch_a_run(tmp_path: Path) -> None:
+    """With recover=off a name is used once, and nothing is written to go on from."""
+    finish(tmp_path, "max_steps=1", "recover=off")
+    assert not (tmp_path / "e/t/recover").exists()
+    for mode in ("off", "auto"):  # nor does a later auto erase what it cannot go on from
+        again = command(tmp_path, "max_steps=1", f"recover={mode}")
+        done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 2
+        assert "give another trial_name" in done.stderr
+    assert (tmp_path / "e/t/metrics.jsonl").read_text().count("\n") == 1
+
+
+def test_evaluation_by_itself(tmp_path: Path) -> None:
+    """mode=eval plays one episode per validation prompt with the model alone, and says what came of it."""
+    words = command(tmp_path, "mode=eval")
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ})
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "e/t/eval.json").read_text())
+    assert found["eval_episodes"] == 6
+    assert found["eval_rejected"] == 0
+    assert 0 <= found["eval_reward"] <= 1
+    assert f"eval_reward {found['eval_reward']:.4g}" in done.stdout
+    assert list((tmp_path / "e/t").glob("eval-rollout/0/*.jsonl"))
