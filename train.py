@@ -43,7 +43,7 @@ from engine import RemoteInfEngine
 from executor import ProxyAddress, WorkflowExecutor
 from plumbing.config import ConfigError, TrainConfig, load
 from plumbing.inputs import Inputs, load_inputs
-from plumbing.launch import Fleet, ProcessDied, revision, start_proxy, start_server
+from plumbing.launch import Fleet, ProcessDied, plan_run, revision, start_proxy, start_servers
 from plumbing.logger import Logger, Trace, describe_batch
 from plumbing.report import summarise
 from weights import WeightUpdateMeta
@@ -155,8 +155,8 @@ def save(actor: FSDPPPOActor, folder: Path, step: int, keep: int) -> None:
 
 def build(config: TrainConfig, inputs: Inputs, run_dir: Path, fleet: Fleet, trace: Trace, stack: ExitStack) -> Parts:
     """Start everything; `stack` ends it in reverse."""
-    # 1. The inference server starts while the trainer's model is loaded.
-    server = start_server(config, fleet)
+    # 1. The inference servers start while the trainer's model is loaded.
+    servers = start_servers(config, fleet)
     assert config.model_path is not None
     actor = FSDPPPOActor(config.actor, config.model_path)
     stack.callback(actor.destroy)
@@ -169,7 +169,7 @@ def build(config: TrainConfig, inputs: Inputs, run_dir: Path, fleet: Fleet, trac
         ref.initialize()
 
     # 2. The rollout side: the engine speaks to the servers, the proxy to the agents, the executor runs the episodes.
-    addresses = [fleet.wait_ready(server)] if server else config.rollout.server_addrs
+    addresses = [fleet.wait_ready(server) for server in servers] or config.rollout.server_addrs
     rollout = RemoteInfEngine(
         addresses,
         pause_mode=config.rollout.pause_mode,
@@ -212,6 +212,10 @@ def run(config: TrainConfig) -> None:
     if (run_dir / "metrics.jsonl").exists():
         raise ConfigError(f"{run_dir} already holds a run; give another trial_name")
     inputs = load_inputs(config)
+    plan = plan_run(config)
+    if config.dry_run:
+        print(plan)
+        return
     run_dir.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(OmegaConf.create({**asdict(config), "revision": revision()}), run_dir / "config.yaml")
     with ExitStack() as stack:

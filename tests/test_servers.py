@@ -139,7 +139,7 @@ def test_who_returns_takes_part_in_the_next_update(tmp_path: Path) -> None:
 
 def test_a_process_that_is_told_nothing_waits_for_the_version(tmp_path: Path) -> None:
     """A proxy's engine controls nothing. It takes the server back when that reports the version it has seen."""
-    machines, (first, second) = Machines(a=3, b=3), home()
+    machines, (first, _) = Machines(a=3, b=3), home()
     proxy = machines.engine(A, B)
     machines.dead.add(first)
     assert ask(proxy) == [3]
