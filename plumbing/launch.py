@@ -87,7 +87,11 @@ class Fleet:
     def __repr__(self) -> str:
         return f"Fleet({', '.join(f'{c.name} pid={c.process.pid} code={c.process.poll()}' for c in self.children)})"
 
-    def start(self, planned: Planned, **environment: str) -> Child:
+    def start(self, name: str, script: str, *arguments: str, environment: dict[str, str] | None = None) -> Child:
+        """Start a script of ours, which gets no GPU."""
+        return self.launch(Planned(name, own_command(script, *arguments), []), environment)
+
+    def launch(self, planned: Planned, environment: dict[str, str] | None = None) -> Child:
         """Start it and return at once; `wait_ready` waits for its first answer."""
         port = planned.port or free_port()
         log = self.log_dir / f"{planned.name}.log"
@@ -100,7 +104,7 @@ class Fleet:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **gpus, **environment},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **gpus, **(environment or {})},
             )
         child = Child(planned.name, f"http://127.0.0.1:{port}", log, process)
         self.children.append(child)
@@ -220,6 +224,10 @@ def words(options: dict[str, object]) -> list[str]:
     return [str(word) for pair in options.items() for word in pair]
 
 
+def own_command(script: str, *arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / script), *arguments, "--exit-with-parent"]
+
+
 def tiny_command(config: TrainConfig) -> list[str]:
     options = {
         "--model-path": config.model_path,
@@ -228,8 +236,7 @@ def tiny_command(config: TrainConfig) -> list[str]:
         "--max-total-tokens": config.server.max_total_tokens,
         "--seed": config.seed,
     }
-    script = [sys.executable, str(ROOT / "tiny_server.py"), "--exit-with-parent"]
-    return [*script, *words(options), *config.server.args]
+    return own_command("tiny_server.py", *words(options), *config.server.args)
 
 
 def sglang_command(config: TrainConfig, mem_fraction: float | None) -> list[str]:
@@ -363,7 +370,7 @@ def plan_run(config: TrainConfig) -> str:
 
 def start_servers(config: TrainConfig, fleet: Fleet) -> list[Child]:
     """Inference servers of our own, not waited for; none where rollout.server_addrs gives some that are up."""
-    return [fleet.start(planned) for planned in plan_servers(config, visible_gpus(), local_ranks())]
+    return [fleet.launch(planned) for planned in plan_servers(config, visible_gpus(), local_ranks())]
 
 
 def start_proxy(config: TrainConfig, fleet: Fleet, servers: list[str]) -> tuple[str, str]:
@@ -378,10 +385,11 @@ def start_proxy(config: TrainConfig, fleet: Fleet, servers: list[str]) -> tuple[
         "--max-new-tokens": config.gconfig.max_new_tokens,
         "--chat-template-type": config.rollout.openai.chat_template_type,
     }
-    arguments = [*words(options), *(word for url in servers for word in ("--server", url))]
-    command = [sys.executable, str(ROOT / "proxy.py"), "--exit-with-parent", *arguments]
+    arguments = [str(word) for pair in options.items() for word in pair]
+    for url in servers:
+        arguments += ["--server", url]
     admin_key = secrets.token_urlsafe(16)
-    child = fleet.start(Planned("proxy", command, []), NANO_AREAL_ADMIN_KEY=admin_key)
+    child = fleet.start("proxy", "proxy.py", *arguments, environment={"NANO_AREAL_ADMIN_KEY": admin_key})
     return fleet.wait_ready(child), admin_key
 
 
