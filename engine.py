@@ -45,7 +45,8 @@ so far).
 Differs from AReaL: failures and empty aborts back off exponentially (AReaL: one second flat; no pause at all
 after an abort, 2,000 requests in 1.8 s); what was generated before a failure is kept; a request that is wrong
 is never retried; servers are chosen by hash of the conversation, so that its turns find their prefix cache
-(AReaL: by request, round robin); a cancelled caller aborts its request at the server.
+(AReaL: by request, round robin); one that dies, or returns with old weights, is done without (servers.py); a
+cancelled caller aborts its request at the server.
 """
 
 import asyncio
@@ -66,6 +67,7 @@ import orjson
 
 import weights
 from plumbing.wire import CALL_TIMEOUT, EngineError, Wire
+from servers import Servers
 
 logger = logging.getLogger("nano_areal.engine")
 
@@ -155,12 +157,6 @@ class ModelResponse:
 
 
 OnTokens = Callable[[ModelResponse], None]
-
-
-def rank_servers(servers: list[str], key: str) -> list[str]:
-    """All servers in the order in which a conversation tries them (rendezvous hashing): every conversation
-    has its own fixed order, and a server that disappears moves only those that had it first."""
-    return sorted(servers, key=lambda server: hashlib.blake2b(f"{key}@{server}".encode()).digest())
 
 
 def segment_seed(seed: int, offset: int) -> int:
@@ -268,10 +264,10 @@ class RemoteInfEngine:
             raise ValueError("the engine needs the address of at least one server")
         if pause_mode not in ("retract", "abort", "in_place"):
             raise ValueError(f"pause_mode is retract, abort or in_place, not {pause_mode!r}")
-        self.addresses = [address.rstrip("/") for address in addresses]
         self.request_timeout, self.request_retries = request_timeout, request_retries
         self._sleep = sleep
         self._wire = Wire(transport)
+        self.servers = Servers(addresses, self._wire)
         # All that changes over the engine's life:
         self.pause_mode = pause_mode  # becomes "abort" when a server reports no spans
         self.vocab_size: int | None = None  # these two, in tokens, as far as the servers tell
@@ -283,7 +279,7 @@ class RemoteInfEngine:
 
     def __repr__(self) -> str:
         state = "destroyed" if self._destroyed else "paused" if self._servers_paused else "running"
-        return f"RemoteInfEngine({self.addresses}, version={self._version}, {self.pause_mode}, {state})"
+        return f"RemoteInfEngine({self.servers}, version={self._version}, {self.pause_mode}, {state})"
 
     # Questions
 
@@ -297,16 +293,23 @@ class RemoteInfEngine:
         A server takes no prompt as long as its context, so of a sequence that fills it the last is missing.
         """
 
-        async def score_one(server: str, ids: list[int]) -> list[float]:
+        async def score_one(number: int, ids: list[int], attempt: int = 0) -> list[float]:
             ids = ids[: self.context_length - 1] if self.context_length else ids
             self._check_ids(ids)
+            server = await self.servers.choose(str(number), attempt)
             body = {**probe(ids), "logprob_start_len": 0}
-            answer = await self._wire.call(server + "/generate", body, self.request_timeout)
+            try:
+                answer = await self._wire.call(server + "/generate", body, self.request_timeout)
+            except EngineError as error:
+                if error.status != 503 or attempt == self.request_retries:
+                    raise
+                self.servers.lose(server, error)
+                return await score_one(number, ids, attempt + 1)
             entries = answer["meta_info"]["input_token_logprobs"]
             return [0.0] + [entry[0] for entry in entries[1:]]
 
         async def score_all() -> list[list[float]]:
-            return await asyncio.gather(*map(score_one, itertools.cycle(self.addresses), input_ids))
+            return await asyncio.gather(*map(score_one, itertools.count(), input_ids))
 
         return asyncio.run(score_all())
 
@@ -324,7 +327,6 @@ class RemoteInfEngine:
         g, budget = req.gconfig, self._budget(req)
         temperature = 1.0 if g.is_greedy else g.temperature
         response = ModelResponse(list(req.input_ids), temperature=temperature, trains_exactly=g.trains_exactly)
-        ranking = rank_servers(self.addresses, req.session or req.rid)
         failures = empty_aborts = 0
         for k in itertools.count():
             done = response.output_len
@@ -341,10 +343,12 @@ class RemoteInfEngine:
                 if on_tokens and segment.output_len:
                     on_tokens(response)
 
+            server = await self.servers.choose(req.session or req.rid, failures)
             try:
-                server = ranking[failures % len(ranking)]
                 segment = await self._generate_segment(server, body, on_growth)
             except EngineError as error:
+                if error.status == 503:
+                    self.servers.lose(server, error)
                 if error.status != 503 or failures == self.request_retries:
                     raise
                 failures += 1
@@ -390,10 +394,12 @@ class RemoteInfEngine:
         """One POST /generate; `on_growth` hears of each event of a stream, or of the whole answer. Who gives up on a
         request must tell the server, which does not notice a closed connection and would generate to the end."""
         url, segment = server + "/generate", None
+        sent_after = self.servers.newest
         try:
             async with contextlib.aclosing(self._wire.stream(url, body, self.request_timeout)) as events:
                 async for event in events:
                     segment = self._read_segment(server, event)
+                    self.servers.check_age(server, segment.output_versions, sent_after)
                     on_growth(segment)
             if segment is None or not segment.stop_reason:
                 raise EngineError(f"{url} broke off in the middle of an answer", 503)
@@ -426,6 +432,7 @@ class RemoteInfEngine:
         The token shows before the first step what would otherwise fail in the middle of a run: a version that
         is no number, missing logprobs, missing spans, a server that an earlier run left paused.
         """
+        self.servers.discover()
         infos = self.post_all("/server_info")
         self.vocab_size = min((n for info in infos if (n := read_vocab_size(info.get("model_path")))), default=None)
         if self.vocab_size is None:
@@ -433,8 +440,10 @@ class RemoteInfEngine:
         lengths = [info["max_req_input_len"] for info in infos if info.get("max_req_input_len")]
         self.context_length = min(lengths, default=None)
         self.has_grammar = all(info.get("grammar_backend") not in (None, "none") for info in infos)
-        for server, answer in zip(self.addresses, self.post_all("/generate", probe([0]))):
+        for server, answer in zip(self.servers.workers, self.post_all("/generate", probe([0]))):
             self._read_segment(server, answer)
+        if self.servers.lost:  # later the run would go on without them
+            raise EngineError("; ".join(self.servers.lost.values()), 503)
 
     def pause(self) -> None:
         """Stop admitting rollouts, then interrupt what the servers generate. Weights may change after
@@ -442,6 +451,7 @@ class RemoteInfEngine:
         if self.executor is not None:
             self.executor.pause()
         self._servers_paused = True
+        self.servers.refresh()
         self.post_all("/pause_generation", {"mode": self.pause_mode})
 
     def resume(self) -> None:
@@ -457,6 +467,7 @@ class RemoteInfEngine:
         why."""
         keeps_keys = self.pause_mode == "in_place"
         weights.send(dataclasses.replace(meta, flush_cache=not keeps_keys), self.post_all, buckets)
+        self.servers.newest = meta.version
 
     def set_version(self, version: int) -> None:
         """The servers have this version now. It opens the staleness gate; it tags no token."""
@@ -465,18 +476,8 @@ class RemoteInfEngine:
             self.executor.on_new_version()
 
     def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[dict[str, Any]]:
-        """POST (without a body: GET) to all servers at once, a list of bodies one to each; their answers in the order
-        of `addresses`. Waits for all, then EngineError names every server that failed, with its reason."""
-        bodies = body if isinstance(body, list) else [body] * len(self.addresses)
-
-        async def ask_all() -> list[Any]:
-            calls = (self._wire.call(url + path, one, timeout) for url, one in zip(self.addresses, bodies))
-            return await asyncio.gather(*calls, return_exceptions=True)
-
-        answers = asyncio.run(ask_all())
-        if failed := [str(answer) for answer in answers if isinstance(answer, BaseException)]:
-            raise EngineError("; ".join(failed), 503)
-        return answers
+        """POST (without a body: GET) to every server that lives, a list of bodies one to each: Servers.post_all."""
+        return self.servers.post_all(path, body, timeout)
 
     def destroy(self) -> None:
         """End the executor; may be repeated. Servers that this engine left paused are continued, for the next

@@ -55,7 +55,7 @@ from executor import ProxyAddress, WorkflowExecutor
 from plumbing.config import ConfigError, TrainConfig, load
 from plumbing.evaluate import evaluate, evaluate_endpoint
 from plumbing.inputs import Inputs, load_inputs
-from plumbing.launch import Child, Fleet, ProcessDied, revision, start_proxies, start_server
+from plumbing.launch import Child, Fleet, ProcessDied, plan_run, revision, start_proxies, start_servers
 from plumbing.logger import Logger, Trace, describe_batch
 from plumbing.ranks import join_ranks, leave_ranks, share
 from plumbing.recover import Recovery
@@ -196,8 +196,8 @@ def build(
     config: TrainConfig, inputs: Inputs, run_dir: Path, fleet: Fleet, trace: Trace, recovery: Recovery, stack: ExitStack
 ) -> Parts:
     """Start everything; `stack` ends it in reverse."""
-    # 1. The inference server starts while the trainer's model is loaded.
-    server = start_server(config, fleet) if dist.get_rank() == 0 else None
+    # 1. The inference servers start while the trainer's model is loaded.
+    servers = start_servers(config, fleet) if dist.get_rank() == 0 else []
     assert config.model_path is not None
     actor = FSDPPPOActor(config.actor, config.model_path)
     stack.callback(actor.destroy)
@@ -215,7 +215,7 @@ def build(
     evaluation = None
     if actor.rank == 0:
         keep = recovery.groups.write if recovery.groups else None
-        rollout, evaluation = build_rollout(config, run_dir, fleet, server, trace, stack, keep)
+        rollout, evaluation = build_rollout(config, run_dir, fleet, servers, trace, stack, keep)
         actor.connect_engine(rollout, meta)
     loader: DataLoader = DataLoader(
         inputs.dataset,  # type: ignore[arg-type]
@@ -231,13 +231,13 @@ def build_rollout(
     config: TrainConfig,
     run_dir: Path,
     fleet: Fleet,
-    server: Child | None,
+    servers: list[Child],
     trace: Trace,
     stack: ExitStack,
     keep: Callable[[int, Trajectory], None] | None = None,
 ) -> tuple[RemoteInfEngine, WorkflowExecutor]:
     """The engine speaks to the servers, the proxy to the agents, the executor runs the episodes, its sibling evaluates."""
-    addresses = [fleet.wait_ready(server)] if server else config.rollout.server_addrs
+    addresses = [fleet.wait_ready(server) for server in servers] or config.rollout.server_addrs
     rollout = RemoteInfEngine(
         addresses,
         pause_mode=config.rollout.pause_mode,
@@ -277,7 +277,12 @@ def configure(argv: list[str]) -> tuple[TrainConfig, Inputs]:
                 f"{run_dir} holds a run that cannot be gone on with (recover=off); give another trial_name"
             )
         inputs = load_inputs(config)
+        plan = plan_run(config)
+        if config.dry_run:
+            print(plan)
     config = share(config)
+    if config.dry_run:
+        sys.exit(0)
     return config, inputs or load_inputs(config)
 
 
@@ -331,8 +336,7 @@ def report_evaluation(
     if config.evaluator.base_url:
         found = evaluate_endpoint(config, inputs)
     else:
-        server = start_server(config, fleet)
-        _, executor = build_rollout(config, run_dir, fleet, server, trace, stack)
+        _, executor = build_rollout(config, run_dir, fleet, start_servers(config, fleet), trace, stack)
         found = evaluate(executor, inputs)
     (run_dir / "eval.json").write_text(json.dumps(found))
     print("  ".join(f"{key} {value:.4g}" for key, value in found.items() if value is not None))

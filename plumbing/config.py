@@ -66,9 +66,16 @@ class RolloutConfig:
 
 @dataclass
 class ServerConfig:
-    """The inference server that train.py launches when rollout.server_addrs is empty."""
+    """The inference servers that train.py launches when rollout.server_addrs is empty."""
 
-    backend: Literal["auto", "tiny", "sglang"] = "auto"  # auto: tiny, until train.py can launch SGLang
+    backend: Literal["auto", "tiny", "sglang"] = "auto"  # auto: sglang where it is installed and a GPU is there
+    count: int = 1  # servers to launch
+    tp_size: int = 1  # GPUs of one server, which share each layer (SGLang's tensor parallelism)
+    colocate: bool | None = None  # true: servers share the trainer's GPUs; default: only where there are too few
+    port: int = 0  # of the first server, the next ones follow; 0: any free ones
+    mem_fraction: float | None = None  # share of a GPU's memory for a server; default 0.85, colocated 0.4
+    command: str = ""  # what starts SGLang, e.g. in a venv of its own; default: this Python -m sglang.launch_server
+    args: list[str] = field(default_factory=list)  # more arguments for a server, as it reads them
     max_running_requests: int = 64  # sequences decoded together
     max_total_tokens: int = 16384  # tokens of all running sequences together; bounds the KV cache
 
@@ -227,12 +234,15 @@ class TrainConfig:
     saver: SaverConfig = field(default_factory=SaverConfig)
     weight_update: WeightUpdateConfig = field(default_factory=WeightUpdateConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    dry_run: bool = False  # true, or --dry-run: print processes, GPUs, ports and memory, and start nothing
 
 
 DEMO = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
 
 # Spellings of the documents, and where the key lives here.
 ALIASES = {
+    "model": "model_path",
+    "data": "train_dataset.path",
     "actor.recompute_logprobs": "actor.recompute_logprob",
     "rollout.fileroot": "fileroot",
     "rollout.experiment_name": "experiment_name",
@@ -299,6 +309,7 @@ def validate(config: TrainConfig) -> None:
     counts += ["recover_interval"]
     counts += ["actor.ppo_n_minibatches", "actor.ppo_epochs", "rollout.group_size", "rollout.max_concurrent_rollouts"]
     counts += ["rollout.openai.subproc_max_workers", "proxy.workers"]
+    counts += ["server.count", "server.tp_size"]
     for name in counts:
         if values[name] is not None and values[name] < 1:
             raise ConfigError(f"{name}={values[name]}; it must be at least 1")
@@ -335,8 +346,10 @@ def resolve(config: TrainConfig) -> None:
 
 
 def print_help() -> None:
-    print("usage: python train.py [--config FILE] [key=value ...]\n")
-    print(f"Without --config the recipe is configs/{DEMO.name}. Keys, their defaults and meanings:\n")
+    print("usage: python train.py [--config FILE ...] [--dry-run] [key=value ...]\n")
+    print(
+        f"Of several recipes, and of words, later ones win. Without --config the recipe is configs/{DEMO.name}. Keys, their defaults and meanings:\n"
+    )
     for key in list_keys():
         print(f"  {key.name}={'null' if key.default is None else key.default}\n      {key.meaning}")
 
@@ -344,24 +357,29 @@ def print_help() -> None:
 def load(argv: list[str]) -> TrainConfig:
     """The run's configuration from the command line. Raises ConfigError; `--help` prints and exits."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--config", type=Path, default=DEMO)
+    parser.add_argument("--config", type=Path, action="append")
+    parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     args, words = parser.parse_known_args(argv)
     if args.help:
         print_help()
         sys.exit(0)
     if strange := [word for word in words if "=" not in word or word.startswith("-")]:
-        raise ConfigError(f"cannot read {strange[0]!r}; options are --config FILE, --help and key=value words")
-    if not args.config.is_file():
-        raise ConfigError(f"no recipe at {args.config}; configs/ holds the ones that come with the project")
+        raise ConfigError(
+            f"cannot read {strange[0]!r}; options are --config FILE, --dry-run, --help and key=value words"
+        )
+    recipes = args.config or [DEMO]
+    if missing := [recipe for recipe in recipes if not recipe.is_file()]:
+        raise ConfigError(f"no recipe at {missing[0]}; configs/ holds the ones that come with the project")
     try:
-        recipe = check_keys(OmegaConf.load(args.config), str(args.config))
+        read = [check_keys(OmegaConf.load(recipe), str(recipe)) for recipe in recipes]
         words_given = check_keys(OmegaConf.from_dotlist(words), "the command line")
-        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), recipe, words_given)
+        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), *read, words_given)
         config: Any = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, YAMLError) as error:
-        where = getattr(error, "full_key", None) or args.config
+        where = getattr(error, "full_key", None) or recipes[-1]
         raise ConfigError(f"{where}: {' '.join(str(error).splitlines()[:1])}") from error
+    config.dry_run = config.dry_run or args.dry_run
     validate(config)
     resolve(config)
     return config

@@ -1,26 +1,42 @@
-"""The processes of a run: started, watched, ended. No concept of its own.
+"""The processes of a run: planned, started, watched, ended. No concept of its own.
 
-train.py is the parent. Its children (inference server, proxy) get a pipe as standard input and end when it closes
+**The plan** (`plan_servers`) is a pure function of configuration and GPUs; `--dry-run` prints it and starts nothing.
+The trainer's ranks have the first GPUs, the servers the last; where there are too few for both, or by
+`server.colocate`, they share. Whatever can be seen to fail is refused before anything starts, in one line: a port
+that is taken, a server that does not answer, an SGLang that was built for another torch, too little memory. The
+memory is an estimate; its formulas stand in `estimate_memory`.
+
+**The processes.** train.py is the parent. Its children (inference server, proxy) get a pipe as standard input and end when it closes
 (`--exit-with-parent`), so that not even `kill -9` of the parent leaves one behind. They live in sessions of their
 own: Ctrl-C reaches train.py alone, which ends them in order. A child that dies is noticed by a thread that waits
-for it, and the run fails with the end of the child's log instead of hanging on a request.
+for it, and the run fails with the end of the child's log instead of hanging on a request; of several servers one may
+die, which is said, and the run goes on (servers.py). SGLang, which knows no --exit-with-parent, runs on a leash.
 """
 
+import importlib.util
 import json
+import logging
 import os
+import re
 import secrets
+import shlex
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 
 import httpx
 
 from plumbing.config import ConfigError, TrainConfig
+
+logger = logging.getLogger("nano_areal.launch")
 
 ROOT = Path(__file__).resolve().parent.parent
 PENALTIES = ("frequency_penalty", "presence_penalty")
@@ -32,12 +48,23 @@ class ProcessDied(RuntimeError):
     """A child ended that should not have; the message holds the end of its log."""
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A process before it is started. `--port` is added to its command."""
+
+    name: str
+    command: list[str]
+    gpus: list[str]  # as CUDA_VISIBLE_DEVICES names them
+    port: int = 0  # 0: any free one
+
+
 @dataclass
 class Child:
     name: str
     url: str
     log: Path
     process: subprocess.Popen[bytes]
+    spared: bool = False  # it died, and the run goes on
 
     def last_words(self, lines: int = 5) -> str:
         text = self.log.read_text(errors="replace").strip().splitlines()[-lines:]
@@ -62,20 +89,25 @@ class Fleet:
         return f"Fleet({', '.join(f'{c.name} pid={c.process.pid} code={c.process.poll()}' for c in self.children)})"
 
     def start(self, name: str, script: str, *arguments: str, environment: dict[str, str] | None = None) -> Child:
-        """Run `python script arguments --port P` and return at once; `wait_ready` waits for its first answer."""
-        port = free_port()
-        log = self.log_dir / f"{name}.log"
+        """Start a script of ours, which gets no GPU."""
+        return self.launch(Planned(name, own_command(script, *arguments), []), environment)
+
+    def launch(self, planned: Planned, environment: dict[str, str] | None = None) -> Child:
+        """Start it and return at once; `wait_ready` waits for its first answer."""
+        port = planned.port or free_port()
+        log = self.log_dir / f"{planned.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(planned.gpus)}
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, str(ROOT / script), *arguments, "--port", str(port), "--exit-with-parent"],
+                [*planned.command, "--port", str(port)],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **gpus, **(environment or {})},
             )
-        child = Child(name, f"http://127.0.0.1:{port}", log, process)
+        child = Child(planned.name, f"http://127.0.0.1:{port}", log, process)
         self.children.append(child)
         return child
 
@@ -99,16 +131,23 @@ class Fleet:
 
         def wait_for(child: Child) -> None:
             child.process.wait()
-            if not self.stopping:
-                for tell in on_death:
-                    tell(ProcessDied(child.last_words()))
+            kill_group(child)
+            if self.stopping:
+                return
+            left = [c for c in self.children if is_server(c) and c.process.poll() is None]
+            child.spared = is_server(child) and bool(left)
+            if child.spared:
+                logger.error("%s\nthe run goes on with %d inference servers", child.last_words(), len(left))
+                return
+            for tell in on_death:
+                tell(ProcessDied(child.last_words()))
 
         for child in self.children:
             threading.Thread(target=wait_for, args=(child,), name=f"watch-{child.name}", daemon=True).start()
 
     def raise_death(self, error: Exception) -> None:
         """Raise ProcessDied from `error` if a child has ended; a moment is left to one that is just ending."""
-        for child in self.children:
+        for child in (child for child in self.children if not child.spared):
             try:
                 child.process.wait(timeout=0.5)
             except subprocess.TimeoutExpired:
@@ -128,15 +167,69 @@ class Fleet:
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
+            kill_group(child)
 
 
-def start_server(config: TrainConfig, fleet: Fleet) -> Child | None:
-    """An inference server of our own, not waited for; None where rollout.server_addrs gives some that are up."""
+def is_server(child: Child) -> bool:
+    return child.name.startswith("server")
+
+
+def kill_group(child: Child) -> None:
+    """End what a dead child has left behind."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.process.pid, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of this machine that the run may use, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    numbers = [str(i) for i in range(torch.cuda.device_count())]
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",")[: len(numbers)] if named else numbers
+
+
+def local_ranks() -> int:
+    """Trainer processes on this machine: what torchrun says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Planned]:
+    """The servers to launch beside `ranks` trainers: none where rollout.server_addrs names some. Raises ConfigError."""
+    server = config.server
     if config.rollout.server_addrs:
-        return None
-    if config.server.backend == "sglang":
-        raise ConfigError("server.backend=sglang: start SGLang yourself for now and give rollout.server_addrs=[URL]")
-    assert config.model_path is not None
+        return []
+    by_sglang = server.backend == "sglang" or (
+        server.backend == "auto" and bool(gpus) and importlib.util.find_spec("sglang") is not None
+    )
+    wanted, spare = server.count * server.tp_size, gpus[ranks:]
+    shared = len(spare) < wanted if server.colocate is None else server.colocate
+    pool = gpus * server.count if shared else spare[-wanted:]  # shared: each takes the next ones, round and round
+    if gpus and (server.tp_size > len(gpus) or len(pool) < wanted):
+        need = f"server.count={server.count} with server.tp_size={server.tp_size}"
+        raise ConfigError(
+            f"{need} and {ranks} trainers do not fit on {len(gpus)} GPUs: lower them, or set server.colocate=true"
+        )
+    share = server.mem_fraction or (0.4 if shared else 0.85)
+    command = sglang_command(config, share if gpus else None) if by_sglang else tiny_command(config)
+    names = ["server"] if server.count == 1 else [f"server-{k}" for k in range(server.count)]
+    mine = [pool[k * server.tp_size : (k + 1) * server.tp_size] for k in range(server.count)]
+    ports = [server.port + k if server.port else 0 for k in range(server.count)]
+    return [Planned(*fields) for fields in zip(names, [command] * server.count, mine, ports)]
+
+
+def words(options: dict[str, object]) -> list[str]:
+    return [str(word) for pair in options.items() for word in pair]
+
+
+def own_command(script: str, *arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / script), *arguments, "--exit-with-parent"]
+
+
+def tiny_command(config: TrainConfig) -> list[str]:
     options = {
         "--model-path": config.model_path,
         "--weight-version": "0",
@@ -144,8 +237,141 @@ def start_server(config: TrainConfig, fleet: Fleet) -> Child | None:
         "--max-total-tokens": config.server.max_total_tokens,
         "--seed": config.seed,
     }
-    arguments = [str(word) for pair in options.items() for word in pair]
-    return fleet.start("server", "tiny_server.py", *arguments)
+    return own_command("tiny_server.py", *words(options), *config.server.args)
+
+
+def sglang_command(config: TrainConfig, mem_fraction: float | None) -> list[str]:
+    if not config.server.command:
+        check_sglang()
+    options: dict[str, object] = {
+        "--model-path": config.model_path,
+        "--weight-version": "0",
+        "--tp-size": config.server.tp_size,
+        "--max-running-requests": config.server.max_running_requests,
+        "--max-total-tokens": config.server.max_total_tokens,
+        "--random-seed": config.seed,
+    }
+    if mem_fraction is not None:
+        options["--mem-fraction-static"] = mem_fraction
+    command = shlex.split(config.server.command) or [sys.executable, "-m", "sglang.launch_server"]
+    leash = [sys.executable, str(ROOT / "plumbing" / "leash.py")]
+    return [*leash, *command, *words(options), *config.server.args]
+
+
+def check_sglang() -> None:
+    """ConfigError unless sglang is installed, with the torch that it was built for."""
+    elsewhere = "or name one elsewhere: server.command='PYTHON -m sglang.launch_server' or rollout.server_addrs=[URL]"
+    try:
+        version, requires = metadata.version("sglang"), metadata.requires("sglang") or []
+    except metadata.PackageNotFoundError as error:
+        raise ConfigError(f"sglang is not installed here: pip install -e '.[gpu]', {elsewhere}") from error
+    wanted = [match[1] for line in requires if (match := re.match(r"torch\s*\(?==\s*([\w.]+)", line))]
+    torch = metadata.version("torch").partition("+")[0]
+    if wanted and torch not in wanted:
+        raise ConfigError(
+            f"sglang {version} was built for torch {wanted[0]}, but torch {torch} is installed: "
+            f"pip install torch=={wanted[0]}, {elsewhere}"
+        )
+
+
+def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
+    """ConfigError for a server that does not answer, and for a port that is taken."""
+    for url in config.rollout.server_addrs:
+        try:
+            httpx.get(f"{url}/model_info", timeout=10, trust_env=False)
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise ConfigError(
+                f"rollout.server_addrs: {url} cannot be reached ({error}): is it up, is it right?"
+            ) from error
+    for process in planned:
+        try:
+            socket.create_server(("127.0.0.1", process.port)).close()
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"server.port: {process.port} cannot be used ({error}); 0 takes any free port") from error
+
+
+@dataclass(frozen=True)
+class Memory:
+    """GiB, estimated."""
+
+    trainer: float  # of one rank
+    server: float  # of one GPU of one server, or of one server on a CPU
+    parameters: int
+
+
+def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> Memory:
+    """What a rank and a server need. Of n parameters, T = actor.mb_tokens, L layers of width H, vocabulary V:
+
+    trainer = 16 n / ranks   float32 parameter, gradient, two AdamW moments; a reference model is 4 n / ranks more
+            + 32 T L H       activations of a pass, 16 values of 2 bytes a layer and token
+            + 8 T V          logits and their gradient, float32
+    server  = b n / tp + 2 b K D L max_total_tokens / tp    weights, and K key-value heads of D numbers; b bytes each
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = AutoConfig.from_pretrained(config.model_path)
+    with torch.device("meta"):
+        n = sum(p.numel() for p in AutoModelForCausalLM.from_config(shape).parameters())
+    tokens, width, layers = config.actor.mb_tokens, shape.hidden_size, shape.num_hidden_layers
+    kept = (16 if config.ref.path is None else 20) * n / ranks
+    trainer = kept + tokens * (32 * layers * width + 8 * shape.vocab_size)
+    head = getattr(shape, "head_dim", None) or width // shape.num_attention_heads
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    size = 2 if on_gpus else 4
+    cache = 2 * size * heads * head * layers * config.server.max_total_tokens
+    return Memory(trainer / 2**30, (size * n + cache) / config.server.tp_size / 2**30, n)
+
+
+def check_memory(need: Memory, have: float, trainers: int, servers: int, where: str) -> None:
+    """ConfigError where `trainers` and `servers` do not fit into `have` GiB together."""
+    total = trainers * need.trainer + servers * need.server
+    if total > have:
+        raise ConfigError(
+            f"too little memory: about {total:.0f} GiB are needed and {where} has {have:.0f} "
+            f"({trainers} trainers of {need.trainer:.1f}, {servers} servers of {need.server:.1f}). "
+            "Turn down, in this order: server.max_total_tokens, actor.mb_tokens, server.count; "
+            "then take more ranks (torchrun --nproc-per-node), or a smaller model"
+        )
+
+
+def plan_run(config: TrainConfig) -> str:
+    """The plan as `--dry-run` prints it, after all that can be checked was found right. Raises ConfigError."""
+    gpus, ranks = visible_gpus(), local_ranks()
+    planned = plan_servers(config, gpus, ranks)
+    check_addresses(config, planned)
+    need = estimate_memory(config, ranks, bool(gpus))
+    if gpus:
+        import torch
+
+        size = torch.cuda.mem_get_info()[1] / 2**30
+        for k, gpu in enumerate(gpus):
+            check_memory(need, size, int(k < ranks), sum(gpu in p.gpus for p in planned), f"GPU {gpu}")
+    else:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        check_memory(need, size, ranks, len(planned), "this machine")
+    lines = [f"{'process':10}{'GPUs':8}{'port':10}{'GiB':>6}  command"]
+    for rank in range(ranks):
+        lines.append(
+            f"{f'rank {rank}':10}{(gpus[rank] if rank < len(gpus) else '-'):8}{'-':10}{need.trainer:6.1f}  train.py"
+        )
+    for p in planned:
+        lines.append(
+            f"{p.name:10}{','.join(p.gpus) or '-':8}{p.port or 'any':<10}{need.server:6.1f}  {shlex.join(p.command)}"
+        )
+    lines += [f"{'(is up)':34}  {url}" for url in config.rollout.server_addrs]
+    lines.append(f"{'proxy':10}{'-':8}{'any':10}{0.3:6.1f}  proxy.py")
+    return "\n".join(
+        [*lines, f"{need.parameters:,} parameters; GiB for each rank, and for each GPU of a server, estimated"]
+    )
+
+
+# ---------------------------------------------------------------- what a run starts
+
+
+def start_servers(config: TrainConfig, fleet: Fleet) -> list[Child]:
+    """Inference servers of our own, not waited for; none where rollout.server_addrs gives some that are up."""
+    return [fleet.launch(planned) for planned in plan_servers(config, visible_gpus(), local_ranks())]
 
 
 def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> tuple[tuple[str, ...], str]:

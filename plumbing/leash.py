@@ -1,0 +1,34 @@
+"""`python leash.py COMMAND ...`: run a command that ends when standard input is closed, with all that it started.
+
+For servers that are not ours (SGLang) and know nothing of --exit-with-parent. The parent holds the other end of the
+pipe; when it is gone, however it went, the command is asked to end, and after a moment its whole process group is
+killed, this process included. Start it in a session of its own.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+GRACE_SECONDS = 3.0
+
+
+def main(command: list[str]) -> int:
+    """The command's exit code."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+    def follow_parent() -> None:
+        while os.read(0, 4096):
+            pass
+        child.terminate()
+        threading.Timer(GRACE_SECONDS, os.killpg, (0, signal.SIGKILL)).start()
+
+    threading.Thread(target=follow_parent, daemon=True).start()
+    return child.wait()
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code if code >= 0 else 128 - code)

@@ -1,0 +1,177 @@
+"""Which inference servers there are, which of them live, and which one takes a conversation.
+
+The rule: **a server that is lost costs what it was computing, and nothing else.** Every request keeps what it has
+received; what the lost server was generating at that moment is generated again by another one. The run goes on while
+one server lives.
+
+**Affinity.** The turns of a conversation go to one server, where their prefix is cached. Which one is a matter of
+hashing (rendezvous: every conversation ranks all servers in an order of its own), so no table is kept, processes that
+know nothing of each other agree, and a server that disappears moves only its own conversations.
+
+**Lost** is a server that does not answer, or answers 5xx. Nobody announces it: each process that speaks to servers
+finds out by itself, with the request that failed. That costs no protocol between trainer and proxies.
+
+**Come back** is harder, because a server that was restarted has the weights it was started with, and says so: version
+0 in the middle of version 40. It must have the current weights before its first request:
+
+- The trainer asks its lost servers before each weight update whether they are back; those that are take part in it.
+- Everyone else looks at a lost server every few seconds, and uses it again only once the version that it reports is
+  not below the newest one that this process has received tokens of.
+- A server can die and return while nobody looks. So each answer is checked, too: an update pauses all servers before
+  it changes the first, hence a request that was *sent after* tokens of version v had come from anywhere gets no token
+  below v, unless from a server that was restarted. Such tokens are thrown away, and the server is lost.
+
+**Through sglang-router** generation goes to the router's address, whose own policy chooses (cache_aware does what
+affinity does). The router answers 404 to pause, continue and weight updates, so those go to each of its workers
+(GET /workers), asked anew before each update: a worker that joins gets the weights then.
+
+Not promised. A server cut off by the network for the length of an update, alive all the while, may still be sent
+requests by a process that has not yet seen a token of the new version; those tokens bear the old version, truly. A
+server that hangs with its connections open is lost only after `request_timeout`. A server that dies in the middle of an
+update in mode distributed breaks the process group, and that run ends (with disk and tensor it goes on).
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from typing import Any
+
+import httpx
+
+from plumbing.wire import CALL_TIMEOUT, EngineError, Wire
+
+logger = logging.getLogger("nano_areal.servers")
+
+LOOK_AGAIN = 2.0  # seconds between two looks at a lost server
+LOOK_TIMEOUT = 2.0  # seconds that a look may take
+
+
+def rank_servers(servers: list[str], key: str) -> list[str]:
+    """All servers in the order in which a conversation tries them (rendezvous hashing): every conversation
+    has its own fixed order, and a server that disappears moves only those that had it first."""
+    return sorted(servers, key=lambda server: hashlib.blake2b(f"{key}@{server}".encode()).digest())
+
+
+def read_version(label: Any) -> int:
+    """The weights' version that a server reports; -1 for what is no number ("default", an unfinished update)."""
+    return int(label) if str(label).isdecimal() else -1
+
+
+class Servers:
+    """The servers of a run as one process sees them. `addresses`: base URLs, of servers or of routers."""
+
+    def __init__(self, addresses: list[str], wire: Wire) -> None:
+        self.addresses = [address.rstrip("/") for address in addresses]  # where generation goes
+        self._wire = wire
+        # All that changes:
+        self.workers = self.addresses  # where control goes: behind a router, its workers
+        self.lost: dict[str, str] = {}  # server -> why
+        self.newest = 0  # the newest version of which tokens have come
+        self._routers: list[str] = []  # those of `addresses` that are routers
+        self._look_at: dict[str, float] = {}  # when to look at a lost server again, in time.monotonic()'s seconds
+
+    def __repr__(self) -> str:
+        return f"Servers({self.addresses}, lost={list(self.lost)}, newest={self.newest})"
+
+    def living(self, servers: list[str]) -> list[str]:
+        """Those of `servers` that are not lost."""
+        return [server for server in servers if server not in self.lost]
+
+    def lose(self, server: str, why: Exception) -> None:
+        """From now on `server` gets no request, until it is found again."""
+        if server not in self.lost:
+            left = len(self.living(self.workers)) - (server in self.workers)
+            logger.warning("lost server %s (%s); %d of %d left", server, why, left, len(self.workers))
+        self.lost[server] = str(why)
+        self._look_at[server] = time.monotonic() + LOOK_AGAIN
+
+    def find(self, server: str) -> None:
+        """`server` is back, with weights that may be used."""
+        if self.lost.pop(server, None) is not None:
+            logger.warning("server %s is back", server)
+
+    def check_age(self, server: str, versions: list[int], sent_after: int) -> None:
+        """Take note of the tokens that came. EngineError (503) if they are older than `newest` was at their
+        request: then the server was restarted."""
+        if versions and min(versions) < sent_after:
+            reason = f"{server} answered with weights of version {min(versions)} after version {sent_after} was out"
+            raise EngineError(f"{reason}: it was restarted, and waits for the next weight update", 503)
+        self.newest = max([self.newest, *versions])
+
+    async def choose(self, key: str, attempt: int) -> str:
+        """The server for a conversation. Where none is known to live, each in turn is tried."""
+        ranking = rank_servers(self.addresses, key)
+        for server in ranking:
+            if server not in self.lost or await self._look(server):
+                return server
+        return ranking[attempt % len(ranking)]
+
+    async def _look(self, server: str) -> bool:
+        """Whether a lost server is back with the current weights; asked of it every LOOK_AGAIN seconds only."""
+        if time.monotonic() < self._look_at[server]:
+            return False
+        self._look_at[server] = time.monotonic() + LOOK_AGAIN
+        try:
+            info = await self._wire.call(server + "/model_info", timeout=LOOK_TIMEOUT)
+        except EngineError:
+            return False
+        if read_version(info.get("weight_version")) < self.newest:
+            return False
+        self.find(server)
+        return True
+
+    # Control: from the trainer's main thread, in event loops of its own
+
+    def discover(self) -> None:
+        """Find out which addresses are routers, and who works behind them."""
+        self._routers = [a for a, answer in self._ask(self.addresses, "/workers").items() if "workers" in answer]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Before an update: a router's workers of now, and the lost servers that answer again (with what weights
+        does not matter: they are about to get new ones). EngineError where a router is gone."""
+        listed = self._ask(self._routers, "/workers")
+        if gone := [router for router in self._routers if router not in listed]:
+            raise EngineError(f"no answer from the router {', '.join(gone)}", 503)
+        workers = [w for a in self.addresses for w in (listed[a]["workers"] if a in listed else [a])]
+        self.workers = [(w["url"] if isinstance(w, dict) else w).rstrip("/") for w in workers]
+        for server in self._ask([server for server in self.workers if server in self.lost], "/model_info"):
+            self.find(server)
+
+    def _ask(self, servers: list[str], path: str) -> dict[str, dict[str, Any]]:
+        """The answers of those that give one soon."""
+
+        async def ask_all() -> list[Any]:
+            calls = (self._wire.call(url + path, timeout=LOOK_TIMEOUT) for url in servers)
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        answers = asyncio.run(ask_all()) if servers else []
+        return {server: answer for server, answer in zip(servers, answers) if isinstance(answer, dict)}
+
+    def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[dict[str, Any]]:
+        """POST (without a body: GET) to all living servers at once, a list of bodies one to each; the answers of those
+        that still live, in the order of `workers`. Waits for all.
+
+        EngineError names every server that failed, with its reason: when none is left, or when one answered with an
+        error, which is nobody's death.
+        """
+        living = self.living(self.workers)
+        if not living:
+            raise EngineError("no inference server is left: " + "; ".join(self.lost.values()), 503)
+        bodies = body if isinstance(body, list) else [body] * len(living)
+        if len(bodies) != len(living):
+            raise EngineError(f"a server was lost meanwhile: {'; '.join(self.lost.values())}", 503)
+
+        async def ask_all() -> list[Any]:
+            calls = (self._wire.call(url + path, one, timeout) for url, one in zip(living, bodies))
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        answers = dict(zip(living, asyncio.run(ask_all())))
+        failed = {server: answer for server, answer in answers.items() if isinstance(answer, Exception)}
+        dead = [s for s, error in failed.items() if isinstance(error.__cause__, httpx.TransportError)]
+        if len(dead) < len(failed) or len(dead) == len(living):
+            raise EngineError("; ".join(map(str, failed.values())), 503)
+        for server in dead:
+            self.lose(server, failed[server])
+        return [answer for server, answer in answers.items() if server not in failed]

@@ -1,0 +1,43 @@
+"""The GPU check, tried on a CPU with a tiny shape: it runs, it says that it saw no GPU, and it hides no failure."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import ROOT
+
+
+def test_the_script_on_a_cpu(tmp_path: Path) -> None:
+    """A cell that works is a row of numbers; a folder that an earlier try left is a row that says why it failed."""
+    work = tmp_path / "work"
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "SHAPE": "tiny",
+        "STEPS": "2",
+        "CELLS": "async-disk",
+        "CHECKS": "",
+        "WORK": str(work),
+        "OUT": str(tmp_path / "gpu.md"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    failed = work / "cell-failed"
+    failed.mkdir(parents=True)
+    (failed / "code").write_text("1\n")
+    (failed / "log").write_text("Traceback\nRuntimeError: out of luck\n")
+    script = ["bash", "bench/gpu_check.sh"]
+    done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "gpu.md").read_text()
+    assert "no GPU" in page
+    good, bad = (line for line in page.splitlines() if line.startswith("| cell-"))
+    assert "| ok | tiny_server.py |" in good
+    assert float(good.split("|")[4]) > 0
+    assert "failed: RuntimeError: out of luck" in bad
+
+
+def test_the_page_claims_nothing_that_was_not_measured() -> None:
+    page = (ROOT / "docs/gpu.md").read_text()
+    assert "Nothing has been measured" in page or "every number was measured on: " in page
+    assert "a check of the script, not a result" not in page

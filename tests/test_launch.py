@@ -1,0 +1,241 @@
+"""What a run would start, what it refuses to start, and what happens when something that it started ends.
+
+The plan is pure, so GPUs are given as names here; the processes are real.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_run import SMALL_GUESS, assert_gone, command, is_alive, start_and_wait_for_step, wait_gone
+
+from plumbing.config import ConfigError, TrainConfig, load
+from plumbing.launch import (
+    Fleet,
+    Memory,
+    Planned,
+    ProcessDied,
+    check_addresses,
+    check_memory,
+    check_sglang,
+    estimate_memory,
+    plan_servers,
+)
+
+
+def config(model: Path | str = "DIR", *words: str) -> TrainConfig:
+    return load(["--config", str(ROOT / "configs/gsm8k.yaml"), f"model_path={model}", *words])
+
+
+def gpus_of(gpus: int, ranks: int, *words: str) -> list[list[str]]:
+    plan = plan_servers(config("DIR", "server.backend=tiny", *words), [str(k) for k in range(gpus)], ranks)
+    return [process.gpus for process in plan]
+
+
+# Who gets which GPU
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "words", "expected"),
+    [
+        (0, 1, [], [[]]),
+        (0, 1, ["server.count=2"], [[], []]),
+        (1, 1, [], [["0"]]),  # colocated: there is but one
+        (2, 1, [], [["1"]]),
+        (8, 4, ["server.count=2", "server.tp_size=2"], [["4", "5"], ["6", "7"]]),
+        (8, 4, ["server.count=1", "server.tp_size=2"], [["6", "7"]]),
+        (8, 8, ["server.count=4", "server.tp_size=2"], [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]),
+        (8, 2, ["server.count=2", "server.colocate=true"], [["0"], ["1"]]),
+        (1, 1, ["server.count=2"], [["0"], ["0"]]),
+        (8, 8, ["rollout.server_addrs=[http://up]"], []),
+    ],
+)
+def test_gpus_are_split_or_shared(gpus: int, ranks: int, words: list[str], expected: list[list[str]]) -> None:
+    """Trainers have the first GPUs, servers the last; where they do not suffice they share."""
+    assert gpus_of(gpus, ranks, *words) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "words"), [(2, 1, ["server.tp_size=4"]), (4, 3, ["server.tp_size=2", "server.colocate=false"])]
+)
+def test_too_few_gpus_are_refused(gpus: int, ranks: int, words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="do not fit on"):
+        gpus_of(gpus, ranks, *words)
+
+
+def test_the_command_of_sglang() -> None:
+    """Version 0, its own seed and memory share, on a leash; what the user adds comes last, and wins."""
+    given = ["server.backend=sglang", "server.command='PY -m it'", "server.args=[--tool-call-parser,qwen]"]
+    [split] = plan_servers(config("DIR", *given), ["0", "1"], 1)
+    text = " ".join(split.command)
+    assert "plumbing/leash.py PY -m it --model-path DIR --weight-version 0" in text
+    assert "--mem-fraction-static 0.85" in text
+    assert text.endswith("--tool-call-parser qwen")
+    [shared] = plan_servers(config("DIR", *given), ["0"], 1)
+    assert "--mem-fraction-static 0.4" in " ".join(shared.command)
+
+
+# What is refused
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, requires: str) -> None:
+    """A distribution of that name and its requirement on torch, as pip leaves it."""
+    info = folder / "sglang-0.5.23.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\nRequires-Dist: {requires}\n")
+    monkeypatch.syspath_prepend(folder)
+
+
+def test_an_sglang_for_another_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "torch==1.0.1")
+    with pytest.raises(
+        ConfigError, match=r"sglang 0.5.23 was built for torch 1.0.1, but torch .* pip install torch==1.0.1"
+    ):
+        check_sglang()
+
+
+def test_an_sglang_for_this_torch_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    install(tmp_path, monkeypatch, f"torch=={torch.__version__.partition('+')[0]}")
+    check_sglang()
+
+
+def test_without_sglang_the_ways_to_it_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"not installed here: pip install .* server.command=.* rollout.server_addrs"):
+        check_sglang()
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"server.port: {port} cannot be used .*in use"):
+            check_addresses(config(), [Planned("server", [], [], port)])
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "no-scheme:1", "http://nowhere.invalid:1"])
+def test_a_server_that_does_not_answer_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.server_addrs: {url} cannot be reached"):
+        check_addresses(config("DIR", f"rollout.server_addrs=['{url}']"), [])
+
+
+def test_too_little_memory_says_what_to_turn_down() -> None:
+    need = Memory(trainer=30.0, server=20.0, parameters=10**9)
+    check_memory(need, 50.0, 1, 1, "GPU 0")
+    with pytest.raises(ConfigError) as caught:
+        check_memory(need, 49.0, 1, 1, "GPU 0")
+    order = ["server.max_total_tokens", "actor.mb_tokens", "server.count", "nproc-per-node", "smaller model"]
+    places = [str(caught.value).index(word) for word in order]
+    assert places == sorted(places)
+
+
+def test_the_estimate_follows_its_formula(tiny_model_dir: Path) -> None:
+    """The byte model: 2 layers of 64, 259 tokens, 2 key-value heads of 16. More ranks share the parameters only."""
+    from transformers import AutoModelForCausalLM
+
+    n = AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
+    given = config(tiny_model_dir, "actor.mb_tokens=1000", "server.max_total_tokens=5000")
+    for ranks in (1, 4):
+        need = estimate_memory(given, ranks, on_gpus=False)
+        assert need.parameters == n
+        assert need.trainer * 2**30 == pytest.approx(16 * n / ranks + 1000 * (32 * 2 * 64 + 8 * 259))
+        assert need.server * 2**30 == pytest.approx(4 * n + 2 * 4 * 2 * 16 * 2 * 5000)
+
+
+def test_dry_run_starts_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """The command line of a run and --dry-run: processes, ports and memory are printed, nothing is written."""
+    given = [f"model={tiny_model_dir}", "data=tests/data/gsm8k.jsonl", "server.count=2", "server.port=39411"]
+    whole = command(tmp_path, "--config", "configs/gsm8k.yaml", "--dry-run", *given, "server.max_total_tokens=4096")
+    done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert names[:5] == ["process", "rank", "server-0", "server-1", "proxy"]
+    assert "39411" in done.stdout
+    assert "39412" in done.stdout
+    assert "tiny_server.py" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unreachable_server_is_one_line(tmp_path: Path, tiny_model_dir: Path) -> None:
+    whole = command(tmp_path, "rollout.server_addrs=[http://127.0.0.1:9]")
+    done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: rollout.server_addrs: http://127.0.0.1:9 cannot be reached")
+    assert list(tmp_path.iterdir()) == []
+
+
+# What happens when something ends
+
+
+def python(code: str, *words: str) -> list[str]:
+    return [sys.executable, "-c", code, *words]
+
+
+def test_a_leash_ends_all_that_the_command_started(tmp_path: Path) -> None:
+    """The pipe closes: a command that ignores SIGTERM, and its child, are gone soon after."""
+    child = "import time; time.sleep(1000)"
+    code = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        f"p = subprocess.Popen([sys.executable, '-c', {child!r}]); print(p.pid, flush=True); time.sleep(1000)"
+    )
+    leash = subprocess.Popen(
+        [sys.executable, "plumbing/leash.py", *python(code)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert leash.stdin is not None
+    assert leash.stdout is not None
+    grandchild = int(leash.stdout.readline())
+    assert is_alive(grandchild)
+    leash.stdin.close()
+    assert leash.wait(timeout=30) == -signal.SIGKILL
+    wait_gone(grandchild)
+    leash.stdout.close()
+
+
+def test_a_leash_hands_on_the_exit_code() -> None:
+    leash = [sys.executable, "plumbing/leash.py", *python("import sys; sys.exit(7)")]
+    assert subprocess.run(leash, cwd=ROOT, stdin=subprocess.PIPE, timeout=60).returncode == 7
+
+
+def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first death is said, with the server's last words; the last one's ends the run."""
+    fleet = Fleet(tmp_path)
+    speak = "import sys; print('my last words', flush=True); sys.stdin.read()"
+    first, second = (fleet.launch(Planned(f"server-{k}", python(speak), [])) for k in (0, 1))
+    deaths: list[ProcessDied] = []
+    told = threading.Event()
+    fleet.watch([deaths.append, lambda _: told.set()])
+    first.process.stdin.close()  # type: ignore[union-attr]
+    first.process.wait(timeout=30)
+    while not first.spared:
+        assert not told.is_set()
+    second.process.stdin.close()  # type: ignore[union-attr]
+    assert told.wait(30)
+    assert "server-1 ended with code 0" in str(deaths[0])
+    assert [r for r in caplog.messages if "server-0" in r and "my last words" in r and "goes on with 1" in r]
+    with pytest.raises(ProcessDied, match="server-1"):
+        fleet.raise_death(ValueError("something else"))
+    fleet.stop()
+
+
+def test_a_run_outlives_one_of_its_two_servers(tmp_path: Path) -> None:
+    """kill -9 of one server after the first step: the run says so and goes on to its last step."""
+    process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "server.count=2", "max_steps=6")
+    os.kill(pids["tiny_server.py"], signal.SIGKILL)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output[-3000:]
+    assert "ended with code -9" in output
+    assert "goes on with 1 inference servers" in output
+    assert len((tmp_path / "e/t/metrics.jsonl").read_text().splitlines()) == 6
+    assert_gone(pids)

@@ -1,0 +1,332 @@
+"""Servers that die and come back: what is lost is what was being computed, and no token comes from old weights.
+
+Scripted servers stand at the network's lowest seam for the rules; the last tests kill real server processes in the
+midst of generation.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import ROOT, free_port, wait_until_up
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_engine import generated
+
+import servers as servers_module
+from engine import EngineError, GenerationHyperparameters, ModelRequest, RemoteInfEngine
+from plumbing.wire import Wire
+from servers import Servers, rank_servers, read_version
+from weights import WeightUpdateMeta
+
+A, B, ROUTER = "http://a", "http://b", "http://router"
+
+
+class Machines:
+    """Servers by host name. Each has a version, may be dead, and generates one token: that of its version."""
+
+    def __init__(self, **versions: int) -> None:
+        self.versions: dict[str, int] = dict(versions)
+        self.dead: set[str] = set()
+        self.workers: list[Any] = []  # behind the host "router", which generates by the first
+        self.asked: list[tuple[str, str]] = []  # (host, path)
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        host, path = request.url.host, request.url.path
+        self.asked.append((host, path))
+        if host in self.dead:
+            raise httpx.ConnectError("refused")
+        if host == "router":
+            if path == "/workers":
+                return httpx.Response(200, json={"workers": self.workers})
+            if path not in ("/generate", "/model_info", "/abort_request"):
+                return httpx.Response(404, json={"error": "not found"})
+            host = "a"
+        if path == "/workers":
+            return httpx.Response(404, json={"detail": "Not Found"})
+        if path == "/generate":
+            version = self.versions[host]
+            return generated([version], spans=[(version, 1)])
+        if path == "/update_weights_from_disk":
+            self.versions[host] = int(json.loads(request.content)["weight_version"])
+        return httpx.Response(200, json={"success": True, "weight_version": str(self.versions[host])})
+
+    def engine(self, *addresses: str) -> RemoteInfEngine:
+        async def sleep(_: float) -> None:
+            await asyncio.sleep(0)
+
+        return RemoteInfEngine(list(addresses), transport=httpx.MockTransport(self), sleep=sleep)
+
+    def generated_at(self) -> list[str]:
+        return [host for host, path in self.asked if path == "/generate"]
+
+
+@pytest.fixture(autouse=True)
+def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost server may be looked at again without waiting."""
+    monkeypatch.setattr(servers_module, "LOOK_AGAIN", 0.0)
+
+
+def ask(engine: RemoteInfEngine, session: str = "s", count: int = 1) -> list[int]:
+    """The versions of the tokens of `count` requests of one conversation."""
+
+    async def ask_all() -> list[int]:
+        request = ModelRequest([1], session=session, gconfig=GenerationHyperparameters(max_new_tokens=1))
+        return [version for _ in range(count) for version in (await engine.agenerate(request)).output_versions]
+
+    return asyncio.run(ask_all())
+
+
+def update(engine: RemoteInfEngine, folder: Path, version: int) -> None:
+    (folder / f"v{version}").mkdir()
+    engine.pause()
+    engine.update_weights(WeightUpdateMeta(path=str(folder), version=version))
+    engine.set_version(version)
+    engine.resume()
+
+
+def home(session: str = "s") -> tuple[str, str]:
+    """The hosts of A and B, the conversation's own first."""
+    first, second = rank_servers([A, B], session)
+    return first[-1], second[-1]
+
+
+def test_a_dead_server_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first failure tells; until the next look its conversations go to the others at once."""
+    monkeypatch.setattr(servers_module, "LOOK_AGAIN", 3600.0)
+    machines, (first, second) = Machines(a=0, b=0), home()
+    machines.dead.add(first)
+    assert ask(machines.engine(A, B), count=5) == [0] * 5
+    assert machines.generated_at() == [first] + [second] * 5
+
+
+def test_an_update_goes_on_without_the_dead(tmp_path: Path) -> None:
+    """One of two is gone: pause, update and resume reach the other; with both gone the error names both."""
+    machines = Machines(a=0, b=0)
+    engine = machines.engine(A, B)
+    machines.dead.add("b")
+    update(engine, tmp_path, 1)
+    assert machines.versions == {"a": 1, "b": 0}
+    machines.dead.add("a")
+    with pytest.raises(EngineError, match=r"http://a/pause"):
+        engine.pause()
+
+
+def test_who_returns_takes_part_in_the_next_update(tmp_path: Path) -> None:
+    """A restarted server, back at version 0, generates nothing until an update has reached it."""
+    machines, (first, _) = Machines(a=0, b=0), home()
+    engine = machines.engine(A, B)
+    machines.dead.add(first)
+    update(engine, tmp_path, 1)
+    machines.dead.clear()
+    assert ask(engine, count=3) == [1, 1, 1]
+    assert first not in machines.generated_at()
+    update(engine, tmp_path, 2)
+    machines.asked.clear()
+    assert ask(engine, count=3) == [2, 2, 2]
+    assert machines.generated_at() == [first] * 3
+
+
+def test_a_process_that_is_told_nothing_waits_for_the_version(tmp_path: Path) -> None:
+    """A proxy's engine controls nothing. It takes the server back when that reports the version it has seen."""
+    machines, (first, _) = Machines(a=3, b=3), home()
+    proxy = machines.engine(A, B)
+    machines.dead.add(first)
+    assert ask(proxy) == [3]
+    machines.dead.clear()
+    machines.versions[first] = 0
+    assert ask(proxy, count=2) == [3, 3]
+    machines.versions.update(a=4, b=4)
+    machines.asked.clear()
+    assert ask(proxy, count=2) == [4, 4]
+    assert set(machines.generated_at()) == {first}
+
+
+def test_a_server_that_died_unseen_is_caught_by_its_tokens() -> None:
+    """Restarted between two requests: its answer of version 0 is thrown away and generated again elsewhere."""
+    machines, (first, second) = Machines(a=7, b=7), home()
+    engine = machines.engine(A, B)
+    assert ask(engine) == [7]
+    machines.versions[first] = 0
+    assert ask(engine, count=2) == [7, 7]
+    assert machines.generated_at() == [first, first, second, second]
+
+
+def test_an_answer_from_before_an_update_is_no_restart() -> None:
+    """Sent under version 7, answered after another server has answered with 8: a token of 7 is right."""
+    servers = Servers([A, B], Wire())
+    servers.check_age(A, [7], sent_after=7)
+    servers.check_age(B, [7, 8], sent_after=7)
+    servers.check_age(A, [7], sent_after=7)
+    assert servers.newest == 8
+    with pytest.raises(EngineError, match="restarted"):
+        servers.check_age(A, [7], sent_after=8)
+
+
+@pytest.mark.parametrize("form", ["text", "object"])
+def test_control_goes_around_a_router(tmp_path: Path, form: str) -> None:
+    """Generation goes to the router, control to each worker; one that joins later gets the next weights."""
+    machines = Machines(a=0, b=0)
+    machines.workers = [{"url": A, "is_healthy": True} if form == "object" else A]
+    engine = machines.engine(ROUTER)
+    engine.initialize()
+    machines.workers.append({"url": B + "/"} if form == "object" else B)
+    update(engine, tmp_path, 1)
+    assert machines.versions == {"a": 1, "b": 1}
+    assert ask(engine) == [1]
+    assert {host for host, path in machines.asked if path not in ("/generate", "/workers")} == {"a", "b"}
+
+
+def test_at_the_start_every_server_must_be_there() -> None:
+    machines = Machines(a=0, b=0)
+    machines.dead.add("b")
+    with pytest.raises(EngineError, match="http://b"):
+        machines.engine(A, B).initialize()
+
+
+@given(st.integers(0, 10**9))
+def test_versions_are_numbers(version: int) -> None:
+    """What is no number (an unfinished update, SGLang's default label) is older than every version."""
+    assert read_version(str(version)) == version
+    assert read_version(f"{version}-incomplete") == read_version("default") == read_version(None) == -1
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["die", "return", "update", "ask"]), st.sampled_from("abc")), max_size=40)
+
+
+@settings(deadline=None, max_examples=40)
+@given(EVENTS)
+def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPathFactory, events: list) -> None:
+    """While one server lives every request is answered, and by the current weights; whoever restarts is at version 0."""
+    machines = Machines(a=0, b=0, c=0)
+    trainer, proxy = (machines.engine(A, B, "http://c") for _ in range(2))
+    folder, version = tmp_path_factory.mktemp("weights"), 0
+    for k, (event, host) in enumerate(events):
+        if (
+            event == "die"
+            and len(machines.dead) < 2
+            and any(machines.versions[h] == version for h in "abc" if h not in machines.dead | {host})
+        ):
+            machines.dead.add(host)
+        elif event == "return" and host in machines.dead:
+            machines.dead.discard(host)
+            machines.versions[host] = 0
+        elif event == "update":
+            version += 1
+            update(trainer, folder, version)
+            assert ask(trainer) == [version]
+            # Every process has a conversation with a server that did not restart.
+            survivor = next(h for h in "abc" if h not in machines.dead)
+            proxy.servers.check_age(survivor, [version], 0)
+        else:
+            assert ask(trainer, session=f"{k}") == ask(proxy, session=f"{k}") == [version]
+
+
+# Real servers
+
+
+@pytest.fixture
+def pair(tiny_model_dir: Path) -> Iterator["Pair"]:
+    pair = Pair(tiny_model_dir)
+    yield pair
+    pair.stop()
+
+
+class Pair:
+    """Two tiny_server.py processes that can be killed and started again on their ports."""
+
+    def __init__(self, model: Path) -> None:
+        self.model, self.ports = model, [free_port(), free_port()]
+        self.processes: list[subprocess.Popen | None] = [None, None]
+        for k in (0, 1):
+            self.start(k)
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{port}" for port in self.ports]
+
+    def start(self, k: int) -> None:
+        words = ["--model-path", str(self.model), "--port", str(self.ports[k]), "--exit-with-parent"]
+        process = subprocess.Popen([sys.executable, "tiny_server.py", *words], cwd=ROOT, stdin=subprocess.PIPE)
+        self.processes[k] = process
+        wait_until_up(self.urls[k], process)
+
+    def kill(self, k: int) -> None:
+        process = self.processes[k]
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdin.close()  # type: ignore[union-attr]
+
+    def info(self, k: int) -> dict:
+        return httpx.get(self.urls[k] + "/model_info", trust_env=False).json()
+
+    def stop(self) -> None:
+        for process in self.processes:
+            if process is not None and process.poll() is None:
+                process.stdin.close()  # type: ignore[union-attr]
+                process.wait(timeout=20)
+
+
+def test_kill_one_of_two_in_the_midst_of_generation(pair: Pair, other_model_dir: Path, tmp_path: Path) -> None:
+    """Twelve long answers run, an update has cut them in two, one server is killed: all twelve are whole, the
+    killed one's go on from their last finished segment, and after its return it has the current weights."""
+    engine = RemoteInfEngine(pair.urls, pause_mode="abort")
+    engine.initialize()
+    gconfig = GenerationHyperparameters(max_new_tokens=600, temperature=1.0)
+    responses: dict[int, Any] = {}
+
+    async def generate(k: int) -> None:
+        responses[k] = await engine.agenerate(ModelRequest([5, 6, 7], session=f"{k}", gconfig=gconfig))
+
+    async def generate_all() -> None:
+        await asyncio.gather(*(generate(k) for k in range(12)))
+
+    thread = threading.Thread(target=lambda: asyncio.run(generate_all()))
+    thread.start()
+    wait_for_tokens(pair, 0)
+    meta = WeightUpdateMeta(path=str(tmp_path))
+    shutil.copytree(other_model_dir, tmp_path / "v1")
+    engine.pause()
+    engine.update_weights(meta.with_version(1))
+    engine.resume()
+    wait_for_tokens(pair, 0)
+    pair.kill(0)
+    thread.join(timeout=120)
+    assert sorted(responses) == list(range(12))
+    for response in responses.values():
+        assert response.output_len == 600 or response.stop_reason == "stop"
+        assert response.output_versions == sorted(response.output_versions)
+        assert set(response.output_versions) <= {0, 1}
+    assert any(set(response.output_versions) == {0, 1} for response in responses.values())
+    assert list(engine.servers.lost) == pair.urls[:1]
+
+    # It comes back with the weights it was started with, and is left alone until an update.
+    pair.start(0)
+    mine = next(f"{k}" for k in range(100) if rank_servers(pair.urls, f"{k}")[0] == pair.urls[0])
+    assert ask(engine, session=mine, count=2) == [1, 1]
+    assert pair.urls[0] in engine.servers.lost
+    shutil.copytree(other_model_dir, tmp_path / "v2")
+    engine.pause()
+    engine.update_weights(meta.with_version(2))
+    engine.resume()
+    assert pair.info(0)["weight_version"] == "2"
+    assert ask(engine, session=mine, count=2) == [2, 2]
+    assert engine.servers.lost == {}
+    engine.destroy()
+
+
+def wait_for_tokens(pair: Pair, k: int) -> None:
+    """Until server k is generating: it says so."""
+    while "running=0" in (state := pair.info(k)["state"]):
+        assert "running=" in state

@@ -1,0 +1,102 @@
+"""The sbatch file, run for real: `srun` and `scontrol` are stand-ins that start the same commands on this machine.
+
+A node's name is one that means this machine, the server is tiny_server.py, the trainer trains the demo.
+"""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, free_port
+from test_run import children
+
+SCRIPT = ROOT / "examples/slurm/train.sbatch"
+SRUN = """#!/bin/bash
+# Options of srun that name nodes and counts are noted, the command is run here.
+echo "$@" >> "$CALLS"
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+SCONTROL = """#!/bin/bash
+[[ $1 == show && $2 == hostnames ]] || exit 1
+tr , '\\n' <<< "$3"
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, tiny_model_dir: Path) -> dict[str, str]:
+    """The environment of a job with two nodes, one of which generates."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        file = tmp_path / "bin" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    here = Path(sys.executable).parent
+    return {
+        **os.environ,
+        "PATH": f"{tmp_path / 'bin'}:{here}:{os.environ['PATH']}",
+        "CALLS": str(tmp_path / "calls"),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "127.0.0.1,localhost",
+        "SLURM_GPUS_ON_NODE": "1",
+        "MODEL": str(tiny_model_dir),
+        "RUNS": str(tmp_path / "runs"),
+        "SERVE": f"{sys.executable} tiny_server.py",
+        "PORT": str(free_port()),
+        "RENDEZVOUS_PORT": str(free_port()),
+        "WAIT_SECONDS": "200",
+    }
+
+
+RECIPE = [
+    *("--config", "configs/gsm8k.yaml", "data=tests/data/gsm8k.jsonl", "max_steps=2", "trial_name=t"),
+    *("gconfig.n_samples=2", "gconfig.max_new_tokens=8", "train_dataset.batch_size=2", "actor.dtype=float32"),
+    *("evaluator.interval=0", "server.max_total_tokens=4096"),
+]
+
+
+def test_two_nodes_train(cluster: dict[str, str], tmp_path: Path) -> None:
+    """One node generates, one trains; the run ends by itself, the server with it, and each node had its part."""
+    done = subprocess.run([str(SCRIPT), *RECIPE], cwd=ROOT, env=cluster, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    lines = (tmp_path / "runs/gsm8k/t/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    serve, train = (tmp_path / "calls").read_text().splitlines()
+    assert "--nodelist=127.0.0.1 " in serve
+    assert "--weight-version 0" in serve
+    assert "--nodelist=localhost " in train
+    assert f"rollout.server_addrs=[http://127.0.0.1:{cluster['PORT']}]" in train
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", int(cluster["PORT"])), 5)
+
+
+def test_no_node_left_to_train(cluster: dict[str, str], tmp_path: Path) -> None:
+    done = subprocess.run([str(SCRIPT)], cwd=ROOT, env=cluster | {"GEN_NODES": "2"}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "none is left to train" in done.stderr
+    assert not (tmp_path / "calls").exists()
+
+
+def test_a_server_that_cannot_start_ends_the_job(cluster: dict[str, str]) -> None:
+    broken = cluster | {"SERVE": f"{sys.executable} tiny_server.py --weights wrong"}
+    done = subprocess.run([str(SCRIPT), *RECIPE], cwd=ROOT, env=broken, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert "a server ended before it came up" in done.stderr
+
+
+def test_a_cancelled_job_leaves_nothing(cluster: dict[str, str], tmp_path: Path) -> None:
+    """scancel while the server comes up: the script ends it and itself."""
+    (tmp_path / "bin" / "srun").write_text("#!/bin/bash\nexec sleep 1000\n")
+    job = subprocess.Popen([str(SCRIPT), *RECIPE], cwd=ROOT, env=cluster, stderr=subprocess.DEVNULL)
+    while "sleep 1000" not in (found := children(job.pid)):
+        assert job.poll() is None
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(found["sleep 1000"], 0)
