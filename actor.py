@@ -68,45 +68,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import weights
 from advantages import kl_estimate
-from layout import LAYOUTS, Batch, Layout, Padded, Piece, row_lengths
+from layout import LAYOUTS, Batch, Layout, Padded, Piece, row_lengths, split_minibatches
 from logprobs import add_read_hidden, token_logprobs
 from plumbing.config import OptimizerConfig, PPOActorConfig
 from plumbing.ranks import join_ranks, leave_ranks, share
-from ppo import aggregation_weights, compute_advantages, ppo_actor_loss_fn
+from ppo import aggregation_weights, compute_advantages, describe_mode, ppo_actor_loss_fn
 from proximal import guess_errors, interpolation, loglinear
 from tree_attention import Tree, tree_token_ratio
 from weights import WeightUpdateMeta
 
 logger = logging.getLogger("nano-areal.actor")
-
-
-def describe_mode(config: PPOActorConfig) -> str:
-    """The objective in words: where the logprobs of each policy come from (section 5.2)."""
-    server, forward = "the inference server", "a forward pass before the update"
-    theta = "pi_theta from each training pass"
-    if not config.use_decoupled_loss:
-        return f"standard PPO: pi_old from {forward if config.recompute_logprob else server}, {theta}"
-    prox = {
-        "recompute": forward,
-        "loglinear": "pi_behav and pi_theta by their versions, no forward pass",
-        "metrics": f"{forward}, and what loglinear, linear and rollout would have said is logged",
-    }[config.prox_logp_method]
-    cap = config.behave_imp_weight_cap
-    bound = "no cap" if cap is None else f"{config.behave_imp_weight_action} above {cap:g}"
-    weight = f"behaviour weight per {config.behave_imp_weight_level}, {bound}"
-    return f"decoupled PPO: pi_behav from {server}, pi_prox from {prox}, {theta}; {weight}"
-
-
-def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Rows dealt to `n` minibatches: longest first, each to the one with the fewest tokens. No minibatch is empty."""
-    n = min(n, len(lengths))
-    parts: list[list[int]] = [[] for _ in range(n)]
-    loads = [0] * n
-    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        lightest = min(range(n), key=lambda j: (loads[j], len(parts[j])))
-        parts[lightest].append(row)
-        loads[lightest] += lengths[row]
-    return parts
 
 
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:

@@ -69,6 +69,18 @@ def row_lengths(batch: Batch) -> list[int]:
     return mask.sum(1).tolist()
 
 
+def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
+    """Rows dealt to `n` minibatches: longest first, each to the one with the fewest tokens. No minibatch is empty."""
+    n = min(n, len(lengths))
+    parts: list[list[int]] = [[] for _ in range(n)]
+    loads = [0] * n
+    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        lightest = min(range(n), key=lambda j: (loads[j], len(parts[j])))
+        parts[lightest].append(row)
+        loads[lightest] += lengths[row]
+    return parts
+
+
 def split_microbatches(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> list[list[int]]:
     """Rows in pieces of similar length, each at most `mb_tokens` when padded to its longest row.
 

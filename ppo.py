@@ -57,6 +57,23 @@ from plumbing.config import NormConfig, PPOActorConfig
 Batch = dict[str, Tensor]
 
 
+def describe_mode(config: PPOActorConfig) -> str:
+    """The objective in words: where the logprobs of each policy come from (section 5.2)."""
+    server, forward = "the inference server", "a forward pass before the update"
+    theta = "pi_theta from each training pass"
+    if not config.use_decoupled_loss:
+        return f"standard PPO: pi_old from {forward if config.recompute_logprob else server}, {theta}"
+    prox = {
+        "recompute": forward,
+        "loglinear": "pi_behav and pi_theta by their versions, no forward pass",
+        "metrics": f"{forward}, and what loglinear, linear and rollout would have said is logged",
+    }[config.prox_logp_method]
+    cap = config.behave_imp_weight_cap
+    bound = "no cap" if cap is None else f"{config.behave_imp_weight_action} above {cap:g}"
+    weight = f"behaviour weight per {config.behave_imp_weight_level}, {bound}"
+    return f"decoupled PPO: pi_behav from {server}, pi_prox from {prox}, {theta}; {weight}"
+
+
 def compute_cells(level: str, group_ids: Tensor, turn_ids: Tensor, per_turn: bool) -> Tensor:
     """(N,) the number of the cell within which a turn is compared: its group or the batch, its place in the row or any."""
     cell = torch.unique(group_ids, return_inverse=True)[1] if level == "group" else torch.zeros_like(turn_ids)

@@ -230,7 +230,7 @@ def own_command(script: str, *arguments: str) -> list[str]:
 
 
 def tiny_command(config: TrainConfig) -> list[str]:
-    options = {
+    options: dict[str, object] = {
         "--model-path": config.model_path,
         "--weight-version": "0",
         "--max-running-requests": config.server.max_running_requests,
@@ -310,6 +310,7 @@ def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> Memory:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    assert config.model_path is not None
     shape = AutoConfig.from_pretrained(config.model_path)
     with torch.device("meta"):
         n = sum(p.numel() for p in AutoModelForCausalLM.from_config(shape).parameters())
