@@ -330,20 +330,19 @@ def plan_run(config: TrainConfig) -> str:
     else:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         check_memory(need, size, ranks, len(planned), "this machine")
-    lines = [f"{'process':10}{'GPUs':8}{'port':10}{'GiB':>6}  command"]
-    for rank in range(ranks):
-        lines.append(
-            f"{f'rank {rank}':10}{(gpus[rank] if rank < len(gpus) else '-'):8}{'-':10}{need.trainer:6.1f}  train.py"
-        )
+    table = [("process", "GPUs", "port", "GiB", "command")]
+    table += [
+        (f"rank {k}", gpus[k] if k < len(gpus) else "-", "-", f"{need.trainer:.1f}", "train.py") for k in range(ranks)
+    ]
     for p in planned:
-        lines.append(
-            f"{p.name:10}{','.join(p.gpus) or '-':8}{p.port or 'any':<10}{need.server:6.1f}  {shlex.join(p.command)}"
+        table.append(
+            (p.name, ",".join(p.gpus) or "-", str(p.port or "any"), f"{need.server:.1f}", shlex.join(p.command))
         )
-    lines += [f"{'(is up)':34}  {url}" for url in config.rollout.server_addrs]
-    lines.append(f"{'proxy':10}{'-':8}{'any':10}{0.3:6.1f}  proxy.py")
-    return "\n".join(
-        [*lines, f"{need.parameters:,} parameters; GiB for each rank, and for each GPU of a server, estimated"]
-    )
+    table += [("(is up)", "", "", "", url) for url in config.rollout.server_addrs]
+    table.append(("proxy", "-", "any", "0.3", "proxy.py"))
+    lines = ["{:10}{:8}{:10}{:>6}  {}".format(*row) for row in table]
+    lines.append(f"{need.parameters:,} parameters; GiB for each rank, and for each GPU of a server, are estimates")
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- what a run starts
