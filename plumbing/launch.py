@@ -192,11 +192,6 @@ def visible_gpus() -> list[str]:
     return named.split(",")[: len(numbers)] if named else numbers
 
 
-def local_ranks() -> int:
-    """Trainer processes on this machine: what torchrun says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
 def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Planned]:
     """The servers to launch beside `ranks` trainers: none where rollout.server_addrs names some. Raises ConfigError."""
     server = config.server
@@ -214,48 +209,34 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
             f"{need} and {ranks} trainers do not fit on {len(gpus)} GPUs: lower them, or set server.colocate=true"
         )
     share = server.mem_fraction or (0.4 if shared else 0.85)
-    command = sglang_command(config, share if gpus else None) if by_sglang else tiny_command(config)
+    command = server_command(config, by_sglang, share if gpus else None)
     names = ["server"] if server.count == 1 else [f"server-{k}" for k in range(server.count)]
     mine = [pool[k * server.tp_size : (k + 1) * server.tp_size] for k in range(server.count)]
     ports = [server.port + k if server.port else 0 for k in range(server.count)]
     return [Planned(*fields) for fields in zip(names, [command] * server.count, mine, ports)]
 
 
-def words(options: dict[str, object]) -> list[str]:
-    return [str(word) for pair in options.items() for word in pair]
-
-
 def own_command(script: str, *arguments: str) -> list[str]:
     return [sys.executable, str(ROOT / script), *arguments, "--exit-with-parent"]
 
 
-def tiny_command(config: TrainConfig) -> list[str]:
-    options: dict[str, object] = {
-        "--model-path": config.model_path,
-        "--weight-version": "0",
-        "--max-running-requests": config.server.max_running_requests,
-        "--max-total-tokens": config.server.max_total_tokens,
-        "--seed": config.seed,
-    }
-    return own_command("tiny_server.py", *words(options), *config.server.args)
-
-
-def sglang_command(config: TrainConfig, mem_fraction: float | None) -> list[str]:
-    if not config.server.command:
+def server_command(config: TrainConfig, by_sglang: bool, mem_fraction: float | None) -> list[str]:
+    """What starts a server, but for its port; server.args come last, and win."""
+    server = config.server
+    options: dict[str, object] = {"--model-path": config.model_path, "--weight-version": 0}
+    options |= {"--max-running-requests": server.max_running_requests, "--max-total-tokens": server.max_total_tokens}
+    if by_sglang:
+        options |= {"--tp-size": server.tp_size, "--random-seed": config.seed}
+        options |= {"--mem-fraction-static": mem_fraction} if mem_fraction else {}
+    else:
+        options |= {"--seed": config.seed}
+    arguments = [*(str(word) for pair in options.items() for word in pair), *server.args]
+    if not by_sglang:
+        return own_command("tiny_server.py", *arguments)
+    if not server.command:
         check_sglang()
-    options: dict[str, object] = {
-        "--model-path": config.model_path,
-        "--weight-version": "0",
-        "--tp-size": config.server.tp_size,
-        "--max-running-requests": config.server.max_running_requests,
-        "--max-total-tokens": config.server.max_total_tokens,
-        "--random-seed": config.seed,
-    }
-    if mem_fraction is not None:
-        options["--mem-fraction-static"] = mem_fraction
-    command = shlex.split(config.server.command) or [sys.executable, "-m", "sglang.launch_server"]
-    leash = [sys.executable, str(ROOT / "plumbing" / "leash.py")]
-    return [*leash, *command, *words(options), *config.server.args]
+    command = shlex.split(server.command) or [sys.executable, "-m", "sglang.launch_server"]
+    return [sys.executable, str(ROOT / "plumbing" / "leash.py"), *command, *arguments]
 
 
 def check_sglang() -> None:
@@ -338,7 +319,7 @@ def check_memory(need: Memory, have: float, trainers: int, servers: int, where: 
 
 def plan_run(config: TrainConfig) -> str:
     """The plan as `--dry-run` prints it, after all that can be checked was found right. Raises ConfigError."""
-    gpus, ranks = visible_gpus(), local_ranks()
+    gpus, ranks = visible_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # which torchrun sets
     planned = plan_servers(config, gpus, ranks)
     check_addresses(config, planned)
     need = estimate_memory(config, ranks, bool(gpus))
@@ -351,20 +332,19 @@ def plan_run(config: TrainConfig) -> str:
     else:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         check_memory(need, size, ranks, len(planned), "this machine")
-    lines = [f"{'process':10}{'GPUs':8}{'port':10}{'GiB':>6}  command"]
-    for rank in range(ranks):
-        lines.append(
-            f"{f'rank {rank}':10}{(gpus[rank] if rank < len(gpus) else '-'):8}{'-':10}{need.trainer:6.1f}  train.py"
-        )
+    table = [("process", "GPUs", "port", "GiB", "command")]
+    table += [
+        (f"rank {k}", gpus[k] if k < len(gpus) else "-", "-", f"{need.trainer:.1f}", "train.py") for k in range(ranks)
+    ]
     for p in planned:
-        lines.append(
-            f"{p.name:10}{','.join(p.gpus) or '-':8}{p.port or 'any':<10}{need.server:6.1f}  {shlex.join(p.command)}"
+        table.append(
+            (p.name, ",".join(p.gpus) or "-", str(p.port or "any"), f"{need.server:.1f}", shlex.join(p.command))
         )
-    lines += [f"{'(is up)':34}  {url}" for url in config.rollout.server_addrs]
-    lines.append(f"{'proxy':10}{'-':8}{'any':10}{0.3:6.1f}  proxy.py")
-    return "\n".join(
-        [*lines, f"{need.parameters:,} parameters; GiB for each rank, and for each GPU of a server, estimated"]
-    )
+    table += [("(is up)", "", "", "", url) for url in config.rollout.server_addrs]
+    table.append(("proxy", "-", "any", "0.3", "proxy.py"))
+    lines = ["{:10}{:8}{:10}{:>6}  {}".format(*row) for row in table]
+    lines.append(f"{need.parameters:,} parameters; GiB for each rank, and for each GPU of a server, are estimates")
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- what a run starts
@@ -372,7 +352,8 @@ def plan_run(config: TrainConfig) -> str:
 
 def start_servers(config: TrainConfig, fleet: Fleet) -> list[Child]:
     """Inference servers of our own, not waited for; none where rollout.server_addrs gives some that are up."""
-    return [fleet.launch(planned) for planned in plan_servers(config, visible_gpus(), local_ranks())]
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return [fleet.launch(planned) for planned in plan_servers(config, visible_gpus(), ranks)]
 
 
 def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> tuple[tuple[str, ...], str]:

@@ -17,15 +17,20 @@ GRACE_SECONDS = 3.0
 def main(command: list[str]) -> int:
     """The command's exit code."""
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    parent_gone = threading.Event()
 
     def follow_parent() -> None:
         while os.read(0, 4096):
             pass
+        parent_gone.set()
         child.terminate()
         threading.Timer(GRACE_SECONDS, os.killpg, (0, signal.SIGKILL)).start()
 
     threading.Thread(target=follow_parent, daemon=True).start()
-    return child.wait()
+    code = child.wait()
+    if parent_gone.is_set():
+        os.killpg(0, signal.SIGKILL)
+    return code
 
 
 if __name__ == "__main__":
