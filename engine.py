@@ -27,6 +27,10 @@ spans (SGLang 0.5.16 to 0.5.18) reports only the version at a segment's end, whi
 segment if no segment lives through an update: when the engine sees such a server it falls back to `abort` and
 says so.
 
+Streaming. Who wants to hear of tokens as they come gives `agenerate` a function; then the segments are streamed, each
+event with all of the segment so far. What was told stays told: an answer that breaks off in the middle of a stream goes
+on behind its last token, on another server if need be.
+
 Control (pause, resume, update_weights) goes to every server, from the trainer's process only. Proxies in
 other processes have an engine each and need not be told: a paused server makes their requests wait.
 

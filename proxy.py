@@ -1,37 +1,37 @@
-"""The proxy: an agent talks to it as to any OpenAI server, and every token it causes is kept for training.
+"""The proxy: an agent talks to it as to OpenAI or Anthropic, and every token it causes is kept for training.
 
-    agent -> POST /{session_id}/v1/chat/completions -> prompt ids -> engine.agenerate -> reply
-                                                          \\_ InteractionCache of the session
+    agent -> POST /{session_id}/v1/chat/completions  \\
+                                  /v1/responses        -> a turn -> engine.agenerate -> reply, whole or as it grows
+                                  /v1/messages       /         \\_ InteractionCache of the session
+
+Here are the addresses, and what each of them does with its parts: a request is read (messages.py), becomes a turn
+(turn.py) with a prompt (prompts.py) in the tree of its session (cache.py), and its answer a reply (replies.py).
 
 Sessions (sessions.py). An episode is a session, named by an unguessable id that is part of the URL; the same id
-serves as a Bearer or x-api-key for clients that cannot take a path. Who has the admin key grants, starts and
-exports; who has the id calls, rewards and ends. What is exported is forgotten.
+serves as a Bearer or x-api-key for clients that cannot take a path. `/v1` may be left out, query strings mean nothing.
+Who has the admin key grants, starts and exports; who has the id calls, rewards and ends. What is exported is forgotten.
 
-Tokens. The prompt of a first turn is the chat template over its messages. The prompt of a later turn is
+Sampling. What an agent sets holds, the rest is the recipe's (`sampling`); a recipe may keep some of it for itself
+(`fixed_sampling`), since training wants the temperature that it was planned for. What changes the distribution behind
+the logprobs' back (top_p, penalties, a grammar) is honoured, and such a turn is masked out of the loss (cache.py).
 
-    parent's prompt ids + parent's output ids + the tail: what the template puts after an assistant's text
+Errors. What a caller did wrong is a 4xx in its protocol's own form, never a 500 (which SDKs would retry, and so
+generate again), never a 409 or 429 (likewise). An engine's 4xx is passed on; 503 says that no server answered, and to
+try again. A weight update is no error: paused servers hold what is asked of them, so a proxy need not be told.
 
-so the tokens that were sampled are the tokens of the next prompt, and history is never rendered again (one turn
-costs its own length, not the conversation's). The tail is cut from a rendering of [user, assistant: SENTINEL] +
-the new messages: what stands behind the sentinel. It begins with the end-of-turn token, which the parent usually
-sampled itself and which is then dropped; a parent that was cut by length did not, and there the token stays, in
-the prompt, untrained. That a template can be cut like this is checked once at the start, on a conversation of two
-turns; where it cannot, every turn is rendered in full, and concat forks the row where the tokens differ.
-
-A call is entered in the tree before it is generated, and complete before its reply leaves. If the caller hangs
-up, or the session ends, the generation is cancelled and the call leaves no trace.
-
-What a caller did wrong is a 4xx with {"error": {"message", "type"}}, never a 500 (which SDKs would retry, and so
-generate again), never a 409 (likewise). An engine's 4xx is passed on; 503 says that no server answered.
+Several proxies (`proxy.workers`) share nothing: each has its sessions, and an episode keeps to one of them. What may
+start is the dispatcher's decision, and a grant is how it reaches a proxy.
 
 It does not promise repeatable tokens to an agent that calls concurrently in one session: the seed of a call comes
 from the server's seed, the task and its place among the session's calls.
 
 AReaL keys sessions by API key only, accepts work after the end, sweeps them by the age of the last request's
-start (in the midst of a long generation, too), leaks grants, and leaves five management routes open to anybody.
+start (in the midst of a long generation, too), leaks grants, and leaves five management routes open to anybody. It
+streams what it has generated before, and Responses not at all.
 """
 
 import argparse
+import asyncio
 import contextlib
 import functools
 import hashlib
@@ -39,7 +39,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import orjson
@@ -55,7 +55,7 @@ from prompts import PromptBuilder, TextReader
 from replies import PROTOCOLS, Protocol
 from sessions import ProxyError, Session, SessionTable
 from tools import OutputParser
-from turn import Turn, retried
+from turn import EventStream, Turn, retried
 
 ERRORS = (
     ProxyError,
@@ -65,6 +65,7 @@ ERRORS = (
     ClientDisconnect,
 )  # ValueError: BadRequest and read_object's
 MAX_BODY = 64 * 2**20  # bytes of a request
+LONG_BODY = 2**18  # bytes from which on a prompt is made in a thread: tokenising it may take seconds
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -145,20 +146,23 @@ class Proxy:
             hashlib.blake2b(raw + protocol.id_prefix.encode()).digest(),
         )
         says_so = request.headers.get("x-stainless-retry-count", "0") != "0"
-        turn = retried(session, key, says_so) or self.begin(protocol, session, raw, key)
+        turn = retried(session, key, says_so) or await self.begin(protocol, session, raw, key)
         if not turn.ask.stream:
             return reply(await turn.reply(request))
         frames = turn.events(request)
         return EventStream(await anext(frames), frames)
 
-    def begin(self, protocol: Protocol, session: Session, raw: bytes, key: bytes) -> Turn:
+    async def begin(self, protocol: Protocol, session: Session, raw: bytes, key: bytes) -> Turn:
         """A turn in the tree, with its prompt, on its way. Raises BadRequest and leaves nothing behind."""
         ask = self.read(protocol, session, read_object(raw, BadRequest))
         opening = self.parser.opening(ask.tool_choice, ask.tools)
         turn = Turn(session, protocol, ask)
         try:
-            prompt = self.prompts.prompt(ask, turn.parent, opening)
-        except BadRequest:
+            build = functools.partial(self.prompts.prompt, ask, turn.parent, opening)
+            prompt = await asyncio.to_thread(build) if len(raw) > LONG_BODY else build()
+            if session.ended:
+                raise ProxyError(410, "session: it ended while this call was read")
+        except BaseException:
             turn.forget()
             raise
         calls = []
@@ -289,32 +293,11 @@ def reply(body: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
-class EventStream(Response):
-    """Server-sent events. However the connection ends, `frames` is closed."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, first: bytes, frames: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"cache-control": "no-store"})
-        del self.headers["content-length"]
-        self._first, self._frames = first, frames
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async with contextlib.aclosing(self._frames) as frames:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for frame in frames:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-
-
 async def error_reply(request: Request, error: Exception) -> Response:
     """Every error that a caller can meet, in the form of the protocol that the path is of."""
     status, message = getattr(error, "status", None) or 500, str(error)
     if isinstance(error, HTTPException):  # the framework's own: no such path or method
         status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}"
-    if isinstance(error, ClientDisconnect):
-        status = 499
     is_anthropic = request.url.path.endswith(("/messages", "/messages/count_tokens"))
     return reply(PROTOCOLS["messages" if is_anthropic else "responses"].error(status, message), status)
 
@@ -397,7 +380,13 @@ def main(argv: list[str] | None = None) -> int:
             print("error:", " ".join(str(error).split())[:300], file=sys.stderr)
             return 2
         hint = "" if args.admin_key else f", admin key {key}"  # one that was given stays out of the logs
-        print(f"proxy at http://{args.host}:{listener.getsockname()[1]}{hint}", flush=True)
+        url = f"http://{args.host}:{listener.getsockname()[1]}"
+        print(f"proxy at {url}{hint}", flush=True)
+        if not args.exit_with_parent:  # started by hand: here is a session to try an agent with
+            sessions = app.state.proxy.sessions
+            sessions.grant()
+            session = f"{url}/{sessions.start('by hand').session_id}"
+            print(f"a session: OPENAI_BASE_URL={session}/v1 ANTHROPIC_BASE_URL={session}, any key", flush=True)
         serve(app, listener, args.exit_with_parent)
     return 0
 

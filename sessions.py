@@ -13,6 +13,8 @@ the last request, and only looks when somebody starts a session). Nobody watches
 started or asked for, those that were idle for too long are forgotten first. A session that is forgotten takes its tree
 with it. Nothing here does I/O or reads a clock of its own: `clock` is the one seam, and each method is one decision.
 
+A session also remembers which request it answered with which turn, so that a client's retry is recognised (turn.py).
+
 It does not promise that an ended session is exported: who fails to ask in time finds it expired.
 """
 

@@ -32,6 +32,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from cache import InteractionWithTokenLogpReward
 from engine import EngineError, ModelRequest, ModelResponse
@@ -211,3 +212,22 @@ def retried(session: Session, body: bytes, says_so: bool) -> Turn | None:
         turn.claims += 1
         return turn
     return None
+
+
+class EventStream(Response):
+    """Server-sent events. However the connection ends, `frames` is closed."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, frames: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"cache-control": "no-store"})
+        del self.headers["content-length"]
+        self._first, self._frames = first, frames
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async with contextlib.aclosing(self._frames) as frames:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for frame in frames:
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})

@@ -8,7 +8,7 @@ Counted, for a conversation of 100 turns (each sends its whole history again, as
     rendered   messages that went through the chat template and the tokenizer
     looked up  places at which a parent was looked for
 
-Beyond the reading a turn should cost what is new in it. Timed, in turns with the peer, the best of some repetitions:
+Beyond the reading a turn should cost what is new in it. Timed (processor time), in turns with the peer, the best of some repetitions:
 
     chain      400 turns of one conversation
     siblings   800 turns that share 200 messages; target: at most a quarter of the peer's time
@@ -87,10 +87,10 @@ def timed(make: Callable[[], Any], add: Callable[..., None], fill: Callable[[Cal
     fill(lambda *call: calls.append(call))
     cache = make()
     gc.collect()
-    begin = time.perf_counter()
+    begin = time.process_time()
     for call in calls:
         add(cache, *call)
-    return 1e3 * (time.perf_counter() - begin)
+    return 1e3 * (time.process_time() - begin)
 
 
 def chain(add: Callable[..., None]) -> None:
@@ -114,12 +114,12 @@ def export(make: Callable[[], Any], add: Callable[..., None]) -> float:
         cache.set_last_reward(1.0)
         caches.append(cache)
     gc.collect()
-    begin = time.perf_counter()
+    begin = time.process_time()
     for cache in caches:
         cache.apply_reward_discount(0.9)
         for leaf in cache.export_interactions("concat").values():
             leaf.to_tensor_dict()
-    return 1e3 * (time.perf_counter() - begin)
+    return 1e3 * (time.process_time() - begin)
 
 
 def count() -> None:

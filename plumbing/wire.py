@@ -62,7 +62,7 @@ def is_stream(response: Any) -> bool:
     return response.headers.get("content-type", "").startswith("text/event-stream")
 
 
-class Stream:
+class OpenAnswer:
     """An answer that is read while it comes; `when_closed` hears when nobody reads it any more."""
 
     def __init__(self, stream: Any, when_closed: Callable[[], None]) -> None:
@@ -88,14 +88,14 @@ class StackTransport(httpx.AsyncBaseTransport):
     def __init__(self, http: Any = httpx) -> None:
         self.http = http
         self.idle: list[Any] = []  # connections, used last last
-        self._stream_type = type("Stream", (Stream, http.AsyncByteStream), {})  # clients check for the second
+        self._open_answer = type("OpenAnswer", (OpenAnswer, http.AsyncByteStream), {})  # clients check for the second
 
     async def handle_async_request(self, request: Any) -> Any:
         connection = self.idle.pop() if self.idle else self._connection()
         try:
             response = await connection.handle_async_request(request)
             if is_stream(response):
-                response.stream = self._stream_type(response.stream, lambda: self.idle.append(connection))
+                response.stream = self._open_answer(response.stream, lambda: self.idle.append(connection))
                 return response
             await response.aread()
         except BaseException:

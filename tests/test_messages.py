@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache import InteractionCache, InteractionWithTokenLogpReward
@@ -121,6 +121,7 @@ PLACES = [
 ]
 
 
+@settings(deadline=None)
 @given(st.sampled_from(PLACES), st.text(min_size=1), st.integers(0, 30))
 def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) -> None:
     """Another text, call name, call id or argument, or a turn left out: it is another conversation."""
@@ -144,6 +145,7 @@ def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) ->
     assert not begins_with(PROTOCOLS[pair["path"]].parse(pair["child"]).messages, parent + output)
 
 
+@settings(deadline=None)
 @given(st.text(), st.lists(st.text(), max_size=3))
 def test_null_empty_absent_and_parts_are_one_text(text: str, parts: list[str]) -> None:
     """content null == "" == absent, and text parts == their concatenation."""
@@ -162,6 +164,7 @@ def test_a_tools_result_is_the_result_of_its_call() -> None:
     result = {"role": "tool", "content": "2", "tool_call_id": "a"}
     assert canonical(result) == canonical({"role": "tool", "content": "2", "id": "a", "name": "f"})
     assert canonical(result) != canonical(result | {"tool_call_id": "b"})
+    assert normalise({"role": "tool", "content": "2", "id": "a"}) == result
 
 
 def assistant(arguments: Any, call_id: str = "c") -> Message:
@@ -417,6 +420,7 @@ JUNK = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.sampled_from(PARSERS), st.dictionaries(FIELDS, JUNK, max_size=6), JUNK)
 def test_nothing_but_a_bad_request_is_raised(parse: Any, body: dict[str, Any], item: Any) -> None:
     """Whatever a body holds, it is read or refused with a 400; what is read has the canonical form."""

@@ -7,9 +7,11 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -120,6 +122,33 @@ async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: An
     assert harness.engine.requests[1].input_ids == full
     assert len(await harness.export(session, style="concat")) == 2  # the tokens differ: the row forks
     await harness.http.aclose()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
+    """Tokenising megabytes takes seconds: it happens in a thread, and other calls are answered meanwhile. If the session
+    ends in between, nothing of the call is left."""
+    harness = start()
+    session, other = await harness.start(), await harness.start()
+    prompts, go_on = harness.app.state.proxy.prompts, threading.Event()
+    build = prompts.prompt
+
+    def slow(ask: AgentRequest, parent: Any, opening: str = "") -> list[int]:
+        if len(ask.messages[0]["content"]) > 10**5:
+            assert go_on.wait(30)
+        return build(ask, parent, opening)
+
+    prompts.prompt = slow
+    path, long = f"/{session}/v1/chat/completions", [{"role": "user", "content": "x" * 2**19}]
+    call = asyncio.ensure_future(harness.post(path, {"messages": long}))
+    while not harness.sessions.find(session).cache:
+        await asyncio.sleep(0)
+    await harness.chat(other, HELLO)
+    if ends:
+        await harness.post(f"/{session}/rl/end_session")
+    go_on.set()
+    assert (await call).status_code == (410 if ends else 200)
+    assert len(await harness.export(session)) == (not ends)
 
 
 async def test_a_stop_string_ends_the_text_but_not_the_tokens(start: Start, tiny_tokenizer: Any) -> None:
@@ -520,6 +549,26 @@ def test_only_an_admin_key_that_was_made_up_is_printed(tiny_model_dir: Any, tiny
     printed = r", admin key \S{20,}" if source == "made up" else ""
     assert re.fullmatch(rf"proxy at http://127\.0\.0\.1:\d+{printed}\n", ended.stdout)
     assert "s3cret" not in ended.stdout + ended.stderr
+
+
+async def test_a_proxy_started_by_hand_offers_a_session(tiny_model_dir: Any, tiny_server: str) -> None:
+    """An agent's author needs no key and no grant: the address is printed, and any SDK talks to it."""
+    command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        lines = process.stdout.readline() + process.stdout.readline()
+        found = re.search(r"OPENAI_BASE_URL=(\S+) ANTHROPIC_BASE_URL=(\S+),", lines)
+        assert found is not None, lines
+        async with openai.AsyncOpenAI(base_url=found[1], api_key="DUMMY", max_retries=8) as client:
+            completion = await client.chat.completions.create(model="m", messages=HELLO, max_tokens=4)
+        async with anthropic.AsyncAnthropic(base_url=found[2], api_key="DUMMY") as other:
+            message = await other.messages.create(model="m", messages=HELLO, max_tokens=4)
+        assert (completion.usage and completion.usage.completion_tokens, message.usage.output_tokens) == (4, 4)
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+        process.stdout.close()
 
 
 async def test_end_to_end_with_real_servers(tiny_model_dir: Any, tiny_server: str) -> None:

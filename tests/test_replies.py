@@ -121,6 +121,7 @@ def test_a_stream_is_the_whole_reply(name: str, parsed: Parsed, stop_reason: str
     assert nulls([data for _, data in frames_of(raw)]) == []
 
 
+@settings(deadline=None)
 @given(st.sampled_from(NAMES), PARSES)
 def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, parsed: Parsed) -> None:
     """What the tree of a session keeps is equal to what it will see in the next request, in every protocol."""

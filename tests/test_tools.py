@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plumbing.fields import BadRequest
@@ -99,6 +99,7 @@ PIECES = st.sampled_from(
 ) | st.text(max_size=3)
 
 
+@settings(deadline=None)
 @given(st.lists(PIECES, max_size=8).map("".join), st.booleans(), st.booleans())
 def test_what_is_certain_is_never_taken_back(text: str, inside: bool, offered: bool) -> None:
     """certain() of every prefix only grows, and is a prefix of what the whole text turns out to be."""
@@ -131,6 +132,7 @@ def test_a_stream_says_what_it_can() -> None:
     assert OutputParser(Thinker()).certain("so it", TOOLS) == Parsed("", "so it")
 
 
+@settings(deadline=None)
 @given(st.text("ab", max_size=6), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
 def test_the_beginning_of_a_mark_is_held_back(text: str, marks: list[str]) -> None:
     """The longest end of the text that begins a mark, and no more."""

@@ -2,14 +2,21 @@
 
 import asyncio
 import json
+import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import anthropic
+import httpx2
 import openai
 import pytest
+from conftest import ROOT
 from harness import ADMIN, HELLO, Connection, Harness, claude, reply_message, sdk
 
 from engine import EngineError, RemoteInfEngine
+from plumbing.wire import StackTransport
 from proxy import create_app
 
 pytestmark = pytest.mark.anyio
@@ -426,6 +433,26 @@ async def test_a_session_frees_its_turns(start: Start) -> None:
     assert not kept.running
 
 
+async def test_a_concurrent_title_call_takes_no_reward(start: Start) -> None:
+    """What opencode does: two streams at once in one session. The agent's turn gets the reward, whoever ends last."""
+    harness = start("a title", "done")
+    session = await harness.start()
+    harness.engine.hold = asyncio.Event()
+    path = f"/{session}/v1/chat/completions"
+    title = {"stream": True, "messages": [{"role": "system", "content": "You write titles."}, *HELLO]}
+    main = {"stream": True, "messages": [{"role": "system", "content": "You code."}, *HELLO], "tools": TOOLS}
+    calls = [Connection(harness, path, title), Connection(harness, path, main)]
+    while len(harness.engine.requests) < 2:
+        await asyncio.sleep(0)
+    harness.engine.hold.set()
+    for call in calls:
+        await call.rest()
+    assert (await harness.post(f"/{session}/rl/set_reward", {"reward": 1.0})).status_code == 200
+    exported = {i["output"][0]["content"]: i for i in (await harness.export(session, style="concat")).values()}
+    assert {said: i["reward"] for said, i in exported.items()} == {"a title": None, "done": 1.0}
+    assert sum(exported["a title"]["tensors"]["loss_mask"]) == 0
+
+
 # A real server
 
 
@@ -530,3 +557,43 @@ async def test_a_hang_up_frees_the_server(real: Harness, tiny_server: str) -> No
     assert "running=0" in info["state"]
     assert (await real.http.get("/health")).json()["sessions"] == 1
     assert (await real.post("/grant_capacity", headers=ADMIN)).status_code == 200
+
+
+@pytest.mark.parametrize("protocol", ["chat", "messages"])
+async def test_a_stream_through_processes_and_the_agents_own_transport(
+    tiny_model_dir: Any, tiny_server: str, protocol: str
+) -> None:
+    """Agent's client -> proxy process -> server process: tokens come one after the other, a stream that is left early
+    is aborted at the server, and the connections of finished ones are used again."""
+    command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    transport: Any = StackTransport(httpx2)
+    try:
+        said = process.stdout.readline() + process.stdout.readline()
+        found = re.search(r"OPENAI_BASE_URL=(\S+) ANTHROPIC_BASE_URL=(\S+),", said)
+        assert found is not None
+        request: Any = {"model": "m", "messages": HELLO, "extra_body": {"seed": 3}}
+        async with openai.DefaultAsyncHttpxClient(transport=transport, trust_env=False) as http:
+            chat = openai.AsyncOpenAI(base_url=found[1], api_key="DUMMY", http_client=http)
+            other = anthropic.AsyncAnthropic(base_url=found[2], api_key="DUMMY", http_client=http)
+            for _ in range(3):
+                if protocol == "chat":
+                    events: Any = await chat.chat.completions.create(**request, max_tokens=30, stream=True)
+                else:
+                    events = await other.messages.create(**request, max_tokens=30, stream=True)
+                assert len([event async for event in events]) > 5
+            assert len(transport.idle) == 1
+            if protocol == "chat":
+                events = await chat.chat.completions.create(**request, max_tokens=1800, stream=True)
+            else:
+                events = await other.messages.create(**request, max_tokens=1800, stream=True)
+            async for _ in events:
+                break
+            await events.close()
+            while "running=0" not in (await http.get(tiny_server + "/model_info")).json()["state"]:
+                pass
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+        process.stdout.close()
