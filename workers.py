@@ -76,10 +76,7 @@ def check_importable(thing: Any, name: str, remedy: str) -> None:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(f"{name} runs in another process and cannot be pickled: {remedy} ({error})") from error
     if getattr(thing, "__module__", None) == "__main__":
-        raise ValueError(
-            f"{name} is defined in the script itself; move it to a module of its own, "
-            "so that the processes that run it do not run the script"
-        )
+        raise ValueError(f"{name} is defined in the script itself, which workers do not run; give it a module")
 
 
 class Worker:
