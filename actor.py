@@ -78,7 +78,7 @@ def describe_mode(config: PPOActorConfig) -> str:
         "metrics": f"{forward}, and what loglinear, linear and rollout would have said is logged",
     }[config.prox_logp_method]
     cap = config.behave_imp_weight_cap
-    bound = "not capped" if cap is None else f"above {cap:g} {config.behave_imp_weight_action}ed"
+    bound = "no cap" if cap is None else f"{config.behave_imp_weight_action} above {cap:g}"
     weight = f"behaviour weight per {config.behave_imp_weight_level}, {bound}"
     return f"decoupled PPO: pi_behav from {server}, pi_prox from {prox}, {theta}; {weight}"
 

@@ -59,9 +59,10 @@ Batch = dict[str, Tensor]
 
 def compute_cells(level: str, group_ids: Tensor, turn_ids: Tensor, per_turn: bool) -> Tensor:
     """(N,) the number of the cell within which a turn is compared: its group or the batch, its place in the row or any."""
-    anywhere = torch.zeros_like(turn_ids)
-    key = torch.stack([group_ids if level == "group" else anywhere, turn_ids if per_turn else anywhere])
-    return torch.unique(key, dim=1, return_inverse=True)[1]
+    cell = torch.unique(group_ids, return_inverse=True)[1] if level == "group" else torch.zeros_like(turn_ids)
+    if per_turn and len(turn_ids):
+        cell = cell * (turn_ids.max() + 1) + turn_ids
+    return torch.unique(cell, return_inverse=True)[1]
 
 
 def cell_mean(x: Tensor, cell: Tensor) -> Tensor:
@@ -105,7 +106,8 @@ def compute_advantages(batch: Batch, config: PPOActorConfig) -> Tensor:
     a finite number.
     """
     trained = batch["loss_mask"] > 0  # (B, T)
-    turn_ids, rewards = batch["turn_ids"][trained].long(), batch["turn_rewards"][trained].float()  # (M,)
+    at = trained.flatten().nonzero()[:, 0]  # (M,) where the trained tokens are, row after row
+    turn_ids, rewards = batch["turn_ids"].flatten()[at].long(), batch["turn_rewards"].flatten()[at].float()  # (M,)
     if bool((turn_ids < 0).any()):
         raise ValueError("loss_mask is 1 on a token whose turn_ids is -1; every trained token belongs to a turn")
     if not bool(rewards.isfinite().all()):
@@ -113,7 +115,7 @@ def compute_advantages(batch: Batch, config: PPOActorConfig) -> Tensor:
 
     # The N trained turns, and for each of the M trained tokens the number of its turn.
     width = int(turn_ids.max()) + 1 if len(turn_ids) else 1
-    key = trained.nonzero()[:, 0] * width + turn_ids  # (M,)
+    key = at // max(trained.shape[1], 1) * width + turn_ids  # (M,)
     present = torch.bincount(key, minlength=len(trained) * width) > 0
     row, turn = present.nonzero()[:, 0] // width, present.nonzero()[:, 0] % width  # (N,), (N,)
     turn_of = (present.cumsum(0) - 1)[key]  # (M,)
@@ -131,16 +133,15 @@ def compute_advantages(batch: Batch, config: PPOActorConfig) -> Tensor:
 
     # R <- R - beta * sum over the turn of KL(pi_behav, pi_ref); k1: log pi_behav - log pi_ref
     if config.kl_ctl > 0 and config.kl_placement == "reward" and "ref_logp" in batch:
-        kl = kl_estimate(batch["logprobs"][trained], batch["ref_logp"][trained], config.kl_estimator)  # (M,)
+        logp, ref_logp = batch["logprobs"].flatten()[at], batch["ref_logp"].flatten()[at]  # (M,)
+        kl = kl_estimate(logp, ref_logp, config.kl_estimator)  # (M,)
         returns.index_add_(0, turn_of, kl, alpha=-config.kl_ctl)
 
     A = normalise(returns, batch["group_ids"][row].long(), turn, config.adv_norm)  # (N,)
-    advantages = torch.zeros(trained.shape)  # (B, T)
-    if config.gamma * config.gae_lambda == 1:
-        advantages[trained] = A[turn_of]
-    else:
-        advantages[trained] = generalised_advantage(A, turn_of, config.gamma, config.gae_lambda)
-    return advantages
+    credit = A[turn_of]  # (M,)
+    if config.gamma * config.gae_lambda != 1:
+        credit = generalised_advantage(A, turn_of, config.gamma, config.gae_lambda)
+    return torch.zeros(trained.numel()).index_copy_(0, at, credit).view(trained.shape)  # (B, T)
 
 
 def behaviour_weight(log_weight: Tensor, cap: float | None, action: str) -> tuple[Tensor, Tensor]:
@@ -214,7 +215,8 @@ def ppo_actor_loss_fn(
     u_clipped = u.clamp(1 - config.eps_clip, 1 + higher)
 
     # objective = min(u A, clip(u) A), and for A < 0 at least c A
-    objective = torch.minimum(u * A, u_clipped * A)
+    uA = u * A
+    objective = torch.minimum(uA, u_clipped * A)
     if config.c_clip is not None:
         objective = torch.where(A < 0, torch.maximum(objective, config.c_clip * A), objective)
 
@@ -225,18 +227,21 @@ def ppo_actor_loss_fn(
         log_weight = sequence_mean(log_weight, mask, ids)
     weight, above_cap = behaviour_weight(log_weight, config.behave_imp_weight_cap, config.behave_imp_weight_action)
 
-    # L = - sum over trained tokens of a * w * objective / denominator
+    # L = - sum over trained tokens of a * w * objective / denominator; under the mask A, and so the objective, is 0
     weighted = weight * objective if token_weights is None else token_weights * weight * objective
-    loss = -torch.where(mask, weighted, 0).sum() / denominator
+    loss = -weighted.sum() / denominator
 
     with torch.no_grad():
         log_ratio = (logp - old_logp).clamp(-20, 20)  # log (pi_theta / pi_behav); bounded, since it is exponentiated
+        weight = weight.masked_fill(~mask, 0)
         per_token = {
-            "clip_frac": objective != u * A,
+            "clip_frac": objective != uA,
             "behave_weight_mean": weight,
             "behave_weight_square": weight.square(),
-            "dropped_share": above_cap,
-            "kl": log_ratio.exp() - 1 - log_ratio,  # k3, of pi_theta seen from pi_behav; never negative
+            "dropped_share": above_cap & mask,
+            "kl": log_ratio.exp()
+            - 1
+            - log_ratio,  # k3, of pi_theta seen from pi_behav; never negative, 0 under the mask
         }
-        stats = {name: torch.where(mask, x, 0).sum() / denominator for name, x in per_token.items()}
+        stats = {name: x.sum() / denominator for name, x in per_token.items()}
     return loss, stats

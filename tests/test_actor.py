@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actor import FSDPEngine, FSDPPPOActor, describe_mode, lr_factor, split_minibatches
-from layout import row_lengths, split_microbatches
+from layout import row_lengths, split_microbatches, split_packs
+from logprobs import add_read_hidden
 from plumbing.config import NormConfig, OptimizerConfig, PPOActorConfig
 from ppo import ppo_actor_loss_fn
 from weights import WeightUpdateMeta
@@ -198,6 +199,9 @@ def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
         assert sorted(row for piece in pieces for row in piece) == sorted(part)
         for piece in pieces:
             assert len(piece) == 1 or len(piece) * max(lengths[row] for row in piece) <= mb_tokens
+        packs = split_packs(part, lengths, mb_tokens)
+        assert sorted(row for piece in packs for row in piece) == sorted(part)
+        assert all(len(piece) == 1 or sum(lengths[row] for row in piece) <= mb_tokens for piece in packs)
 
 
 def test_cutting_is_the_same_every_time():
@@ -267,10 +271,135 @@ def test_standard_ppo_takes_its_old_policy_from_where_it_is_told(make_actor):
     assert fractions[False] > 0
 
 
+def stale(actor: FSDPPPOActor, version=5) -> dict[str, Tensor]:
+    """A batch whose rows were written 0 to 3 versions before `version`, which the actor now holds."""
+    batch = prepare(actor, make_batch())
+    actor.set_version(version)
+    ages = torch.arange(len(batch["loss_mask"]))[:, None] % 4
+    batch["versions"] = torch.where(batch["loss_mask"] > 0, version - ages, -1)
+    return batch
+
+
+def test_loglinear_needs_no_forward_pass_and_starts_at_the_truth(make_actor):
+    """In the first minibatch pi_theta is pi_prox: where every token is stale the guess is exact, the step recompute's."""
+    steps = {}
+    for method in ("recompute", "loglinear"):
+        actor = make_actor(prox_logp_method=method)
+        batch = stale(actor)
+        batch["versions"] -= 1
+        assert actor.should_compute_prox_logp() is (method == "recompute")
+        if method == "loglinear":
+            del batch["prox_logp"]
+        steps[method] = actor.ppo_update(batch), parameters(actor)
+    (a, weights_a), (b, weights_b) = steps.values()
+    assert b.pop("versions_ahead") == 0
+    assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+    for name in weights_a:
+        torch.testing.assert_close(weights_a[name], weights_b[name], atol=1e-5, rtol=0)
+
+
+def test_metrics_trains_on_the_truth_and_reports_the_guesses(make_actor):
+    """prox_logp_method=metrics moves the weights as recompute does, bit for bit, and logs 18 errors beside it."""
+    steps = {}
+    for method in ("recompute", "metrics"):
+        actor = make_actor(prox_logp_method=method, ppo_n_minibatches=4)
+        steps[method] = actor.ppo_update(stale(actor)), parameters(actor)
+    (a, weights_a), (b, weights_b) = steps.values()
+    assert all(torch.equal(weights_a[name], weights_b[name]) for name in weights_a)
+    errors = {key: value for key, value in b.items() if key.endswith("_error")}
+    assert len(errors) == 18
+    assert 0 < errors["loglinear_logp_abs_error"] < errors["rollout_logp_abs_error"]
+    assert a.items() <= b.items()
+
+
+def test_a_token_from_the_future_counts_as_fresh_and_is_counted(make_actor):
+    """After a recovery a trajectory may be newer than the trainer: the guess is pi_behav, finite, and a metric says so."""
+    actor = make_actor(prox_logp_method="loglinear", ppo_n_minibatches=2)
+    batch = stale(actor)
+    ahead = batch["loss_mask"][0] > 0
+    batch["versions"][0][ahead] = 99
+    stats = actor.ppo_update(batch)
+    assert stats["versions_ahead"] == int(ahead.sum())
+    assert math.isfinite(stats["loss"])
+
+
+def test_loglinear_without_versions_says_so(make_actor):
+    """Nothing is guessed about when a token was written."""
+    actor = make_actor(prox_logp_method="loglinear")
+    with pytest.raises(ValueError, match="versions"):
+        actor.ppo_update(prepare(actor, make_batch()))
+
+
+def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
+    """(sum w)^2 / (n sum w^2) over the step's tokens, however they are cut: 1 where all weights are equal."""
+    actor = make_actor(mb_tokens=40, behave_imp_weight_cap=None)
+    batch = prepare(actor, make_batch())
+    w = (batch["prox_logp"] - batch["logprobs"]).exp()[batch["loss_mask"] > 0]
+    assert actor.ppo_update(batch)["behave_ess"] == pytest.approx(
+        (w.sum() ** 2 / (len(w) * w.square().sum())).item(), rel=1e-4
+    )
+    fresh = prepare(actor, make_batch(), drift=0.0)
+    assert actor.ppo_update(fresh)["behave_ess"] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("how", ["sequence", "constant"])
+def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how):
+    """Micro-batches and layouts change no gradient where rows, not tokens, count the same; the loss is the plain sum."""
+    actors = [
+        make_actor(loss_aggregation=how, max_new_tokens=20, **cut) for cut in ({"mb_tokens": 40}, {"layout": "packed"})
+    ]
+    losses = [actor.ppo_update(batch := prepare(actor, make_batch()))["loss"] for actor in actors]
+    prox, behav, A, mask = (batch[k] for k in ("prox_logp", "logprobs", "advantages", "loss_mask"))
+    per_token = torch.zeros(mask.shape)
+    for i, t in mask.nonzero().tolist():
+        one = (x[i, t : t + 1] for x in (prox, prox, behav, A, mask))
+        theta_1, prox_1, behav_1, A_1, mask_1 = one
+        per_token[i, t] = ppo_actor_loss_fn(theta_1, prox_1, behav_1, A_1, mask_1, actors[0].config)[0]
+    n = mask.sum(1)
+    expected = (per_token.sum(1) / (n if how == "sequence" else 20)).mean()
+    assert losses == pytest.approx([expected.item()] * 2, abs=1e-6)
+
+
+def test_kl_in_the_loss_pulls_towards_the_reference(make_actor):
+    """With nothing else to learn, k2 in the loss has the gradient of beta * mean (log pi - log ref) grad log pi."""
+    actor = make_actor(kl_ctl=0.5, kl_placement="loss", kl_estimator="k2")
+    batch = make_batch()
+    batch["turn_rewards"][:] = 0
+    batch = prepare(actor, batch, drift=0.0)
+    with pytest.raises(ValueError, match="ref_logp"):
+        actor.ppo_update(batch)
+    batch["ref_logp"] = batch["prox_logp"] - 1.0
+    before = actor.ppo_update(batch)["ref_kl"]
+    assert before == pytest.approx(math.exp(-1), abs=1e-5)
+    change = (actor.compute_logp(batch) - batch["prox_logp"])[batch["loss_mask"] > 0]
+    assert change.mean() < 0, "log pi is above the reference, so it falls"
+
+
+def test_half_precision_trains_float32_weights(make_actor):
+    """bf16 in the forward pass; parameters, gradients and the optimizer's state stay float32, and the step is close."""
+    exact, half = make_actor(), make_actor(dtype="bfloat16")
+    batch = prepare(exact, make_batch())
+    a, b = (actor.ppo_update(dict(batch)) for actor in (exact, half))
+    assert {p.dtype for p in half.model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in half.model.parameters()} == {torch.float32}
+    assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=0.1)
+
+
+def test_a_model_that_bends_its_logits_is_refused(plain):
+    """Soft-capped or scaled logits are not hidden @ weight.T: said at the start, not computed wrongly."""
+    plain.config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match="softcapping"):
+        add_read_hidden(plain)
+
+
 def test_the_mode_is_said_in_words():
     """Whoever starts a run reads where each policy's logprobs come from."""
     assert "pi_prox from a forward pass" in describe_mode(make_config())
     assert "pi_old from a forward pass" in describe_mode(make_config(use_decoupled_loss=False))
+    assert "no forward pass" in describe_mode(make_config(prox_logp_method="loglinear"))
+    assert "is logged" in describe_mode(make_config(prox_logp_method="metrics"))
+    clamped = make_config(behave_imp_weight_level="sequence", behave_imp_weight_action="clamp")
+    assert "behaviour weight per sequence, clamp above 5" in describe_mode(clamped)
     standard = describe_mode(make_config(use_decoupled_loss=False, recompute_logprob=False))
     assert "pi_old from the inference server" in standard
 

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plumbing.config import NormConfig, PPOActorConfig
-from ppo import compute_advantages
+from ppo import aggregation_weights, compute_advantages
 from ppo import ppo_actor_loss_fn as loss_of_config
 
 NAN, INF = float("nan"), float("inf")
 
 
-def ppo_actor_loss_fn(theta, prox, behav, A, mask, sequence_ids=None, token_weights=None, denominator=None, **keys):
+def ppo_actor_loss_fn(theta, prox, behav, A, mask, *, sequence_ids=None, token_weights=None, denominator=None, **keys):
     """The loss under a configuration that differs from the default in `keys`."""
     about: dict[str, Any] = {"sequence_ids": sequence_ids, "token_weights": token_weights, "denominator": denominator}
     return loss_of_config(theta, prox, behav, A, mask, PPOActorConfig(**keys), **about)
@@ -393,3 +393,73 @@ def test_a_broken_trajectory_says_what_is_wrong():
         compute_advantages(outside, config())
     with pytest.raises(ValueError, match="not finite"):
         compute_advantages(single((0, NAN), (0, 1.0)), config())
+
+
+# -- variations of the loss -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("action", ["mask", "clamp"])
+@pytest.mark.parametrize("how", ["token", "sequence", "constant"])
+def test_weights_and_aggregation_by_the_loop(level, action, how):
+    """Each level and action of the behaviour weight and each aggregation, summed row by row and token by token."""
+    theta, prox, behav, A, mask = random_tokens(11, spread=0.5)
+    prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]  # rows that differ as a whole, so that sequences cross the cap
+    cap, eps, C = 1.6, 0.2, 50
+    mask[2] = 0  # a row in which nothing is trained
+    total, capped, n_tokens, n_rows, weights = 0.0, 0, int(mask.sum()), 0, []
+    for i in range(len(mask)):
+        trained = [t for t in range(mask.shape[1]) if mask[i, t]]
+        if not trained:
+            continue
+        n_rows += 1
+        mean_log = sum((prox[i, t] - behav[i, t]).item() for t in trained) / len(trained)
+        row = 0.0
+        for t in trained:
+            u = math.exp(theta[i, t] - prox[i, t])
+            w = math.exp(mean_log if level == "sequence" else prox[i, t] - behav[i, t])
+            capped += w > cap
+            w = w if w <= cap else (cap if action == "clamp" else 0.0)
+            weights.append(w)
+            a = A[i, t].item()
+            row += w * min(u * a, min(max(u, 1 - eps), 1 + eps) * a)
+        total += row / {"token": 1, "sequence": len(trained), "constant": C}[how]
+    expected = total / (n_tokens if how == "token" else n_rows)
+    assert 0 < capped < n_tokens
+
+    lengths = mask.sum(1)
+    shares = aggregation_weights(lengths, n_tokens, n_rows, how, C)
+    loss, stats = ppo_actor_loss_fn(
+        theta,
+        prox,
+        behav,
+        A,
+        mask,
+        token_weights=None if shares is None else shares[:, None].expand(mask.shape),
+        behave_imp_weight_cap=cap,
+        behave_imp_weight_level=level,
+        behave_imp_weight_action=action,
+    )
+    assert loss.item() == pytest.approx(-expected, rel=1e-5)
+    assert stats["dropped_share"].item() == pytest.approx(capped / n_tokens)
+    assert stats["behave_weight_mean"].item() == pytest.approx(sum(weights) / n_tokens)
+    assert stats["behave_weight_square"].item() == pytest.approx(sum(w * w for w in weights) / n_tokens)
+
+
+def test_a_sequences_weight_does_not_read_what_is_masked():
+    """NaN under the mask does not reach the geometric mean of its sequence; flat tokens with ids are rows in a grid."""
+    theta, prox, behav, A, mask = random_tokens(12)
+    keys: dict[str, Any] = {"behave_imp_weight_level": "sequence"}
+    clean, _ = ppo_actor_loss_fn(theta, prox, behav, A, mask, **keys)
+    dirty, _ = ppo_actor_loss_fn(theta, prox.masked_fill(mask == 0, NAN), behav, A, mask, **keys)
+    on = mask > 0
+    ids = torch.arange(6)[:, None].expand(mask.shape)[on]
+    flat, _ = ppo_actor_loss_fn(*(x[on] for x in (theta, prox, behav, A, mask)), sequence_ids=ids, **keys)
+    assert torch.equal(clean, dirty)
+    torch.testing.assert_close(flat, clean)
+
+
+def test_aggregation_says_what_is_missing():
+    """Constant length without a length is an error, not a division by nothing."""
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        aggregation_weights(torch.tensor([1]), 1, 1, "constant", None)

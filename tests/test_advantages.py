@@ -1,0 +1,134 @@
+"""Every variation between a reward and an advantage, against the loop or the sum that its paper writes down."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_ppo import config, make_batch, per_row, single
+
+from advantages import generalised_advantage, informative, kl_estimate, leave_one_out_mean, overlong_penalty
+from plumbing.config import NormConfig, PPOActorConfig
+from ppo import compute_advantages
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(-3, 3)), min_size=1, max_size=15))
+@settings(max_examples=100, deadline=None)
+def test_leave_one_out_is_the_mean_of_the_others(entries):
+    """b_i = mean of x_j over j != i in the same cell; alone, x_i itself."""
+    cell, x = torch.tensor([c for c, _ in entries]), torch.tensor([v for _, v in entries], dtype=torch.float64)
+    expected = []
+    for i, (c, value) in enumerate(entries):
+        others = [v for j, (d, v) in enumerate(entries) if d == c and j != i]
+        expected.append(sum(others) / len(others) if others else value)
+    assert leave_one_out_mean(x, cell).tolist() == pytest.approx(expected, abs=1e-9)
+
+
+def test_rloo_in_a_batch_goes_by_group_id():
+    """Interleaved groups of 3 and 2 and one of 1: each member against the others of its own group."""
+    batch = single((7, 1.0), (3, 0.0), (7, 0.0), (3, 1.0), (7, 2.0), (9, 5.0))
+    rloo = PPOActorConfig(adv_norm=NormConfig(std_level="none", mean_leave1out=True))
+    assert per_row(compute_advantages(batch, rloo), batch) == [0.0, -1.0, -1.5, 1.0, 1.5, 0.0]
+
+
+def recursion(rewards: list[float], gamma: float, lam: float) -> list[float]:
+    """A_t = delta_t + gamma lambda A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t with V = 0."""
+    A, advantages = 0.0, []
+    for r in reversed(rewards):
+        A = r + gamma * lam * A
+        advantages.append(A)
+    return advantages[::-1]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(0.9, 0.8), (0.5, 1.0), (1.0, 0.0), (1.0, 1.0)])
+def test_gae_is_the_recursion_over_a_turns_trained_tokens(gamma, lam):
+    """Turns interleaved with prompts and of any length, in any order of their numbers: each is its own recursion."""
+    turn_of = torch.tensor([2, 2, 2, 0, 1, 1, 0, 0])
+    A = torch.tensor([1.5, -2.0, 3.0])
+    expected = [0.0] * 8
+    for k in range(3):
+        own = [i for i in range(8) if turn_of[i] == k]
+        for i, value in zip(own, recursion([0.0] * (len(own) - 1) + [A[k].item()], gamma, lam), strict=True):
+            expected[i] = value
+    assert generalised_advantage(A, turn_of, gamma, lam).tolist() == pytest.approx(expected)
+
+
+def test_gae_in_a_batch_does_not_decay_over_what_is_not_trained():
+    """Between two turns stand prompts and an untrained turn: they are no tokens to GAE, and turns do not mix."""
+    batch = make_batch((0, [(1.0, 3, True), (9.0, 4, False), (2.0, 2, True)]))
+    A = compute_advantages(batch, config("none", gamma=0.5, gae_lambda=0.5))
+    assert A[0, batch["loss_mask"][0] > 0].tolist() == pytest.approx([1 / 16, 1 / 4, 1.0, 0.5, 2.0])
+    assert not A[0, batch["loss_mask"][0] == 0].any()
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_kl_estimates_and_what_they_estimate(kind):
+    """By the loop, token by token; and the mean of k1 and k3 over the policy's own distribution is its KL."""
+    g = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(7, generator=g, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    slow = []
+    for a, b in zip(p.tolist(), q.tolist(), strict=True):
+        r = math.exp(b - a)  # pi_ref / pi
+        slow.append({"k1": -math.log(r), "k2": math.log(r) ** 2 / 2, "k3": r - 1 - math.log(r)}[kind])
+    k = kl_estimate(p, q, kind)
+    assert k.tolist() == pytest.approx(slow)
+    if kind != "k2":
+        torch.testing.assert_close((p.exp() * k).sum(), (p.exp() * (p - q)).sum())
+    if kind != "k1":
+        assert (k >= 0).all()
+
+
+def test_k3_is_finite_at_any_distance():
+    """A reference that rules a token out costs much, and never infinity."""
+    assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-500.0]), "k3").isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_each_kl_in_the_reward_is_charged_to_its_turn(kind):
+    """R <- R - beta * sum of the turn's estimates."""
+    batch = make_batch((0, [(1.0, 2, True), (1.0, 3, True)]))
+    batch["logprobs"] = torch.where(batch["loss_mask"] > 0, -1.0, math.nan)
+    batch["ref_logp"] = torch.where(batch["turn_ids"] == 1, -3.0, -1.0)
+    per_token = {"k1": 2.0, "k2": 2.0, "k3": math.exp(-2) + 1}[kind]
+    A = compute_advantages(batch, config("none", kl_ctl=0.1, kl_estimator=kind))
+    assert A[0, batch["turn_ids"][0] == 0].tolist() == pytest.approx([1.0] * 2)
+    assert A[0, batch["turn_ids"][0] == 1].tolist() == pytest.approx([1 - 0.1 * 3 * per_token] * 3)
+    in_loss = config("none", kl_ctl=0.1, kl_placement="loss")
+    assert compute_advantages(batch, in_loss)[0].max().item() == 1.0, "in the loss it is not in the reward as well"
+
+
+def test_the_overlong_penalty_is_a_ramp():
+    """Nothing up to limit - margin tokens, then a line to -factor at the limit, and no more behind it."""
+    lengths = torch.tensor([1, 6, 7, 8, 10, 12])
+    assert overlong_penalty(lengths, 10, 4, 0.5).tolist() == [0, 0, -0.125, -0.25, -0.5, -0.5]
+    batch = make_batch((0, [(1.0, 3, True), (1.0, 8, True)]))
+    A = compute_advantages(batch, config("none", overlong_tokens=4, max_new_tokens=10, overlong_penalty_factor=0.5))
+    assert A[0, batch["turn_ids"][0] == 0].tolist() == [1.0] * 3
+    assert A[0, batch["turn_ids"][0] == 1].tolist() == [0.75] * 8
+
+
+def test_an_uninformative_group_is_one_without_an_advantage():
+    """`informative` says true exactly where the group baseline leaves something: turn against the same turn."""
+    groups = {
+        "equal": [(0, [(1.0, 3, True)]), (0, [(1.0, 2, True)])],
+        "different": [(0, [(1.0, 3, True)]), (0, [(0.0, 2, True)])],
+        "different turns, each equal": [(0, [(1.0, 3, True), (0.5, 2, True)]), (0, [(1.0, 2, True), (0.5, 1, True)])],
+        "only the second turn differs": [(0, [(1.0, 3, True), (0.5, 2, True)]), (0, [(1.0, 2, True), (0.2, 1, True)])],
+        "one member": [(0, [(1.0, 3, True)])],
+        "differs where nothing is trained": [(0, [(1.0, 3, True), (5.0, 2, False)]), (0, [(1.0, 3, True)])],
+        "nothing trained": [(0, [(1.0, 3, False)]), (0, [(0.0, 3, False)])],
+    }
+    for name, rows in groups.items():
+        batch = make_batch(*rows)
+        assert informative(batch) == bool(compute_advantages(batch, config()).any()), name
+    assert [name for name, rows in groups.items() if informative(make_batch(*rows))] == [
+        "different",
+        "only the second turn differs",
+    ]
+
+
+def test_an_empty_batch_has_no_advantages():
+    """Nothing left after filtering: an empty tensor, not an error; ppo_update then says that nothing is trained."""
+    batch = {key: value[:0] for key, value in single((0, 1.0)).items()}
+    assert compute_advantages(batch, config(std="group")).shape[0] == 0

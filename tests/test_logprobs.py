@@ -1,0 +1,75 @@
+"""Log-probabilities in chunks against the plain way: all logits at once, and what autograd makes of them."""
+
+import pytest
+import torch
+
+from logprobs import token_logprobs
+
+
+def make(n=13, width=8, vocabulary=29, seed=0):
+    """hidden (n, width), weight (vocabulary, width), both with gradients; ids and temperatures (n,), one of them 0."""
+    g = torch.Generator().manual_seed(seed)
+    hidden = (2 * torch.randn(n, width, generator=g)).requires_grad_()
+    weight = torch.randn(vocabulary, width, generator=g).requires_grad_()
+    temperatures = 0.5 + torch.rand(n, generator=g)
+    temperatures[3] = 0.0
+    return hidden, weight, torch.randint(0, vocabulary, (n,), generator=g), temperatures
+
+
+def plain(hidden, weight, ids, temperatures):
+    """The (N, V) way, in float64."""
+    T = torch.where(temperatures > 0, temperatures, 1.0).double()
+    log_p = torch.log_softmax(hidden.double() @ weight.double().t() / T[:, None], -1)
+    return log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 13, 1000, None])
+@pytest.mark.parametrize("uses", ["logp", "entropy", "both"])
+def test_chunks_change_neither_values_nor_gradients(chunk, uses):
+    """log p, entropy and both gradients equal those through the whole logits, whatever is used and however it is cut."""
+    results = []
+    for function in (plain, lambda h, w, i, t: token_logprobs(h, w, i, t, chunk)):
+        hidden, weight, ids, temperatures = make()
+        logp, entropy = function(hidden, weight, ids, temperatures)
+        factors = torch.linspace(-1, 2, len(ids))
+        loss = (factors * logp).sum() * (uses != "entropy") + (factors.flip(0) * entropy).sum() * (uses != "logp")
+        loss.backward()
+        results.append((logp.detach(), entropy.detach(), hidden.grad, weight.grad))
+    for slow, fast in zip(*results, strict=True):
+        torch.testing.assert_close(fast, slow.float(), atol=2e-5, rtol=1e-4)
+
+
+def test_the_backward_pass_is_the_derivative():
+    """Against finite differences in float64's place: the directional derivative of log p and entropy."""
+    hidden, weight, ids, temperatures = make()
+    logp, entropy = token_logprobs(hidden, weight, ids, temperatures, 4)
+    (logp.sum() + 0.5 * entropy.sum()).backward()
+    step = 1e-5 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)).double()
+
+    def value(w):
+        a, b = plain(hidden.detach(), w, ids, temperatures)
+        return a.sum() + 0.5 * b.sum()
+
+    difference = value(weight.detach().double() + step) - value(weight.detach().double() - step)
+    assert difference.item() == pytest.approx(2 * (weight.grad.double() * step).sum().item(), rel=1e-3)
+
+
+def test_no_tokens_are_no_gradient():
+    """A piece in which nothing is wanted gives empty results and gradients of 0, not an error."""
+    hidden, weight, ids, temperatures = make()
+    logp, entropy = token_logprobs(hidden[:0], weight, ids[:0], temperatures[:0])
+    (logp.sum() + entropy.sum()).backward()
+    assert logp.shape == entropy.shape == (0,)
+    assert not weight.grad.any()
+
+
+def test_half_precision_weights_get_gradients_of_their_type():
+    """bf16 products, float32 softmax: values within bf16's rounding of the logits, gradients bf16."""
+    hidden, weight, ids, temperatures = make()
+    expected = plain(hidden, weight, ids, temperatures)[0].float()
+    half_hidden, half_weight = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight))
+    logp, _ = token_logprobs(half_hidden, half_weight, ids, temperatures, 5)
+    logp.sum().backward()
+    assert logp.dtype == torch.float32
+    assert half_weight.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(logp, expected, atol=0.3, rtol=0.05)
