@@ -18,7 +18,7 @@ the version that each trained token carries.
 **Methods.** naive: standard PPO whose old policy is the one that sampled. decoupled: pi_prox by a forward pass.
 loglinear: pi_prox interpolated between pi_behav and pi_theta, no forward pass. The recipe is configs/demo.yaml with one
 pass over each batch instead of two: learning rate 1e-3 and four minibatches, with which the policy moves far enough in a
-few versions that a trust region round an old policy is in the way. With a tenth of that rate all methods would be equal.
+few versions that a trust region round an old policy is in the way. At a tenth of that rate 64 steps teach too little to lose.
 Games share their beginnings, so they are trained as trees (tree_attention.py), which changes nothing but the time.
 
 **Success is exact**: the probability that the policy finds the secret, by walking every game that can be won, so that
