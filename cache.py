@@ -60,7 +60,7 @@ from messages import Message, canonical
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine import ModelResponse
+    from io_struct import ModelResponse
 
 
 @dataclass(eq=False)

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from dispatcher import BatchTaskDispatcher
-from engine import GenerationHyperparameters
+from io_struct import GenerationHyperparameters
 from plumbing.config import RolloutConfig
 from staleness import RolloutStat, StalenessManager
 from trajectory import (

@@ -36,7 +36,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from cache import InteractionWithTokenLogpReward
-from engine import GenerationHyperparameters
+from io_struct import GenerationHyperparameters
 from messages import AgentRequest, BadRequest, Message
 from tools import without_partial
 

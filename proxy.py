@@ -48,7 +48,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from cache import InteractionWithTokenLogpReward, walk
-from engine import EngineError, GenerationHyperparameters, ModelRequest, RemoteInfEngine
+from engine import EngineError, RemoteInfEngine
+from io_struct import GenerationHyperparameters, ModelRequest
 from messages import AgentRequest, BadRequest, Message, resolve
 from plumbing.serve import listen, load_tokenizer, read_object, serve
 from prompts import PromptBuilder, TextReader

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from messages import AgentRequest, Message, normalise, parse_anthropic, parse_chat, parse_responses
 
 if TYPE_CHECKING:
-    from engine import ModelResponse
+    from io_struct import ModelResponse
     from tools import Parsed
 
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}

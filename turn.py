@@ -35,7 +35,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cache import InteractionWithTokenLogpReward
-from engine import EngineError, ModelRequest, ModelResponse
+from engine import EngineError
+from io_struct import ModelRequest, ModelResponse
 from messages import AgentRequest
 from prompts import TextReader
 from replies import Answer, Protocol

@@ -21,7 +21,7 @@
 
 **A server that failed an update serves nobody.** A tensor that does not fit stops an update half way: the old weights
 are gone, the new ones are not there, and SGLang still tells the old version. So the label changes first, to
-"7-incomplete", which no engine reads as a number (engine.parse_segment), and becomes "7" when all of it has arrived.
+"7-incomplete", which no engine reads as a number (io_struct.parse_segment), and becomes "7" when all of it has arrived.
 What such a server generates is an error, never a token of version 6.
 
 **A directory is never seen half written.** It is written beside its place under a name that no server is

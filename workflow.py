@@ -55,7 +55,7 @@ import openai
 
 from cache import InteractionWithTokenLogpReward
 from client import OpenAIProxyClient, sdk_http
-from engine import GenerationHyperparameters, ModelRequest, ModelResponse
+from io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
 from messages import AgentRequest
 from plumbing.wire import PerLoop, StackTransport
 from prompts import PromptBuilder

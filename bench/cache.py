@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from transformers.utils import logging as transformers_logging
 
 import cache as ours
-import engine
+import io_struct
 
 try:
     import areal  # noqa: F401  (comes first, or its imports are circular)
@@ -67,7 +67,7 @@ def tokens(turn: int) -> tuple[list[int], list[int]]:
 def add_ours(cache: Any, name: str, messages: Messages, said: dict[str, Any], turn: int = 0) -> None:
     prompt, output = tokens(turn)
     cache[name] = ours.InteractionWithTokenLogpReward(messages)
-    cache.finish(name, engine.ModelResponse(prompt, output, [-0.5] * OUTPUT, [3] * OUTPUT), [said])
+    cache.finish(name, io_struct.ModelResponse(prompt, output, [-0.5] * OUTPUT, [3] * OUTPUT), [said])
 
 
 def add_peers(cache: Any, name: str, messages: Messages, said: dict[str, Any], turn: int = 0) -> None:
@@ -161,7 +161,7 @@ def count() -> None:
         turn = cache[str(k)] = ours.InteractionWithTokenLogpReward(messages)
         prompt = prompts.prompt(AgentRequest(messages), turn.parent)
         output = [*tokenizer.encode(said["content"]), tokenizer.eos_token_id]
-        cache.finish(str(k), engine.ModelResponse(prompt, output, [0.0] * len(output), [0] * len(output)), [said])
+        cache.finish(str(k), io_struct.ModelResponse(prompt, output, [0.0] * len(output), [0] * len(output)), [said])
         if k + 1 in (1, 2, 10, 100):
             row = " | ".join(str(counts[key] - before[key]) for key in counts)
             print(f"| {k + 1} | {len(messages)} | {row} |")

@@ -68,7 +68,7 @@ def serve_proxy(port: int) -> None:
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from fastapi import Request, Response
 
-    from engine import ModelRequest, ModelResponse
+    from io_struct import ModelRequest, ModelResponse
     from plumbing.serve import listen, serve
     from proxy import create_app
 

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from engine import GenerationHyperparameters
+from io_struct import GenerationHyperparameters
 
 
 class ConfigError(ValueError):

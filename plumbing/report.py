@@ -5,7 +5,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from engine import ModelRequest, RemoteInfEngine
+from engine import RemoteInfEngine
+from io_struct import ModelRequest
 from plumbing.logger import Logger
 
 

@@ -11,7 +11,7 @@ import httpx2
 import openai
 import orjson
 
-from engine import ModelRequest, ModelResponse
+from io_struct import ModelRequest, ModelResponse
 from proxy import create_app
 from sessions import SessionTable
 

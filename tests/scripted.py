@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from engine import ModelRequest, ModelResponse
+from io_struct import ModelRequest, ModelResponse
 
 
 class ScriptedEngine:

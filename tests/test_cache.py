@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache import InteractionCache, InteractionWithTokenLogpReward
-from engine import ModelResponse
+from io_struct import ModelResponse
 from messages import canonical
 
 PAIRS = [json.loads(line) for line in (Path(__file__).parent / "data/chat_pairs.jsonl").read_text().splitlines()]

@@ -13,7 +13,8 @@ import torch
 from harness import ScriptedEngine
 
 from client import ArealOpenAI, OpenAIProxyClient, ProxyCallError
-from engine import EngineError, GenerationHyperparameters, ModelRequest, ModelResponse, RemoteInfEngine
+from engine import EngineError, RemoteInfEngine
+from io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
 from proxy import create_app
 from reward import AsyncRewardWrapper
 from workflow import RolloutWorkflow, resolve_workflow

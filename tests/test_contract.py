@@ -29,7 +29,8 @@ from conftest import SGLANG, run_sglang
 from transformers import AutoModelForCausalLM
 
 import weights
-from engine import EngineError, GenerationHyperparameters, ModelRequest, RemoteInfEngine
+from engine import EngineError, RemoteInfEngine
+from io_struct import GenerationHyperparameters, ModelRequest
 from weights import WeightUpdateMeta
 
 SERVERS = ["url"] if os.environ.get("NANO_AREAL_CONTRACT_URL") else ["tiny", *(["sglang"] if SGLANG else [])]

@@ -20,7 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from engine import EngineError, GenerationHyperparameters, ModelRequest, RemoteInfEngine, segment_seed
+from engine import EngineError, RemoteInfEngine
+from io_struct import GenerationHyperparameters, ModelRequest, segment_seed
 from servers import rank_servers
 from weights import WeightUpdateMeta
 

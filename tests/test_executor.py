@@ -18,8 +18,9 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from scripted import ScriptedEngine
 from torch.utils.data import DataLoader
 
-from engine import GenerationHyperparameters, RemoteInfEngine
+from engine import RemoteInfEngine
 from executor import ExecutorStats, ProxyAddress, WorkflowExecutor
+from io_struct import GenerationHyperparameters
 from plumbing.config import OpenAIConfig, RolloutConfig
 from workflow import RLVRWorkflow, RolloutWorkflow, workflow_context
 

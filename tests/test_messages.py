@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache import InteractionCache, InteractionWithTokenLogpReward
-from engine import GenerationHyperparameters, ModelResponse
+from io_struct import GenerationHyperparameters, ModelResponse
 from messages import (
     AgentRequest,
     BadRequest,

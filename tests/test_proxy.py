@@ -19,7 +19,8 @@ from conftest import ROOT, free_port, wait_until_up
 from harness import ADMIN, HELLO, Clock, Connection, Harness, reply_message, sdk
 
 import proxy
-from engine import EngineError, ModelRequest, ModelResponse
+from engine import EngineError
+from io_struct import ModelRequest, ModelResponse
 from messages import AgentRequest
 from prompts import PromptBuilder
 from proxy import call_seed

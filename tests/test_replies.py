@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import ModelResponse
+from io_struct import ModelResponse
 from messages import AgentRequest, canonical, normalise, parse_anthropic, parse_responses
 from replies import PROTOCOLS, Answer
 from tools import Call, OutputParser, Parsed

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from test_engine import generated
 
 import servers as servers_module
-from engine import EngineError, GenerationHyperparameters, ModelRequest, RemoteInfEngine
+from engine import EngineError, RemoteInfEngine
+from io_struct import GenerationHyperparameters, ModelRequest
 from plumbing.wire import Wire
 from servers import Servers, rank_servers, read_version
 from weights import WeightUpdateMeta

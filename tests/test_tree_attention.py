@@ -25,7 +25,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actor import FSDPPPOActor
 from client import OpenAIProxyClient
-from engine import GenerationHyperparameters
+from io_struct import GenerationHyperparameters
 from plumbing.config import OptimizerConfig, PPOActorConfig
 from proxy import create_app
 from tasks import base_model, guess, maze

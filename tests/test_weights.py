@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 import weights
-from engine import GenerationHyperparameters, ModelRequest, RemoteInfEngine
+from engine import RemoteInfEngine
+from io_struct import GenerationHyperparameters, ModelRequest
 from weights import WeightUpdateMeta, named_buckets, send, write_checkpoint
 
 

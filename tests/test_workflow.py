@@ -12,7 +12,8 @@ import torch
 from scripted import ScriptedEngine
 
 from cache import InteractionWithTokenLogpReward
-from engine import EngineError, GenerationHyperparameters, ModelRequest, ModelResponse, RemoteInfEngine
+from engine import EngineError, RemoteInfEngine
+from io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
 from reward import AsyncRewardWrapper
 from trajectory import check_trajectory_format, complete
 from workflow import (
