@@ -57,7 +57,7 @@ def live(command: list[str], rng: random.Random, log: Path) -> tuple[int, str]:
             os.kill(up[victim], signal.SIGKILL)
         rest, _ = run.communicate(timeout=120)
         out.write(rest)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120  # a server that is still importing notices late
     while left := [pid for pid in up.values() if is_alive(pid)]:
         if time.monotonic() > deadline:
             raise SystemExit(f"{left} of {up} outlived the {victim}")

@@ -177,16 +177,24 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> No
 
 
 def start_node(folder: Path, port: int, log: Path, host: bool) -> subprocess.Popen:
-    """torchrun as one of two nodes; all of it in one session, so that it can be killed as a machine dies."""
+    """torchrun as one of two nodes; `host`: it holds the rendezvous."""
     launch = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     launch += [f"--rdzv-conf=is_host={int(host)}"]
     small = ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "logger.live=false", "recover_interval=2"]
     run = ["train.py", *small, "max_steps=6", f"fileroot={folder}", "experiment_name=e", "trial_name=t"]
     command = [sys.executable, "-u", "-m", "torch.distributed.run", *launch, *run]
     with log.open("ab") as out:
-        return subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT)
+
+
+def kill_node(node: subprocess.Popen) -> None:
+    """torchrun and its ranks, each of which has a session of its own; without torchrun a rank would train on."""
+    table = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    for pid, parent in (map(int, row.split()) for row in table.splitlines()):
+        if parent == node.pid:
+            os.kill(pid, signal.SIGKILL)
+    node.kill()
+    node.wait()
 
 
 def wait_for_line(path: Path, steps: int, nodes: list[subprocess.Popen]) -> None:
@@ -204,7 +212,7 @@ def test_two_nodes_train_and_come_back(tmp_path: Path) -> None:
     nodes = [start_node(tmp_path, port, log, log is logs[0]) for log in logs]
     try:
         wait_for_line(metrics, 3, nodes)
-        os.killpg(nodes[1].pid, signal.SIGKILL)
+        kill_node(nodes[1])
         assert nodes[0].wait(timeout=120) != 0
         said = logs[0].read_text()
         assert "has ended before it" in said, said
@@ -214,8 +222,7 @@ def test_two_nodes_train_and_come_back(tmp_path: Path) -> None:
         assert [node.wait(timeout=300) for node in nodes] == [0, 0], logs[0].read_text()[-4000:]
     finally:
         for node in nodes:
-            if node.poll() is None:
-                os.killpg(node.pid, signal.SIGKILL)
+            kill_node(node)
     assert "going on after step 2" in "".join(log.read_text() for log in logs)
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, 7))
 
