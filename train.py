@@ -347,6 +347,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # small models: more threads on shared cores are slower
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     if os.environ.get("RANK", "0") == "0":  # the others have nothing to end, and may be where no handler runs
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with ExitStack() as stack:  # an error is told first, and what was started is ended after it

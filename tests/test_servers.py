@@ -58,8 +58,8 @@ class Machines:
         if path == "/generate":
             version = self.versions[host]
             return generated([version], spans=[(version, 1)])
-        if path == "/update_weights_from_disk":
-            self.versions[host] = int(json.loads(request.content)["weight_version"])
+        if path == "/update_weight_version" and (label := json.loads(request.content)["new_version"]).isdecimal():
+            self.versions[host] = int(label)
         return httpx.Response(200, json={"success": True, "weight_version": str(self.versions[host])})
 
     def engine(self, *addresses: str) -> RemoteInfEngine:
