@@ -380,6 +380,7 @@ def one_update(
     actor.compute_advantages(batch)
     stats = actor.ppo_update({key: value[rows] for key, value in batch.items()})
     weights = actor.full_state()
+    torch.distributed.barrier()  # a rank that leaves takes its connections along
     actor.destroy()
     return stats | {"logp": float(batch["prox_logp"].sum())}, weights
 
