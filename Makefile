@@ -4,13 +4,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-sglang agents lint bench soak clean
+.PHONY: demo test test-runs test-sglang agents lint bench soak clean
 
 demo: $(VENV)/ready            ## train the demo: two to three minutes
 	$(BIN)/python train.py
 
 test: $(VENV)/ready            ## every test, a few minutes; a file's tests stay together, for they share servers
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not runs"
+
+test-runs: $(VENV)/ready       ## whole runs: several ranks, restarts after kills, recipes, slurm
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m runs
 
 test-sglang: $(VENV)/ready .venv-sglang/ready   ## the wire contract and a training run with the real SGLang, on a CPU
 	NANO_AREAL_SGLANG=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -v tests/test_contract.py tests/test_sglang_run.py

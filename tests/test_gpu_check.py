@@ -7,6 +7,8 @@ from pathlib import Path
 
 from conftest import ROOT
 
+pytestmark = pytest.mark.runs
+
 
 def test_the_script_on_a_cpu(tmp_path: Path) -> None:
     """A cell that works is a row of numbers; a folder that an earlier try left is a row that says why it failed."""

@@ -17,6 +17,8 @@ from plumbing.config import ConfigError, load
 from plumbing.inputs import load_dataset, load_inputs, read_jsonl
 from tasks import gsm8k
 
+pytestmark = pytest.mark.runs
+
 DATA = "tests/data/gsm8k.jsonl"
 SMALL = [
     *("gconfig.n_samples=2", "gconfig.max_new_tokens=12", "train_dataset.batch_size=3", "actor.dtype=float32"),

@@ -23,6 +23,8 @@ from torch import Tensor
 from actor import FSDPPPOActor
 from plumbing.ranks import share
 
+pytestmark = pytest.mark.runs
+
 ROOT = Path(__file__).resolve().parent.parent
 SGD_STEPS = 5
 LENGTHS = (9, 14, 5, 21, 12, 17, 7)  # seven rows over two and four ranks: shares differ in size

@@ -26,6 +26,8 @@ from plumbing.config import ConfigError, RolloutConfig
 from plumbing.recover import GroupLog, Recovery, cut_metrics
 from trajectory import complete
 
+pytestmark = pytest.mark.runs
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

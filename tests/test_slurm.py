@@ -16,6 +16,8 @@ import pytest
 from conftest import ROOT, free_port
 from test_run import children
 
+pytestmark = pytest.mark.runs
+
 SCRIPT = ROOT / "examples/slurm/train.sbatch"
 SRUN = """#!/bin/bash
 # Options of srun that name nodes and counts are noted, the command is run here.
