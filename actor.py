@@ -77,7 +77,7 @@ from proximal import guess_errors, interpolation, loglinear
 from tree_attention import Tree, tree_token_ratio
 from weights import WeightUpdateMeta
 
-logger = logging.getLogger("nano-areal.actor")
+logger = logging.getLogger("nano_areal.actor")
 
 
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:

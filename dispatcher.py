@@ -48,7 +48,7 @@ from typing import Generic, Protocol, TypeVar
 from runner import AsyncTaskRunner, Runner, TimedResult
 from staleness import RolloutStat, StalenessManager
 
-logger = logging.getLogger("dispatcher")
+logger = logging.getLogger("nano_areal.dispatcher")
 
 
 class WithTaskID(Protocol):

@@ -63,7 +63,7 @@ from workflow import (
     workflow_context,
 )
 
-logger = logging.getLogger("nano-areal")
+logger = logging.getLogger("nano_areal.executor")
 
 NO_LIMIT = 10**12  # of evaluation: neither an age nor a row of failures ends it
 AcceptFn = Callable[[Trajectory], bool]

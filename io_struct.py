@@ -106,6 +106,12 @@ class ModelResponse:
         self.output_versions[done:] = segment.output_versions
 
 
+def call_seed(seed: int, episode: str, call: int) -> int:
+    """The seed, below 2^31, of an episode's k-th call: a run asks for the same noise, whatever else is going on."""
+    digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
 def segment_seed(seed: int, offset: int) -> int:
     """The seed of the segment that starts after `offset` tokens. A retry with nothing gained repeats itself;
     a resumed segment does not reuse the noise that sampled the segment before it."""

@@ -49,7 +49,7 @@ from starlette.requests import ClientDisconnect
 
 from cache import InteractionWithTokenLogpReward, walk
 from engine import EngineError, RemoteInfEngine
-from io_struct import GenerationHyperparameters, ModelRequest
+from io_struct import GenerationHyperparameters, ModelRequest, call_seed
 from messages import AgentRequest, BadRequest, Message, resolve
 from plumbing.serve import listen, load_tokenizer, read_object, serve
 from prompts import PromptBuilder, TextReader
@@ -68,12 +68,6 @@ ERRORS = (
 MAX_BODY = 64 * 2**20  # bytes of a request
 LONG_BODY = 2**18  # bytes from which on a prompt is made in a thread: tokenising it may take seconds
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-def call_seed(seed: int, task_id: str, call: int) -> int:
-    """The seed of a session's k-th call: the same run asks for the same noise, whatever else is going on."""
-    digest = hashlib.blake2b(f"{seed}/{task_id}/{call}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1  # below 2^31
 
 
 class Proxy:

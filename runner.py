@@ -42,7 +42,7 @@ with suppress(ImportError):  # faster, and not there on Windows
 
     new_event_loop = uvloop.new_event_loop
 
-logger = logging.getLogger("runner")
+logger = logging.getLogger("nano_areal.runner")
 T = TypeVar("T")
 AsyncFn = Callable[..., Awaitable[Any]]
 

@@ -19,8 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from tiny_scheduler import SamplingParams, Sequence
 
 
@@ -73,17 +71,6 @@ def parse_params(raw: Any, default_seed: int) -> SamplingParams:
     if given.get("temperature", 1) < 1e-6:
         given["temperature"] = 0  # dividing by it would overflow; SGLang takes it as greedy too
     return SamplingParams(**given)
-
-
-def read_body(raw: bytes) -> dict[str, Any]:
-    """A request's body as an object; an empty body is an empty object."""
-    try:
-        body = orjson.loads(raw) if raw else {}
-    except orjson.JSONDecodeError as problem:
-        raise Refused(f"the body is not JSON: {problem}") from problem
-    if not isinstance(body, dict):
-        raise Refused("the body must be a JSON object")
-    return body
 
 
 @dataclass

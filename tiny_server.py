@@ -58,9 +58,9 @@ from fastapi.responses import StreamingResponse
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from plumbing.serve import listen, load_tokenizer, serve
+from plumbing.serve import listen, load_tokenizer, read_object, serve
 from tiny_model import ModelError, TinyModel, read_weights, receive_weights, run_step, unpack_weights
-from tiny_protocol import Protocol, Refused, read_body
+from tiny_protocol import Protocol, Refused
 from tiny_scheduler import Scheduler, Sequence
 from weights import join_group
 
@@ -221,7 +221,7 @@ class Server:
     # generation
 
     async def generate(self, request: Request) -> Response:
-        sequences, batch = self.protocol.parse(read_body(await request.body()))
+        sequences, batch = self.protocol.parse(read_object(await request.body(), Refused))
         for seq in sequences:
             self.engine.submit(seq)
         if sequences[0].context.stream:
@@ -254,14 +254,14 @@ class Server:
     # control
 
     async def abort_request(self, request: Request) -> Response:
-        rid = read_body(await request.body()).get("rid")
+        rid = read_object(await request.body(), Refused).get("rid")
         if not isinstance(rid, str):
             raise Refused('give {"rid": "..."}')
         await self.engine.call(lambda: self.scheduler.abort(lambda seq: seq.rid == rid))
         return Response()
 
     async def pause_generation(self, request: Request) -> Response:
-        mode = read_body(await request.body()).get("mode", "abort")
+        mode = read_object(await request.body(), Refused).get("mode", "abort")
         if mode not in MODES:
             raise Refused(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
         await self.engine.call(lambda: self.scheduler.pause(mode))
@@ -332,7 +332,7 @@ class Server:
 
     async def body(self, request: Request, **kinds: type) -> dict[str, Any]:
         """The request's body; Refused where a field is missing or of another kind."""
-        body = read_body(await request.body())
+        body = read_object(await request.body(), Refused)
         for name, kind in kinds.items():
             if not isinstance(body.get(name), kind):
                 raise Refused(f"{name} must be given, as {kind.__name__}")

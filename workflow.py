@@ -40,7 +40,6 @@ groups are found again by position; workflow_kwargs beside an instance are ignor
 import asyncio
 import copy
 import functools
-import hashlib
 import importlib
 import inspect
 import logging
@@ -55,7 +54,7 @@ import openai
 
 from cache import InteractionWithTokenLogpReward
 from client import OpenAIProxyClient, sdk_http
-from io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
+from io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, call_seed
 from messages import AgentRequest
 from plumbing.wire import PerLoop, StackTransport
 from prompts import PromptBuilder
@@ -63,7 +62,7 @@ from reward import AsyncRewardWrapper, parse_rewards
 from trajectory import Trajectory, concat_padded_tensors
 from workers import WorkerPool, check_importable, run_agent, time_limit
 
-logger = logging.getLogger("nano-areal")
+logger = logging.getLogger("nano_areal.workflow")
 
 Interactions = dict[str, InteractionWithTokenLogpReward]
 EpisodeResult = Trajectory | Interactions | None
@@ -124,14 +123,6 @@ def to_tensors(result: Any) -> Trajectory:
     return result
 
 
-def request_seed(seed: int | None, turn: int) -> int | None:
-    """Sampling seed, below 2^31, of the turn-th request of the running episode; None if the run has none."""
-    if seed is None:
-        return None
-    name = f"{seed}/{_context.get().name}/{turn}"
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") >> 1
-
-
 def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
     """One row [1, L] of a conversation in which every prompt begins with all tokens before it.
 
@@ -172,7 +163,8 @@ class RLVRWorkflow(RolloutWorkflow):
 
     async def turn(self, engine: Any, input_ids: list[int], turn: int) -> ModelResponse:
         """One request; its noise and its server depend on the episode, not on what else is running."""
-        gconfig = self.gconfig.new(n_samples=1, seed=request_seed(self.gconfig.seed, turn))
+        seed = None if self.gconfig.seed is None else call_seed(self.gconfig.seed, _context.get().name, turn)
+        gconfig = self.gconfig.new(n_samples=1, seed=seed)
         request = ModelRequest(input_ids, gconfig=gconfig, tokenizer=self.tokenizer, session=_context.get().name)
         return await engine.agenerate(request)
 

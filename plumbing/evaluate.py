@@ -20,7 +20,7 @@ from plumbing.inputs import Inputs
 from reward import parse_rewards
 from workflow import OpenAIProxyWorkflow, WorkflowContext, resolve_workflow, workflow_context
 
-logger = logging.getLogger("nano-areal")
+logger = logging.getLogger("nano_areal.evaluate")
 
 
 def describe(rewards: Sequence[float | None], inputs: Inputs) -> dict[str, float | None]:

@@ -20,10 +20,9 @@ from harness import ADMIN, HELLO, Clock, Connection, Harness, reply_message, sdk
 
 import proxy
 from engine import EngineError
-from io_struct import ModelRequest, ModelResponse
+from io_struct import ModelRequest, ModelResponse, call_seed
 from messages import AgentRequest
 from prompts import PromptBuilder
-from proxy import call_seed
 from sessions import GRANT_SECONDS, ProxyError, SessionTable
 
 pytestmark = pytest.mark.anyio
