@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 demo: $(VENV)/ready            ## train the demo: two to three minutes
 	$(BIN)/python train.py
 
-test: $(VENV)/ready            ## every test, a few minutes; a file's tests stay together, for they share servers
+test: $(VENV)/ready            ## every concept, a few minutes; a file's tests stay together, for they share servers
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not runs"
 
 test-runs: $(VENV)/ready       ## whole runs: several ranks, restarts after kills, recipes, slurm
@@ -27,7 +27,7 @@ soak: $(VENV)/ready            ## 30 kills at random over one run
 	$(BIN)/python bench/soak.py
 
 bench: $(VENV)/ready           ## one benchmark a claim
-	for b in $(filter-out bench/soak.py,$(wildcard bench/*.py)); do $(BIN)/python $$b || exit 1; done
+	for b in $(filter-out bench/soak.py bench/gpu_check.py,$(wildcard bench/*.py)); do $(BIN)/python $$b || exit 1; done
 
 agents: .venv-agents/ready     ## the examples, in a venv of their own with the frameworks
 	AGENTS=1 .venv-agents/bin/python -m pytest tests/test_examples.py

@@ -42,7 +42,6 @@ train on and a loss that is not a number are errors, before the optimizer is tou
 context parallelism, LoRA, critics.
 """
 
-import logging
 import math
 import os
 from collections.abc import Sequence
@@ -72,12 +71,10 @@ from layout import LAYOUTS, Batch, Layout, Padded, Piece, row_lengths, split_min
 from logprobs import add_read_hidden, token_logprobs
 from plumbing.config import OptimizerConfig, PPOActorConfig
 from plumbing.ranks import join_ranks, leave_ranks, share
-from ppo import aggregation_weights, compute_advantages, describe_mode, ppo_actor_loss_fn
+from ppo import aggregation_weights, compute_advantages, ppo_actor_loss_fn
 from proximal import guess_errors, interpolation, loglinear
 from tree_attention import Tree, tree_token_ratio
 from weights import WeightUpdateMeta
-
-logger = logging.getLogger("nano_areal.actor")
 
 
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
@@ -259,7 +256,6 @@ class FSDPPPOActor(FSDPEngine):
     """
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
-        logger.info(describe_mode(config))
         layout = Tree() if config.enable_tree_training else LAYOUTS[config.layout]()
         super().__init__(
             model_path, config.dtype, config.mb_tokens, layout, config.gradient_checkpointing, config.offload
@@ -450,9 +446,8 @@ class FSDPPPOActor(FSDPEngine):
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
-    def update_weights(self, meta: WeightUpdateMeta | None = None) -> None:
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
         """Bring the servers to these weights, as version meta.version; between rollout.pause and rollout.resume."""
-        meta = meta or self.weight_update_meta.with_version(self.version + 1)
         if meta.mode == "disk":
             self.save(meta.directory)
         weights.push(meta, self.model, self.dtype, self.rollout if self.rank == 0 else None)

@@ -33,6 +33,7 @@ streams what it has generated before, and Responses not at all.
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import os
@@ -99,6 +100,9 @@ class Proxy:
         self.sessions = SessionTable(session_timeout_seconds, clock)
         self._admin_key, self._seed = admin_key, seed
         self._sampling = dict(sampling or {}) | ({"max_new_tokens": max_new_tokens} if max_new_tokens else {})
+        GenerationHyperparameters(**self._sampling)  # TypeError for a field that is none
+        if strange := set(fixed_sampling) - {f.name for f in dataclasses.fields(GenerationHyperparameters)}:
+            raise ValueError(f"fixed_sampling: {', '.join(sorted(strange))} is no field of the sampling")
         self._fixed = {name: self._sampling[name] for name in fixed_sampling if name in self._sampling}
         self._stop_token_ids = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
 
@@ -371,7 +375,7 @@ def main(argv: list[str] | None = None) -> int:
                 tool_call_parser=args.tool_call_parser,
                 reasoning_parser=args.reasoning_parser,
             )
-        except (OSError, ValueError, EngineError) as error:
+        except (OSError, ValueError, TypeError, EngineError) as error:
             print("error:", " ".join(str(error).split())[:300], file=sys.stderr)
             return 2
         hint = "" if args.admin_key else f", admin key {key}"  # one that was given stays out of the logs

@@ -49,7 +49,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from actor import FSDPEngine, FSDPPPOActor, describe_mode
+from actor import FSDPEngine, FSDPPPOActor
 from engine import RemoteInfEngine
 from executor import ProxyAddress, WorkflowExecutor
 from plumbing.config import ConfigError, TrainConfig, load
@@ -60,6 +60,7 @@ from plumbing.logger import Logger, Trace, describe_batch
 from plumbing.ranks import join_ranks, leave_ranks, share
 from plumbing.recover import Recovery
 from plumbing.report import summarise
+from ppo import describe_mode
 from trajectory import Trajectory
 from weights import WeightUpdateMeta
 
@@ -125,13 +126,9 @@ def train(config: TrainConfig, parts: Parts, run_dir: Path, logger: Logger | Non
             metrics |= actor.ppo_update(batch)
             actor.step_lr_scheduler()
 
-        # 6. New weights for the servers. What is being generated goes on under them, token by token.
+        # 6. New weights for the servers: pause, push, version, resume.
         with trace.span("sync", seconds):
-            rollout.pause()
-            actor.update_weights(parts.weight_update_meta.with_version(step))
-            actor.set_version(step)
-            rollout.set_version(step)
-            rollout.resume()
+            push_weights(parts, step)
 
         # 7. Evaluate, save, report; then the checkpoint that a restart goes on from.
         last = step == config.max_steps
@@ -154,12 +151,18 @@ def recover(parts: Parts) -> int:
     actor, rollout = parts.actor, parts.rollout
     step = parts.recovery.load(actor, rollout.executor)
     if step:
-        rollout.pause()
-        actor.update_weights(parts.weight_update_meta.with_version(step))
-        actor.set_version(step)
-        rollout.set_version(step)
-        rollout.resume()
+        push_weights(parts, step)
     return step
+
+
+def push_weights(parts: Parts, version: int) -> None:
+    """Pause, push, version, resume: what is being generated goes on under the new weights, token by token."""
+    actor, rollout = parts.actor, parts.rollout
+    rollout.pause()
+    actor.update_weights(parts.weight_update_meta.with_version(version))
+    actor.set_version(version)
+    rollout.set_version(version)
+    rollout.resume()
 
 
 def logp_mismatch(batch: dict[str, Tensor], actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout) -> float:
@@ -180,7 +183,7 @@ def logp_mismatch(batch: dict[str, Tensor], actor: FSDPPPOActor, rollout: Remote
     ids = [row[mask].tolist() for row, mask in zip(rows["input_ids"], rows["attention_mask"], strict=True)]
     for mine, theirs in zip(trainer, rollout.score(ids), strict=True):
         difference = mine[1 : len(theirs)] - torch.tensor(theirs[1:])
-        worst = max(worst, difference.abs().max().item())
+        worst = max(worst, difference.nan_to_num(torch.inf).abs().max().item())
     return worst
 
 
@@ -188,8 +191,10 @@ def save(actor: FSDPPPOActor, folder: Path, step: int, keep: int) -> None:
     """A Hugging Face directory `step00040`; only the newest `keep` stay."""
     actor.save(folder / f"step{step:05d}")
     if actor.rank == 0:
-        for old in sorted(folder.glob("step*"))[:-keep]:
-            shutil.rmtree(old)
+        steps = {int(path.name.removeprefix("step")): path for path in folder.glob("step*")}
+        dead = [k for k in steps if k > step]  # of a lineage that a restart has cut
+        for old in dead + sorted(steps.keys() - set(dead))[:-keep]:
+            shutil.rmtree(steps[old])
 
 
 def build(
@@ -281,8 +286,6 @@ def configure(argv: list[str]) -> tuple[TrainConfig, Inputs]:
         if config.dry_run:
             print(plan)
     config = share(config)
-    if config.dry_run:
-        sys.exit(0)
     return config, inputs or load_inputs(config)
 
 
@@ -354,7 +357,8 @@ def main(argv: list[str] | None = None) -> int:
         try:
             join_ranks()
             config, inputs = configure(sys.argv[1:] if argv is None else argv)
-            run(config, inputs, stack)
+            if not config.dry_run:
+                run(config, inputs, stack)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

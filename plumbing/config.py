@@ -313,6 +313,11 @@ def validate(config: TrainConfig) -> None:
     for name in counts:
         if values[name] is not None and values[name] < 1:
             raise ConfigError(f"{name}={values[name]}; it must be at least 1")
+    if strange := set(config.rollout.openai.fixed_sampling) - {f.name for f in dataclasses.fields(config.gconfig)}:
+        raise ConfigError(f"rollout.openai.fixed_sampling: {', '.join(sorted(strange))} is no field of gconfig")
+    for name in ("actor.eps_clip", "actor.optimizer.lr", "gconfig.temperature", "evaluator.interval", "saver.interval"):
+        if values[name] < 0:
+            raise ConfigError(f"{name}={values[name]}; it must not be negative")
     if config.rollout.max_head_offpolicyness < 0:
         raise ConfigError("rollout.max_head_offpolicyness must be 0 (synchronous) or more")
     if config.actor.c_clip is not None and config.actor.c_clip <= 1:

@@ -284,8 +284,9 @@ def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> Memory:
     """What a rank and a server need. Of n parameters, T = actor.mb_tokens, L layers of width H, vocabulary V:
 
     trainer = 16 n / ranks   float32 parameter, gradient, two AdamW moments; a reference model is 4 n / ranks more
-            + 32 T L H       activations of a pass, 16 values of 2 bytes a layer and token
-            + 8 T V          logits and their gradient, float32
+                             (with actor.offload they are in host memory)
+            + 32 T L H       activations of a pass, 16 values of 2 bytes a layer and token; with gradient_checkpointing 1
+            + 0.5 GiB        a chunk of logits at a time (logprobs.py), forward and backward
     server  = b n / tp + 2 b K D L max_total_tokens / tp    weights, and K key-value heads of D numbers; b bytes each
     """
     import torch
@@ -297,7 +298,8 @@ def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> Memory:
         n = sum(p.numel() for p in AutoModelForCausalLM.from_config(shape).parameters())
     tokens, width, layers = config.actor.mb_tokens, shape.hidden_size, shape.num_hidden_layers
     kept = (16 if config.ref.path is None else 20) * n / ranks
-    trainer = kept + tokens * (32 * layers * width + 8 * shape.vocab_size)
+    activations = (2 if config.actor.gradient_checkpointing else 32) * tokens * layers * width
+    trainer = (0 if config.actor.offload and on_gpus else kept) + activations + 2**29
     head = getattr(shape, "head_dim", None) or width // shape.num_attention_heads
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     size = 2 if on_gpus else 4
@@ -312,7 +314,8 @@ def check_memory(need: Memory, have: float, trainers: int, servers: int, where: 
         raise ConfigError(
             f"too little memory: about {total:.0f} GiB are needed and {where} has {have:.0f} "
             f"({trainers} trainers of {need.trainer:.1f}, {servers} servers of {need.server:.1f}). "
-            "Turn down, in this order: server.max_total_tokens, actor.mb_tokens, server.count; "
+            "Turn down, in this order: server.max_total_tokens, actor.mb_tokens, server.count; or set "
+            "actor.gradient_checkpointing=true; "
             "then take more ranks (torchrun --nproc-per-node), or a smaller model"
         )
 

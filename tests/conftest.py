@@ -1,6 +1,7 @@
 """What several tests need: a tiny model made on the spot, and the real servers as processes."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
 ROOT = Path(__file__).resolve().parent.parent
 
 CHAT_TEMPLATE = (

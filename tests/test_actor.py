@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actor import FSDPEngine, FSDPPPOActor, describe_mode, lr_factor, split_minibatches
+from actor import FSDPEngine, FSDPPPOActor, lr_factor, split_minibatches
 from layout import row_lengths, split_microbatches, split_packs
 from logprobs import add_read_hidden
 from plumbing.config import NormConfig, OptimizerConfig, PPOActorConfig
-from ppo import ppo_actor_loss_fn
+from ppo import describe_mode, ppo_actor_loss_fn
 from weights import WeightUpdateMeta
 
 

@@ -144,7 +144,7 @@ def test_the_estimate_follows_its_formula(tiny_model_dir: Path) -> None:
     for ranks in (1, 4):
         need = estimate_memory(given, ranks, on_gpus=False)
         assert need.parameters == n
-        assert need.trainer * 2**30 == pytest.approx(16 * n / ranks + 1000 * (32 * 2 * 64 + 8 * 259))
+        assert need.trainer * 2**30 == pytest.approx(16 * n / ranks + 1000 * 32 * 2 * 64 + 2**29)
         assert need.server * 2**30 == pytest.approx(4 * n + 2 * 4 * 2 * 16 * 2 * 5000)
 
 
