@@ -358,9 +358,7 @@ def make_batch(seed: int = 0) -> dict[str, Tensor]:
     return complete(batch, 0)
 
 
-def one_update(
-    path: Path, trees: bool, rows: slice = slice(None), **changes: Any
-) -> tuple[dict[str, float], dict[str, Tensor]]:
+def one_update(path: Path, trees: bool, **changes: Any) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Statistics and weights (of rank 0) after one training step in pieces of 128 tokens."""
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4)
     config = PPOActorConfig(
@@ -378,7 +376,7 @@ def one_update(
     batch["prox_logp"] = actor.compute_logp(batch)
     batch["logprobs"] = batch["prox_logp"] + 0.1 * batch["logprobs"]
     actor.compute_advantages(batch)
-    stats = actor.ppo_update({key: value[rows] for key, value in batch.items()})
+    stats = actor.ppo_update(batch)
     weights = actor.full_state()
     torch.distributed.barrier()  # a rank that leaves takes its connections along
     actor.destroy()
@@ -418,6 +416,6 @@ def test_two_ranks_train_trees(model: Any, tmp_path: Path) -> None:
 if __name__ == "__main__":  # one rank of the test above
     torch.set_num_threads(1)
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    step = one_update(folder / "model", trees=True, rows=[slice(0, 4), slice(4, 8)][rank])
+    step = one_update(folder / "model", trees=True)
     if rank == 0:
         torch.save(step, folder / "step.pt")
