@@ -330,8 +330,8 @@ class FSDPPPOActor(FSDPEngine):
         minibatches = split_minibatches(lengths, self.config.ppo_n_minibatches)
         parts = minibatches * self.config.ppo_epochs
         stats: list[dict[str, float]] = []
-        for rows in parts:
-            if step := self.minibatch_step(batch, rows, lengths, len(stats) / len(parts)):
+        for k, rows in enumerate(parts):
+            if step := self.minibatch_step(batch, rows, lengths, k / len(parts)):
                 stats.append(step)
         own = {row for rows in minibatches for row in self.own_rows(rows, lengths)}
         batch["theta_logp"][[row for row in range(len(lengths)) if row not in own]] = 0

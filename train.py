@@ -210,7 +210,7 @@ def build(
     actor.initialize(max_steps=config.max_steps)
     ref = None
     if config.ref.path is not None:
-        ref = FSDPEngine(config.ref.path, config.ref.dtype)
+        ref = FSDPEngine(config.ref.path, config.ref.dtype, config.actor.mb_tokens, offload=config.actor.offload)
         stack.callback(ref.destroy)
         ref.initialize()
 
