@@ -8,6 +8,7 @@ included, so that a mistake is one line.
 
 import hashlib
 import importlib
+import inspect
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,11 @@ def load_inputs(config: TrainConfig) -> Inputs:
     for key, path in functions.items():
         if isinstance(path, str) and not callable(find(path, key)):
             raise ConfigError(f"{key}={path} is no function")
+    if inspect.isclass(workflow):
+        try:
+            inspect.signature(workflow).bind_partial(**kwargs)
+        except TypeError as error:
+            raise ConfigError(f"workflow_kwargs: {workflow.__name__} takes other arguments: {error}") from error
     prepare_model(config, task)
     return Inputs(task, dataset, validation, workflow, kwargs)
 

@@ -227,7 +227,11 @@ def test_exception_in_the_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [(["model_path=/nowhere"], "no model at model_path=/nowhere"), (["workflow=nowhere.Agent"], "nowhere")],
+    [
+        (["model_path=/nowhere"], "no model at model_path=/nowhere"),
+        (["workflow=nowhere.Agent"], "nowhere"),
+        (["workflow_kwargs.typo=1"], "typo"),
+    ],
 )
 def test_bad_configuration(tmp_path: Path, words: list[str], says: str) -> None:
     """What cannot run is refused in one line that says what to do, and nothing has been started or written."""
