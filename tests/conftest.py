@@ -6,9 +6,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -159,3 +160,49 @@ def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
 def tiny_server(start_tiny_server: StartServer) -> str:
     """URL of one tiny_server.py process that tests share; leave it running and at its first weights' version or restore it."""
     return start_tiny_server()
+
+
+# What the modules below import, the examples' environment need not have: hence the imports inside.
+
+
+@pytest.fixture(scope="module")
+def proxy(tiny_server: str, tiny_model_dir: Path) -> Iterator[Any]:
+    """The ProxyAddress of a proxy.py process in front of the tiny server."""
+    from executor import ProxyAddress
+
+    port = free_port()
+    command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
+    command += ["--port", str(port), "--admin-key", "secret", "--seed", "1", "--exit-with-parent"]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    wait_until_up(f"http://127.0.0.1:{port}", process)
+    yield ProxyAddress(f"http://127.0.0.1:{port}", "secret")
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait(timeout=20)
+
+
+@pytest.fixture
+async def start(tiny_tokenizer: Any) -> AsyncIterator[Callable[..., Any]]:
+    """start(*texts, **options) -> a Harness over an engine that says these texts."""
+    from harness import Harness
+
+    made: list[Harness] = []
+
+    def start(*texts: str, **options: Any) -> Harness:
+        made.append(Harness(tiny_tokenizer, *texts, **options))
+        return made[-1]
+
+    yield start
+    for harness in made:
+        await harness.http.aclose()
+
+
+@pytest.fixture(scope="module")
+def real_engine(tiny_server: str) -> Iterator[Any]:
+    """The engine over a tiny server in another process."""
+    from engine import RemoteInfEngine
+
+    engine = RemoteInfEngine([tiny_server])
+    engine.initialize()
+    yield engine
+    engine.destroy()

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from copy import deepcopy
 from typing import Any
 
@@ -158,15 +158,6 @@ async def test_a_wrong_reward_is_an_error_of_the_episode(http: httpx.AsyncClient
 
 
 # ---------------------------------------------------------------- ArealOpenAI
-
-
-@pytest.fixture(scope="module")
-def real_engine(tiny_server: str) -> Iterator[RemoteInfEngine]:
-    """The engine over a tiny server in another process."""
-    engine = RemoteInfEngine([tiny_server])
-    engine.initialize()
-    yield engine
-    engine.destroy()
 
 
 async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:

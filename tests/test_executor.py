@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, free_port, wait_until_up
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from scripted import ScriptedEngine
 from torch.utils.data import DataLoader
@@ -419,20 +416,6 @@ class Talks:
             messages.append({"role": "assistant", "content": reply.choices[0].message.content})
             messages.append({"role": "user", "content": "go on"})
         return self.result(ids)
-
-
-@pytest.fixture(scope="module")
-def proxy(tiny_server: str, tiny_model_dir: Path) -> Iterator[ProxyAddress]:
-    """A proxy.py process in front of the tiny server."""
-    port = free_port()
-    command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
-    command += ["--port", str(port), "--admin-key", "secret", "--seed", "1", "--exit-with-parent"]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    wait_until_up(f"http://127.0.0.1:{port}", process)
-    yield ProxyAddress(f"http://127.0.0.1:{port}", "secret")
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait(timeout=20)
 
 
 QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}

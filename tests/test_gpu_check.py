@@ -41,6 +41,7 @@ def test_the_script_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_the_page_claims_nothing_that_was_not_measured() -> None:
+    """docs/gpu.md says in words that nothing was measured, until something was."""
     page = (ROOT / "docs/gpu.md").read_text()
     assert "Nothing has been measured" in page or "every number was measured on: " in page
     assert "a check of the script, not a result" not in page

@@ -52,6 +52,7 @@ def without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_only_the_final_answer_counts(completion: str, answer: str, right: bool) -> None:
+    """A number on the way to the answer earns nothing."""
     assert gsm8k.reward("", completion, [], [], answer=answer, messages=[]) == float(right)
 
 
@@ -126,6 +127,7 @@ def test_data_and_reward_of_ones_own_by_configuration(tmp_path: Path, tiny_model
     ],
 )
 def test_broken_data_is_one_line(tmp_path: Path, tiny_model_dir: Path, text: str | bytes, says: str) -> None:
+    """A broken dataset is one line that names the file and the line in it."""
     file = tmp_path / "broken.jsonl"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     config = load(["--config", str(ROOT / "configs/gsm8k.yaml"), f"model_path={tiny_model_dir}", f"data={file}"])
@@ -149,6 +151,7 @@ def test_broken_data_is_one_line(tmp_path: Path, tiny_model_dir: Path, text: str
 def test_what_cannot_be_imported_is_said_early(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
 ) -> None:
+    """A function that cannot be found is named with its key before anything is started."""
     (tmp_path / "raises_at_import.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     given = [f"model_path={tiny_model_dir}", f"data={ROOT / DATA}", *words]
@@ -157,6 +160,7 @@ def test_what_cannot_be_imported_is_said_early(
 
 
 def test_a_model_without_weights_is_said_early(tmp_path: Path) -> None:
+    """A folder without weights is refused before a server would die of it."""
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="no weights"):
         load_inputs(

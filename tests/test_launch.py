@@ -65,6 +65,7 @@ def test_gpus_are_split_or_shared(gpus: int, ranks: int, words: list[str], expec
     ("gpus", "ranks", "words"), [(2, 1, ["server.tp_size=4"]), (4, 3, ["server.tp_size=2", "server.colocate=false"])]
 )
 def test_too_few_gpus_are_refused(gpus: int, ranks: int, words: list[str]) -> None:
+    """Servers and ranks that do not fit on the GPUs are an error with the numbers."""
     with pytest.raises(ConfigError, match="do not fit on"):
         gpus_of(gpus, ranks, *words)
 
@@ -93,6 +94,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, requires: str) -> Non
 
 
 def test_an_sglang_for_another_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang pins a torch; another one is named before the server dies of it."""
     install(tmp_path, monkeypatch, "torch==1.0.1")
     with pytest.raises(
         ConfigError, match=r"sglang 0.5.23 was built for torch 1.0.1, but torch .* pip install torch==1.0.1"
@@ -101,6 +103,7 @@ def test_an_sglang_for_another_torch_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_an_sglang_for_this_torch_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pair that belongs together passes."""
     import torch
 
     install(tmp_path, monkeypatch, f"torch=={torch.__version__.partition('+')[0]}")
@@ -108,11 +111,13 @@ def test_an_sglang_for_this_torch_is_taken(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_without_sglang_the_ways_to_it_are_named() -> None:
+    """Where SGLang is missing the message says how to get it or do without."""
     with pytest.raises(ConfigError, match=r"not installed here: pip install .* server.command=.* rollout.server_addrs"):
         check_sglang()
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
+    """A port in use is found before anything is started."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"server.port: {port} cannot be used .*in use"):
@@ -121,11 +126,13 @@ def test_a_port_that_is_taken_is_refused() -> None:
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "no-scheme:1", "http://nowhere.invalid:1"])
 def test_a_server_that_does_not_answer_is_refused(url: str) -> None:
+    """An address in rollout.server_addrs must answer before the run begins."""
     with pytest.raises(ConfigError, match=f"rollout.server_addrs: {url} cannot be reached"):
         check_addresses(config("DIR", f"rollout.server_addrs=['{url}']"), [])
 
 
 def test_too_little_memory_says_what_to_turn_down() -> None:
+    """The message lists what to turn down, in order."""
     need = Memory(trainer=30.0, server=20.0, parameters=10**9)
     check_memory(need, 50.0, 1, 1, "GPU 0")
     with pytest.raises(ConfigError) as caught:
@@ -162,6 +169,7 @@ def test_dry_run_starts_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
 
 
 def test_an_unreachable_server_is_one_line(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """The whole command line says it in one line and leaves nothing behind."""
     whole = command(tmp_path, "rollout.server_addrs=[http://127.0.0.1:9]")
     done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
@@ -203,6 +211,7 @@ def test_a_leash_ends_all_that_the_command_started(tmp_path: Path) -> None:
 
 
 def test_a_leash_hands_on_the_exit_code() -> None:
+    """The leash ends as its command ended."""
     command = [sys.executable, "plumbing/leash.py", *python("import sys; sys.exit(7)")]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True) as leash:
         assert leash.wait(timeout=60) == 7

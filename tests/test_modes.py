@@ -15,7 +15,7 @@ from typing import Any
 import mode_agents
 import pytest
 import torch
-from conftest import ROOT, free_port, wait_until_up
+from conftest import ROOT
 from test_run import SMALL_GUESS, assert_gone, check_metrics, start_and_wait_for_step, wait_gone
 
 from engine import RemoteInfEngine
@@ -26,20 +26,6 @@ from workflow import OpenAIProxyWorkflow, WorkflowContext, resolve_workflow, to_
 
 QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
 SUBPROC = ("rollout.openai.mode=subproc", "rollout.openai.subproc_max_workers=2")
-
-
-@pytest.fixture(scope="module")
-def proxy(tiny_server: str, tiny_model_dir: Path) -> Iterator[ProxyAddress]:
-    """A proxy.py process in front of the tiny server."""
-    port = free_port()
-    command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
-    command += ["--port", str(port), "--admin-key", "secret", "--seed", "1", "--exit-with-parent"]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    wait_until_up(f"http://127.0.0.1:{port}", process)
-    yield ProxyAddress(f"http://127.0.0.1:{port}", "secret")
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait(timeout=20)
 
 
 Run = Callable[..., Any]

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import anthropic
@@ -28,20 +28,6 @@ from sessions import GRANT_SECONDS, ProxyError, SessionTable
 pytestmark = pytest.mark.anyio
 
 Start = Callable[..., Harness]
-
-
-@pytest.fixture
-async def start(tiny_tokenizer: Any) -> AsyncIterator[Start]:
-    """start(*texts, **options) -> a Harness over an engine that says these texts."""
-    made: list[Harness] = []
-
-    def start(*texts: str, **options: Any) -> Harness:
-        made.append(Harness(tiny_tokenizer, *texts, **options))
-        return made[-1]
-
-    yield start
-    for harness in made:
-        await harness.http.aclose()
 
 
 # Tokens

@@ -189,6 +189,7 @@ def test_control_goes_around_a_router(tmp_path: Path, form: str) -> None:
 
 
 def test_at_the_start_every_server_must_be_there() -> None:
+    """Later the run goes on without a dead server; at the start one that is missing is a mistake."""
     machines = Machines(a=0, b=0)
     machines.dead.add("b")
     with pytest.raises(EngineError, match="http://b"):

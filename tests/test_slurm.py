@@ -79,6 +79,7 @@ def test_two_nodes_train(cluster: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_no_node_left_to_train(cluster: dict[str, str], tmp_path: Path) -> None:
+    """A job whose nodes all serve has nobody to train, and says so."""
     done = subprocess.run([str(SCRIPT)], cwd=ROOT, env=cluster | {"GEN_NODES": "2"}, capture_output=True, text=True)
     assert done.returncode == 2
     assert "none is left to train" in done.stderr
@@ -86,6 +87,7 @@ def test_no_node_left_to_train(cluster: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_a_server_that_cannot_start_ends_the_job(cluster: dict[str, str]) -> None:
+    """The job does not wait for a server that is dead."""
     broken = cluster | {"SERVE": f"{sys.executable} tiny_server.py --weights wrong"}
     done = subprocess.run([str(SCRIPT), *RECIPE], cwd=ROOT, env=broken, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1

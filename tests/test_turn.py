@@ -36,20 +36,6 @@ ENDS: dict[str, Callable[[bytes], bool]] = {  # whether a piece of a stream hold
 }
 
 
-@pytest.fixture
-async def start(tiny_tokenizer: Any) -> AsyncIterator[Start]:
-    """start(*texts, **options) -> a Harness over an engine that says these texts."""
-    made: list[Harness] = []
-
-    def start(*texts: str, **options: Any) -> Harness:
-        made.append(Harness(tiny_tokenizer, *texts, **options))
-        return made[-1]
-
-    yield start
-    for harness in made:
-        await harness.http.aclose()
-
-
 def events(raw: bytes) -> list[Any]:
     """The data of server-sent events."""
     lines = [line.removeprefix("data: ") for line in raw.decode().splitlines() if line.startswith("data: ")]

@@ -4,7 +4,7 @@ import asyncio
 import copy
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -59,15 +59,6 @@ class Function(RolloutWorkflow):
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
         return self.function(workflow_context.get(), data)
-
-
-@pytest.fixture(scope="module")
-def real_engine(tiny_server: str) -> Iterator[RemoteInfEngine]:
-    """The engine over a tiny server in another process."""
-    engine = RemoteInfEngine([tiny_server])
-    engine.initialize()
-    yield engine
-    engine.destroy()
 
 
 class Agent:
