@@ -165,7 +165,7 @@ def behaviour_weight(log_weight: Tensor, cap: float | None, action: str) -> tupl
     """pi_prox / pi_behav as a constant, and where it exceeds the cap: there it is 0 (mask) or the cap (clamp)."""
     weight = torch.exp(log_weight).detach()
     above = weight > (torch.inf if cap is None else cap)
-    return weight.clamp(max=cap) if action == "clamp" else weight.masked_fill(above, 0), above
+    return weight.clamp(max=cap) if action == "clamp" else torch.where(above, 0.0, weight), above
 
 
 def sequence_mean(x: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
@@ -221,13 +221,14 @@ def ppo_actor_loss_fn(
     that the mean is over; default: those given. Loss and statistics are sums divided by it, so the parts of a batch
     that is cut in pieces add up.
     """
-    mask = loss_mask > 0
+    mask = loss_mask.bool()
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator
     prox_logp = prox_logp if config.use_decoupled_loss else old_logp
-    logp, prox_logp, old_logp, A = (x.masked_fill(~mask, 0) for x in (logp, prox_logp, old_logp, advantages))
+    differences = logp - prox_logp.detach(), prox_logp - old_logp, advantages
+    log_u, log_weight, A = (torch.where(mask, x, 0.0) for x in differences)
 
     # u = pi_theta / pi_prox
-    u = torch.exp(logp - prox_logp.detach())
+    u = torch.exp(log_u)
     higher = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
     u_clipped = u.clamp(1 - config.eps_clip, 1 + higher)
 
@@ -238,7 +239,7 @@ def ppo_actor_loss_fn(
         objective = torch.where(A < 0, torch.maximum(objective, config.c_clip * A), objective)
 
     # w = pi_prox / pi_behav, of the token or of its sequence; above the cap 0, or the cap
-    log_weight = prox_logp - old_logp
+    log_ratio = log_u.detach() + log_weight  # of pi_theta / pi_behav
     if config.behave_imp_weight_level == "sequence":
         ids = torch.arange(len(mask), device=mask.device)[:, None] if sequence_ids is None else sequence_ids
         log_weight = sequence_mean(log_weight, mask, ids)
@@ -249,16 +250,13 @@ def ppo_actor_loss_fn(
     loss = -weighted.sum() / denominator
 
     with torch.no_grad():
-        log_ratio = (logp - old_logp).clamp(-20, 20)  # log (pi_theta / pi_behav); bounded, since it is exponentiated
-        weight = weight.masked_fill(~mask, 0)
-        per_token = {
-            "clip_frac": objective != uA,
-            "behave_weight_mean": weight,
-            "behave_weight_square": weight.square(),
-            "dropped_share": above_cap & mask,
-            "kl": log_ratio.exp()
-            - 1
-            - log_ratio,  # k3, of pi_theta seen from pi_behav; never negative, 0 under the mask
+        weight = torch.where(mask, weight, 0.0)
+        sums = {
+            "clip_frac": torch.count_nonzero(objective != uA),
+            "behave_weight_mean": weight.sum(),
+            "behave_weight_square": weight.square().sum(),
+            "dropped_share": torch.count_nonzero(above_cap & mask),
+            "kl": log_ratio.square().sum() / 2,  # k2
         }
-        stats = {name: x.sum() / denominator for name, x in per_token.items()}
+        stats = {name: x / denominator for name, x in sums.items()}
     return loss, stats

@@ -4,7 +4,8 @@
     python bench/loss.py --small    V = 20,000 and T = 1,024, for a machine with less than 16 GB
 
 **advantages** of 64 rows of 2,048 tokens (aim: at most a tenth of AReaL's), **the actor's loss** on the same tokens,
-forward (aim: no slower than AReaL's): alternating in one process, the median of `--repeat`.
+forward, with its statistics (aim: no slower than AReaL's of the same objective): alternating in one process, the median
+of `--repeat`.
 
 **memory** of log-probabilities, entropy and backward at T = 4,096 and V = 151,936, hidden size 256: the resident memory's
 peak above what stood before, each way in a process of its own (aim: at most a quarter of the plain way). Both are checked
@@ -104,11 +105,20 @@ def bench_times(repeat: int) -> None:
     if peer_loss is None:
         print("loss: peer absent")
     else:
-        # the peer's default leaves the behaviour weight out: less work than ours, named here and not corrected for
-        where = {"logprobs": theta, "proximal_logprobs": prox, "old_logprobs": old, "advantages": A}
-        functions["loss, AReaL"] = lambda: peer_loss(**where, eps_clip=0.2, loss_mask=mask.bool())
+        from areal.api.cli_args import RejectionSamplingConfig
+
+        # the peer's default leaves the behaviour weight out; rejection sampling at the same cap is our objective
+        where = {"logprobs": theta, "proximal_logprobs": prox, "old_logprobs": old, "advantages": A, "eps_clip": 0.2}
+        same = RejectionSamplingConfig(upper=config.behave_imp_weight_cap)
+        here, there = (
+            functions["loss, ours"]()[0],
+            peer_loss(**where, loss_mask=mask.bool(), rejection_sampling=same)[0],
+        )
+        assert torch.isclose(here, there, atol=1e-6), f"{here} and {there}: not the same objective"
+        functions["loss, AReaL"] = lambda: peer_loss(**where, loss_mask=mask.bool(), rejection_sampling=same)
+        functions["loss, AReaL without weight"] = lambda: peer_loss(**where, loss_mask=mask.bool())
     for name, (middle, least) in timed(functions, repeat).items():
-        print(f"{name:20} median {middle:8.2f} ms   least {least:8.2f} ms")
+        print(f"{name:27} median {middle:8.2f} ms   least {least:8.2f} ms")
 
 
 def plain_logprobs(hidden, weight, ids, temperatures):
