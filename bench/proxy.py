@@ -1,6 +1,6 @@
 """Claim: the proxy costs milliseconds, and one core serves hundreds of calls a second.
 
-    python bench/proxy.py [--quick]        beside a LiteLLM proxy where that is installed
+    python bench/proxy.py [--quick] [--litellm PYTHON]      PYTHON: of an environment with litellm[proxy], for the peer
 
 The proxy runs in a process of its own, over an engine that answers at once with 24 tokens; reading, the tree, the chat
 template, the tokenizer (a BPE of 4,096 tokens, trained on this repository on the spot) and the reply are real. The load
@@ -14,7 +14,7 @@ comes from raw sockets in this process, so that no client library is measured. P
                        and the next one, which does neither
     streamed           the first load again, each reply as events
 
-LiteLLM's proxy answers from its mock_response: it renders, tokenises and keeps nothing.
+LiteLLM's proxy, likewise on one core, answers from its mock_response: it renders, tokenises and keeps nothing.
 """
 
 import argparse
@@ -37,6 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import orjson
 
 ROOT = Path(__file__).resolve().parent.parent
+PERMIT = "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"  # on this machine, for the length of the benchmark
+LITELLM = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", PERMIT: "true"}  # the first: else it asks the network
 ADMIN = "authorization: Bearer admin\r\n"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -105,10 +107,13 @@ def serve_proxy(port: int) -> None:
 # The load
 
 
-def pin(core: int) -> None:
-    """This process on one core, where the system can do that and there are two."""
-    if hasattr(os, "sched_setaffinity") and (cores := sorted(os.sched_getaffinity(0)))[1:]:
-        os.sched_setaffinity(0, {cores[core]})
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+
+
+def pin(core: int, pid: int = 0) -> None:
+    """A process, by default this one, on one core, where the system can do that and there are two."""
+    if CORES[1:]:
+        os.sched_setaffinity(pid, {CORES[core]})
 
 
 class Raw:
@@ -233,31 +238,32 @@ def wait_for(port: int, process: subprocess.Popen) -> None:
             time.sleep(0.1)
 
 
-def bench_peer(sessions: int, turns: int) -> str:
+def bench_peer(python: str, sessions: int, turns: int) -> str:
     """LiteLLM's proxy under the same load: calls a second."""
-    try:
-        import litellm  # noqa: F401
-    except ImportError:
-        return "peer absent (litellm is not installed)"
+    if subprocess.run([python, "-c", "import litellm"], capture_output=True, env=LITELLM).returncode:
+        return "peer absent: litellm is not installed there"
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         model = {"model": "openai/m", "api_key": "k", "mock_response": "I would look at the second one again"}
         config.write_text(json.dumps({"model_list": [{"model_name": "m", "litellm_params": model}]}))
-        command = [sys.executable, "-m", "litellm.proxy.proxy_cli", "--config", str(config), "--port", str(port)]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        command = [python, "-m", "litellm.proxy.proxy_cli", "--config", str(config), "--port", str(port)]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=LITELLM)
+        pin(0, process.pid)
         try:
             wait_for(port, process)
+            asyncio.run(load(port, 20, 3, {}, ours=False))  # warm
             rate, _ = asyncio.run(load(port, sessions, turns, {}, ours=False))
         finally:
             process.terminate()
             process.wait(timeout=20)
-    return f"{rate:,.0f} calls/s"
+    return f"{rate:,.0f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer turns, 15 s")
+    parser.add_argument("--litellm", default=sys.executable, help="a Python with litellm[proxy]")
     parser.add_argument("--serve", type=int, help="(what the process under test is started with: its port)")
     args = parser.parse_args()
     if args.serve:
@@ -281,7 +287,7 @@ def main() -> None:
     print("| | calls/s | CPU ms a call | calls/s of one core |\n|---|---|---|---|")
     print(f"| whole | {rate:,.0f} | {cpu:.2f} | {1e3 / cpu:,.0f} |")
     print(f"| streamed | {streamed:,.0f} | {streamed_cpu:.2f} | {1e3 / streamed_cpu:,.0f} |")
-    print(f"| LiteLLM, which answers a constant | {bench_peer(sessions, turns)} | | |")
+    print(f"| LiteLLM, which answers a constant | {bench_peer(args.litellm, sessions, turns)} | | |")
     print(f"\none by one, p50: {call:.2f} ms, empty handler {nothing:.2f} ms, added {call - nothing:.2f} ms")
     again = ", ".join(f"{ms:.0f}" for ms in later)
     print(f"history of {megabytes:.1f} MB: first call {first:.0f} ms, the next ones {again} ms")
