@@ -37,9 +37,9 @@ baseline is known. Rank 0 alone reads the model's files and hands out the shards
 token's own temperature. So pi_theta, pi_prox and pi_behav speak of the same thing. A token with temperature 0 was not
 sampled from any distribution that has a gradient; it is read at 1 and belongs outside the loss.
 
-Different from AReaL: padded rows are the default and packed ones attend apart, without a mask (layout.py); logprobs are where their tokens are, with nothing rolled; a batch with nothing to
-train on and a loss that is not a number are errors, before the optimizer is touched. Not here: tensor, pipeline and
-context parallelism, LoRA, critics.
+Different from AReaL: padded rows are the default and packed ones attend apart, without a mask (layout.py); logprobs are
+where their tokens are, with nothing rolled; a batch with nothing to train on and a loss that is not a number are errors,
+before the optimizer is touched. Not here: tensor, pipeline and context parallelism, LoRA, critics.
 """
 
 import math

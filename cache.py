@@ -71,7 +71,7 @@ class InteractionWithTokenLogpReward:
     interaction_id: str = ""
     template_key: str = ""  # tools and template arguments: what else decides the prompt
     trainable: bool = True  # false: the agent asked for this turn not to be stored
-    tools: bool = False  # it could call some
+    tools: list[dict[str, Any]] = field(default_factory=list)  # that it could call, in chat form
     model_response: "ModelResponse | None" = None
     output_message_list: list[Message] = field(default_factory=list)
     completion: dict[str, Any] | None = None  # the reply as the agent got it
@@ -98,7 +98,7 @@ class InteractionWithTokenLogpReward:
     @property
     def is_main(self) -> bool:
         """Whether it has tools or belongs to a conversation of more than one turn."""
-        return self.tools or self.continued or self.parent is not None
+        return bool(self.tools) or self.continued or self.parent is not None
 
     @property
     def is_side(self) -> bool:
@@ -123,7 +123,7 @@ class InteractionWithTokenLogpReward:
         Keys: input_ids, attention_mask, loss_mask (1: train), logprobs (behaviour), versions (prompt -1),
         turn_ids (k for the k-th turn of the conversation, else -1), turn_rewards (the final reward of the
         token's turn, else 0), temperatures (else 1); and one number a row: rewards (this turn's), truncated (1: its
-        length limit cut it). Raises ValueError if unfinished.
+        length limit cut it), regenerated (segments that were lost with a server). Raises ValueError if unfinished.
         """
         last = self.tokens
         length = last.input_len + last.output_len
@@ -138,6 +138,7 @@ class InteractionWithTokenLogpReward:
             "temperatures": [1.0] * length,
             "rewards": [self.reward or 0.0],
             "truncated": [int(last.stop_reason == "length")],
+            "regenerated": [0],
         }
         for turn, trained in [*self.earlier, (self, True)]:
             n = turn.tokens.output_len
@@ -148,6 +149,7 @@ class InteractionWithTokenLogpReward:
             row["turn_ids"][span] = [turn.turn] * n
             row["turn_rewards"][span] = [turn.reward or 0.0] * n
             row["temperatures"][span] = [turn.tokens.temperature] * n
+            row["regenerated"][0] += turn.tokens.regenerated * trained  # a shared turn counts once
         return row
 
     def to_tensor_dict(self) -> "dict[str, Tensor]":
@@ -170,7 +172,8 @@ def to_tensors(row: dict[str, list]) -> "dict[str, Tensor]":
     floats = ("logprobs", "turn_rewards", "temperatures", "rewards")
     kinds = {"attention_mask": torch.bool, **dict.fromkeys(floats, torch.float32)}
     tensors = {key: torch.tensor(values, dtype=kinds.get(key, torch.int32)) for key, values in row.items()}
-    return {key: t if key in ("rewards", "truncated") else t.unsqueeze(0) for key, t in tensors.items()}  # (1, L)
+    per_row = ("rewards", "truncated", "regenerated")
+    return {key: t if key in per_row else t.unsqueeze(0) for key, t in tensors.items()}  # (1, L)
 
 
 def finite(reward: Any) -> float:

@@ -212,6 +212,7 @@ class RemoteInfEngine:
                 if error.status != 503 or failures == self.request_retries:
                     raise
                 failures += 1
+                response.regenerated += 1
                 await self._sleep(backoff(failures, *FAILURE_WAIT) * random.uniform(0.5, 1.0))
                 continue
             failures = 0

@@ -28,7 +28,8 @@ is `normalise`: it makes the one plain message that the tree compares and the ch
 is not equal in tokens: nothing here is ever tokenised again once it has been generated.
 
 Some clients send references instead of a history (`previous_response_id`, `item_reference`, Anthropic's `thread`).
-`resolve` puts in what they name; the caller keeps the instructions that began the conversation, unless it sends others.
+`resolve` puts in what they name; the caller keeps the instructions that began the conversation, unless it sends others,
+and in a thread of Anthropic's its tools likewise.
 
 What a caller asks for is honoured or refused, never silently dropped: `NEUTRAL` lists the parameters that would
 change the answer and that we do not implement, with the values at which they change nothing. A refusal is a
@@ -49,7 +50,8 @@ from typing import Any
 from plumbing.fields import BadRequest, as_object, get, read_json, write_json
 
 Message = dict[str, Any]
-Find = Callable[[str], tuple[list[Message], list[Message]] | None]  # interaction id -> its messages and its output
+Found = tuple[list[Message], list[Message], list[dict[str, Any]]]  # an interaction's messages, output and tools
+Find = Callable[[str], Found | None]  # by its id
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of parts that hold a text
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -390,6 +392,8 @@ def resolve(ask: AgentRequest, find: Find) -> AgentRequest:
             history = [messages[0] | {"role": "system"}, *history[history[0]["role"] == "system" :]]
             messages = messages[1:]
         messages = history + messages
+        if ask.previous.startswith("msg_"):
+            ask = dataclasses.replace(ask, tools=ask.tools or found[2])
     return dataclasses.replace(ask, messages=messages, previous=None)
 
 

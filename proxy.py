@@ -51,7 +51,7 @@ from starlette.requests import ClientDisconnect
 from cache import InteractionWithTokenLogpReward, walk
 from engine import EngineError, RemoteInfEngine
 from io_struct import GenerationHyperparameters, ModelRequest, call_seed
-from messages import AgentRequest, BadRequest, Message, resolve
+from messages import AgentRequest, BadRequest, Found, resolve
 from plumbing.serve import listen, load_tokenizer, read_object, serve
 from prompts import PromptBuilder, TextReader
 from replies import PROTOCOLS, Protocol
@@ -59,13 +59,7 @@ from sessions import ProxyError, Session, SessionTable
 from tools import OutputParser
 from turn import EventStream, Turn, retried
 
-ERRORS = (
-    ProxyError,
-    ValueError,
-    EngineError,
-    HTTPException,
-    ClientDisconnect,
-)  # ValueError: BadRequest and read_object's
+ERRORS = (ProxyError, ValueError, EngineError, HTTPException, ClientDisconnect)  # ValueError: BadRequest, read_object's
 MAX_BODY = 64 * 2**20  # bytes of a request
 LONG_BODY = 2**18  # bytes from which on a prompt is made in a thread: tokenising it may take seconds
 Handler = Callable[[Request], Awaitable[Response]]
@@ -129,9 +123,9 @@ class Proxy:
     def read(self, protocol: Protocol, session: Session, body: dict[str, Any]) -> AgentRequest:
         """The request, with what it refers to. Raises BadRequest."""
 
-        def find(interaction_id: str) -> tuple[list[Message], list[Message]] | None:
+        def find(interaction_id: str) -> Found | None:
             found = session.cache.get(interaction_id)
-            return (found.messages, found.output_message_list) if found and found.complete else None
+            return (found.messages, found.output_message_list, found.tools) if found and found.complete else None
 
         return resolve(protocol.parse(body), find)
 
@@ -140,10 +134,8 @@ class Proxy:
     async def complete(self, protocol: Protocol, request: Request) -> Response:
         """One call: a new turn, or for a retry the one that is there; its reply, whole or as it grows."""
         raw = await read_body(request)
-        session, key = (
-            self.sessions.open(session_id_of(request)),
-            hashlib.blake2b(raw + protocol.id_prefix.encode()).digest(),
-        )
+        session = self.sessions.open(session_id_of(request))
+        key = hashlib.blake2b(raw + protocol.id_prefix.encode()).digest()
         says_so = request.headers.get("x-stainless-retry-count", "0") != "0"
         turn = retried(session, key, says_so) or await self.begin(protocol, session, raw, key)
         if not turn.ask.stream:
@@ -342,10 +334,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--session-timeout-seconds", type=float, default=3600.0, help="an idle session is dropped after this")
     add("--chat-template-type", choices=["concat", "hf"], default="concat", help="hf: render turns in full")
     add("--fixed-sampling", action="append", default=[], help="a field of --sampling that no agent may change")
-    add(
-        "--tool-call-parser",
-        help="form of the model's tool calls (tools.py); default: what the tokenizer says, or qwen",
-    )
+    add("--tool-call-parser", help="form of tool calls (tools.py); default: what the tokenizer says, or qwen")
     add("--reasoning-parser", help="form of its reasoning; default: <think> ... </think>")
     add("--exit-with-parent", action="store_true", help="end when standard input is closed")
     return parser.parse_args(argv)

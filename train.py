@@ -85,7 +85,6 @@ class Parts:
     rollout: RemoteInfEngine | NoRollout
     evaluation: WorkflowExecutor | None
     train_dataloader: DataLoader
-    weight_update_meta: WeightUpdateMeta
     recovery: Recovery
 
 
@@ -107,11 +106,8 @@ def train(config: TrainConfig, parts: Parts, run_dir: Path, logger: Logger | Non
                 workflow_kwargs=inputs.workflow_kwargs,
                 should_accept_fn=config.should_accept_fn,
             )
-        metrics: dict[str, Any] = {
-            "step": step,
-            "version": actor.get_version(),
-            **describe_batch(batch, actor.get_version()),
-        }
+        version = actor.get_version()
+        metrics: dict[str, Any] = {"step": step, "version": version, **describe_batch(batch, version)}
 
         with trace.span("train", seconds):
             # 2. pi_prox: the policy at the start of this step, the centre of the clip.
@@ -159,7 +155,7 @@ def push_weights(parts: Parts, version: int) -> None:
     """Pause, push, version, resume: what is being generated goes on under the new weights, token by token."""
     actor, rollout = parts.actor, parts.rollout
     rollout.pause()
-    actor.update_weights(parts.weight_update_meta.with_version(version))
+    actor.update_weights(actor.weight_update_meta.with_version(version))
     actor.set_version(version)
     rollout.set_version(version)
     rollout.resume()
@@ -210,18 +206,19 @@ def build(
     actor.initialize(max_steps=config.max_steps)
     ref = None
     if config.ref.path is not None:
-        ref = FSDPEngine(config.ref.path, config.ref.dtype, config.actor.mb_tokens, offload=config.actor.offload)
+        ref = FSDPEngine(
+            config.ref.path, config.ref.dtype, config.actor.mb_tokens, actor.layout, offload=config.actor.offload
+        )
         stack.callback(ref.destroy)
         ref.initialize()
 
     # 2. The rollout side. Each knows of the other; a process that dies fails the run wherever the loop is waiting.
-    meta = WeightUpdateMeta(path=str(run_dir / "weights"), **asdict(config.weight_update))
     rollout: RemoteInfEngine | NoRollout = NoRollout()
     evaluation = None
     if actor.rank == 0:
         keep = recovery.groups.write if recovery.groups else None
         rollout, evaluation = build_rollout(config, run_dir, fleet, servers, trace, stack, keep)
-        actor.connect_engine(rollout, meta)
+    actor.connect_engine(rollout, WeightUpdateMeta(path=str(run_dir / "weights"), **asdict(config.weight_update)))
     loader: DataLoader = DataLoader(
         inputs.dataset,  # type: ignore[arg-type]
         batch_size=config.train_dataset.batch_size,
@@ -229,7 +226,7 @@ def build(
         generator=torch.Generator().manual_seed(config.seed),
         collate_fn=list,
     )
-    return Parts(inputs, actor, ref, rollout, evaluation, loader, meta, recovery)
+    return Parts(inputs, actor, ref, rollout, evaluation, loader, recovery)
 
 
 def build_rollout(
@@ -278,9 +275,8 @@ def configure(argv: list[str]) -> tuple[TrainConfig, Inputs]:
         run_dir = run_folder(config)
         can_go_on = config.mode == "eval" or (config.recover == "auto" and (run_dir / "recover").exists())
         if (run_dir / "metrics.jsonl").exists() and not can_go_on:
-            raise ConfigError(
-                f"{run_dir} holds a run that cannot be gone on with (recover=off); give another trial_name"
-            )
+            reason = "holds a run that cannot be gone on with (recover=off)"
+            raise ConfigError(f"{run_dir} {reason}; give another trial_name")
         inputs = load_inputs(config)
         plan = plan_run(config)
         if config.dry_run:
@@ -301,10 +297,8 @@ def run(config: TrainConfig, inputs: Inputs, stack: ExitStack) -> None:
     stack.callback(fleet.stop)
     trace, training = None, config.mode == "train"
     if dist.get_rank() == 0:
-        OmegaConf.save(
-            OmegaConf.create({**asdict(config), "revision": revision()}),
-            run_dir / f"{'config' if training else 'eval'}.yaml",
-        )
+        resolved = OmegaConf.create({**asdict(config), "revision": revision()})
+        OmegaConf.save(resolved, run_dir / f"{'config' if training else 'eval'}.yaml")
         trace = Trace(run_dir / "trace.json") if training and config.rollout.enable_tracing else None
     trace = trace or Trace(None)
     stack.callback(trace.close)

@@ -16,6 +16,7 @@ ever rolled by one, so no two tensors can disagree about which token they descri
 | temperatures | float32 [B, L] | temperature the token was sampled at; 1 elsewhere | 1 |
 | rewards | float32 [B] | the last turn's own final reward | |
 | truncated | int32 [B] | 1 = the last turn ended because its token budget was used up | |
+| regenerated | int32 [B] | segments that a server took along when it was lost, and another generated again | |
 | group_ids | int32 [B] | rows with the same id answer the same prompt: the group of a group baseline | |
 | task_ids | int32 [B] | the dispatcher's task that made the row | |
 
@@ -52,6 +53,7 @@ TOKEN_KEYS: dict[str, tuple[torch.dtype, float]] = {  # [B, L]
 ROW_KEYS: dict[str, tuple[torch.dtype, float]] = {  # [B]
     "rewards": (torch.float32, 0.0),
     "truncated": (torch.int32, 0),
+    "regenerated": (torch.int32, 0),
     "group_ids": (torch.int32, 0),
     "task_ids": (torch.int32, 0),
 }

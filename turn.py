@@ -55,12 +55,15 @@ class Turn:
         self.ids = [first, *(f"{first}-{k}" for k in range(1, ask.n))]  # of its interactions
         for name in self.ids:
             session.cache[name] = InteractionWithTokenLogpReward(
-                ask.messages, template_key=ask.template_key, trainable=ask.store, tools=bool(ask.tools)
+                ask.messages, template_key=ask.template_key, trainable=ask.store, tools=ask.tools
             )
         self.parent = session.cache[first].parent
         self.ask = dataclasses.replace(ask, messages=[])  # the tree has them now
         # All that changes:
-        self.task: asyncio.Task[dict[str, Any]]  # its result is the reply; there since start
+        self.task: asyncio.Task[dict[str, Any]]  # its result is the reply; there since start, as the next two are
+        self._reader: Callable[[], TextReader]
+        self._parser: OutputParser
+        self._answers: list[Answer] = []
         self.input_len = 0  # tokens
         self.so_far: list[ModelResponse | None] = [None] * ask.n  # what has been streamed
         self.news = asyncio.get_running_loop().create_future()  # done, and replaced, when a stream has grown
@@ -68,7 +71,8 @@ class Turn:
         self.gone = False  # it failed, or somebody hung up on it
 
     def __repr__(self) -> str:
-        state = "gone" if self.gone else "done" if self.task.done() else "in flight"
+        task = getattr(self, "task", None)
+        state = "gone" if self.gone else "new" if task is None else "done" if task.done() else "in flight"
         return f"Turn({self.ids[0]!r}, {state}, {self.listeners} listeners)"
 
     # Generation
@@ -188,8 +192,10 @@ class Turn:
             try:
                 self.result()
                 yield b"".join(stream.finish(answer, index=k) for k, answer in enumerate(self._answers))
-            except (ProxyError, EngineError) as error:
-                yield stream.error(error.status or 500, str(error))
+            except Exception as error:  # the client is told; what nobody expected goes on to the log
+                yield stream.error(getattr(error, "status", None) or 500, str(error))
+                if not isinstance(error, ProxyError | EngineError):
+                    raise
 
     async def _wait(self, *others: asyncio.Future) -> set[asyncio.Future]:
         """Until the turn or one of the others is done, or it is time to say something: then nothing."""

@@ -113,8 +113,8 @@ class Worker:
             size = int.from_bytes(await self._reader.readexactly(8), "big")
             outcome = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=1)  # its socket is closed: it has ended, or is about to
+            with suppress(subprocess.TimeoutExpired):  # its socket is closed: it has ended, or is about to
+                await asyncio.to_thread(self._process.wait, timeout=1)
             name, code = getattr(function, "__qualname__", function), self._process.returncode
             raise WorkerDied(f"the process that ran {name} ended with code {code}") from error
         self._busy = False

@@ -305,11 +305,10 @@ def check_keys(given: Any, source: str) -> DictConfig:
 def validate(config: TrainConfig) -> None:
     """What can be seen to be wrong before anything is started."""
     values = flatten(dataclasses.asdict(config))
-    counts = ["max_steps", "train_dataset.batch_size", "gconfig.n_samples", "gconfig.max_new_tokens", "saver.keep"]
-    counts += ["recover_interval"]
-    counts += ["actor.ppo_n_minibatches", "actor.ppo_epochs", "rollout.group_size", "rollout.max_concurrent_rollouts"]
-    counts += ["rollout.openai.subproc_max_workers", "proxy.workers"]
-    counts += ["server.count", "server.tp_size"]
+    counts = ["max_steps", "recover_interval", "saver.keep", "server.count", "server.tp_size", "proxy.workers"]
+    counts += ["train_dataset.batch_size", "gconfig.n_samples", "gconfig.max_new_tokens", "actor.ppo_n_minibatches"]
+    counts += ["actor.ppo_epochs", "rollout.group_size", "rollout.max_concurrent_rollouts"]
+    counts += ["rollout.openai.subproc_max_workers"]
     for name in counts:
         if values[name] is not None and values[name] < 1:
             raise ConfigError(f"{name}={values[name]}; it must be at least 1")
@@ -328,9 +327,7 @@ def validate(config: TrainConfig) -> None:
     if not (0 < config.actor.gamma <= 1 and 0 <= config.actor.gae_lambda <= 1):
         raise ConfigError("actor.gamma and actor.gae_lambda must lie between 0 and 1")
     if config.actor.kl_ctl > 0 and config.ref.path is None:
-        raise ConfigError(
-            "actor.kl_ctl > 0 needs a reference model: set ref.path (AReaL penalises silently without one)"
-        )
+        raise ConfigError("actor.kl_ctl > 0 needs a reference model: set ref.path")
 
 
 def resolve(config: TrainConfig) -> None:
@@ -352,9 +349,8 @@ def resolve(config: TrainConfig) -> None:
 
 def print_help() -> None:
     print("usage: python train.py [--config FILE ...] [--dry-run] [key=value ...]\n")
-    print(
-        f"Of several recipes, and of words, later ones win. Without --config the recipe is configs/{DEMO.name}. Keys, their defaults and meanings:\n"
-    )
+    print("Of several recipes, and of words, later ones win.", end=" ")
+    print(f"Without --config the recipe is configs/{DEMO.name}. Keys, their defaults and meanings:\n")
     for key in list_keys():
         print(f"  {key.name}={'null' if key.default is None else key.default}\n      {key.meaning}")
 

@@ -325,7 +325,7 @@ def plan_run(config: TrainConfig) -> str:
     gpus, ranks = visible_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # which torchrun sets
     planned = plan_servers(config, gpus, ranks)
     check_addresses(config, planned)
-    need = estimate_memory(config, ranks, bool(gpus))
+    need = estimate_memory(config, int(os.environ.get("WORLD_SIZE", 1)), bool(gpus))
     if gpus:
         import torch
 

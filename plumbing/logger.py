@@ -42,17 +42,22 @@ COLUMNS = (
 COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")  # prompt groups, members of groups
 ROWS = 12  # steps that the live table shows
 TRAINER, ROLLOUT = 1, 2  # rows of the trace
+END = "{}]\n"  # of its file
 
 
 class Trace:
-    """A Chrome trace, written as it happens; a killed run leaves a readable file (the format allows a missing end)."""
+    """A Chrome trace, written as it happens; a killed run leaves a readable file (the format allows a missing end).
+
+    A run that goes on appends to its trace. Times are microseconds since 1970.
+    """
 
     def __init__(self, path: Path | None) -> None:
-        self.start = time.monotonic_ns()
+        self.start = time.monotonic_ns() - time.time_ns()
         self.lock = threading.Lock()
+        before = path.read_text().removesuffix(END) if path and path.exists() else ""
         self.file = path.open("w", buffering=1) if path else None
         if self.file:
-            self.file.write("[\n")
+            self.file.write(before[: before.rfind("\n") + 1] or "[\n")  # without a line that was being written
         for tid, name in ((TRAINER, "trainer"), (ROLLOUT, "rollout")):
             self._write({"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": name}})
 
@@ -83,7 +88,7 @@ class Trace:
     def close(self) -> None:
         with self.lock:
             if self.file:
-                self.file.write("{}]\n")
+                self.file.write(END)
                 self.file.close()
                 self.file = None
 
@@ -106,6 +111,7 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, float]:
         "staleness_max": lag.max().item() if len(lag) else 0.0,
         "mixed_version_share": (newest > oldest)[trained].float().mean().item() if trained.any() else 0.0,
         "truncated": int(batch["truncated"].sum()),
+        "regenerated": int(batch["regenerated"].sum()),
         "tokens": int(mask.sum()),
         "untrained": int((batch["turn_ids"] >= 0).sum()) - int(mask.sum()),
     }

@@ -50,6 +50,8 @@ class GroupLog:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f"*{PARTIAL}"):
+            left.unlink()
 
     def path(self, task_id: int) -> Path:
         return self.folder / f"{task_id}.safetensors"

@@ -18,6 +18,7 @@ from messages import canonical
 
 PAIRS = [json.loads(line) for line in (Path(__file__).parent / "data/chat_pairs.jsonl").read_text().splitlines()]
 Messages = list[dict[str, Any]]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def user(text: str) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
     trained = []
     for interaction in cache.export_interactions("concat").values():
         row = interaction.to_lists()
-        per_row = ("rewards", "truncated")
+        per_row = ("rewards", "truncated", "regenerated")
         assert {len(values) for key, values in row.items() if key not in per_row} == {len(row["input_ids"])}
         for t, token in enumerate(row["input_ids"]):
             if row["turn_ids"][t] < 0:
@@ -309,7 +310,7 @@ def test_the_last_reward_goes_to_the_last_finished_call() -> None:
 def title_call(cache: InteractionCache, title_first: bool, turns: int) -> None:
     """What opencode does: a request for a title, without tools, beside the first turn of the agent, which has tools."""
     title = InteractionWithTokenLogpReward([{"role": "system", "content": "You write titles."}, user("hello")])
-    agent = InteractionWithTokenLogpReward([{"role": "system", "content": "You code."}, user("hello")], tools=True)
+    agent = InteractionWithTokenLogpReward([{"role": "system", "content": "You code."}, user("hello")], tools=TOOLS)
     entered = {"title": title, "0": agent}
     for name in ("title", "0") if title_first else ("0", "title"):
         cache[name] = entered[name]
@@ -317,7 +318,7 @@ def title_call(cache: InteractionCache, title_first: bool, turns: int) -> None:
         cache.finish(name, turn([user("x")]).tokens, [said(name)])
     messages = [*agent.messages, said("0")]
     for k in range(1, turns):
-        cache[str(k)] = turn([*messages, user("more")], str(k), tools=True)
+        cache[str(k)] = turn([*messages, user("more")], str(k), tools=TOOLS)
         messages += [user("more"), said(str(k))]
 
 
@@ -351,7 +352,7 @@ def test_what_comes_later_is_no_side_conversation() -> None:
     """A last call without tools and with another prompt (a final answer, say) takes the reward, as the last one does;
     so does the last of several equal drafts, and of calls that begin alike."""
     cache = InteractionCache()
-    cache["work"] = turn([user("work")], tools=True)
+    cache["work"] = turn([user("work")], tools=TOOLS)
     cache["answer"] = turn([user("answer")])
     cache.set_last_reward(1.0)
     assert cache["answer"].reward == 1.0
@@ -419,6 +420,7 @@ def test_tensors_are_the_documents() -> None:
         "temperatures": torch.ones(1, 5),
         "rewards": torch.tensor([2.0]),
         "truncated": torch.tensor([0], dtype=torch.int32),
+        "regenerated": torch.tensor([0], dtype=torch.int32),
     }
     assert tensors.keys() == expected.keys()
     for key, value in expected.items():

@@ -14,6 +14,7 @@ from io_struct import GenerationHyperparameters, ModelResponse
 from messages import (
     AgentRequest,
     BadRequest,
+    Found,
     Message,
     canonical,
     normalise,
@@ -521,9 +522,9 @@ def test_what_is_nested_too_deeply_is_refused_by_name() -> None:
 
 # References
 
-FINISHED: dict[str, tuple[list[Message], list[Message]]] = {
-    "resp_ab": (TALK[:2], [TALK[2] | {"tool_calls": [CALL | {"id": "call_ab_0"}, CALL | {"id": "call_ab_1"}]}]),
-    "msg_cd": (HELLO, [{"role": "assistant", "content": "hi"}]),
+FINISHED: dict[str, Found] = {
+    "resp_ab": (TALK[:2], [TALK[2] | {"tool_calls": [CALL | {"id": "call_ab_0"}, CALL | {"id": "call_ab_1"}]}], [TOOL]),
+    "msg_cd": (HELLO, [{"role": "assistant", "content": "hi"}], [TOOL]),
 }
 
 
@@ -539,6 +540,17 @@ def test_a_previous_response_is_put_in() -> None:
     thread = {"type": "continue", "previous_message_id": "msg_cd"}
     ask = resolve(parse_anthropic({"messages": [TALK[-1]], "system": "s", "thread": thread}), FINISHED.get)
     assert ask.messages == [{"role": "system", "content": "s"}, *HELLO, *FINISHED["msg_cd"][1], TALK[-1]]
+
+
+def test_a_thread_keeps_its_tools() -> None:
+    """Anthropic's tool runner sends them with the first call of a thread only; a Responses client, each time."""
+    thread = {"type": "continue", "previous_message_id": "msg_cd"}
+    other = {"name": "other", "input_schema": {"type": "object"}}
+    assert resolve(parse_anthropic({"messages": [TALK[-1]], "thread": thread}), FINISHED.get).tools == [TOOL]
+    ask = resolve(parse_anthropic({"messages": [TALK[-1]], "thread": thread, "tools": [other]}), FINISHED.get)
+    assert [tool["function"]["name"] for tool in ask.tools] == ["other"]
+    body = {"input": "And then?", "previous_response_id": "resp_ab"}
+    assert resolve(parse_responses(body), FINISHED.get).tools == []
 
 
 def test_references_to_items_are_put_in() -> None:

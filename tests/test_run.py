@@ -91,6 +91,7 @@ def check_metrics(metrics: list[dict], eta: int) -> None:
         "failed",
         "dropped",
         "truncated",
+        "regenerated",
         "entropy",
         "kl",
         "clip_frac",
