@@ -337,7 +337,8 @@ class FSDPPPOActor(FSDPEngine):
         batch["theta_logp"][[row for row in range(len(lengths)) if row not in own]] = 0
         self.all_reduce(batch["theta_logp"])
         if not stats:
-            raise ValueError("no token of the batch is trained: loss_mask is 0 everywhere; were all turns masked?")
+            hint = "requests that say store: false, or sample with top_p, penalties or temperature 0, are not trained"
+            raise ValueError(f"no token of the batch is trained: loss_mask is 0 everywhere; {hint} (docs/agents.md)")
         tokens = sum(s["tokens"] for s in stats)
         mean = {key: sum(s[key] * s["tokens"] for s in stats) / tokens for key in stats[0] if key != "tokens"}
         # effective sample size = (sum w)^2 / (n sum w^2)

@@ -269,7 +269,7 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
         """Reward the last interaction that finished its call and is no side conversation."""
         finished = [interaction for interaction in self.finished() if not interaction.is_side]
         if not finished:
-            raise KeyError("interaction_id: this session has no finished interaction to reward")
+            raise KeyError("reward: no call of this session has succeeded (did an agent's framework swallow an error?)")
         self.set_reward(finished[-1].interaction_id, reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:

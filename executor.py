@@ -102,8 +102,9 @@ class WorkflowExecutor:
     config: RolloutConfig. gconfig: sampling that classes of RolloutWorkflow get by default; its seed is the run's.
     tokenizer: likewise, and for the dumps. proxy: needed for agents. dump_dir: the run's folder; None dumps nothing.
     trace(event, task_id) hears of every submit, start, finish, accept, reject. keep(task_id, group) is called in a thread
-    before a group counts as accepted, to write it where it outlives the process. It attaches itself to the engine; the
-    one that `for_evaluation` makes does not.
+    before a group counts as accepted, to write it where it outlives the process. judge(exception) is called in a thread for
+    an episode that failed; what it raises in turn ends the run. The executor attaches itself to the engine; the one that
+    `for_evaluation` makes does not.
     """
 
     def __init__(
@@ -117,11 +118,12 @@ class WorkflowExecutor:
         dump_dir: Path | None = None,
         trace: Callable[[str, int], None] | None = None,
         keep: Callable[[int, Trajectory], None] | None = None,
+        judge: Callable[[BaseException], None] | None = None,
         evaluation: bool = False,
     ) -> None:
         self.engine, self.config = engine, config
         self.tokenizer, self.gconfig, self.proxy = tokenizer, gconfig or GenerationHyperparameters(), proxy
-        self.keep = keep
+        self.keep, self.judge = keep, judge
         self.dump_dir = dump_dir if config.dump_to_file else None
         if self.dump_dir is not None and tokenizer is None:
             raise ValueError("rollout.dump_to_file writes text and needs a tokenizer: set tokenizer_path")
@@ -159,6 +161,7 @@ class WorkflowExecutor:
             gconfig=self.gconfig,
             proxy=self.proxy,
             dump_dir=self.dump_dir,
+            judge=self.judge,
             evaluation=True,
         )
 
@@ -268,7 +271,10 @@ class WorkflowExecutor:
     # ---- recovery (plumbing/recover.py); from the thread that calls prepare_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data order stands: the next task's id, the samples drawn, and those of the open tasks, by id."""
+        """Where the data order stands: the next task's id, the samples drawn, and those of the open tasks, by id.
+
+        RuntimeError once the run has failed: what was open then is no longer known.
+        """
         self._forget_consumed()
         return {"next_id": self._next_id, "drawn": self._drawn, "open": dict(self._open)}
 
@@ -298,7 +304,7 @@ class WorkflowExecutor:
             self.choose_group_size(group_size, is_eval),
             proxy=self._proxy_options(),
             defaults={"gconfig": self.gconfig, "tokenizer": self.tokenizer},
-            on_member_failed=self._on_member_failed,
+            on_failures=self._on_failures,
         )
         accept = import_string(should_accept_fn) if isinstance(should_accept_fn, str) else should_accept_fn
         if accept is not None and not callable(accept):
@@ -362,6 +368,7 @@ class WorkflowExecutor:
             if accepted and self.keep is not None:
                 await asyncio.to_thread(self.keep, task.task_id, trajectory)
         except Exception as error:
+            await self._judge(error)
             logger.warning("%s task %d failed: %r", workflow_context.stat_scope(), task.task_id, error)
             raise
         return trajectory if accepted else None
@@ -381,8 +388,20 @@ class WorkflowExecutor:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         (folder / f"{task_id}.jsonl").write_text(text, encoding="utf-8")
 
-    def _on_member_failed(self, error: BaseException) -> None:
-        self._failed_members += 1
+    async def _on_failures(self, errors: list[BaseException]) -> None:
+        """Members of a group raised."""
+        self._failed_members += len(errors)
+        await self._judge(errors[0])
+
+    async def _judge(self, error: BaseException) -> None:
+        """Whether an episode failed by itself, or because a process of the run died: then all of it ends, before the
+        failure counts as one and another prompt takes its place."""
+        try:
+            if self.judge is not None:
+                await asyncio.to_thread(self.judge, error)
+        except Exception as death:
+            self.fail(death)
+            raise
 
 
 def cycle(dataloader: Iterable[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:

@@ -257,6 +257,7 @@ def build_rollout(
         dump_dir=run_dir,
         trace=trace.event,
         keep=keep,
+        judge=fleet.raise_death,
     )
     stack.callback(executor.destroy)
     evaluation = executor.for_evaluation()

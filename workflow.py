@@ -212,11 +212,11 @@ class MultiTurnWorkflow(RLVRWorkflow):
 
 @dataclass(eq=False, repr=False)
 class GroupedRolloutWorkflow(RolloutWorkflow):
-    """`group_size` episodes of one workflow for one prompt; `on_member_failed` hears of every member that raised."""
+    """`group_size` episodes of one workflow for one prompt; `on_failures` hears what its members raised, if any did."""
 
     workflow: RolloutWorkflow
     group_size: int
-    on_member_failed: Callable[[BaseException], None] | None = None
+    on_failures: Callable[[list[BaseException]], Awaitable[None]] | None = None
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         members = (self._run_member(i, engine, data) for i in range(self.group_size))
@@ -224,8 +224,8 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         failures = [result for result in results if isinstance(result, BaseException)]
         for failure in failures:
             logger.warning("task %s: a member of the group failed", _context.get().task_id, exc_info=failure)
-            if self.on_member_failed:
-                self.on_member_failed(failure)
+        if failures and self.on_failures:
+            await self.on_failures(failures)
         if len(failures) == self.group_size:
             raise failures[0]
         return self._merge([r for r in results if r is not None and not isinstance(r, BaseException)])
@@ -364,7 +364,7 @@ def resolve_workflow(
     *,
     proxy: dict[str, Any] | None = None,
     defaults: dict[str, Any] | None = None,
-    on_member_failed: Callable[[BaseException], None] | None = None,
+    on_failures: Callable[[list[BaseException]], Awaitable[None]] | None = None,
 ) -> RolloutWorkflow:
     """A RolloutWorkflow from what the user gave: an instance, a class, "module.Name" of either, or an agent.
 
@@ -385,4 +385,4 @@ def resolve_workflow(
         if proxy is None:
             raise ValueError(f"{cls.__name__} is an agent, and agents need a proxy: none was given")
         resolved = OpenAIProxyWorkflow(resolved, **proxy)
-    return GroupedRolloutWorkflow(resolved, group_size, on_member_failed) if group_size > 1 else resolved
+    return GroupedRolloutWorkflow(resolved, group_size, on_failures) if group_size > 1 else resolved

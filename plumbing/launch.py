@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PENALTIES = ("frequency_penalty", "presence_penalty")
 SAMPLING = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "greedy", *PENALTIES)  # of agents, too
 GRACE_SECONDS = 5.0  # what a child gets to end by itself before it is killed
+DEATH_SECONDS = 0.5  # between the end of a process's connections and its own
 
 
 class ProcessDied(RuntimeError):
@@ -64,7 +65,6 @@ class Child:
     url: str
     log: Path
     process: subprocess.Popen[bytes]
-    spared: bool = False  # it died, and the run goes on
 
     def last_words(self, lines: int = 5) -> str:
         text = self.log.read_text(errors="replace").strip().splitlines()[-lines:]
@@ -134,10 +134,8 @@ class Fleet:
             kill_group(child)
             if self.stopping:
                 return
-            left = [c for c in self.children if is_server(c) and c.process.poll() is None]
-            child.spared = is_server(child) and bool(left)
-            if child.spared:
-                logger.error("%s\nthe run goes on with %d inference servers", child.last_words(), len(left))
+            if left := self.others(child):
+                logger.error("%s\nthe run goes on with %d inference servers", child.last_words(), left)
                 return
             for tell in on_death:
                 tell(ProcessDied(child.last_words()))
@@ -145,14 +143,20 @@ class Fleet:
         for child in self.children:
             threading.Thread(target=wait_for, args=(child,), name=f"watch-{child.name}", daemon=True).start()
 
-    def raise_death(self, error: Exception) -> None:
-        """Raise ProcessDied from `error` if a child has ended; a moment is left to one that is just ending."""
-        for child in (child for child in self.children if not child.spared):
+    def others(self, child: Child) -> int:
+        """How many are left to do the work of one that died: of several servers one may."""
+        return sum(c.process.poll() is None for c in self.children if is_server(c)) if is_server(child) else 0
+
+    def raise_death(self, error: BaseException) -> None:
+        """Raise ProcessDied from `error` if a child that is needed has ended; a moment is left to one that is just ending."""
+        deadline = time.monotonic() + DEATH_SECONDS
+        for child in self.children:
             try:
-                child.process.wait(timeout=0.5)
+                child.process.wait(timeout=max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 continue
-            raise ProcessDied(child.last_words()) from error
+            if not self.others(child):
+                raise ProcessDied(child.last_words()) from error
 
     def stop(self) -> None:
         """End the children, last started first: close their pipe, wait, then kill. Idempotent."""
@@ -205,9 +209,8 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
     pool = gpus * server.count if shared else spare[-wanted:]  # shared: each takes the next ones, round and round
     if gpus and (server.tp_size > len(gpus) or len(pool) < wanted):
         need = f"server.count={server.count} with server.tp_size={server.tp_size}"
-        raise ConfigError(
-            f"{need} and {ranks} trainers do not fit on {len(gpus)} GPUs: lower them, or set server.colocate=true"
-        )
+        remedy = "lower them, or set server.colocate=true"
+        raise ConfigError(f"{need} and {ranks} trainers do not fit on {len(gpus)} GPUs: {remedy}")
     share = server.mem_fraction or (0.4 if shared else 0.85)
     command = server_command(config, by_sglang, share if gpus else None)
     names = ["server"] if server.count == 1 else [f"server-{k}" for k in range(server.count)]
@@ -261,9 +264,8 @@ def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
         try:
             httpx.get(f"{url}/model_info", timeout=10, trust_env=False)
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise ConfigError(
-                f"rollout.server_addrs: {url} cannot be reached ({error}): is it up, is it right?"
-            ) from error
+            reason = f"{url} cannot be reached ({error}): is it up, is it right?"
+            raise ConfigError(f"rollout.server_addrs: {reason}") from error
     for process in planned:
         try:
             socket.create_server(("127.0.0.1", process.port)).close()
@@ -336,13 +338,11 @@ def plan_run(config: TrainConfig) -> str:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         check_memory(need, size, ranks, len(planned), "this machine")
     table = [("process", "GPUs", "port", "GiB", "command")]
-    table += [
-        (f"rank {k}", gpus[k] if k < len(gpus) else "-", "-", f"{need.trainer:.1f}", "train.py") for k in range(ranks)
-    ]
+    for k in range(ranks):
+        table.append((f"rank {k}", gpus[k] if k < len(gpus) else "-", "-", f"{need.trainer:.1f}", "train.py"))
     for p in planned:
-        table.append(
-            (p.name, ",".join(p.gpus) or "-", str(p.port or "any"), f"{need.server:.1f}", shlex.join(p.command))
-        )
+        gpu, port = ",".join(p.gpus) or "-", str(p.port or "any")
+        table.append((p.name, gpu, port, f"{need.server:.1f}", shlex.join(p.command)))
     table += [("(is up)", "", "", "", url) for url in config.rollout.server_addrs]
     table.append(("proxy", "-", "any", "0.3", "proxy.py"))
     lines = ["{:10}{:8}{:10}{:>6}  {}".format(*row) for row in table]

@@ -182,6 +182,30 @@ def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
     assert "failed_members=2" in repr(executor)
 
 
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size: int) -> None:
+    """With the proxy dead every episode raises. None of them may count as failed, or its prompt would be replaced, and a
+    checkpoint of this moment would have lost it: the run ends first, and no state can be taken of it any more."""
+
+    class LosesItsProxy(Echo):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            if workflow_context.get().sample_idx == group_size - 1:
+                raise ConnectionError("refused")
+            return await super().arun_episode(engine, data)
+
+    def judge(error: BaseException) -> None:
+        assert isinstance(error, ConnectionError)
+        raise RuntimeError("the proxy ended") from error
+
+    executor = make(judge=judge)
+    with pytest.raises(RuntimeError, match="the proxy ended"):
+        executor.prepare_batch(loader(SAMPLES), LosesItsProxy(), group_size=group_size)
+    with pytest.raises(RuntimeError, match="the proxy ended"):
+        executor.state_dict()
+    assert executor.stats.failed == 0
+    assert executor.stats.accepted == 0
+
+
 def test_the_same_failure_again_and_again_stops_the_run(make: Make) -> None:
     """A workflow that always raises ends the run with its first traceback, and is not refilled for ever."""
     executor = make()

@@ -290,12 +290,15 @@ async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.L
     """The others are kept, in order, and the failure is counted and logged (AReaL loses the whole group)."""
     failures: list[BaseException] = []
 
+    async def on_failures(raised: list[BaseException]) -> None:
+        failures.extend(raised)
+
     def member(context: WorkflowContext, data: dict) -> Any:
         if context.sample_idx == 1:
             raise ConnectionError("the tool is down")
         return row(*range(context.sample_idx + 1), rewards=context.sample_idx)
 
-    workflow = GroupedRolloutWorkflow(Function(member), 4, failures.append)
+    workflow = GroupedRolloutWorkflow(Function(member), 4, on_failures)
     traj: Any = await workflow.arun_episode(None, {})
     assert traj["rewards"].tolist() == [0.0, 2.0, 3.0]
     assert traj["attention_mask"].sum(1).tolist() == [1, 3, 4]
@@ -307,11 +310,14 @@ def test_a_member_that_exits_is_a_failed_member() -> None:
     """sys.exit() in an agent is its own failure: neither the others nor the loop of all episodes end with it."""
     failures: list[BaseException] = []
 
+    async def on_failures(raised: list[BaseException]) -> None:
+        failures.extend(raised)
+
     def member(context: WorkflowContext, data: dict) -> Any:
         return sys.exit(3) if context.sample_idx == 1 else row(1)
 
     async def episode() -> Any:
-        return await GroupedRolloutWorkflow(Function(member), 3, failures.append).arun_episode(None, {})
+        return await GroupedRolloutWorkflow(Function(member), 3, on_failures).arun_episode(None, {})
 
     assert len(asyncio.run(episode())["rewards"]) == 2  # a loop of its own: without the mend it would end
     assert [repr(failure) for failure in failures] == ["RuntimeError('the episode called sys.exit(3)')"]
