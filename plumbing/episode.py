@@ -2,10 +2,10 @@
 
     python -m plumbing.episode my_module.MyAgent --model-path DIR --data '{"question": "..."}'
 
-It starts what an episode needs (an inference server on the model, unless --server names one that is up, and a proxy), runs
-`MyAgent().run(data)` as training would, and prints the conversation tree: each call of the model under the one that it goes on
-from, with its tokens and its final reward. Two roots where one conversation was meant say that the agent's framework rewrites
-its history; docs/agents.md says what to do then.
+It starts what an episode needs (an inference server on the model, unless --server names one that is up, and a proxy),
+runs `MyAgent().run(data)` as training would, and prints the conversation tree: each call of the model under the one
+that it goes on from, with its tokens and its final reward. Two roots where one conversation was meant say that the
+agent's framework rewrites its history; docs/agents.md says what to do then.
 """
 
 import argparse
@@ -34,6 +34,7 @@ def conversation_tree(interactions: dict[str, InteractionWithTokenLogpReward]) -
         row, known = turn.to_lists(), len(turn.parent.messages + turn.parent.output_message_list) if turn.parent else 0
         prompt_len, trained = row["turn_ids"].count(-1), sum(row["loss_mask"])
         sizes = f"{prompt_len} + {len(row['input_ids']) - prompt_len} tokens, {trained} trained"
+        sizes += f" at temperature {temperature:g}" if (temperature := row["temperatures"][-1]) != 1 else ""
         lines = [f"reward {turn.reward:.2f}, {sizes}, {turn.interaction_id}"]
         lines += [f"{m['role']}: {spoken(m)}" for m in turn.messages[known:] + turn.output_message_list]
         branches[turn] = branches.get(turn.parent, root).add(escape("\n".join(lines)))

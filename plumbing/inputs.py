@@ -114,9 +114,7 @@ def prepare_model(config: TrainConfig, task: Any) -> None:
     as the task's folder stays as it is."""
     if config.model_path is None:
         if not hasattr(task, "make_model"):
-            raise ConfigError(
-                "no model: set model_path to a Hugging Face directory, or task to a module that makes one"
-            )
+            raise ConfigError("no model: set model_path to a Hugging Face folder, or task to a module that makes one")
         sources = b"".join(file.read_bytes() for file in sorted(Path(task.__file__).parent.glob("*.py")))
         path = Path(".cache") / f"{config.task}-{config.seed}-{hashlib.blake2b(sources, digest_size=4).hexdigest()}"
         if not path.is_dir():
@@ -125,7 +123,7 @@ def prepare_model(config: TrainConfig, task: Any) -> None:
         config.model_path = str(path)
     if not (Path(config.model_path) / "config.json").is_file():
         raise ConfigError(
-            f"no model at model_path={config.model_path}: a directory with config.json and weights is needed"
+            f"no model at model_path={config.model_path}: a folder with config.json and weights is needed"
         )
     if not any(Path(config.model_path).glob("*.safetensors")) and not any(Path(config.model_path).glob("*.bin")):
         raise ConfigError(f"no weights in model_path={config.model_path}: *.safetensors or *.bin are needed")
