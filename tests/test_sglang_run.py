@@ -15,6 +15,7 @@ from statistics import mean, variance
 import httpx
 import pytest
 from conftest import ROOT, SGLANG, run_sglang
+from test_run import assert_gone, command, start_and_wait_for_step
 
 from tasks import maze
 
@@ -77,3 +78,28 @@ def test_a_run_moves_its_weights_without_a_file(sglang: str, model_dir: Path, tm
     """Four steps with each of the ways that write no file; the servers' logprobs stay the trainer's."""
     train(sglang, model_dir, tmp_path, "max_steps=4", f"weight_update.mode={mode}", "weight_update.bucket_mb=0.25")
     assert not (tmp_path / "e" / "t" / "weights").exists()
+
+
+def test_the_gsm8k_recipe_launches_its_own_sglang(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """One command, as on a GPU box: train.py starts SGLang, trains, and ends it with everything that it had started.
+    The same command with --dry-run prints what it would start."""
+    words = ["--config", "configs/gsm8k.yaml", f"model={tiny_model_dir}", "data=tests/data/gsm8k.jsonl"]
+    words += ["server.backend=sglang", f"server.command={SGLANG} tests/sglang_cpu/launch.py", "max_steps=3"]
+    words += ["gconfig.n_samples=2", "gconfig.max_new_tokens=12", "train_dataset.batch_size=3", "evaluator.interval=2"]
+    words += ["actor.dtype=float32", "server.max_total_tokens=16384", "server.max_running_requests=16"]
+    whole = command(tmp_path, *words)
+    plan = subprocess.run([*whole, "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert plan.returncode == 0, plan.stderr
+    for part in ("rank 0", "sglang_cpu/launch.py", "proxy.py", "GPUs", "port", "GiB"):
+        assert part in plan.stdout
+    assert not (tmp_path / "e").exists()
+
+    process, pids = start_and_wait_for_step(tmp_path, *words)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output[-3000:]
+    metrics = [json.loads(line) for line in (tmp_path / "e/t/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    assert all(line["failed"] == 0 and line["logp_mismatch"] < MISMATCH for line in metrics)
+    assert "eval_reward" in metrics[1]
+    assert pids
+    assert_gone(pids)
