@@ -10,11 +10,15 @@ import select
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from plumbing.config import PPOActorConfig
+from ppo import ppo_actor_loss_fn
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_GUESS = ["--config", "configs/demo.yaml", "gconfig.n_samples=4", "actor.ppo_n_minibatches=2"]
@@ -151,6 +155,23 @@ def test_synchronous_runs_repeat(guess_run) -> None:
     for one, two in zip(first, second, strict=True):
         assert [one[k] for k in exact] == [two[k] for k in exact]
         assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
+
+
+def test_decoupled_is_standard_where_the_data_is_fresh(guess_run) -> None:
+    """At eta = 0 pi_behav and pi_prox are the same weights, computed by two programs. On the tokens of every step of a real
+    run the two objectives differ by no more than those logprobs do: each token's by that, times 1 + eps and |A|."""
+    folder, metrics = guess_run(0)
+    decoupled = PPOActorConfig(eps_clip=0.2, eps_clip_higher=0.28, c_clip=2.0)
+    standard = replace(decoupled, use_decoupled_loss=False)
+    for line in metrics:
+        t = load_file(folder / "e" / "t" / "tokens" / f"{line['step']:05d}.safetensors")
+        of = (t["theta_logp"], t["prox_logp"], t["logprobs"], t["advantages"], t["loss_mask"])
+        (loss, stats), (plain, _) = ppo_actor_loss_fn(*of, decoupled), ppo_actor_loss_fn(*of, standard)
+        apart = line["logp_mismatch"]
+        trained = t["loss_mask"] > 0
+        assert (t["prox_logp"] - t["logprobs"])[trained].abs().max().item() <= apart < 1e-4
+        assert abs(loss - plain).item() <= 2.5 * apart * t["advantages"][trained].abs().mean().item() + 1e-7
+        assert abs(stats["behave_weight_mean"].item() - 1) <= 2 * apart + 1e-6
 
 
 def test_what_a_run_writes(guess_run) -> None:
