@@ -361,9 +361,8 @@ class FSDPPPOActor(FSDPEngine):
         if tokens == 0:
             return {}
         batch["step_fraction"][rows] = fraction
-        shares = aggregation_weights(
-            trained, tokens, sequences, self.config.loss_aggregation, self.config.max_new_tokens
-        )
+        c = self.config
+        shares = aggregation_weights(trained, tokens, sequences, c.loss_aggregation, c.max_new_tokens)
 
         # 1. Gradients. FSDP averages them over the ranks where the loss wants a sum; a filler adds nothing.
         self.optimizer.zero_grad()
@@ -374,8 +373,7 @@ class FSDPPPOActor(FSDPEngine):
             pieces.append(part if counts else {key: torch.zeros_like(value) for key, value in part.items()})
 
         # 2. Clip, check, step.
-        clip = self.config.optimizer.gradient_clipping
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.optimizer.gradient_clipping)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         stats = {key: float(self.all_reduce(torch.stack([p[key] for p in pieces]).sum())) for key in pieces[0]}
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):

@@ -227,9 +227,7 @@ class Server:
         if sequences[0].context.stream:
             return StreamingResponse(self.stream(sequences[0]), media_type="text/event-stream")
         ended: asyncio.Future = asyncio.gather(*(seq.context.news.wait() for seq in sequences))
-        gone: asyncio.Future = asyncio.ensure_future(
-            request.receive()
-        )  # a body that was read is followed by the hang-up only
+        gone: asyncio.Future = asyncio.ensure_future(request.receive())  # after the body comes the hang-up only
         await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not ended.done():
             self.engine.abort(sequences)

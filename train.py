@@ -267,23 +267,35 @@ def build_rollout(
 
 
 def configure(argv: list[str]) -> tuple[TrainConfig, Inputs]:
-    """The configuration and what it names. Rank 0 reads it, names the run and makes the base model; all ranks agree."""
-    config = inputs = None
+    """The configuration and what it names. Rank 0 reads it, names the run and makes the base model; all ranks agree,
+    and where it cannot run they end together."""
+    found: Any = None
     if dist.get_rank() == 0:
-        config = load(argv)
-        if config.trial_name == "auto":
-            config.trial_name = time.strftime("%Y%m%d-%H%M%S")
-        run_dir = run_folder(config)
-        can_go_on = config.mode == "eval" or (config.recover == "auto" and (run_dir / "recover").exists())
-        if (run_dir / "metrics.jsonl").exists() and not can_go_on:
-            reason = "holds a run that cannot be gone on with (recover=off)"
-            raise ConfigError(f"{run_dir} {reason}; give another trial_name")
-        inputs = load_inputs(config)
-        plan = plan_run(config)
-        if config.dry_run:
-            print(plan)
-    config = share(config)
-    return config, inputs or load_inputs(config)
+        try:
+            found = read(argv)
+        except (ConfigError, SystemExit) as error:
+            found = error
+    shared = share(found[0] if isinstance(found, tuple) else found)
+    if isinstance(shared, BaseException):
+        leave_ranks()
+        raise found or SystemExit(getattr(shared, "code", 2))  # rank 0 alone says why
+    return found or (shared, load_inputs(shared))
+
+
+def read(argv: list[str]) -> tuple[TrainConfig, Inputs]:
+    """What `configure` promises, on rank 0."""
+    config = load(argv)
+    if config.trial_name == "auto":
+        config.trial_name = time.strftime("%Y%m%d-%H%M%S")
+    run_dir = run_folder(config)
+    can_go_on = config.mode == "eval" or (config.recover == "auto" and (run_dir / "recover").exists())
+    if (run_dir / "metrics.jsonl").exists() and not can_go_on:
+        reason = "holds a run that cannot be gone on with (recover=off)"
+        raise ConfigError(f"{run_dir} {reason}; give another trial_name")
+    inputs, plan = load_inputs(config), plan_run(config)
+    if config.dry_run:
+        print(plan)
+    return config, inputs
 
 
 def run_folder(config: TrainConfig) -> Path:
@@ -337,6 +349,8 @@ def report_evaluation(
         _, executor = build_rollout(config, run_dir, fleet, start_servers(config, fleet), trace, stack)
         found = evaluate(executor, inputs)
     (run_dir / "eval.json").write_text(json.dumps(found))
+    if found["eval_episodes"] == found["eval_rejected"]:
+        raise RuntimeError("no episode of the evaluation brought a reward; what became of them is said above")
     print("  ".join(f"{key} {value:.4g}" for key, value in found.items() if value is not None))
 
 

@@ -366,9 +366,8 @@ def load(argv: list[str]) -> TrainConfig:
         print_help()
         sys.exit(0)
     if strange := [word for word in words if "=" not in word or word.startswith("-")]:
-        raise ConfigError(
-            f"cannot read {strange[0]!r}; options are --config FILE, --dry-run, --help and key=value words"
-        )
+        options = "--config FILE, --dry-run, --help and key=value words"
+        raise ConfigError(f"cannot read {strange[0]!r}; options are {options}")
     recipes = args.config or [DEMO]
     if missing := [recipe for recipe in recipes if not recipe.is_file()]:
         raise ConfigError(f"no recipe at {missing[0]}; configs/ holds the ones that come with the project")

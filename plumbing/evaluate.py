@@ -63,11 +63,8 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
             try:
                 async with openai.DefaultAsyncHttpxClient(timeout=timeout) as http, asyncio.timeout(timeout):
                     key = os.environ.get("OPENAI_API_KEY", "DUMMY")
-                    reward = parse_rewards(
-                        await workflow.agent.run(
-                            sample, base_url=config.evaluator.base_url, http_client=http, api_key=key
-                        )
-                    )
+                    where = {"base_url": config.evaluator.base_url, "http_client": http, "api_key": key}
+                    reward = parse_rewards(await workflow.agent.run(sample, **where))
             except Exception as error:  # an agent may raise anything; the episode is counted
                 logger.warning("eval-rollout task %d failed: %r", i, error)
                 return None

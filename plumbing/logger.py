@@ -124,9 +124,8 @@ class Logger:
         self.run_dir, self.max_steps, self.tokens_interval = run_dir, max_steps, config.tokens_interval
         self.console = Console()
         path = run_dir / "metrics.jsonl"  # of a run that goes on, the steps before
-        self.history: list[dict[str, Any]] = (
-            [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
-        )
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.history: list[dict[str, Any]] = [json.loads(line) for line in lines]
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
         self.counts: dict[str, int] = {}  # the executor's, when the last step was logged
         self.lag_counts: dict[int, int] = {}  # trained tokens by version lag

@@ -84,9 +84,8 @@ def cut_metrics(path: Path, last_step: int) -> None:
         except ValueError:
             break
     if len(kept) != last_step:
-        raise ConfigError(
-            f"{path} has {len(kept)} lines up to step {last_step}; it was changed, give another trial_name"
-        )
+        found = f"{path} has {len(kept)} lines up to step {last_step}"
+        raise ConfigError(f"{found}; it was changed, give another trial_name")
     partial = path.with_suffix(PARTIAL)
     partial.write_text("".join(kept))
     os.replace(partial, path)

@@ -130,9 +130,7 @@ def start_tiny_server(tiny_model_dir: Path) -> Iterator[StartServer]:
         process.wait(timeout=20)
 
 
-SGLANG = os.environ.get(
-    "NANO_AREAL_SGLANG", ""
-)  # a Python that has SGLang (tests/sglang_cpu); make test-sglang sets it
+SGLANG = os.environ.get("NANO_AREAL_SGLANG", "")  # a Python that has SGLang; make test-sglang sets it
 
 
 @contextmanager

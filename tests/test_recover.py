@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from conftest import make_byte_model
@@ -21,7 +22,7 @@ from test_actor import gradients, make_batch, make_config, prepare
 from test_executor import Echo, loader
 
 from actor import FSDPPPOActor
-from executor import WorkflowExecutor
+from executor import ProxyAddress, WorkflowExecutor
 from plumbing.config import ConfigError, RolloutConfig
 from plumbing.recover import GroupLog, Recovery, cut_metrics
 from trajectory import complete
@@ -273,3 +274,24 @@ def test_evaluation_by_itself(tmp_path: Path) -> None:
     assert 0 <= found["eval_reward"] <= 1
     assert f"eval_reward {found['eval_reward']:.4g}" in done.stdout
     assert list((tmp_path / "e/t").glob("eval-rollout/0/*.jsonl"))
+
+
+def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddress) -> None:
+    """The agents of the task speak to an OpenAI endpoint that is none of the run's own: here a proxy's session."""
+    key = {"Authorization": f"Bearer {proxy.admin_key}"}
+    httpx.post(f"{proxy.proxy_addr}/grant_capacity", headers=key)
+    started = httpx.post(f"{proxy.proxy_addr}/rl/start_session", headers=key, json={"task_id": "t"}).json()
+    words = command(tmp_path, "mode=eval", f"evaluator.base_url={proxy.proxy_addr}/{started['session_id']}/v1")
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "e/t/eval.json").read_text())
+    assert (found["eval_episodes"], found["eval_rejected"]) == (6, 0)
+
+
+def test_an_evaluation_that_nobody_answered_has_failed(tmp_path: Path) -> None:
+    """Every episode is counted, none ends the others; but statistics of nothing are no result."""
+    words = command(tmp_path, "mode=eval", "evaluator.base_url=http://127.0.0.1:9/v1")
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert "no episode of the evaluation brought a reward" in done.stderr
+    assert json.loads((tmp_path / "e/t/eval.json").read_text())["eval_rejected"] == 6
