@@ -30,16 +30,16 @@ shard, and the hooks cost 5 to 8 ms an optimizer step: a quarter of the smallest
 the batch from the rollout side and hands it to all; advantages, minibatches and statistics are then the same plain
 functions of the same rows everywhere, and N ranks take the steps that one would take. What is divided is the work:
 of each minibatch a rank passes its own rows through the model, dealt out by tokens, and logprobs are summed into their
-places. A batch is small beside a model (32 bytes a token); handing out rows instead would tear groups apart before their
-baseline is known. Rank 0 alone reads the model's files and hands out the shards, one tensor at a time.
+places. A batch is small beside a model (32 bytes a token); handing out rows instead would tear groups apart before
+their baseline is known. Rank 0 alone reads the model's files and hands out the shards, one tensor at a time.
 
 **Temperature.** A token's logprob is that of the distribution it was sampled from: softmax of the logits divided by the
 token's own temperature. So pi_theta, pi_prox and pi_behav speak of the same thing. A token with temperature 0 was not
 sampled from any distribution that has a gradient; it is read at 1 and belongs outside the loss.
 
 Different from AReaL: padded rows are the default and packed ones attend apart, without a mask (layout.py); logprobs are
-where their tokens are, with nothing rolled; a batch with nothing to train on and a loss that is not a number are errors,
-before the optimizer is touched. Not here: tensor, pipeline and context parallelism, LoRA, critics.
+where their tokens are, with nothing rolled; a batch with nothing to train on and a loss that is not a number are
+errors, before the optimizer is touched. Not here: tensor, pipeline and context parallelism, LoRA, critics.
 """
 
 import math

@@ -35,10 +35,11 @@ def overlong_penalty(lengths: Tensor, limit: int, margin: int, factor: float) ->
 
 
 def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
-    """Of each token drawn from pi, an estimate of KL(pi || pi_ref) in nats, the shape of logp (J. Schulman's k1, k2, k3).
+    """Of each token drawn from pi, an estimate of KL(pi || pi_ref) in nats, the shape of logp
+    (J. Schulman's k1, k2, k3).
 
-    k1 is unbiased and of either sign; as a loss its gradient is 0 on average. k2 is never negative and biased; as a loss
-    its gradient is the KL's. k3 is unbiased and never negative.
+    k1 is unbiased and of either sign; as a loss its gradient is 0 on average. k2 is never negative and biased; as a
+    loss its gradient is the KL's. k3 is unbiased and never negative.
     """
     x = logp - ref_logp  # log (pi / pi_ref)
     if kind == "k1":
@@ -64,7 +65,8 @@ def generalised_advantage(advantages: Tensor, turn_of: Tensor, gamma: float, lam
 
     Without a critic all values are 0, the reward is the only delta, and the recursion has a closed form.
     """
-    # A_t = delta_t + gamma lambda A_(t+1), delta = A at the turn's last token, else 0:   A_t = (gamma lambda)^(last - t) A
+    # A_t = delta_t + gamma lambda A_(t+1), delta = A at the turn's last token, else 0:
+    # A_t = (gamma lambda)^(last - t) A
     order = torch.argsort(turn_of, stable=True)  # (M,) turn after turn, each in the order of its tokens
     ends = torch.bincount(turn_of, minlength=len(advantages)).cumsum(0)  # (N,)
     to_end = torch.empty_like(turn_of)

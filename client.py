@@ -20,11 +20,12 @@ interaction is an error of the episode too (AReaL logs it and trains on 0).
 It does not carry tokens on its way in: agents talk to the proxy with any SDK, this class only manages. Its five calls
 an episode go straight to an httpx transport, without httpx's client, whose layer is a third of the cost of a call.
 
-ArealOpenAI is for a RolloutWorkflow that speaks OpenAI by itself (docs/openai_workflows.txt; the documents call it legacy):
-an AsyncOpenAI that is bound to an engine. It contains no second implementation of anything: its HTTP client hands each
-request to the proxy's application in this very process, so prompts, tools, errors and the tree are the proxy's, and what
-the proxy learns it can do. Its rewards act on the tree at once. An AReaL user finds what its client gets wrong here put
-right: a stop string raises there, a failed call stays in the tree, a refused parameter is ignored with a warning.
+ArealOpenAI is for a RolloutWorkflow that speaks OpenAI by itself (docs/openai_workflows.txt; the documents call it
+legacy): an AsyncOpenAI that is bound to an engine. It contains no second implementation of anything: its HTTP
+client hands each request to the proxy's application in this very process, so prompts, tools, errors and the tree
+are the proxy's, and what the proxy learns it can do. Its rewards act on the tree at once. An AReaL user finds what
+its client gets wrong here put right: a stop string raises there, a failed call stays in the tree, a refused
+parameter is ignored with a warning.
 """
 
 import math

@@ -302,7 +302,8 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
                 return results
 
     def in_flight(self) -> set[int]:
-        """The ids of the tasks that may still be consumed: pending, running, and finished. RuntimeError after the end."""
+        """The ids of the tasks that may still be consumed: pending, running, and finished.
+        RuntimeError after the end."""
         with self.runner.lock:
             self._check_alive()
             return {*self._state.pending, *self._state.order, *self._state.ready}

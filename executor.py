@@ -23,8 +23,8 @@ where something must outlive it.
 
 Evaluation is a sibling, `for_evaluation()`: the same engine and proxy, no staleness gate, task ids of its own.
 
-What it does not promise: `rollout_batch` on a gated executor takes no more prompts than the gate admits at this version;
-the others would wait for the next one. Evaluate on the sibling.
+What it does not promise: `rollout_batch` on a gated executor takes no more prompts than the gate admits at this
+version; the others would wait for the next one. Evaluate on the sibling.
 
 How it differs from AReaL: prepare_batch there keeps the first call's arguments for ever, returns groups in random
 order and in a list, and a workflow that always raises is refilled for ever.
@@ -101,10 +101,10 @@ class WorkflowExecutor:
 
     config: RolloutConfig. gconfig: sampling that classes of RolloutWorkflow get by default; its seed is the run's.
     tokenizer: likewise, and for the dumps. proxy: needed for agents. dump_dir: the run's folder; None dumps nothing.
-    trace(event, task_id) hears of every submit, start, finish, accept, reject. keep(task_id, group) is called in a thread
-    before a group counts as accepted, to write it where it outlives the process. judge(exception) is called in a thread for
-    an episode that failed; what it raises in turn ends the run. The executor attaches itself to the engine; the one that
-    `for_evaluation` makes does not.
+    trace(event, task_id) hears of every submit, start, finish, accept, reject. keep(task_id, group) is called in a
+    thread before a group counts as accepted, to write it where it outlives the process. judge(exception) is called in a
+    thread for an episode that failed; what it raises in turn ends the run. The executor attaches itself to the engine;
+    the one that `for_evaluation` makes does not.
     """
 
     def __init__(
@@ -250,7 +250,8 @@ class WorkflowExecutor:
         return concat_padded_tensors(groups)
 
     def _stream(self, dataloader: Any) -> Iterator[Numbered]:
-        """Task ids and samples: what a recovery reopened, then the dataloader from where it stood, epoch after epoch."""
+        """Task ids and samples: what a recovery reopened,
+        then the dataloader from where it stood, epoch after epoch."""
         while self._reopened:
             task_id = self._reopened.pop(0)
             yield task_id, self._open[task_id]
@@ -281,7 +282,8 @@ class WorkflowExecutor:
     def load_state_dict(self, state: dict[str, Any], finished: dict[int, Trajectory], version: int) -> None:
         """Go on from `state`, of a step that made `version`; `finished`: groups of its open tasks that are to be kept.
 
-        The other open tasks start again, under their ids and before new ones. One dataloader, and nothing submitted yet.
+        The other open tasks start again, under their ids and before new ones. One dataloader, and nothing
+        submitted yet.
         """
         self._next_id, self._drawn, self._open = state["next_id"], state["drawn"], dict(state["open"])
         self._reopened = [task_id for task_id in self._open if task_id not in finished]

@@ -35,7 +35,8 @@ What a caller asks for is honoured or refused, never silently dropped: `NEUTRAL`
 change the answer and that we do not implement, with the values at which they change nothing. A refusal is a
 `BadRequest` that names the field (AReaL ignores most of these with a warning, and answers 500 to the others).
 Keys that mean nothing to us (`user`, `metadata`, `cache_control`, ...) are accepted, and so are hints that a model may
-follow or not: `thinking`, `strict`, `parallel_tool_calls`. Reasoning effort goes to the chat template, which may know it.
+follow or not: `thinking`, `strict`, `parallel_tool_calls`. Reasoning effort goes to the chat template,
+which may know it.
 
 It does not promise to detect a history whose texts were rewritten: such a turn starts a new conversation.
 """

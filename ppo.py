@@ -75,7 +75,8 @@ def describe_mode(config: PPOActorConfig) -> str:
 
 
 def compute_cells(level: str, group_ids: Tensor, turn_ids: Tensor, per_turn: bool) -> Tensor:
-    """(N,) the number of the cell within which a turn is compared: its group or the batch, its place in the row or any."""
+    """(N,) the number of the cell within which a turn is compared:
+    its group or the batch, its place in the row or any."""
     cell = torch.unique(group_ids, return_inverse=True)[1] if level == "group" else torch.zeros_like(turn_ids)
     if per_turn and len(turn_ids):
         cell = cell * (turn_ids.max() + 1) + turn_ids

@@ -112,7 +112,8 @@ class PromptBuilder:
 
 
 class TextReader:
-    """The text of one answer. `read` takes all tokens so far and says what is final of their text; `whole` takes all."""
+    """The text of one answer.
+    `read` takes all tokens so far and says what is final of their text; `whole` takes all."""
 
     def __init__(
         self, tokenizer: Any, gconfig: GenerationHyperparameters, opening: str = "", special_tokens: bool = False

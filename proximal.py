@@ -1,16 +1,18 @@
 """pi_prox without a forward pass: how the centre of the trust region is found, and how good a guess is.
 
 The rule. pi_prox is the policy at the start of the training step, version v. `recompute` asks it: one forward pass over
-the batch before the update, a third of a step's work. `loglinear` guesses instead (A-3PO, arXiv 2512.06547): a token was
-written by version v_b; pi_theta, which the training pass computes anyway, is the policy after a fraction f of the step's
-minibatches, so it is version v + f. pi_prox lies between them, and log-probabilities are interpolated in the version:
+the batch before the update, a third of a step's work. `loglinear` guesses instead (A-3PO, arXiv 2512.06547): a
+token was written by version v_b; pi_theta, which the training pass computes anyway, is the policy after a
+fraction f of the step's minibatches, so it is version v + f. pi_prox lies between them, and log-probabilities
+are interpolated in the version:
 
     alpha = (v - v_b) / (v + f - v_b)  in [0, 1], 0/0 is 0
     log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
 
-Both ends are exact. f = 0: no step has been taken, pi_theta is pi_prox, alpha is 1. v_b = v: the token is fresh, pi_behav
-is pi_prox, alpha is 0 and decoupled PPO is standard PPO, bit for bit. In between the error is that of a straight line
-through log-probabilities that moved unevenly. pi_theta enters as a constant: no gradient flows through the guess.
+Both ends are exact. f = 0: no step has been taken, pi_theta is pi_prox, alpha is 1. v_b = v: the token is
+fresh, pi_behav is pi_prox, alpha is 0 and decoupled PPO is standard PPO, bit for bit. In between the error is
+that of a straight line through log-probabilities that moved unevenly. pi_theta enters as a constant: no
+gradient flows through the guess.
 
 A token newer than the trainer (v_b > v: after a recovery from an older checkpoint) counts as fresh and is counted
 (metric versions_ahead).
@@ -19,8 +21,8 @@ A token newer than the trainer (v_b > v: after a recovery from an older checkpoi
 between probabilities) and `rollout` (pi_behav itself), each with the absolute and relative error of log pi_prox and of
 the two weights that depend on it: w = pi_prox / pi_behav and u = pi_theta / pi_prox.
 
-Different from AReaL: there v is one too low (v - 1, so that fresh tokens and tokens one version old get alpha 0), f is 1
-at every minibatch, and versions are not shifted when logprobs are, so that a token gets its neighbour's.
+Different from AReaL: there v is one too low (v - 1, so that fresh tokens and tokens one version old get alpha 0),
+f is 1 at every minibatch, and versions are not shifted when logprobs are, so that a token gets its neighbour's.
 
 Shapes: N tokens.
 """

@@ -16,8 +16,8 @@ requests meet in a batch is a matter of milliseconds. A matrix product rounds di
 library choose another kernel. Measured with torch 2.13 and MKL on a CPU with AVX-512: results are equal bit by bit as
 long as every product has at least four rows and the number of keys avoids two residues (`key_length`). Then one row
 alone, the same row among 64, prefill in one go, prefill after a reused prefix and token-by-token decoding all give
-identical logits. Filling up to four rows makes a single stream of a larger model a quarter slower (0.13M parameters: not
-at all), so it is done where `deterministic` asks for it; else batches of one to three rows differ in the last bit.
+identical logits. Filling up to four rows makes a single stream of a larger model a quarter slower (0.13M parameters:
+not at all), so it is done where `deterministic` asks for it; else batches of one to three rows differ in the last bit.
 Another processor or BLAS may choose its kernels elsewhere: there the tokens are still almost always the same, and
 logits agree to 1e-6. bench/engine.py prints which of the two holds.
 
@@ -59,8 +59,9 @@ class ModelError(ValueError):
 
 
 def key_length(longest: int) -> int:
-    """Keys attended to when the longest row has `longest`: a multiple of 64, so that shapes repeat; 256 and 320
-    keys (modulo the attention kernel's block of 512) are summed in another order than the rest, so 384 replaces them."""
+    """Keys attended to when the longest row has `longest`: a multiple of 64, so that shapes repeat; 256
+    and 320 keys (modulo the attention kernel's block of 512) are summed in another order than the rest,
+    so 384 replaces them."""
     keys = -(-longest // 64) * 64
     return keys + (-keys % 128 or 128 if keys % 512 in (256, 320) else 0)
 
@@ -255,7 +256,8 @@ class TensorReader(pickle.Unpickler):
 
 
 def unpack_weights(serialised: list[str]) -> dict[str, Tensor]:
-    """The tensors in weights.serialise's base64, one for each rank of a server; ModelError when it holds anything else."""
+    """The tensors in weights.serialise's base64, one for each rank of a server;
+    ModelError when it holds anything else."""
     try:
         named = dict(TensorReader(io.BytesIO(base64.b64decode(serialised[0]))).load())
     except Exception as error:  # what a broken pickle raises is anything
@@ -334,6 +336,7 @@ def run_step(scheduler: Scheduler, model: TinyModel) -> bool:
 
 
 def score_prompt(prompt: list[int], logits: Tensor) -> list[float | None]:
-    """log p(t | before) at temperature 1 of each token, None for the first; logits (at least n, vocab) of a prompt of n."""
+    """log p(t | before) at temperature 1 of each token, None for the first;
+    logits (at least n, vocab) of a prompt of n."""
     logprobs = torch.log_softmax(logits[: len(prompt) - 1], dim=-1)  # (n - 1, vocab)
     return [None, *logprobs.gather(1, torch.tensor(prompt)[1:, None])[:, 0].tolist()]

@@ -20,8 +20,8 @@ the weights that computed it. Versions count from 0, steps from 1: step s consum
 Synchronous training is not another program: with max_head_offpolicyness=0 the gate lets the next episodes start
 only when the new weights are there.
 
-Under torchrun every rank runs this loop. Rank 0 alone has the rollout side; where the loop speaks to it, the others have
-a stand-in that does nothing. All have the same batch, and divide the work on it (actor.py).
+Under torchrun every rank runs this loop. Rank 0 alone has the rollout side; where the loop speaks to it, the others
+have a stand-in that does nothing. All have the same batch, and divide the work on it (actor.py).
 
 How it ends. Everything that is started is entered in one ExitStack and ended in reverse: the episodes, the engine's
 connections, the child processes. Ctrl-C, an exception and a dead server all leave through it. What does not, kill -9,
@@ -238,7 +238,8 @@ def build_rollout(
     stack: ExitStack,
     keep: Callable[[int, Trajectory], None] | None = None,
 ) -> tuple[RemoteInfEngine, WorkflowExecutor]:
-    """The engine speaks to the servers, the proxy to the agents, the executor runs the episodes, its sibling evaluates."""
+    """The engine speaks to the servers, the proxy to the agents, the executor runs the episodes,
+    its sibling evaluates."""
     addresses = [fleet.wait_ready(server) for server in servers] or config.rollout.server_addrs
     rollout = RemoteInfEngine(
         addresses,

@@ -16,7 +16,7 @@ needs to know of it:
 
 and token q sees token k exactly when k is an ancestor of q or q itself,
 
-    k <= q < tout[k]                                                       (tin[k] <= tin[q] < tout[k], with tin the index)
+    k <= q < tout[k]                                                    (tin[k] <= tin[q] < tout[k], with tin the index)
 
 so a token sees what it would have seen alone and nothing else. Its hidden state, and the gradient that comes back to
 it from all rows that pass through it, are those of the separate sequences. Nothing here recurses or links: a
@@ -40,10 +40,10 @@ is ours, registered with transformers as "tree", and the tree reaches it as a ke
 4-D mask would need no function, but attention over it costs three to four times as much (`bench/tree.py`).
 
 What this does not promise: bits. Sums are taken in another order, so losses agree to 1e-6 and gradients to 1e-5, not
-exactly. Nor a gain where little is shared: `tree_token_ratio` (tokens of the trees / tokens of the rows) says what there
-is to gain, and a group that is dealt over four minibatches shares a quarter as well in each. The last layer is computed
-for every row's tokens, shared or not. Sliding windows and attention sinks are refused. A shared token that two rows train
-gets both gradients, as it does when they are trained apart.
+exactly. Nor a gain where little is shared: `tree_token_ratio` (tokens of the trees / tokens of the rows) says what
+there is to gain, and a group that is dealt over four minibatches shares a quarter as well in each. The last layer is
+computed for every row's tokens, shared or not. Sliding windows and attention sinks are refused. A shared token that two
+rows train gets both gradients, as it does when they are trained apart.
 
 Different from AReaL: it fills tries first-fit in the order of the input, so that interleaved groups share nothing
 (four interleaved groups of 8 rows: 8,000 tokens, here 3,200); its compression recurses (a 1,200-turn conversation

@@ -6,8 +6,8 @@
   takes them at memory speed).
 - **distributed**: trainer and servers join one NCCL or gloo group, and the trainer broadcasts tensor after tensor.
   Network speed and no file.
-- **tensor**: the trainer hands over its tensors' handles (CUDA IPC), and a server on the same GPUs opens them. Nothing is
-  sent at all. On a CPU the request holds the tensors themselves: handles of shared memory would need torch's manager
+- **tensor**: the trainer hands over its tensors' handles (CUDA IPC), and a server on the same GPUs opens them. Nothing
+  is sent at all. On a CPU the request holds the tensors themselves: handles of shared memory would need torch's manager
   of it, a process that lives as long as a server remembers it, so longer than the run.
 
 **The order**, which train.py spells out: pause -> write and push -> set_version -> resume.
@@ -28,9 +28,9 @@ What such a server generates is an error, never a token of version 6.
 given, then renamed; a crash leaves only that, and the next write sweeps it away. An older version is deleted
 when all servers have answered that they hold the newer one, so no server can be reading what is deleted.
 
-**Buckets.** A sharded model is gathered a bucket at a time, `bucket_mb` or a single tensor if that is larger; the bucket
-is sent and let go before the next is gathered. So a rank holds its shard and at most two buckets, never the whole
-model (tests/test_weights.py measures it).
+**Buckets.** A sharded model is gathered a bucket at a time, `bucket_mb` or a single tensor if that is larger; the
+bucket is sent and let go before the next is gathered. So a rank holds its shard and at most two buckets, never the
+whole model (tests/test_weights.py measures it).
 
 **The group is made for one update and dissolved after it.** So it consists of the servers that are there, and one that
 died between two updates breaks nothing; AReaL's group lives as long as the run and with all its members. It costs
@@ -120,7 +120,8 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
 
 
 def push(meta: WeightUpdateMeta, model: Any, dtype: "torch.dtype", rollout: Any) -> None:
-    """What every rank calls to bring the servers to `model`'s weights; `rollout` is the engine on rank 0, None elsewhere.
+    """What every rank calls to bring the servers to `model`'s weights; `rollout` is the engine on rank 0,
+    None elsewhere.
 
     With mode disk the directory is there already. Raises RuntimeError on rank 0 as `send` does; then the other ranks
     wait for tensors that do not come, and end with rank 0.

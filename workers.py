@@ -209,7 +209,8 @@ def outcome_of(payload: bytes) -> bytes:
 
 @functools.cache
 def _runner() -> asyncio.Runner:
-    """One event loop for a worker's life: an SDK's client of the last episode may be collected, and closed, in the next."""
+    """One event loop for a worker's life: an SDK's client of the last episode may be collected,
+    and closed, in the next."""
     return asyncio.Runner()
 
 

@@ -9,7 +9,8 @@ Four kinds come with the project.
 
   RLVRWorkflow            one prompt, one answer, one verifiable reward
   MultiTurnWorkflow       answer, look at the reward, reflect, answer again
-  OpenAIProxyWorkflow     any agent: an object with `async def run(self, data, **extra_kwargs)` which talks to a base_url
+  OpenAIProxyWorkflow     any agent: an object with `async def run(self, data, **extra_kwargs)`
+                          which talks to a base_url
   GroupedRolloutWorkflow  the same workflow several times for one prompt, side by side
 
 `resolve_workflow` makes one of these of an instance, a class with its keyword arguments, a "module.Class" string, or
@@ -22,8 +23,8 @@ it set its rewards by itself over HTTP; None with nothing set rejects the episod
 
 Where agents run. In mode inline, the default, in the event loop of all episodes: one agent object serves them all, many
 at a time, so what belongs to one episode belongs into local variables of `run`, and what blocks (a synchronous client,
-time.sleep) blocks everybody. In mode subproc each episode has a process for itself (workers.py): a copy of the agent, the
-session's URL and key in the environment, synchronous code welcome. The price is pickling and some 50 MB a process.
+time.sleep) blocks everybody. In mode subproc each episode has a process for itself (workers.py): a copy of the agent,
+the session's URL and key in the environment, synchronous code welcome. The price is pickling and some 50 MB a process.
 
 Groups. The members of a group run concurrently, each with a copy of `data` of its own. A member that returns None is
 left out; one that raises is counted, logged and left out; the others are kept. Only when every member raised does

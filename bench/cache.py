@@ -8,7 +8,8 @@ Counted, for a conversation of 100 turns (each sends its whole history again, as
     rendered   messages that went through the chat template and the tokenizer
     looked up  places at which a parent was looked for
 
-Beyond the reading a turn should cost what is new in it. Timed (processor time), in turns with the peer, the best of some repetitions:
+Beyond the reading a turn should cost what is new in it. Timed (processor time), in turns with the peer,
+the best of some repetitions:
 
     chain      400 turns of one conversation
     siblings   800 turns that share 200 messages; target: at most a quarter of the peer's time

@@ -1,15 +1,16 @@
 """Claims: advantages and the loss cost next to nothing, and log-probabilities do not need the (T, V) logits.
 
-    python bench/loss.py            all three; beside AReaL's own where `areal` can be imported, else it says "peer absent"
+    python bench/loss.py            all three; beside AReaL's own where `areal` can be imported,
+                                    else it says "peer absent"
     python bench/loss.py --small    V = 20,000 and T = 1,024, for a machine with less than 16 GB
 
 **advantages** of 64 rows of 2,048 tokens (aim: at most a tenth of AReaL's), **the actor's loss** on the same tokens,
 forward, with its statistics (aim: no slower than AReaL's of the same objective): alternating in one process, the median
 of `--repeat`.
 
-**memory** of log-probabilities, entropy and backward at T = 4,096 and V = 151,936, hidden size 256: the resident memory's
-peak above what stood before, each way in a process of its own (aim: at most a quarter of the plain way). Both are checked
-to give the same numbers.
+**memory** of log-probabilities, entropy and backward at T = 4,096 and V = 151,936, hidden size 256: the resident
+memory's peak above what stood before, each way in a process of its own (aim: at most a quarter of the plain way). Both
+are checked to give the same numbers.
 """
 
 import argparse
@@ -76,7 +77,8 @@ def make_batch(B: int = 64, T: int = 2048) -> dict[str, torch.Tensor]:
 
 
 def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
-    """AReaL's own, for the same recipe (group mean and spread of rewards, gamma = lambda = 1), or None with the reason."""
+    """AReaL's own, for the same recipe (group mean and spread of rewards, gamma = lambda = 1),
+    or None with the reason."""
     try:
         from areal.api.cli_args import NormConfig as PeerNorm
         from areal.api.cli_args import PPOActorConfig as PeerConfig

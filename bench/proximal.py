@@ -2,9 +2,9 @@
 
     python bench/proximal.py [--eta 4] [--steps 80] [--seed 1]
 
-One real run of the maze (train.py, asynchronous, eta = 4) with `actor.prox_logp_method=metrics`: pi_prox is recomputed and
-trained on, so the truth is known for every trained token, and with it what each guess would have said. Of the tokens
-that the run wrote (tokens/*.safetensors) a table by lag v - v_b: the mean of |guess - log pi_prox|, for
+One real run of the maze (train.py, asynchronous, eta = 4) with `actor.prox_logp_method=metrics`: pi_prox is recomputed
+and trained on, so the truth is known for every trained token, and with it what each guess would have said. Of the
+tokens that the run wrote (tokens/*.safetensors) a table by lag v - v_b: the mean of |guess - log pi_prox|, for
 
     loglinear    alpha = (v - v_b) / (v + f - v_b)                                             proximal.py
     AReaL        alpha = (v - 1 - v_b) / (v - v_b), v_b read from the token before; prompts give 0   reference: its code

@@ -5,7 +5,8 @@
 
 A run that is there already (runs/seeds/<experiment>/seed<k>) is read, not repeated. success is sampled play: the first
 step's, before anything was learnt, and the mean of the last five steps. load is the machine's one-minute load average
-when the run began: on two cores, more than 2 after the run's own start-up means that it did not have the machine to itself.
+when the run began: on two cores, more than 2 after the run's own start-up means that it did not have the
+machine to itself.
 """
 
 import argparse

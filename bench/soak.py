@@ -4,9 +4,9 @@
     python bench/soak.py --kills 5 --steps 12 --seed 7
 
 A life of the run lasts a random number of steps; then one of its three processes is killed (-9), and the same command
-starts it again. Every choice comes from the printed seed. In the end the ledger of trained samples (tokens/*.safetensors) is
-read: every step of the surviving lineage once, no prompt group in two of them, none that was drawn early left out, none
-older than eta, none from weights that came later; and no process is left.
+starts it again. Every choice comes from the printed seed. In the end the ledger of trained samples
+(tokens/*.safetensors) is read: every step of the surviving lineage once, no prompt group in two of them, none that was
+drawn early left out, none older than eta, none from weights that came later; and no process is left.
 """
 
 import argparse

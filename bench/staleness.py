@@ -9,17 +9,18 @@ actor.py and ppo.py as a real run. Each run is one line of docs/staleness.csv an
 the figure is docs/staleness.png; docs/staleness.md reads them.
 
 **Lag is imposed, not hoped for.** On a small machine generation is as fast as training and lag hardly arises. Here
-both alternate in one process: the batch that step s (from 0) trains on is sampled by the weights of version max(s - eta, 0),
-what the gate of staleness.py allows at most, in every step and for every token. `inf` has no gate: generation makes two
-batches while the trainer consumes one, the queue grows, and step s trains on samples of version s // 2. Every run trains
-on the same number of samples, 64 batches of 120 games. The lag in the CSV is measured: the trainer's version minus
-the version that each trained token carries.
+both alternate in one process: the batch that step s (from 0) trains on is sampled by the weights of version
+max(s - eta, 0), what the gate of staleness.py allows at most, in every step and for every token. `inf` has no gate:
+generation makes two batches while the trainer consumes one, the queue grows, and step s trains on samples of
+version s // 2. Every run trains on the same number of samples, 64 batches of 120 games. The lag in the CSV is
+measured: the trainer's version minus the version that each trained token carries.
 
 **Methods.** naive: standard PPO whose old policy is the one that sampled. decoupled: pi_prox by a forward pass.
 loglinear: pi_prox interpolated between pi_behav and pi_theta, no forward pass. The recipe is configs/demo.yaml with one
-pass over each batch instead of two: learning rate 1e-3 and four minibatches, with which the policy moves far enough in a
-few versions that a trust region round an old policy is in the way. At a tenth of that rate 64 steps teach too little to lose.
-Games share their beginnings, so they are trained as trees (tree_attention.py), which changes nothing but the time.
+pass over each batch instead of two: learning rate 1e-3 and four minibatches, with which the policy moves far
+enough in a few versions that a trust region round an old policy is in the way. At a tenth of that rate 64
+steps teach too little to lose. Games share their beginnings, so they are trained as trees (tree_attention.py),
+which changes nothing but the time.
 
 **Success is exact**: the probability that the policy finds the secret, by walking every game that can be won, so that
 the spread in the figure is that of training and not of an evaluation.

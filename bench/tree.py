@@ -12,8 +12,9 @@ their beginning and train on what is their own, in five ways that must agree in 
     tree      the tree, with the blocks of tree_attention.py; building it is part of the time
 
 Process time (wall time would measure what else the machine does), the best of some rounds in which the ways alternate.
-`gain` is packed / tree, `padded / tree` where padded is faster, so the fairest of the comparisons; `ratio` is tokens of the tree / tokens
-of the rows, so that 1 / ratio is what can be had at most. Target: gain of at least 2 at width 384, 256 tokens, 3/4 shared.
+`gain` is packed / tree, `padded / tree` where padded is faster, so the fairest of the comparisons; `ratio` is
+tokens of the tree / tokens of the rows, so that 1 / ratio is what can be had at most. Target: gain of at least 2 at
+width 384, 256 tokens, 3/4 shared.
 
 **Building** the tree of 16 rows of 2,500 tokens, beside AReaL's `_greedy_build_tries` where `areal` can be imported
 (PyPI areal 1.0.4, in a venv of its own): the same rows, the same budget, alternating.

@@ -4,9 +4,9 @@ The task: what is ( a + b ) * c? The agent has two tools, add and multiply, and 
 three turns: a call of add, a call of multiply with what came back, and the answer.
 
 The model (tasks/base_model.py: a word is a token) is warmed up by imitation of exactly that, to emit calls in the form
-of Hermes and Qwen, <tool_call> {"name": ..., "arguments": ...} </tool_call>. It copies the numbers from the question and
-from the results of the tools; what a framework adds in its system prompt is unknown words to it. It is here to show that
-each framework's conversation trains, not to learn anything more.
+of Hermes and Qwen, <tool_call> {"name": ..., "arguments": ...} </tool_call>. It copies the numbers from the question
+and from the results of the tools; what a framework adds in its system prompt is unknown words to it. It is here to show
+that each framework's conversation trains, not to learn anything more.
 
     python -m examples.calculator .cache/calculator        makes the model's folder; the server and the proxy take it
 """

@@ -6,11 +6,11 @@ The trainer's ranks have the first GPUs, the servers the last; where there are t
 that is taken, a server that does not answer, an SGLang that was built for another torch, too little memory. The
 memory is an estimate; its formulas stand in `estimate_memory`.
 
-**The processes.** train.py is the parent. Its children (inference server, proxy) get a pipe as standard input and end when it closes
-(`--exit-with-parent`), so that not even `kill -9` of the parent leaves one behind. They live in sessions of their
-own: Ctrl-C reaches train.py alone, which ends them in order. A child that dies is noticed by a thread that waits
-for it, and the run fails with the end of the child's log instead of hanging on a request; of several servers one may
-die, which is said, and the run goes on (servers.py). SGLang, which knows no --exit-with-parent, runs on a leash.
+**The processes.** train.py is the parent. Its children (inference server, proxy) get a pipe as standard input and end
+when it closes (`--exit-with-parent`), so that not even `kill -9` of the parent leaves one behind. They live in sessions
+of their own: Ctrl-C reaches train.py alone, which ends them in order. A child that dies is noticed by a thread that
+waits for it, and the run fails with the end of the child's log instead of hanging on a request; of several servers one
+may die, which is said, and the run goes on (servers.py). SGLang, which knows no --exit-with-parent, runs on a leash.
 """
 
 import importlib.util
@@ -148,7 +148,8 @@ class Fleet:
         return sum(c.process.poll() is None for c in self.children if is_server(c)) if is_server(child) else 0
 
     def raise_death(self, error: BaseException) -> None:
-        """Raise ProcessDied from `error` if a child that is needed has ended; a moment is left to one that is just ending."""
+        """Raise ProcessDied from `error` if a child that is needed has ended;
+        a moment is left to one that is just ending."""
         deadline = time.monotonic() + DEATH_SECONDS
         for child in self.children:
             try:
@@ -287,7 +288,8 @@ def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> Memory:
 
     trainer = 16 n / ranks   float32 parameter, gradient, two AdamW moments; a reference model is 4 n / ranks more
                              (with actor.offload they are in host memory)
-            + 32 T L H       activations of a pass, 16 values of 2 bytes a layer and token; with gradient_checkpointing 1
+            + 32 T L H       activations of a pass, 16 values of 2 bytes a layer and token;
+                             with gradient_checkpointing 1
             + 0.5 GiB        a chunk of logits at a time (logprobs.py), forward and backward
     server  = b n / tp + 2 b K D L max_total_tokens / tp    weights, and K key-value heads of D numbers; b bytes each
     """
@@ -360,7 +362,8 @@ def start_servers(config: TrainConfig, fleet: Fleet) -> list[Child]:
 
 
 def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> tuple[tuple[str, ...], str]:
-    """Addresses of the proxies that the agents speak to, and the key of their management endpoints, new for each run."""
+    """Addresses of the proxies that the agents speak to,
+    and the key of their management endpoints, new for each run."""
     openai = config.rollout.openai
     options = {
         "--model-path": config.tokenizer_path,

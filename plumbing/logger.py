@@ -97,7 +97,8 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, float]:
     """What a batch says about itself at the moment it is consumed by a trainer that holds `version`.
 
     staleness = version - versions over the trained tokens; mixed_version_share = the share of trained rows with
-    tokens of more than one version; tokens = the number of trained tokens; untrained = sampled ones that are not trained.
+    tokens of more than one version; tokens = the number of trained tokens;
+    untrained = sampled ones that are not trained.
     """
     mask = batch["loss_mask"].bool()  # (B, T)
     versions = batch["versions"]

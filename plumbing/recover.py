@@ -8,9 +8,10 @@ A run that is started again under its name goes on (`recover: auto`). The rule o
   what was not renamed never existed.
 - **A step that no checkpoint holds did not happen.** Its line is cut from metrics.jsonl and it is done again. So every
   step is in the surviving lineage once: its line is written before the checkpoint is.
-- **A finished group outlives its process.** Before a group counts as accepted it is a file, recover/groups/{task}.safetensors.
-  Each open group of the checkpoint whose file is there is put back as finished, in its place in the order of start; the
-  others are rolled out again, under the same id and so with the same sampling seeds.
+- **A finished group outlives its process.** Before a group counts as accepted it is a file,
+  recover/groups/{task}.safetensors. Each open group of the checkpoint whose file is there is put back as
+  finished, in its place in the order of start; the others are rolled out again, under the same id and so
+  with the same sampling seeds.
 - **Except when it comes from weights that are gone.** A group with a token newer than the checkpoint's version v was
   sampled by a policy that the new lineage will not have (its version v + 1 is another one). It is dropped and rolled
   out again. Older tokens are as good as ever: their weights are this lineage's, too.

@@ -8,8 +8,9 @@ pool looks at all its connections at every request. `call` also skips httpx's cl
 flight this costs 0.4 ms of CPU a request instead of 1.4. What agents and sessions use to reach the proxy is built on
 the same stack (workflow.py).
 
-An answer in server-sent events is handed on while it comes: `Wire.stream` yields its events, as parsed JSON. An inference
-server repeats in every event all that was generated so far, so of the events that have arrived only the newest is read.
+An answer in server-sent events is handed on while it comes: `Wire.stream` yields its events, as parsed
+JSON. An inference server repeats in every event all that was generated so far, so of the events that have
+arrived only the newest is read.
 
 Connections belong to an event loop and can only be closed on it, so each loop gets its own (`PerLoop`).
 """

@@ -156,7 +156,8 @@ def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def tiny_server(start_tiny_server: StartServer) -> str:
-    """URL of one tiny_server.py process that tests share; leave it running and at its first weights' version or restore it."""
+    """URL of one tiny_server.py process that tests share;
+    leave it running and at its first weights' version or restore it."""
     return start_tiny_server()
 
 

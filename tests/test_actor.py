@@ -26,7 +26,8 @@ from weights import WeightUpdateMeta
 
 
 def make_batch(lengths=(9, 14, 5, 21, 12, 17, 7, 16), seed=0) -> dict[str, Tensor]:
-    """Random rows in groups of two; the first three tokens of each are the prompt; rewards 0 and 1, temperatures mixed."""
+    """Random rows in groups of two; the first three tokens of each are the prompt;
+    rewards 0 and 1, temperatures mixed."""
     g = torch.Generator().manual_seed(seed)
     B, T = len(lengths), max(lengths)
     real = torch.arange(T) < torch.tensor(lengths)[:, None]  # (B, T)
@@ -106,7 +107,8 @@ def parameters(actor: FSDPPPOActor) -> dict[str, Tensor]:
 
 
 def test_compute_logp_is_the_log_softmax_at_each_tokens_temperature(make_actor, plain):
-    """Column t is log p(token t | before) at its own temperature; padding in the batch and in a piece changes nothing."""
+    """Column t is log p(token t | before) at its own temperature;
+    padding in the batch and in a piece changes nothing."""
     batch = make_batch()
     with torch.no_grad():
         expected = plain_logp(plain, batch)
@@ -144,7 +146,8 @@ def test_the_sharded_gradient_is_the_plain_models(make_actor, plain, changes):
 
 
 def test_micro_batches_do_not_change_the_step(make_actor):
-    """One forward pass or eight: the same gradient norm, statistics and weights, since all divide by the minibatch's tokens."""
+    """One forward pass or eight: the same gradient norm, statistics and weights,
+    since all divide by the minibatch's tokens."""
     results = []
     for mb_tokens in (16384, 1):
         actor = make_actor(mb_tokens=mb_tokens, entropy_coeff=0.1, ppo_n_minibatches=2)
@@ -157,7 +160,8 @@ def test_micro_batches_do_not_change_the_step(make_actor):
 
 
 def test_the_first_update_on_fresh_data_is_the_policy_gradient(make_actor, plain):
-    """One minibatch of data that the current weights sampled: the gradient is that of mean(A log pi), through the model."""
+    """One minibatch of data that the current weights sampled:
+    the gradient is that of mean(A log pi), through the model."""
     actor = make_actor()
     batch = prepare(actor, make_batch(), drift=0.0)
     stats = actor.ppo_update(batch)
@@ -181,7 +185,8 @@ def test_an_update_makes_rewarded_tokens_likelier(make_actor):
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 300))
 @settings(max_examples=200, deadline=None)
 def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
-    """Every row is in one minibatch and one micro-batch of it; no two minibatches differ by more than the longest row."""
+    """Every row is in one minibatch and one micro-batch of it;
+    no two minibatches differ by more than the longest row."""
     minibatches = split_minibatches(lengths, n)
     assert sorted(row for part in minibatches for row in part) == list(range(len(lengths)))
     assert all(minibatches)
@@ -205,7 +210,8 @@ def test_cutting_is_the_same_every_time():
 
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])
 def test_what_is_not_trained_cannot_leak_into_the_weights(make_actor, poison):
-    """NaN logprobs outside the mask and a temperature of 0 on an untrained token leave loss, gradients and weights alone."""
+    """NaN logprobs outside the mask and a temperature of 0 on an untrained token leave loss,
+    gradients and weights alone."""
     results = []
     for dirty in (False, True):
         actor = make_actor()
@@ -253,7 +259,8 @@ def test_a_batch_that_is_not_ready_says_what_is_missing(make_actor):
 
 
 def test_standard_ppo_takes_its_old_policy_from_where_it_is_told(make_actor):
-    """recompute_logprob true: pi_old is the forward pass before the update, all ratios 1; false: the server's logprobs."""
+    """recompute_logprob true: pi_old is the forward pass before the update, all ratios 1;
+    false: the server's logprobs."""
     fractions = {}
     for recompute in (True, False):
         actor = make_actor(use_decoupled_loss=False, recompute_logprob=recompute)
@@ -274,7 +281,8 @@ def stale(actor: FSDPPPOActor, version=5) -> dict[str, Tensor]:
 
 
 def test_loglinear_needs_no_forward_pass_and_starts_at_the_truth(make_actor):
-    """In the first minibatch pi_theta is pi_prox: where every token is stale the guess is exact, the step recompute's."""
+    """In the first minibatch pi_theta is pi_prox:
+    where every token is stale the guess is exact, the step recompute's."""
     steps = {}
     for method in ("recompute", "loglinear"):
         actor = make_actor(prox_logp_method=method)
@@ -306,7 +314,8 @@ def test_metrics_trains_on_the_truth_and_reports_the_guesses(make_actor):
 
 
 def test_a_token_from_the_future_counts_as_fresh_and_is_counted(make_actor):
-    """After a recovery a trajectory may be newer than the trainer: the guess is pi_behav, finite, and a metric says so."""
+    """After a recovery a trajectory may be newer than the trainer:
+    the guess is pi_behav, finite, and a metric says so."""
     actor = make_actor(prox_logp_method="loglinear", ppo_n_minibatches=2)
     batch = stale(actor)
     ahead = batch["loss_mask"][0] > 0
@@ -337,7 +346,8 @@ def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
 
 @pytest.mark.parametrize("how", ["sequence", "constant"])
 def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how):
-    """Micro-batches and layouts change no gradient where rows, not tokens, count the same; the loss is the plain sum."""
+    """Micro-batches and layouts change no gradient where rows, not tokens, count the same;
+    the loss is the plain sum."""
     actors = [
         make_actor(loss_aggregation=how, max_new_tokens=20, **cut) for cut in ({"mb_tokens": 40}, {"layout": "packed"})
     ]
@@ -398,7 +408,8 @@ def test_the_mode_is_said_in_words():
 
 
 def test_the_learning_rate_schedule():
-    """Linear warm-up in equal parts, then constant, a line or half a cosine to min_lr_ratio at max_steps and no further."""
+    """Linear warm-up in equal parts, then constant,
+    a line or half a cosine to min_lr_ratio at max_steps and no further."""
     table = {
         "constant": [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1],
         "linear": [0.25, 0.5, 0.75, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1],

@@ -1,4 +1,5 @@
-"""A session ends however its block is left, what comes back is what the proxy kept, and the direct approach is the same."""
+"""A session ends however its block is left, what comes back is what the proxy kept,
+and the direct approach is the same."""
 
 import asyncio
 import itertools
@@ -179,7 +180,8 @@ def direct(tiny_tokenizer: Any) -> Any:
 
 
 async def test_the_direct_approach_of_agent_workflow(direct: Any) -> None:
-    """docs/agent_workflow.txt, "Direct Approach": create, set_last_reward, apply_reward_discount, export_interactions."""
+    """docs/agent_workflow.txt, "Direct Approach":
+    create, set_last_reward, apply_reward_discount, export_interactions."""
     client, engine = direct("five", "four")
     first = await say(client, "2+2?")
     second = await say(client, "2+2?", first.choices[0].message.content, "wrong")

@@ -1,10 +1,11 @@
-"""The wire contract of an inference server: what engine.py may rely on, whoever answers.
+r"""The wire contract of an inference server: what engine.py may rely on, whoever answers.
 
 The same tests run against tiny_server.py and, where NANO_AREAL_SGLANG names a Python that has it (`make test-sglang`),
 against the real SGLang on a CPU, in float32, so that both have to agree with a forward pass of transformers to 1e-4
 nats. Against a server that is up, on a GPU say, where bfloat16 is allowed 0.25 nats:
 
-    NANO_AREAL_CONTRACT_URL=http://127.0.0.1:30000 NANO_AREAL_CONTRACT_MODEL=/path/to/model pytest tests/test_contract.py
+    NANO_AREAL_CONTRACT_URL=http://127.0.0.1:30000 NANO_AREAL_CONTRACT_MODEL=/path/to/model \
+        pytest tests/test_contract.py
 
 They ask for nothing that one of the two does differently: no id outside the vocabulary (it kills SGLang), no tensor of
 a wrong shape (likewise), no seed (it is ignored there), every sampling parameter explicit.

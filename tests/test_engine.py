@@ -405,7 +405,8 @@ async def test_turns_of_a_conversation_go_to_one_server():
 
 @pytest.mark.anyio
 async def test_a_dead_server_hands_over():
-    """A retry goes to the next server of the conversation's own order, with the tokens so far; the lost segment is counted."""
+    """A retry goes to the next server of the conversation's own order, with the tokens so far;
+    the lost segment is counted."""
     script = Script(generated([4], "abort"), httpx.ConnectError("refused"), generated([5]))
     response = await script.engine(A, B).agenerate(request())
     first, dead, alive = (url for url, body in script.requests if url.endswith("/generate"))

@@ -1,8 +1,8 @@
 """Agents in six frameworks, none of which knows of training: every token of theirs is trained on, exactly once.
 
 `make agents` installs the frameworks into .venv-agents and runs this file there; elsewhere it is skipped, unless
-AGENTS=1 says that it must run. The model is warmed up on the spot (examples/calculator.py), the inference server and the
-proxy are the real ones.
+AGENTS=1 says that it must run. The model is warmed up on the spot (examples/calculator.py), the inference server
+and the proxy are the real ones.
 """
 
 import asyncio

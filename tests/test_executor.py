@@ -135,7 +135,8 @@ def test_the_order_of_the_data_is_the_loaders_own_generator(make: Make) -> None:
 
 
 def test_every_call_is_served_by_its_own_arguments(make: Make) -> None:
-    """A later call's workflow, its arguments and group size are used, not the first call's (AReaL keeps those for ever)."""
+    """A later call's workflow, its arguments and group size are used,
+    not the first call's (AReaL keeps those for ever)."""
     executor, data = make(), loader(SAMPLES)
     rows = []
     for step in range(4):
@@ -184,8 +185,8 @@ def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
 
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size: int) -> None:
-    """With the proxy dead every episode raises. None of them may count as failed, or its prompt would be replaced, and a
-    checkpoint of this moment would have lost it: the run ends first, and no state can be taken of it any more."""
+    """With the proxy dead every episode raises. None of them may count as failed, or its prompt would be replaced, and
+    a checkpoint of this moment would have lost it: the run ends first, and no state can be taken of it any more."""
 
     class LosesItsProxy(Echo):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
@@ -543,7 +544,8 @@ def test_an_episode_that_takes_too_long_is_cancelled(run_agent: Any, caplog: pyt
 
 
 def test_agents_get_the_http_client_that_their_sdk_runs_on(run_agent: Any) -> None:
-    """One client for all episodes of the loop, of the type that the installed openai SDK asks for, closed at the end."""
+    """One client for all episodes of the loop, of the type that the installed openai SDK asks for,
+    closed at the end."""
     clients = []
 
     class Keeps:

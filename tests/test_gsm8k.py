@@ -96,7 +96,8 @@ def test_the_agent_with_a_second_try(tmp_path: Path, tiny_model_dir: Path) -> No
 
 
 def test_data_and_reward_of_ones_own_by_configuration(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """Lines with `messages` and columns of one's own, and a function of a module beside them: nothing else is written."""
+    """Lines with `messages` and columns of one's own, and a function of a module beside them:
+    nothing else is written."""
     (tmp_path / "mine.jsonl").write_text(
         "\n".join(json.dumps({"messages": [{"role": "user", "content": f"say {c}"}], "wanted": c}) for c in "abcdef")
     )

@@ -26,7 +26,8 @@ def plain(hidden, weight, ids, temperatures):
 @pytest.mark.parametrize("chunk", [1, 5, 13, 1000, None])
 @pytest.mark.parametrize("uses", ["logp", "entropy", "both"])
 def test_chunks_change_neither_values_nor_gradients(chunk, uses):
-    """log p, entropy and both gradients equal those through the whole logits, whatever is used and however it is cut."""
+    """log p, entropy and both gradients equal those through the whole logits,
+    whatever is used and however it is cut."""
     results = []
     for function in (plain, lambda h, w, i, t: token_logprobs(h, w, i, t, chunk)):
         hidden, weight, ids, temperatures = make()

@@ -31,7 +31,8 @@ def ppo_actor_loss_fn(theta, prox, behav, A, mask, *, sequence_ids=None, token_w
 
 
 def paper_objective(theta, prox, behav, A, mask, *, eps, eps_high, c, cap) -> tuple[float, Counter[str]]:
-    """mean over trained tokens of (prox / behav) min(u A, clip(u, 1 - eps, 1 + eps_high) A), and what decided how often."""
+    """mean over trained tokens of (prox / behav) min(u A, clip(u, 1 - eps, 1 + eps_high) A),
+    and what decided how often."""
     theta, prox, behav, A, mask = (x.tolist() for x in (theta, prox, behav, A, mask))
     hits: Counter[str] = Counter()
     total, count = 0.0, 0
@@ -74,7 +75,8 @@ def random_tokens(seed: int, shape=(6, 40), spread=0.6):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_loss_is_the_papers_objective(seed):
-    """J = mean of pi_prox/pi_behav * min(u A, clip(u) A), where each clip, the cap, the dual clip and the mask decide."""
+    """J = mean of pi_prox/pi_behav * min(u A, clip(u) A),
+    where each clip, the cap, the dual clip and the mask decide."""
     theta, prox, behav, A, mask = random_tokens(seed)
     expected, hits = paper_objective(theta, prox, behav, A, mask, eps=0.2, eps_high=0.28, c=1.5, cap=2.0)
     branches = {"masked", "dropped", "clipped above", "clipped below", "outside, not clipped", "inside", "dual clip"}
@@ -125,7 +127,8 @@ def test_the_first_step_on_fresh_data_is_the_policy_gradient():
 
 
 def test_stale_data_is_weighted_in_the_gradient_too():
-    """At pi_theta = pi_prox every token's gradient is pi_prox/pi_behav * A / n: the correction AReaL leaves off by default."""
+    """At pi_theta = pi_prox every token's gradient is pi_prox/pi_behav * A / n:
+    the correction AReaL leaves off by default."""
     _, prox, behav, A, mask = random_tokens(5)
     theta = prox.clone().requires_grad_()
     ppo_actor_loss_fn(theta, prox, behav, A, mask, behave_imp_weight_cap=None)[0].backward()
@@ -133,7 +136,8 @@ def test_stale_data_is_weighted_in_the_gradient_too():
 
 
 def test_the_write_ups_surrogate_is_another_objective():
-    """min(pi_theta/pi_behav A, clip(u) A), as the write-up has it, is not the paper's objective; ours is the paper's."""
+    """min(pi_theta/pi_behav A, clip(u) A), as the write-up has it, is not the paper's objective;
+    ours is the paper's."""
     theta, prox, behav, A, mask = random_tokens(0)
     u = (theta - prox).exp()
     surr1, surr2 = (theta - behav).exp() * A, u.clamp(0.8, 1.2) * A
@@ -218,7 +222,8 @@ def test_no_trained_token_is_no_loss():
 
 
 def test_the_kl_statistic_is_k2_and_never_negative():
-    """kl = mean of (log r)^2 / 2, r = pi_theta / pi_behav: 0 only where both agree, finite however far apart they are."""
+    """kl = mean of (log r)^2 / 2, r = pi_theta / pi_behav:
+    0 only where both agree, finite however far apart they are."""
     theta, prox, behav, A, mask = random_tokens(6)
     kl = ppo_actor_loss_fn(theta, prox, behav, A, mask)[1]["kl"]
     torch.testing.assert_close(kl, ((theta - behav)[mask > 0] ** 2).mean() / 2)
@@ -229,7 +234,8 @@ def test_the_kl_statistic_is_k2_and_never_negative():
 
 
 def make_batch(*rows: tuple[int, list[tuple[float, int, bool]]]) -> dict[str, torch.Tensor]:
-    """Rows of (group id, turns); a turn is (reward, number of tokens, trained?). Two prompt tokens stand before each turn."""
+    """Rows of (group id, turns); a turn is (reward, number of tokens, trained?).
+    Two prompt tokens stand before each turn."""
     width = max(sum(2 + n for _, n, _ in turns) for _, turns in rows) + 2
     shape = (len(rows), width)
     batch = {
@@ -271,7 +277,8 @@ def config(mean="group", std="none", **changes) -> PPOActorConfig:
 
 
 def test_a_group_is_its_id_wherever_its_rows_are():
-    """Groups of 3 and 2, interleaved: each is centred by its own mean. By blocks of rows the last one would get 100,000."""
+    """Groups of 3 and 2, interleaved: each is centred by its own mean.
+    By blocks of rows the last one would get 100,000."""
     batch = single((7, 1.0), (3, 0.0), (7, 0.0), (3, 1.0), (7, 2.0))
     assert per_row(compute_advantages(batch, config()), batch) == [0.0, -0.5, -1.0, 0.5, 1.0]
 
@@ -302,7 +309,8 @@ def test_the_order_of_rows_means_nothing(rewards, order, levels):
 @pytest.mark.parametrize("std", ["group", "batch", "constant", "none"])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.7, 1 / 3])
 def test_equal_rewards_teach_nothing(reward, std):
-    """A group whose members all got the same has advantage exactly 0: no rounding error is blown up by a tiny spread."""
+    """A group whose members all got the same has advantage exactly 0:
+    no rounding error is blown up by a tiny spread."""
     batch = single(*[(0, reward)] * 7)
     assert per_row(compute_advantages(batch, config(std=std)), batch) == [0.0] * 7
 
@@ -343,7 +351,8 @@ def test_turns_are_compared_with_the_same_turn():
 
 
 def test_a_score_is_not_lost_behind_a_masked_tail():
-    """A trajectory that ends in a tool's answer, or in a turn that is not trained, still learns its reward (AReaL: all 0)."""
+    """A trajectory that ends in a tool's answer, or in a turn that is not trained,
+    still learns its reward (AReaL: all 0)."""
     batch = make_batch((0, [(1.0, 3, True), (5.0, 2, False)]), (0, [(0.0, 3, True)]))
     assert not batch["loss_mask"][0, -2:].any()
     assert per_row(compute_advantages(batch, config()), batch) == [0.5, -0.5]
@@ -367,7 +376,8 @@ def test_rewards_are_shifted_scaled_and_clipped_in_that_order():
 
 
 def test_the_kl_penalty_needs_a_reference():
-    """kl_ctl alone does nothing (AReaL then taxes every token by its own logprob); with ref_logp a turn pays for its drift."""
+    """kl_ctl alone does nothing (AReaL then taxes every token by its own logprob);
+    with ref_logp a turn pays for its drift."""
     batch = make_batch((0, [(1.0, 2, True), (1.0, 3, True)]))
     batch["logprobs"] = torch.where(batch["loss_mask"] > 0, -1.0, NAN)
     penalised = config("none", kl_ctl=0.1)
@@ -385,7 +395,8 @@ def test_nothing_to_train_is_defined():
 
 
 def test_a_broken_trajectory_says_what_is_wrong():
-    """A trained token outside any turn, or a reward that is not a number, is an error with its cause; never a number."""
+    """A trained token outside any turn, or a reward that is not a number,
+    is an error with its cause; never a number."""
     outside = single((0, 1.0))
     outside["turn_ids"][:] = -1
     with pytest.raises(ValueError, match="turn_ids is -1"):

@@ -20,7 +20,8 @@ def test_alpha_is_where_the_version_lies():
 
 
 def test_both_ends_are_exact():
-    """Before the first minibatch pi_theta is pi_prox and the guess of a stale token is it; a fresh token's is pi_behav."""
+    """Before the first minibatch pi_theta is pi_prox and the guess of a stale token is it;
+    a fresh token's is pi_behav."""
     old, theta = -3 * torch.rand(50), -3 * torch.rand(50)
     stale, fresh = torch.zeros(50, dtype=torch.int), torch.full((50,), 4)
     torch.testing.assert_close(loglinear(old, theta, interpolation(stale, 4, 0.0)), theta)

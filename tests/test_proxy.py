@@ -112,8 +112,8 @@ async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: An
 
 @pytest.mark.parametrize("ends", [False, True])
 async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
-    """Tokenising megabytes takes seconds: it happens in a thread, and other calls are answered meanwhile. If the session
-    ends in between, nothing of the call is left."""
+    """Tokenising megabytes takes seconds: it happens in a thread, and other calls are answered meanwhile. If the
+    session ends in between, nothing of the call is left."""
     harness = start()
     session, other = await harness.start(), await harness.start()
     prompts, go_on = harness.app.state.proxy.prompts, threading.Event()

@@ -88,7 +88,8 @@ def work_memory(model_dir: Path, out: Path) -> None:
 
 
 def work_wait(model_dir: Path, out: Path) -> None:
-    """Rank 2 is the one that dies or raises; rank 0 waits where nothing from the others reaches it, rank 1 in a collective."""
+    """Rank 2 is the one that dies or raises;
+    rank 0 waits where nothing from the others reaches it, rank 1 in a collective."""
     actor = FSDPPPOActor(make_config(), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=1)
@@ -135,7 +136,8 @@ def test_gradients_and_parameters_are_those_of_one_rank(numbers, n: int) -> None
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_no_rank_but_the_first_reads_the_model(tmp_path: Path, tied: bool) -> None:
-    """The others get their shards handed out, tied embeddings too; together they hold each parameter once (CPU offload)."""
+    """The others get their shards handed out, tied embeddings too;
+    together they hold each parameter once (CPU offload)."""
     model_dir = make_byte_model(tmp_path / "model", tied=tied)
     total = sum(t.numel() for t in load_file(model_dir / "model.safetensors").values())
     done = start(2, __file__, "work_memory", str(model_dir), str(tmp_path))
@@ -149,7 +151,8 @@ def test_no_rank_but_the_first_reads_the_model(tmp_path: Path, tied: bool) -> No
 
 @pytest.mark.parametrize("how", ["killed", "raises"])
 def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> None:
-    """Rank 2 of 3 dies while rank 0 waits for something else: all end, nobody is left, and the cause is on the screen."""
+    """Rank 2 of 3 dies while rank 0 waits for something else:
+    all end, nobody is left, and the cause is on the screen."""
     if how == "raises":
         os.environ["RAISE"] = "1"
     try:

@@ -54,7 +54,8 @@ def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
 
 
 def test_groups_of_weights_that_are_gone_are_not_put_back(tmp_path: Path) -> None:
-    """The log gives back the open groups up to the checkpoint's version, in order; what is half written is not there."""
+    """The log gives back the open groups up to the checkpoint's version, in order;
+    what is half written is not there."""
     log = GroupLog(tmp_path / "groups")
     for task_id, version in ((7, 3), (5, 2), (6, 4), (9, 1)):
         log.write(task_id, group(version, task_id))
@@ -83,7 +84,8 @@ def make_executor(tiny_tokenizer):
 
 
 def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path) -> None:
-    """After a restart every sample comes once, ids go on, the gate has its width (AReaL #1388), old groups come first."""
+    """After a restart every sample comes once, ids go on, the gate has its width (AReaL #1388),
+    old groups come first."""
     log = GroupLog(tmp_path / "groups")
     samples = [{"n": n} for n in range(5)]  # 16 draws are four epochs, each in an order of its own
     first, data = make_executor(keep=log.write), loader(samples, seed=3)
@@ -241,7 +243,8 @@ def test_a_synchronous_run_repeats_through_kills(tmp_path: Path) -> None:
 
 
 def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
-    """Killed before its first checkpoint, while it starts, and twice on its way: one lineage, and nothing in it twice."""
+    """Killed before its first checkpoint, while it starts, and twice on its way:
+    one lineage, and nothing in it twice."""
     for line in ("step 1 ", "decoupled", "step 3 ", "step 5 "):
         run_until(tmp_path, line, "max_steps=8", "rollout.max_head_offpolicyness=2")
     said, metrics = finish(tmp_path, "max_steps=8", "rollout.max_head_offpolicyness=2")

@@ -158,8 +158,9 @@ def test_synchronous_runs_repeat(guess_run) -> None:
 
 
 def test_decoupled_is_standard_where_the_data_is_fresh(guess_run) -> None:
-    """At eta = 0 pi_behav and pi_prox are the same weights, computed by two programs. On the tokens of every step of a real
-    run the two objectives differ by no more than those logprobs do: each token's by that, times 1 + eps and |A|."""
+    """At eta = 0 pi_behav and pi_prox are the same weights, computed by two programs. On the tokens of
+    every step of a real run the two objectives differ by no more than those logprobs do: each token's by
+    that, times 1 + eps and |A|."""
     folder, metrics = guess_run(0)
     decoupled = PPOActorConfig(eps_clip=0.2, eps_clip_higher=0.28, c_clip=2.0)
     standard = replace(decoupled, use_decoupled_loss=False)

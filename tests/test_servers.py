@@ -209,7 +209,8 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["die", "return", "update", "ask"]),
 @settings(deadline=None, max_examples=40)
 @given(EVENTS)
 def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPathFactory, events: list) -> None:
-    """While one server lives every request is answered, and by the current weights; whoever restarts is at version 0."""
+    """While one server lives every request is answered, and by the current weights;
+    whoever restarts is at version 0."""
     machines = Machines(a=0, b=0, c=0)
     trainer, proxy = (machines.engine(A, B, "http://c") for _ in range(2))
     folder, version = tmp_path_factory.mktemp("weights"), 0

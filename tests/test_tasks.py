@@ -104,7 +104,8 @@ def test_only_answers_are_imitated(tokenizer: Any) -> None:
 
 
 def test_three_guesses_find_one_of_six() -> None:
-    """Binary search finds every secret in 2.33 guesses on average; with one number more it still would, with two not."""
+    """Binary search finds every secret in 2.33 guesses on average;
+    with one number more it still would, with two not."""
     best = guess.optimal_tree()
     assert best is not None
     assert best.guess in (3, 4)

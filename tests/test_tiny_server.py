@@ -647,7 +647,8 @@ def test_what_cannot_start_says_so_in_one_line(tiny_model_dir: Path, tmp_path: P
 
 @pytest.mark.parametrize("how", ["parent", "interrupt"])
 def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
-    """It leaves no orphan: it ends when its parent's end of the pipe closes, and on Ctrl-C, also with work in flight."""
+    """It leaves no orphan: it ends when its parent's end of the pipe closes, and on Ctrl-C,
+    also with work in flight."""
     port = str(free_port())
     command = [sys.executable, "tiny_server.py", "--model-path", str(tiny_model_dir), "--port", port]
     process = subprocess.Popen(

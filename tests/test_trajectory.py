@@ -1,4 +1,5 @@
-"""A trajectory is token-aligned: position t speaks of token t, a version of -1 is nobody's, and padding is never a token."""
+"""A trajectory is token-aligned: position t speaks of token t, a version of -1 is nobody's,
+and padding is never a token."""
 
 import pytest
 import torch

@@ -112,7 +112,8 @@ def assert_same_lesson(ours: tuple[float, dict[str, Tensor]], truth: tuple[float
 @TREES
 @settings(max_examples=150, deadline=None)
 def test_every_prefix_of_a_tree_stands_in_it_once(seed: int, n: int, max_tokens: int) -> None:
-    """A path spells its row, a position is a depth, a token sees its own prefix only; each row is in one tree, in budget."""
+    """A path spells its row, a position is a depth, a token sees its own prefix only;
+    each row is in one tree, in budget."""
     rows = make_rows(seed, n)
     rows = [row[:max_tokens] for row in rows]
     trees = build_trees(rows, max_tokens)
@@ -391,7 +392,8 @@ def assert_same_update(one: Any, other: Any) -> None:
 
 
 def test_the_actor_makes_the_same_step_with_trees(model: Any, tmp_path: Path) -> None:
-    """enable_tree_training changes what a step costs and not what it does: logprobs, statistics, weights; and says how much."""
+    """enable_tree_training changes what a step costs and not what it does:
+    logprobs, statistics, weights; and says how much."""
     model.save_pretrained(tmp_path)
     padded, trees = one_update(tmp_path, trees=False), one_update(tmp_path, trees=True)
     assert_same_update(padded, trees)
