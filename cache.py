@@ -123,7 +123,7 @@ class InteractionWithTokenLogpReward:
         Keys: input_ids, attention_mask, loss_mask (1: train), logprobs (behaviour), versions (prompt -1),
         turn_ids (k for the k-th turn of the conversation, else -1), turn_rewards (the final reward of the
         token's turn, else 0), temperatures (else 1); and one number a row: rewards (this turn's), truncated (1: its
-        length limit cut it), regenerated (segments that were lost with a server). Raises ValueError if unfinished.
+        length limit cut it), regenerated (segments asked for again). Raises ValueError if unfinished.
         """
         last = self.tokens
         length = last.input_len + last.output_len

@@ -263,7 +263,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def submit_task_input(self, task: TInput) -> None:
         """Enqueues without bound; starts as soon as the gate admits it. ValueError: the id is in use."""
         with self.runner.lock:
-            self._check_alive()
+            self.check_alive()
             self._state.enqueue(task)
             self._commit()
 
@@ -305,8 +305,15 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         """The ids of the tasks that may still be consumed: pending, running, and finished.
         RuntimeError after the end."""
         with self.runner.lock:
-            self._check_alive()
+            self.check_alive()
             return {*self._state.pending, *self._state.order, *self._state.ready}
+
+    def check_alive(self) -> None:
+        """Raises RuntimeError once everything has ended."""
+        with self.runner.lock:
+            if self._state.failure is not None:
+                message, cause = self._state.failure
+                raise RuntimeError(message) from cause
 
     def restore(self, results: dict[int, TResult]) -> None:
         """Results of an earlier process, by task id and in their order of start: the oldest of this one.
@@ -379,7 +386,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
 
     def _wait(self, what: str, attempt: Callable[[], T], timeout: float | None = None) -> T:
         def attempt_while_alive() -> T:
-            self._check_alive()
+            self.check_alive()
             result = attempt()
             self._commit()  # what was dropped or withdrawn gave its place back
             if not result and timeout is None and self._state.is_stalled():
@@ -390,8 +397,3 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         if not result:
             raise TimeoutError(f"{what} did not finish within {timeout} s: {self!r}")
         return result
-
-    def _check_alive(self) -> None:
-        if self._state.failure is not None:
-            message, cause = self._state.failure
-            raise RuntimeError(message) from cause

@@ -102,9 +102,9 @@ class WorkflowExecutor:
     config: RolloutConfig. gconfig: sampling that classes of RolloutWorkflow get by default; its seed is the run's.
     tokenizer: likewise, and for the dumps. proxy: needed for agents. dump_dir: the run's folder; None dumps nothing.
     trace(event, task_id) hears of every submit, start, finish, accept, reject. keep(task_id, group) is called in a
-    thread before a group counts as accepted, to write it where it outlives the process. judge(exception) is called in a
-    thread for an episode that failed; what it raises in turn ends the run. The executor attaches itself to the engine;
-    the one that `for_evaluation` makes does not.
+    thread before a group counts as accepted, to write it where it outlives the process. hold_failures: seconds that a
+    failure waits before it counts, so that whoever watches the processes of the run can call `fail` first. The executor
+    attaches itself to the engine; the one that `for_evaluation` makes does not.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class WorkflowExecutor:
         dump_dir: Path | None = None,
         trace: Callable[[str, int], None] | None = None,
         keep: Callable[[int, Trajectory], None] | None = None,
-        judge: Callable[[BaseException], None] | None = None,
+        hold_failures: float = 0.0,
         evaluation: bool = False,
     ) -> None:
         self.engine, self.config = engine, config
         self.tokenizer, self.gconfig, self.proxy = tokenizer, gconfig or GenerationHyperparameters(), proxy
-        self.keep, self.judge = keep, judge
+        self.keep, self.hold_failures = keep, hold_failures
         self.dump_dir = dump_dir if config.dump_to_file else None
         if self.dump_dir is not None and tokenizer is None:
             raise ValueError("rollout.dump_to_file writes text and needs a tokenizer: set tokenizer_path")
@@ -161,7 +161,7 @@ class WorkflowExecutor:
             gconfig=self.gconfig,
             proxy=self.proxy,
             dump_dir=self.dump_dir,
-            judge=self.judge,
+            hold_failures=self.hold_failures,
             evaluation=True,
         )
 
@@ -369,8 +369,8 @@ class WorkflowExecutor:
                 await asyncio.to_thread(self._dump, trajectory, task.task_id, folder, version)
             if accepted and self.keep is not None:
                 await asyncio.to_thread(self.keep, task.task_id, trajectory)
-        except Exception as error:
-            await self._judge(error)
+        except (Exception, SystemExit) as error:
+            await self._hold()
             logger.warning("%s task %d failed: %r", workflow_context.stat_scope(), task.task_id, error)
             raise
         return trajectory if accepted else None
@@ -392,18 +392,14 @@ class WorkflowExecutor:
 
     async def _on_failures(self, errors: list[BaseException]) -> None:
         """Members of a group raised."""
+        await self._hold()
         self._failed_members += len(errors)
-        await self._judge(errors[0])
 
-    async def _judge(self, error: BaseException) -> None:
-        """Whether an episode failed by itself, or because a process of the run died: then all of it ends, before the
-        failure counts as one and another prompt takes its place."""
-        try:
-            if self.judge is not None:
-                await asyncio.to_thread(self.judge, error)
-        except Exception as death:
-            self.fail(death)
-            raise
+    async def _hold(self) -> None:
+        """Before a failure counts and another prompt takes its place: where it was the first sign of a process of the
+        run that died, `fail` is called meanwhile, and this raises."""
+        await asyncio.sleep(self.hold_failures)
+        self.dispatcher.check_alive()
 
 
 def cycle(dataloader: Iterable[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:

@@ -88,7 +88,7 @@ class ModelResponse:
     stop_reason: str = "stop"
     temperature: float = 1.0  # 1 for greedy tokens: their logprobs are of the logits as they are
     trains_exactly: bool = True  # see GenerationHyperparameters
-    regenerated: int = 0  # segments that a server took along when it was lost, generated again by another
+    regenerated: int = 0  # times that a segment was asked for again, because a server failed or was lost
 
     @property
     def input_len(self) -> int:

@@ -245,6 +245,7 @@ def _request(
             raise BadRequest(f"{name}: this server does not support it; leave it out{hint}")
     first = {"role": "instructions" if own.get("previous") else "system", "content": system}  # see resolve
     tools = [t for i, raw in enumerate(get(body, "tools", list, [])) for t in _tool(raw, f"tools[{i}]", types)]
+    in_thread = (own.get("previous") or "").startswith("msg_")
     kwargs = get(body, "chat_template_kwargs", dict, {})
     return AgentRequest(
         messages=[first, *messages] if system else messages,
@@ -252,7 +253,7 @@ def _request(
         n=sampling.pop("n", 1),
         sampling=sampling,
         tools=tools,
-        tool_choice=_tool_choice(body.get("tool_choice"), tools),
+        tool_choice=_tool_choice(body.get("tool_choice"), None if in_thread and not tools else tools),
         template_kwargs=kwargs | {"reasoning_effort": effort} if effort else kwargs,
         store=get(body, "store", bool, True),
         stream=get(body, "stream", bool, False),
@@ -315,14 +316,17 @@ def _tool(raw: Any, where: str, types: tuple) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}]
 
 
-def _tool_choice(raw: Any, tools: list[dict[str, Any]]) -> str:
-    """auto, none, required or a name, from a string or one of the forms {"type"[, "name"]}. Raises BadRequest."""
+def _tool_choice(raw: Any, tools: list[dict[str, Any]] | None) -> str:
+    """auto, none, required or a name, from a string or one of the forms {"type"[, "name"]}. Raises BadRequest.
+
+    tools: None where they are those of a thread, which `resolve` finds, and asks again.
+    """
     if isinstance(raw, dict):
         named = raw["function"] if isinstance(raw.get("function"), dict) else raw
         raw = raw.get("type") if raw.get("type") in ("auto", "none", "any") else named.get("name", "")
     choice = {None: "auto", "any": "required"}.get(raw, raw) if isinstance(raw, str | None) else ""
-    names = [tool["function"]["name"] for tool in tools]
-    if choice not in ("auto", "none", *names, *(["required"] if names else [])):
+    names = [tool["function"]["name"] for tool in tools or []]
+    if tools is not None and choice not in ("auto", "none", *names, *(["required"] if names else [])):
         raise BadRequest("tool_choice: auto, none, or where there are tools, required or a tool's name, is needed")
     return str(choice)
 
@@ -393,8 +397,8 @@ def resolve(ask: AgentRequest, find: Find) -> AgentRequest:
             history = [messages[0] | {"role": "system"}, *history[history[0]["role"] == "system" :]]
             messages = messages[1:]
         messages = history + messages
-        if ask.previous.startswith("msg_"):
-            ask = dataclasses.replace(ask, tools=ask.tools or found[2])
+        if ask.previous.startswith("msg_") and not ask.tools:
+            ask = dataclasses.replace(ask, tools=found[2], tool_choice=_tool_choice(ask.tool_choice, found[2]))
     return dataclasses.replace(ask, messages=messages, previous=None)
 
 

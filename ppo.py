@@ -257,7 +257,7 @@ def ppo_actor_loss_fn(
             "behave_weight_mean": weight.sum(),
             "behave_weight_square": weight.square().sum(),
             "dropped_share": torch.count_nonzero(above_cap & mask),
-            "kl": log_ratio.square().sum() / 2,  # k2
+            "kl": log_ratio.clamp(-1e4, 1e4).square().sum() / 2,  # k2, bounded
         }
         stats = {name: x / denominator for name, x in sums.items()}
     return loss, stats

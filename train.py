@@ -55,7 +55,7 @@ from executor import ProxyAddress, WorkflowExecutor
 from plumbing.config import ConfigError, TrainConfig, load
 from plumbing.evaluate import evaluate, evaluate_endpoint
 from plumbing.inputs import Inputs, load_inputs
-from plumbing.launch import Child, Fleet, ProcessDied, plan_run, revision, start_proxies, start_servers
+from plumbing.launch import HOLD_SECONDS, Child, Fleet, ProcessDied, plan_run, revision, start_proxies, start_servers
 from plumbing.logger import Logger, Trace, describe_batch
 from plumbing.ranks import join_ranks, leave_ranks, share
 from plumbing.recover import Recovery
@@ -258,7 +258,7 @@ def build_rollout(
         dump_dir=run_dir,
         trace=trace.event,
         keep=keep,
-        judge=fleet.raise_death,
+        hold_failures=HOLD_SECONDS,
     )
     stack.callback(executor.destroy)
     evaluation = executor.for_evaluation()
@@ -270,17 +270,17 @@ def build_rollout(
 def configure(argv: list[str]) -> tuple[TrainConfig, Inputs]:
     """The configuration and what it names. Rank 0 reads it, names the run and makes the base model; all ranks agree,
     and where it cannot run they end together."""
-    found: Any = None
-    if dist.get_rank() == 0:
-        try:
-            found = read(argv)
-        except (ConfigError, SystemExit) as error:
-            found = error
-    shared = share(found[0] if isinstance(found, tuple) else found)
-    if isinstance(shared, BaseException):
+    config: Any
+    inputs, first = None, dist.get_rank() == 0
+    try:
+        config, inputs = read(argv) if first else (None, None)
+    except (ConfigError, SystemExit) as error:
+        config = error
+    config = share(config)
+    if isinstance(config, BaseException):
         leave_ranks()
-        raise found or SystemExit(getattr(shared, "code", 2))  # rank 0 alone says why
-    return found or (shared, load_inputs(shared))
+        raise config if first else SystemExit(getattr(config, "code", 2))  # rank 0 alone says why
+    return config, inputs or load_inputs(config)
 
 
 def read(argv: list[str]) -> tuple[TrainConfig, Inputs]:
@@ -351,7 +351,7 @@ def report_evaluation(
         found = evaluate(executor, inputs)
     (run_dir / "eval.json").write_text(json.dumps(found))
     if found["eval_episodes"] == found["eval_rejected"]:
-        raise RuntimeError("no episode of the evaluation brought a reward; what became of them is said above")
+        raise RuntimeError("no episode of the evaluation brought a reward: each failed (said above) or set none")
     print("  ".join(f"{key} {value:.4g}" for key, value in found.items() if value is not None))
 
 

@@ -16,7 +16,7 @@ ever rolled by one, so no two tensors can disagree about which token they descri
 | temperatures | float32 [B, L] | temperature the token was sampled at; 1 elsewhere | 1 |
 | rewards | float32 [B] | the last turn's own final reward | |
 | truncated | int32 [B] | 1 = the last turn ended because its token budget was used up | |
-| regenerated | int32 [B] | segments that a server took along when it was lost, and another generated again | |
+| regenerated | int32 [B] | segments that were asked for again, because a server failed or was lost | |
 | group_ids | int32 [B] | rows with the same id answer the same prompt: the group of a group baseline | |
 | task_ids | int32 [B] | the dispatcher's task that made the row | |
 

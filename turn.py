@@ -177,19 +177,19 @@ class Turn:
             if self.task.done() or hangup.done():
                 self.result()
             yield b"".join(stream.start(self.input_len, index=k) for k in n)
-            while not self.task.done() and not hangup.done():
-                news, frames = self.news, b""
-                for k, response in enumerate(self.so_far):
-                    if response is not None:
-                        text = readers[k].read(response.output_tokens)
-                        before, sent[k] = sent[k], self._parser.certain(text, self.ask.callable_tools)
-                        pieces = sent[k].text[len(before.text) :], sent[k].reasoning[len(before.reasoning) :]
-                        frames += stream.delta(*pieces, index=k)
-                if frames:
-                    yield frames
-                if not await self._wait(hangup, news):
-                    yield b": still generating\n\n"
             try:
+                while not self.task.done() and not hangup.done():
+                    news, frames = self.news, b""
+                    for k, response in enumerate(self.so_far):
+                        if response is not None:
+                            text = readers[k].read(response.output_tokens)
+                            before, sent[k] = sent[k], self._parser.certain(text, self.ask.callable_tools)
+                            pieces = sent[k].text[len(before.text) :], sent[k].reasoning[len(before.reasoning) :]
+                            frames += stream.delta(*pieces, index=k)
+                    if frames:
+                        yield frames
+                    if not await self._wait(hangup, news):
+                        yield b": still generating\n\n"
                 self.result()
                 yield b"".join(stream.finish(answer, index=k) for k, answer in enumerate(self._answers))
             except Exception as error:  # the client is told; what nobody expected goes on to the log

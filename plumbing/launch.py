@@ -42,7 +42,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PENALTIES = ("frequency_penalty", "presence_penalty")
 SAMPLING = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "greedy", *PENALTIES)  # of agents, too
 GRACE_SECONDS = 5.0  # what a child gets to end by itself before it is killed
-DEATH_SECONDS = 0.5  # between the end of a process's connections and its own
+DEATH_SECONDS = 0.5  # between the end of a killed process's connections and its own
+HOLD_SECONDS = 3.0  # the same where it ends by a signal, and first finishes what it answers (serve.py: 2 s)
 
 
 class ProcessDied(RuntimeError):
@@ -151,13 +152,13 @@ class Fleet:
         """Raise ProcessDied from `error` if a child that is needed has ended;
         a moment is left to one that is just ending."""
         deadline = time.monotonic() + DEATH_SECONDS
-        for child in self.children:
-            try:
-                child.process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                continue
-            if not self.others(child):
-                raise ProcessDied(child.last_words()) from error
+        while True:
+            lost = [child for child in self.children if child.process.poll() is not None and not self.others(child)]
+            if lost:
+                raise ProcessDied("\n".join(child.last_words() for child in lost)) from error
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.05)
 
     def stop(self) -> None:
         """End the children, last started first: close their pipe, wait, then kill. Idempotent."""

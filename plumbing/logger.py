@@ -6,6 +6,7 @@ sequence that was trained on, its ids, versions, the three log-probabilities, ma
 """
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -52,12 +53,13 @@ class Trace:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.start = time.monotonic_ns() - time.time_ns()
+        self.epoch = time.monotonic_ns() - time.time_ns()  # 1970, by the monotonic clock
         self.lock = threading.Lock()
-        before = path.read_text().removesuffix(END) if path and path.exists() else ""
-        self.file = path.open("w", buffering=1) if path else None
-        if self.file:
-            self.file.write(before[: before.rfind("\n") + 1] or "[\n")  # without a line that was being written
+        if path and path.exists():  # without its end, and without a line that was being written
+            os.truncate(path, path.read_bytes().removesuffix(END.encode()).rfind(b"\n") + 1)
+        self.file = path.open("a", buffering=1) if path else None
+        if self.file and not self.file.tell():
+            self.file.write("[\n")
         for tid, name in ((TRAINER, "trainer"), (ROLLOUT, "rollout")):
             self._write({"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": name}})
 
@@ -65,7 +67,7 @@ class Trace:
         """submit, start, finish, accept, reject ... of one task; start and finish open and close its span."""
         phase = {"start": "b", "finish": "e"}.get(name, "n")
         title = f"group {task_id}" if phase in "be" else name
-        self._write({"ph": phase, "cat": "rollout", "id": task_id, "name": title, "tid": ROLLOUT})
+        self._write({"ph": phase, "cat": "rollout", "id": f"{os.getpid()}:{task_id}", "name": title, "tid": ROLLOUT})
 
     @contextmanager
     def span(self, name: str, seconds: dict[str, float]) -> Iterator[None]:
@@ -76,11 +78,11 @@ class Trace:
         finally:
             duration = time.monotonic_ns() - begin
             seconds[f"{name}_s"] = seconds.get(f"{name}_s", 0.0) + duration / 1e9
-            stamp = {"ts": (begin - self.start) / 1e3, "dur": duration / 1e3}
+            stamp = {"ts": (begin - self.epoch) / 1e3, "dur": duration / 1e3}
             self._write({"ph": "X", "cat": "trainer", "name": name, "tid": TRAINER, **stamp})
 
     def _write(self, record: dict[str, Any]) -> None:
-        record = {"pid": 1, "ts": (time.monotonic_ns() - self.start) / 1e3, **record}
+        record = {"pid": 1, "ts": (time.monotonic_ns() - self.epoch) / 1e3, **record}
         with self.lock:
             if self.file:
                 self.file.write(json.dumps(record) + ",\n")

@@ -549,6 +549,10 @@ def test_a_thread_keeps_its_tools() -> None:
     assert resolve(parse_anthropic({"messages": [TALK[-1]], "thread": thread}), FINISHED.get).tools == [TOOL]
     ask = resolve(parse_anthropic({"messages": [TALK[-1]], "thread": thread, "tools": [other]}), FINISHED.get)
     assert [tool["function"]["name"] for tool in ask.tools] == ["other"]
+    named = {"messages": [TALK[-1]], "thread": thread, "tool_choice": {"type": "tool", "name": "f"}}
+    assert resolve(parse_anthropic(named), FINISHED.get).tool_choice == "f"
+    with pytest.raises(BadRequest, match=r"^tool_choice"):
+        resolve(parse_anthropic(named | {"tool_choice": {"type": "tool", "name": "g"}}), FINISHED.get)
     body = {"input": "And then?", "previous_response_id": "resp_ab"}
     assert resolve(parse_responses(body), FINISHED.get).tools == []
 

@@ -228,6 +228,7 @@ def test_the_kl_statistic_is_k2_and_never_negative():
     kl = ppo_actor_loss_fn(theta, prox, behav, A, mask)[1]["kl"]
     torch.testing.assert_close(kl, ((theta - behav)[mask > 0] ** 2).mean() / 2)
     assert ppo_actor_loss_fn(behav, behav, behav, A, mask)[1]["kl"].item() == 0
+    assert ppo_actor_loss_fn(theta, prox, behav - 1e20, A, mask)[1]["kl"].isfinite()
 
 
 # -- advantages -------------------------------------------------------------------------------------------------------

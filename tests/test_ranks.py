@@ -243,18 +243,18 @@ def wait_no_process(word: str, seconds: float = 30) -> bool:
     return False
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    {work.__name__: work for work in (work_numbers, work_memory, work_wait)}[sys.argv[1]](*map(Path, sys.argv[2:]))
-
-
 def test_a_mistake_is_said_once_and_ends_all_ranks(tmp_path: Path) -> None:
     """Rank 0 reads the configuration; the others end with it, and none of them aborts."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"]
     done = subprocess.run([*torchrun, "seeed=2"], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.stderr.count("error: unknown key 'seeed'") == 1
     assert "SIGABRT" not in done.stderr
-    assert "Traceback" not in done.stderr.split("torch/distributed/elastic")[0]
+    assert 'train.py", line' not in done.stderr
     asked = subprocess.run([*torchrun, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert asked.returncode == 0
     assert asked.stdout.count("usage: python train.py") == 1
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {work.__name__: work for work in (work_numbers, work_memory, work_wait)}[sys.argv[1]](*map(Path, sys.argv[2:]))

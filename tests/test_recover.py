@@ -24,6 +24,7 @@ from test_executor import Echo, loader
 from actor import FSDPPPOActor
 from executor import ProxyAddress, WorkflowExecutor
 from plumbing.config import ConfigError, RolloutConfig
+from plumbing.logger import Trace
 from plumbing.recover import GroupLog, Recovery, cut_metrics
 from trajectory import complete
 
@@ -277,6 +278,20 @@ def test_evaluation_by_itself(tmp_path: Path) -> None:
     assert 0 <= found["eval_reward"] <= 1
     assert f"eval_reward {found['eval_reward']:.4g}" in done.stdout
     assert list((tmp_path / "e/t").glob("eval-rollout/0/*.jsonl"))
+
+
+@pytest.mark.parametrize("cut", [0, 2, 9, 40])
+def test_a_trace_goes_on(tmp_path: Path, cut: int) -> None:
+    """A run that goes on keeps the trace of the one before, but for a line that was torn; the whole is JSON."""
+    path = tmp_path / "trace.json"
+    for _ in range(2):
+        trace = Trace(path)
+        trace.event("start", 7)
+        trace.close()
+        whole = path.read_bytes()
+        events = json.loads(whole)
+        path.write_bytes(whole[: len(whole) - cut])
+    assert len(events) >= 6  # two names and an event of each run, and the end, but for the torn line
 
 
 def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddress) -> None:

@@ -18,6 +18,7 @@ from harness import ADMIN, HELLO, Connection, Harness, claude, reply_message, sd
 from engine import EngineError, RemoteInfEngine
 from plumbing.wire import StackTransport
 from proxy import create_app
+from tools import OutputParser
 
 pytestmark = pytest.mark.anyio
 
@@ -583,3 +584,20 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
         process.terminate()
         process.wait(timeout=20)
         process.stdout.close()
+
+
+@pytest.mark.parametrize("where", ["parse", "certain"])
+async def test_a_mistake_of_ours_is_an_event_too(start: Start, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """What nobody expected in the middle of a stream is told to the client, and goes on to the log."""
+
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("our mistake")
+
+    harness = start("hello")
+    session = await harness.start()
+    monkeypatch.setattr(OutputParser, where, broken)
+    call = Connection(harness, f"/{session}/v1/chat/completions", STREAM)
+    await asyncio.wait({call.task}, timeout=30)
+    assert isinstance(call.task.exception(), ZeroDivisionError)
+    pieces = [call.pieces.get_nowait() for _ in range(call.pieces.qsize())]
+    assert b"our mistake" in pieces[-1]["body"]
