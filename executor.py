@@ -10,10 +10,11 @@ What an episode goes through, in the event loop's thread:
          -> should_accept_fn -> dump_to_file -> accepted
 
 None from the workflow or False from should_accept_fn rejects the group; the next prompt of the dataloader takes its
-place. An exception anywhere on the way rejects it too, and counts it as failed; the same trouble again and again stops
-the run with the first traceback (dispatcher.py). A trajectory is dumped whether it was accepted or not: one readable
-line a row in {dump_dir}/{rollout|eval-rollout}/{newest version in it}/{task_id}.jsonl, written by a thread beside the
-loop, because decoding takes longer than anything else here.
+place. An exception anywhere on the way rejects it too, and counts it as failed, unless a process of the run has died
+meanwhile: then the run ends, and nothing is counted. The same trouble again and again stops the run with the first
+traceback (dispatcher.py). A trajectory is dumped whether it was accepted or not: one readable line a row in
+{dump_dir}/{rollout|eval-rollout}/{newest version in it}/{task_id}.jsonl, written by a thread beside the loop, because
+decoding takes longer than anything else here.
 
 The dataloader is a torch DataLoader of lists of samples (collate_fn=identity). It is cycled for ever; where it stands
 is remembered between calls, and the order is its own, hence repeatable. Everything else is taken from *this* call:

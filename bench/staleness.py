@@ -299,9 +299,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
-    words = ["actor.ppo_epochs=1", "actor.entropy_coeff=0.03", "actor.entropy_anneal=true"]
-    words += ["actor.enable_tree_training=true"]
-    recipe = load(["--config", str(ROOT / "configs" / "demo.yaml"), *words]).actor
+    recipe = load(
+        ["--config", str(ROOT / "configs" / "demo.yaml"), "actor.ppo_epochs=1", "actor.enable_tree_training=true"]
+    ).actor
     done = {(line["eta"], line["method"], line["seed"]) for line in read()}
     for seed in [] if args.draw else args.seeds:  # seeds outermost: a run that is stopped has whole tables
         base = BASES / f"base-{seed}"
