@@ -9,8 +9,8 @@ export OMP_NUM_THREADS ?= 1
 demo: $(VENV)/ready            ## train the demo: two to three minutes
 	$(BIN)/python train.py
 
-test: $(VENV)/ready            ## every concept, a few minutes; a file's tests stay together, for they share servers
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not runs"
+test: $(VENV)/ready            ## every concept, minutes; a file's tests share servers and stay together, the longest first
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not runs" tests/test_run.py tests
 
 test-runs: $(VENV)/ready       ## whole runs: several ranks, restarts after kills, recipes, slurm
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m runs

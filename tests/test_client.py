@@ -379,7 +379,7 @@ async def test_an_unknown_interaction_or_style_is_an_error(direct: Any) -> None:
     client, _ = direct()
     with pytest.raises(KeyError, match="chatcmpl-x"):
         client.set_reward("chatcmpl-x", 1.0)
-    with pytest.raises(KeyError, match="no finished interaction"):
+    with pytest.raises(KeyError, match="no call of this session has succeeded"):
         client.set_last_reward(1.0)
     await say(client, "hello")
     with pytest.raises(ValueError, match="finite"):
