@@ -26,10 +26,9 @@ from engine import RemoteInfEngine
 from examples.calculator import conversation, dataset, make_model
 from workflow import WorkflowContext, is_interactions, resolve_workflow, workflow_context
 
-pytestmark = [  # the frameworks' own: connections that they leave to the garbage collector, names they will give up
-    pytest.mark.filterwarnings(f"ignore::{kind}")
-    for kind in ("ResourceWarning", "DeprecationWarning", "UserWarning", "pytest.PytestUnraisableExceptionWarning")
-]
+# The frameworks' own: connections that they leave to the garbage collector, names that they will give up.
+NOT_OURS = ("ResourceWarning", "DeprecationWarning", "UserWarning", "pytest.PytestUnraisableExceptionWarning")
+pytestmark = [pytest.mark.runs, *(pytest.mark.filterwarnings(f"ignore::{kind}") for kind in NOT_OURS)]
 EXAMPLES = {  # module: what it needs, and the prefix of its interactions' ids
     "openai_sdk": ("openai", "chatcmpl-"),
     "openai_agents_sdk": ("agents", "resp_"),

@@ -242,6 +242,7 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
     fleet.stop()
 
 
+@pytest.mark.runs
 def test_a_run_outlives_one_of_its_two_servers(tmp_path: Path) -> None:
     """kill -9 of one server after the first step: the run says so and goes on to its last step."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "server.count=2", "max_steps=6")

@@ -176,6 +176,7 @@ def test_what_cannot_be_pickled_is_named_before_anything_starts() -> None:
 # ---------------------------------------------------------------- a run
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
     """`python train.py rollout.openai.mode=subproc`, the demo's agent unchanged: it trains, and neither Ctrl-C nor

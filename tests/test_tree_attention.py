@@ -402,6 +402,7 @@ def test_the_actor_makes_the_same_step_with_trees(model: Any, tmp_path: Path) ->
     assert trees[0]["tree_token_ratio"] < 0.9
 
 
+@pytest.mark.runs
 def test_two_ranks_train_trees(model: Any, tmp_path: Path) -> None:
     """Sharded over two ranks, with another number of trees on each, the step is the one that one rank makes."""
     model.save_pretrained(tmp_path / "model")

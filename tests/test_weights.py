@@ -245,6 +245,7 @@ trainer.destroy()
 """
 
 
+@pytest.mark.runs
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
     """A model of 100 MiB on two ranks, broadcast in buckets of 8: no rank grows by more than two buckets, and the
