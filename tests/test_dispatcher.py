@@ -528,11 +528,14 @@ def test_destroy_cancels_cleans_up_and_leaves_no_thread(make_stage):
 def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
     """The main thread waits without a timeout, and KeyboardInterrupt still ends it at once."""
     stage = make_stage()
-    lock, main_thread = stage.dispatcher.runner.lock, threading.get_ident()
+    lock, main_thread, through = stage.dispatcher.runner.lock, threading.get_ident(), threading.Event()
 
     async def interrupt(task: Prompt) -> None:
         with lock:  # free only once the main thread waits
+            pass
+        while not through.is_set():  # again: one that comes just before the system call is seen after it, so never
             signal.pthread_kill(main_thread, signal.SIGINT)
+            await asyncio.sleep(1)
         await asyncio.get_running_loop().create_future()
 
     stage.dispatcher.task_factory = lambda task: lambda: interrupt(task)
@@ -540,6 +543,7 @@ def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
         stage.submit(0)
         with pytest.raises(KeyboardInterrupt):
             stage.dispatcher.wait_results(1)
+        through.set()
 
 
 def test_repr_shows_the_state(make_stage):
