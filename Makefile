@@ -16,7 +16,7 @@ test-runs: $(VENV)/ready       ## whole runs: several ranks, restarts after kill
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m runs
 
 test-sglang: $(VENV)/ready .venv-sglang/ready   ## the wire contract and a training run with the real SGLang, on a CPU
-	NANO_AREAL_SGLANG=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -v tests/test_contract.py tests/test_sglang_run.py
+	NANO_AREAL_SGLANG=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -vv tests/test_contract.py tests/test_sglang_run.py
 
 lint: $(VENV)/ready            ## format, style, types
 	$(BIN)/ruff format --check .
