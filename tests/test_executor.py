@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mode_agents import MyAgent
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from scripted import ScriptedEngine
 from torch.utils.data import DataLoader
@@ -406,23 +407,6 @@ def test_dumps_without_a_tokenizer_are_refused_at_the_start(make: Make, tmp_path
 # ---------------------------------------------------------------- agents, by the real proxy and server
 
 
-class DocumentsAgent:
-    """docs/agent_workflow.txt, "Proxy Approach"."""
-
-    async def run(self, data: dict, **extra_kwargs: Any) -> float:
-        http_client = extra_kwargs.get("http_client")
-        base_url = extra_kwargs.get("base_url")
-        client = AsyncOpenAI(base_url=base_url, http_client=http_client, max_retries=0, api_key="DUMMY")
-        response = await client.chat.completions.create(
-            model="default", messages=data["messages"], max_completion_tokens=4
-        )
-        return compute_reward(response, data["answer"])
-
-
-def compute_reward(response: Any, answer: str) -> float:
-    return 1.0 if response.choices[0].message.content == answer else 0.5
-
-
 class Talks:
     """`turns` calls, each going on from the last; then `result` of their ids, or an error."""
 
@@ -463,7 +447,7 @@ def run_agent(make: Make, proxy: ProxyAddress, tiny_server: str) -> Iterator[Cal
 
 def test_the_documents_agent_is_trained_on_unchanged(run_agent: Any) -> None:
     """The agent of docs/agent_workflow.txt, the unmodified SDK and its base_url: a group of rows with rewards."""
-    group, stats = run_agent(DocumentsAgent, group_size=3)
+    group, stats = run_agent(MyAgent, group_size=3)
     assert group["rewards"].shape == (3,)
     assert set(group["rewards"].tolist()) <= {0.5, 1.0}
     assert (group["loss_mask"].sum(1) >= 1).all()
