@@ -18,12 +18,11 @@ younger groups run on and wait behind it. A rejected group leaves the order, its
 active_submit_and_wait refills it from the generator. staleness.py proves why this order keeps every group's age
 within max_head_offpolicyness; take() checks it.
 
-**Failure.** A task that returns None is rejected; one that raises is rejected and counted as failed. When
-max_failures tasks raise and none returns in between, the run stops with the first traceback as the
-cause: a bug that hits every episode ends the run instead of being refilled for ever. As many rejected in a row
-are a warning in the log, once a row: a filter may be strict and right. fail() stops the run from
-outside (a watcher sees a dead server), and so does what our own code raises in the thread. In each case every
-waiting and every later call raises RuntimeError.
+**Failure.** A task that returns None is rejected; one that raises is rejected and counted as failed. When max_failures
+tasks raise and none returns in between, the run stops with the first traceback as the cause: a bug that hits every
+episode ends the run instead of being refilled for ever. As many rejected in a row are a warning in the log, once a row:
+a filter may be strict and right. fail() stops the run from outside (a watcher sees a dead server), and so does what our
+own code raises in the thread. In each case every waiting and every later call raises RuntimeError.
 
 **Locks.** One lock, the runner's, re-entrant; inside it the staleness manager's and whatever get_version() takes.
 So: never call the dispatcher while holding a lock that get_version() needs; set the version, let go, then

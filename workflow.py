@@ -229,10 +229,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         if not all(map(is_interactions, episodes)):
             return concat_padded_tensors([to_tensors(episode) for episode in episodes])
         merged = dict(item for episode in episodes for item in episode.items())
-        if len(merged) < sum(map(len, episodes)):
-            raise ValueError(
-                f"two members returned the same interaction ids: {[list(episode) for episode in episodes]}"
-            )
+        assert len(merged) == sum(map(len, episodes)), "two members returned the same interaction ids"
         return merged
 
     async def _run_member(self, i: int, engine: Any, data: dict[str, Any]) -> EpisodeResult:

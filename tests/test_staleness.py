@@ -246,6 +246,33 @@ def test_age_is_bounded_whatever_happens(eta, batch, concurrent, data):
     assert consumed == sorted(consumed), "ids are given in order of start, and consumed in it"
 
 
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 2), st.integers(1, 3), st.integers(1, 7), st.data())
+def test_dropping_never_ends_in_a_deadlock(eta, batch, concurrent, data):
+    """A trainer that skips batches makes groups old: those are dropped, what it takes is fresh, and the gate opens."""
+    clock = Version()
+    state = make_state(StalenessManager(clock, concurrent, batch, eta), drop_stale=True)
+    started: dict[int, int] = {}  # task_id -> version at its start
+    finished: set[int] = set()
+    next_id = 0
+    for _ in range(data.draw(st.integers(1, 60), label="events")):
+        next_id = feed(state, next_id, clock.version, started)
+        running = sorted(started.keys() - finished)
+        assert running or state.oldest(batch), f"a deadlock: {state}"
+        taken = ["take"] if state.oldest(batch) else []
+        event = data.draw(st.sampled_from([*running, *taken, "skip"]), label="event")
+        if event == "take":
+            groups = state.take(batch)
+            assert len(groups) in (0, batch)
+            assert all(clock.version - group.version <= eta for group in groups)
+            clock.version += bool(groups)
+        elif event == "skip":
+            clock.version += 1
+        else:
+            finished.add(event)
+            state.finish(TimedResult(event, 0, Group(event, started[event])))
+
+
 def largest_age(eta: int, batch: int, late: int, in_order_of_start: bool) -> int:
     """The largest age trained on when group 0 ends only at version `late`, or when the batch waits for it.
 

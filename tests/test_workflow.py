@@ -395,7 +395,7 @@ async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() 
     assert list(merged) == ["a", "b"]
     mixed: Any = await workflow.arun_episode(None, {"names": ["a", None]})
     assert mixed["input_ids"].tolist() == [[1, 2, 3, 4], [1, 2, 7, 0]]
-    with pytest.raises(ValueError, match="same interaction ids"):
+    with pytest.raises(AssertionError, match="same interaction ids"):
         await workflow.arun_episode(None, {"names": ["a", "a"]})
 
 
