@@ -336,18 +336,24 @@ async def test_a_ragged_group_is_still_one_group() -> None:
 
 @pytest.mark.anyio
 async def test_a_group_of_nothing_is_rejected_and_a_group_of_errors_raises_the_first() -> None:
-    """All None is a rejected group, all failed is a failed group, and neither hides the other."""
+    """All None is a rejected group, all failed is a failed group, and neither hides the other. Failed members are told
+    beside others; those of a failed group are its own failure."""
+    failed: list[int] = []
+
+    async def on_failures(count: int) -> None:
+        failed.append(count)
 
     def errors(context: WorkflowContext, data: dict) -> Any:
         if context.sample_idx in data["none"]:
             return None
         raise ValueError(f"member {context.sample_idx}")
 
-    workflow = GroupedRolloutWorkflow(Function(errors), 3)
+    workflow = GroupedRolloutWorkflow(Function(errors), 3, on_failures)
     assert await workflow.arun_episode(None, {"none": [0, 1, 2]}) is None
     assert await workflow.arun_episode(None, {"none": [2]}) is None
     with pytest.raises(ValueError, match="member 0"):
         await workflow.arun_episode(None, {"none": []})
+    assert failed == [2]
 
 
 @pytest.mark.anyio
