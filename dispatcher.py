@@ -18,12 +18,11 @@ younger groups run on and wait behind it. A rejected group leaves the order, its
 active_submit_and_wait refills it from the generator. staleness.py proves why this order keeps every group's age
 within max_head_offpolicyness; take() checks it.
 
-**Failure.** A task that returns None is rejected; one that raises is rejected and counted as failed. When
-max_consecutive_failures tasks raise and none returns in between, the run stops with the first traceback as the
-cause: a bug that hits every episode ends the run instead of being refilled for ever. As many rejected in a row
-are a warning in the log, once a row: a filter may be strict and right. fail() stops the run from
-outside (a watcher sees a dead server), and so does what our own code raises in the thread. In each case every
-waiting and every later call raises RuntimeError.
+**Failure.** A task that returns None is rejected; one that raises is rejected and counted as failed. When max_failures
+tasks raise and none returns in between, the run stops with the first traceback as the cause: a bug that hits every
+episode ends the run instead of being refilled for ever. As many rejected in a row are a warning in the log, once a row:
+a filter may be strict and right. fail() stops the run from outside (a watcher sees a dead server), and so does what our
+own code raises in the thread. In each case every waiting and every later call raises RuntimeError.
 
 **Locks.** One lock, the runner's, re-entrant; inside it the staleness manager's and whatever get_version() takes.
 So: never call the dispatcher while holding a lock that get_version() needs; set the version, let go, then
@@ -41,12 +40,12 @@ leave the order, and only wait_for_task says None.
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
-from runner import AsyncTaskRunner, Runner, TimedResult
-from staleness import RolloutStat, StalenessManager
+from runner import AsyncTaskRunner, TimedResult
+from staleness import StalenessManager
 
 logger = logging.getLogger("nano_areal.dispatcher")
 
@@ -61,42 +60,36 @@ TInput = TypeVar("TInput", bound=WithTaskID)
 TResult = TypeVar("TResult")
 
 
+def untraced(event: str, task_id: int) -> None:
+    """What hears of every event when nobody wants to."""
+
+
+@dataclass(eq=False)
 class DispatchState(Generic[TInput, TResult]):
     """Every decision of the dispatcher: events in, actions out; no thread, no lock, no clock."""
 
-    def __init__(
-        self,
-        staleness_manager: StalenessManager,
-        head_version: Callable[[TResult], int | None],
-        max_running: int,
-        drop_stale: bool = False,
-        max_consecutive_failures: int | None = None,
-        trace: Callable[[str, int], None] | None = None,
-    ):
-        self.manager = staleness_manager
-        self.head_version = head_version
-        self.max_running = max_running
-        self.drop_stale = drop_stale
-        self.max_failures = max_consecutive_failures or max(8, 2 * staleness_manager.consumer_batch_size)
-        self.trace = trace or (lambda event, task_id: None)
-        # all mutable state
-        self.pending: OrderedDict[int, TInput] = OrderedDict()  # enqueued, not started
-        self.order: OrderedDict[int, TResult | None] = OrderedDict()  # by start; None: still running
-        self.ready: OrderedDict[int, TResult] = OrderedDict()  # by start; accepted, and nothing older runs
-        self.rejected: set[int] = set()  # for wait_for_task: one int for each
-        self.running = 0
-        self.paused = False
-        self.failure: tuple[str, BaseException | None] | None = None  # why everything ended
-        self.errors_in_a_row = 0
-        self.first_error: BaseException | None = None  # of that row
-        self.rejected_in_a_row = 0
+    manager: StalenessManager
+    head_version: Callable[[TResult], int | None]  # of a result's oldest token; None: it has none
+    max_queue_size: int  # tasks that the runner takes at once
+    drop_stale: bool = False
+    max_failures: int = 0  # one after another that end the run; 0: two batches of them, and at least eight
+    trace: Callable[[str, int], None] = untraced  # hears of every submit, start, finish, accept, reject, fail, drop
+    # all mutable state
+    pending: OrderedDict[int, TInput] = field(default_factory=OrderedDict)  # enqueued, not started
+    order: OrderedDict[int, TResult | None] = field(default_factory=OrderedDict)  # by start; None: still running
+    rejected: set[int] = field(default_factory=set)  # for wait_for_task: one int for each
+    paused: bool = False
+    failure: tuple[str, BaseException | None] | None = None  # why everything ended
+    errors_in_a_row: int = 0
+    first_error: BaseException | None = None  # of that row
+    rejected_in_a_row: int = 0
+
+    def __post_init__(self) -> None:
+        self.max_failures = self.max_failures or max(8, 2 * self.manager.consumer_batch_size)
 
     def __repr__(self) -> str:
         state = "failed" if self.failure else "paused" if self.paused else "open"
-        return (
-            f"DispatchState({state}, pending={len(self.pending)}, running={self.running}, "
-            f"behind={len(self.order) - self.running}, ready={len(self.ready)}, {self.manager})"
-        )
+        return f"DispatchState({state}, pending={len(self.pending)}, started={len(self.order)}, {self.manager})"
 
     # ---- questions
 
@@ -104,25 +97,25 @@ class DispatchState(Generic[TInput, TResult]):
         """How many tasks may start now, if there are any."""
         if self.paused or self.failure:
             return 0
-        return max(0, min(self.manager.get_capacity(), self.max_running - self.running))
+        return max(0, min(self.manager.get_capacity(), self.max_queue_size - self.manager.get_stats().running))
 
     def is_stalled(self) -> bool:
         """Only a caller can make anything happen: by a new task, or by a new version."""
-        return not (self.running or self.paused or self.failure)
+        return not (self.manager.get_stats().running or self.paused or self.failure)
 
-    def in_flight(self) -> int:
-        """Tasks that may still be consumed."""
-        return len(self.pending) + len(self.order) + len(self.ready)
+    def in_flight(self) -> set[int]:
+        """The ids of the tasks that may still be consumed: pending, running, and finished."""
+        return {*self.pending, *self.order}
 
-    def must_act(self, count: int, more: bool) -> bool:
-        """Who wants `count` results has something to do: take them, feed the open gate, or, without more, give up."""
-        hungry = not self.pending and self.may_start() > 0 if more else self.in_flight() < count
-        return hungry or len(self.ready) >= count
+    def oldest(self, count: int) -> dict[int, TResult]:
+        """The `count` oldest by start; none while one of them is not finished."""
+        finished = {task_id: data for task_id, data in islice(self.order.items(), count) if data is not None}
+        return finished if len(finished) == count else {}
 
     # ---- events
 
     def enqueue(self, task: TInput) -> None:
-        if task.task_id in self.pending or task.task_id in self.order or task.task_id in self.ready:
+        if task.task_id in self.pending or task.task_id in self.order:
             raise ValueError(f"task {task.task_id} is already in the dispatcher")
         self.rejected.discard(task.task_id)
         self.pending[task.task_id] = task
@@ -135,16 +128,14 @@ class DispatchState(Generic[TInput, TResult]):
         for _ in range(min(self.may_start(), len(self.pending))):
             task_id, task = self.pending.popitem(last=False)
             self.order[task_id] = None
-            self.running += 1
             self.manager.on_rollout_submitted()
             self.trace("start", task_id)
             started.append(task)
         return started
 
     def finish(self, result: TimedResult[TResult]) -> None:
-        """A task ended: accepted if it brought data, else rejected; it may make older results consumable."""
+        """A task ended: accepted if it brought data, else rejected."""
         task_id = result.task_id
-        self.running -= 1
         self.trace("finish", task_id)
         if result.data is not None:
             self.order[task_id] = result.data
@@ -158,29 +149,27 @@ class DispatchState(Generic[TInput, TResult]):
             if failed:
                 self.trace("fail", task_id)
             self.trace("reject", task_id)
-        self._count_errors(result.error)
-        self._count_rejected(result.data is not None)
-        while self.order and (data := next(iter(self.order.values()))) is not None:
-            oldest_id, _ = self.order.popitem(last=False)
-            self.ready[oldest_id] = data
+        self._count_rows(result)
 
     def take(self, count: int) -> list[TResult]:
-        """The `count` oldest by start, consumed; [] while one of them is not ready.
+        """The `count` oldest by start, consumed; [] while one of them is not finished.
 
         A group too old: with drop_stale it is dropped and the next one steps up, else StalenessError, and then
         nothing is consumed.
         """
-        if self.drop_stale:
-            stale = [i for i, data in self.ready.items() if not self.manager.is_fresh(self.head_version(data))]
+        while oldest := self.oldest(count):
+            stale = [i for i, data in oldest.items() if not self.manager.is_fresh(self.head_version(data))]
+            if not stale:
+                for task_id in oldest:
+                    del self.order[task_id]
+                return list(oldest.values())
+            if not self.drop_stale:
+                self.manager.check_age(self.head_version(oldest[stale[0]]))  # raises
             for task_id in stale:
-                del self.ready[task_id]
+                del self.order[task_id]
                 self.manager.on_rollout_dropped()
                 self.trace("drop", task_id)
-        if len(self.ready) < count:
-            return []
-        for data in islice(self.ready.values(), count):
-            self.manager.check_age(self.head_version(data))
-        return [self.ready.popitem(last=False)[1] for _ in range(count)]
+        return []
 
     def take_task(self, task_id: int) -> list[TResult | None]:
         """[result] of one task, [None] if it was rejected, [] while it is not finished. It leaves the order.
@@ -190,11 +179,10 @@ class DispatchState(Generic[TInput, TResult]):
         if task_id in self.rejected:
             self.rejected.remove(task_id)
             return [None]
-        for finished in (self.ready, self.order):
-            if (data := finished.get(task_id)) is not None:
-                del finished[task_id]
-                self.manager.on_rollout_withdrawn()
-                return [data]
+        if (data := self.order.get(task_id)) is not None:
+            del self.order[task_id]
+            self.manager.on_rollout_withdrawn()
+            return [data]
         if task_id in self.order or task_id in self.pending:
             return []
         raise ValueError(f"task {task_id} was never submitted, or its result was taken")
@@ -203,17 +191,16 @@ class DispatchState(Generic[TInput, TResult]):
         """Nothing starts any more; the first failure is the one that is reported."""
         self.failure = self.failure or (message, cause)
 
-    def _count_errors(self, error: BaseException | None) -> None:
-        if error is None:
+    def _count_rows(self, result: TimedResult[TResult]) -> None:
+        """How many failed, and were rejected, one after another."""
+        if result.error is None:
             self.errors_in_a_row, self.first_error = 0, None
-            return
-        self.errors_in_a_row += 1
-        first = self.first_error = self.first_error or error
-        if self.errors_in_a_row >= self.max_failures:
-            self.fail(f"{self.errors_in_a_row} tasks failed one after another; the first: {first!r}", first)
-
-    def _count_rejected(self, accepted: bool) -> None:
-        self.rejected_in_a_row = 0 if accepted else self.rejected_in_a_row + 1
+        else:
+            self.errors_in_a_row += 1
+            first = self.first_error = self.first_error or result.error
+            if self.errors_in_a_row >= self.max_failures:
+                self.fail(f"{self.errors_in_a_row} tasks failed one after another; the first: {first!r}", first)
+        self.rejected_in_a_row = 0 if result.data is not None else self.rejected_in_a_row + 1
         if self.rejected_in_a_row == self.max_failures and not self.failure:
             hint = "look at should_accept_fn, and at why the workflow returns None (of an agent: it set no reward)"
             logger.warning("%d tasks in a row were rejected and none was accepted: %s", self.max_failures, hint)
@@ -222,43 +209,19 @@ class DispatchState(Generic[TInput, TResult]):
 class BatchTaskDispatcher(Generic[TInput, TResult]):
     """Section 3's dispatcher: submit inputs, get batches back in order of start, within the staleness bound.
 
-    task_factory(task) returns an async function without arguments whose result is one prompt group, or None:
-    rejected. head_version(result) is the version of its oldest token, None if it has none. trace(event, task_id)
-    hears of every submit, start, finish, accept, reject, fail, drop.
+    task_factory(task) makes the coroutine whose result is one prompt group, or None: rejected.
     """
 
     def __init__(
         self,
-        max_queue_size: int,
-        task_factory: Callable[[TInput], Callable[[], Awaitable[TResult | None]]],
-        staleness_manager: StalenessManager,
-        *,
-        head_version: Callable[[TResult], int | None],
-        drop_stale: bool = False,
-        max_consecutive_failures: int | None = None,
-        trace: Callable[[str, int], None] | None = None,
-        runner: Runner | None = None,
+        task_factory: Callable[[TInput], Awaitable[TResult | None]],
+        state: DispatchState[TInput, TResult],
+        runner: AsyncTaskRunner | None = None,
     ):
-        self.max_queue_size = max_queue_size
         self.task_factory = task_factory
-        self.staleness_manager = staleness_manager
-        self._state: DispatchState[TInput, TResult] = DispatchState(  # all mutable state, under runner.lock
-            staleness_manager, head_version, max_queue_size, drop_stale, max_consecutive_failures, trace
-        )
-        self.runner: Runner = runner or AsyncTaskRunner(max_queue_size)
-        self.runner.on_done = self._fetch
-        self.runner.on_failure = self.fail
-
-    def __repr__(self) -> str:
-        with self.runner.lock:
-            return f"BatchTaskDispatcher({self._state})"
-
-    @property
-    def stats(self) -> RolloutStat:
-        return self.staleness_manager.get_stats()
-
-    def initialize(self) -> None:
-        self.runner.initialize()
+        self._state = state  # all mutable state, under runner.lock
+        self.runner = runner or AsyncTaskRunner(state.max_queue_size)
+        self.runner.on_done, self.runner.on_failure = self._fetch, self.fail
 
     def submit_task_input(self, task: TInput) -> None:
         """Enqueues without bound; starts as soon as the gate admits it. ValueError: the id is in use."""
@@ -285,28 +248,19 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         return self._wait(f"task {task_id}", lambda: self._state.take_task(task_id), timeout)[0]
 
     def active_submit_and_wait(self, task_generator: Iterator[TInput], batch_size: int) -> list[TResult]:
-        """A batch of accepted results, while the generator keeps the gate supplied and refills the rejected.
-
-        RuntimeError when the generator is exhausted and what is in flight cannot make up the batch.
-        """
+        """A batch of accepted results, while the endless generator keeps the gate supplied and refills the rejected."""
         while True:
-            more = self._top_up(task_generator)
-            with self.runner.lock:
-                self._wait("a batch", partial(self._state.must_act, batch_size, more))
-                results = self._state.take(batch_size)
-                self._commit()
-                if not results and not more and self._state.in_flight() < batch_size:
-                    raise RuntimeError(f"the task generator is exhausted before a batch of {batch_size}: {self._state}")
-            if results:
+            self._top_up(task_generator)
+            results = self._wait("a batch", lambda: self._state.take(batch_size) or not self._state.pending)
+            if isinstance(results, list):  # else more tasks are needed first
                 self._top_up(task_generator)  # what starts while the trainer trains
                 return results
 
     def in_flight(self) -> set[int]:
-        """The ids of the tasks that may still be consumed: pending, running, and finished.
-        RuntimeError after the end."""
+        """The ids of the tasks that may still be consumed. RuntimeError after the end."""
         with self.runner.lock:
             self.check_alive()
-            return {*self._state.pending, *self._state.order, *self._state.ready}
+            return self._state.in_flight()
 
     def check_alive(self) -> None:
         """Raises RuntimeError once everything has ended."""
@@ -316,14 +270,11 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
                 raise RuntimeError(message) from cause
 
     def restore(self, results: dict[int, TResult]) -> None:
-        """Results of an earlier process, by task id and in their order of start: the oldest of this one.
-
-        RuntimeError if there are others already; the staleness manager is told by the caller (on_version_recovered).
-        """
+        """Results of an earlier process, by task id and in their order of start: the oldest of this one, which has no
+        tasks yet. The staleness manager is told by the caller (on_version_recovered)."""
         with self.runner.lock:
-            if self._state.in_flight():
-                raise RuntimeError(f"results can be put back only where nothing was submitted: {self._state}")
-            self._state.ready.update(results)
+            assert not self._state.in_flight(), f"results are put back only where nothing was submitted: {self._state}"
+            self._state.order.update(results)
 
     def pause(self) -> None:
         """Starts nothing more; what runs goes on, and results can be taken."""
@@ -339,19 +290,19 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         """The version provider's version rose: what the gate now admits starts at once."""
         with self.runner.lock:
             self._commit()
-            self.runner.wake()
+            self.runner.lock.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Ends everything from outside: every waiting and later call raises RuntimeError from `error`."""
         with self.runner.lock:
             self._state.fail(f"the rollout cannot go on: {error!r}", error)
-            self.runner.wake()
+            self.runner.lock.notify_all()
 
     def destroy(self) -> None:
         """1. waiting calls raise; 2. running tasks are cancelled and clean up; 3. the thread is joined."""
         with self.runner.lock:
             self._state.fail("the dispatcher is destroyed", None)
-            self.runner.wake()
+            self.runner.lock.notify_all()
         self.runner.destroy()
 
     # ---- producer and consumer; under the lock, in the thread of whoever brought the event
@@ -359,30 +310,26 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def _commit(self) -> None:
         """The producer (section 3.2): starts what the gate admits."""
         for task in self._state.start():
-            self.runner.submit(self._run, task, task_id=task.task_id)
+            self.runner.submit(self.task_factory, task, task_id=task.task_id)
 
     def _fetch(self, result: TimedResult[TResult]) -> None:
         """The consumer (section 3.3): takes in a result; the place it may give back is used at once."""
         self._state.finish(result)
         self._commit()
 
-    async def _run(self, task: TInput) -> TResult | None:
-        return await self.task_factory(task)()
-
     # ---- waiting
 
-    def _top_up(self, task_generator: Iterator[TInput]) -> bool:
-        """Draws what the gate can use before we are back here; False: exhausted. Not under the lock: it may be slow.
+    def _top_up(self, task_generator: Iterator[TInput]) -> None:
+        """Draws what the gate can use before we are back here. Not under the lock: it may be slow.
 
         The number of draws is fixed beforehand: without a staleness limit, tasks could end as fast as we draw.
         """
-        limit = min(self.staleness_manager.get_pending_limit(), self.max_queue_size)
+        limit = min(self._state.manager.get_pending_limit(), self._state.max_queue_size)
         for _ in range(limit - len(self._state.pending)):
-            try:
-                self.submit_task_input(next(task_generator))
-            except StopIteration:
-                return False
-        return True
+            task = next(task_generator, None)
+            if task is None:
+                raise RuntimeError("the task generator is exhausted")
+            self.submit_task_input(task)
 
     def _wait(self, what: str, attempt: Callable[[], T], timeout: float | None = None) -> T:
         def attempt_while_alive() -> T:
@@ -395,5 +342,5 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
 
         result = self.runner.wait_for(attempt_while_alive, timeout)
         if not result:
-            raise TimeoutError(f"{what} did not finish within {timeout} s: {self!r}")
+            raise TimeoutError(f"{what} did not finish within {timeout} s: {self._state}")
         return result

@@ -37,11 +37,11 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dispatcher import BatchTaskDispatcher
+from dispatcher import BatchTaskDispatcher, DispatchState, untraced
 from io_struct import GenerationHyperparameters
 from plumbing.config import RolloutConfig
 from staleness import RolloutStat, StalenessManager
@@ -90,56 +90,45 @@ class RolloutTask:
     is_eval: bool
 
 
-@dataclass
-class ExecutorStats(RolloutStat):
-    """The life cycle's counts of prompt groups, and beside them the group members that raised."""
-
-    failed_members: int = 0
-
-
+@dataclass(eq=False, repr=False)
 class WorkflowExecutor:
     """The rollout methods of an engine: submit, wait, wait_for_task, rollout_batch, prepare_batch.
 
-    config: RolloutConfig. gconfig: sampling that classes of RolloutWorkflow get by default; its seed is the run's.
-    tokenizer: likewise, and for the dumps. proxy: needed for agents. dump_dir: the run's folder; None dumps nothing.
-    trace(event, task_id) hears of every submit, start, finish, accept, reject. keep(task_id, group) is called in a
-    thread before a group counts as accepted, to write it where it outlives the process. hold_failures: seconds that a
-    failure waits before it counts, so that whoever watches the processes of the run can call `fail` first. The executor
-    attaches itself to the engine; the one that `for_evaluation` makes does not.
+    gconfig and tokenizer are what classes of RolloutWorkflow get by default; gconfig's seed is the run's. trace(event,
+    task_id) hears of every submit, start, finish, accept, reject. keep(task_id, group) is called in a thread before a
+    group counts as accepted, to write it where it outlives the process. hold_failures: seconds that a failure waits
+    before it counts, so that whoever watches the processes of the run can call `fail` first. The executor attaches
+    itself to the engine; the one that `for_evaluation` makes does not.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        config: RolloutConfig,
-        *,
-        tokenizer: Any = None,
-        gconfig: GenerationHyperparameters | None = None,
-        proxy: ProxyAddress | None = None,
-        dump_dir: Path | None = None,
-        trace: Callable[[str, int], None] | None = None,
-        keep: Callable[[int, Trajectory], None] | None = None,
-        hold_failures: float = 0.0,
-        evaluation: bool = False,
-    ) -> None:
-        self.engine, self.config = engine, config
-        self.tokenizer, self.gconfig, self.proxy = tokenizer, gconfig or GenerationHyperparameters(), proxy
-        self.keep, self.hold_failures = keep, hold_failures
-        self.dump_dir = dump_dir if config.dump_to_file else None
-        if self.dump_dir is not None and tokenizer is None:
+    engine: Any
+    config: RolloutConfig
+    tokenizer: Any = None
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    proxy: ProxyAddress | None = None  # needed for agents
+    dump_dir: Path | None = None  # the run's folder; None dumps nothing
+    trace: Callable[[str, int], None] = untraced
+    keep: Callable[[int, Trajectory], None] | None = None
+    hold_failures: float = 0.0
+    evaluation: bool = False
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.dump_dir = self.dump_dir if config.dump_to_file else None
+        if self.dump_dir is not None and self.tokenizer is None:
             raise ValueError("rollout.dump_to_file writes text and needs a tokenizer: set tokenizer_path")
         batch, eta = config.consumer_batch_size or 1, config.max_head_offpolicyness
         concurrent = config.max_concurrent_rollouts or (eta + 1) * batch
-        self.staleness_manager = StalenessManager(engine, concurrent, batch, NO_LIMIT if evaluation else eta)
-        self.dispatcher: BatchTaskDispatcher[RolloutTask, Trajectory] = BatchTaskDispatcher(
-            config.queue_size or 16 * concurrent,
-            lambda task: lambda: self._run_episode(task),
+        self.staleness_manager = StalenessManager(self.engine, concurrent, batch, NO_LIMIT if self.evaluation else eta)
+        decisions: DispatchState[RolloutTask, Trajectory] = DispatchState(
             self.staleness_manager,
-            head_version=head_version,
+            head_version,
+            max_queue_size=config.queue_size or 16 * concurrent,
             drop_stale=config.drop_stale,
-            max_consecutive_failures=NO_LIMIT if evaluation else None,
-            trace=trace if config.enable_tracing else None,
+            max_failures=NO_LIMIT if self.evaluation else 0,
+            trace=self.trace,
         )
+        self.dispatcher = BatchTaskDispatcher(self._run_episode, decisions)
         # All mutable state of this object:
         self._next_id = 0
         self._streams: dict[Any, Iterator[Numbered]] = {}  # where each dataloader stands
@@ -147,42 +136,18 @@ class WorkflowExecutor:
         self._open: dict[int, dict] = {}  # sample by task id: drawn, and not yet seen to be consumed or rejected
         self._reopened: list[int] = []  # those of them that a recovery has still to start again
         self._keys: dict[type, frozenset[str]] = {}  # what each kind of workflow returned first
-        self._failed_members = 0
 
-        if not evaluation:
-            engine.executor = self
-        self.dispatcher.initialize()
+        if not self.evaluation:
+            self.engine.executor = self
 
     def for_evaluation(self) -> "WorkflowExecutor":
         """A sibling without a staleness gate, for rollouts that are not trained on. Destroy it before this one."""
-        return WorkflowExecutor(
-            self.engine,
-            self.config,
-            tokenizer=self.tokenizer,
-            gconfig=self.gconfig,
-            proxy=self.proxy,
-            dump_dir=self.dump_dir,
-            hold_failures=self.hold_failures,
-            evaluation=True,
-        )
-
-    # ---- questions
+        return replace(self, trace=untraced, keep=None, evaluation=True)
 
     @property
-    def stats(self) -> ExecutorStats:
+    def stats(self) -> RolloutStat:
         """A snapshot of the counts."""
-        return ExecutorStats(**asdict(self.dispatcher.stats), failed_members=self._failed_members)
-
-    def __repr__(self) -> str:
-        return f"WorkflowExecutor(failed_members={self._failed_members}, {self.dispatcher!r})"
-
-    def choose_group_size(self, group_size: int | None, is_eval: bool) -> int:
-        """Rollouts per prompt. group_size and gconfig.n_samples are one number; ValueError if they differ."""
-        n_samples = self.gconfig.n_samples
-        chosen = group_size or self.config.group_size or n_samples
-        if not is_eval and n_samples not in (1, chosen):
-            raise ValueError(f"group_size={chosen} and gconfig.n_samples={n_samples} are one number; give one of them")
-        return chosen
+        return self.staleness_manager.get_stats()
 
     # ---- rollouts
 
@@ -301,13 +266,17 @@ class WorkflowExecutor:
         is_eval: bool = False,
     ) -> Iterator[RolloutTask]:
         """A task for every sample, all with one workflow object, which gets what this run provides."""
+        n_samples = self.gconfig.n_samples
+        group_size = group_size or self.config.group_size or n_samples
+        if not is_eval and n_samples not in (1, group_size):
+            raise ValueError(f"{group_size=} and gconfig.n_samples={n_samples} are one number; give one of them")
         resolved = resolve_workflow(
             workflow,
             workflow_kwargs,
-            self.choose_group_size(group_size, is_eval),
+            group_size,
             proxy=self._proxy_options(),
             defaults={"gconfig": self.gconfig, "tokenizer": self.tokenizer},
-            on_failures=self._on_failures,
+            on_failures=self._count_members,
         )
         accept = import_string(should_accept_fn) if isinstance(should_accept_fn, str) else should_accept_fn
         if accept is not None and not callable(accept):
@@ -346,10 +315,8 @@ class WorkflowExecutor:
         self.dispatcher.fail(error)
 
     def destroy(self) -> None:
-        """Cancel what runs, join the thread; the run's own executor also detaches from the engine. May be repeated."""
+        """Cancel what runs, join the thread. May be repeated."""
         self.dispatcher.destroy()
-        if self.engine.executor is self:
-            self.engine.executor = None
 
     # ---- one episode, in the event loop's thread
 
@@ -391,10 +358,10 @@ class WorkflowExecutor:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         (folder / f"{task_id}.jsonl").write_text(text, encoding="utf-8")
 
-    async def _on_failures(self, errors: list[BaseException]) -> None:
-        """Members of a group raised."""
+    async def _count_members(self, failed: int) -> None:
+        """So many members of a group raised, and the rest did not."""
         await self._hold()
-        self._failed_members += len(errors)
+        self.staleness_manager.on_members_failed(failed)
 
     async def _hold(self) -> None:
         """Before a failure counts and another prompt takes its place: where it was the first sign of a process of the

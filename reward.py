@@ -73,7 +73,3 @@ class AsyncRewardWrapper:
         pool = await _pool.get()
         async with pool.worker() as worker, time_limit(self.timeout_seconds, words):
             return _number(await worker.call(self.reward_fn, *args, **kwargs))
-
-    def __repr__(self) -> str:
-        where = "event loop" if self.is_async else "process pool"
-        return f"AsyncRewardWrapper({self.name}, {self.timeout_seconds:g} s, {where})"

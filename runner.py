@@ -1,4 +1,4 @@
-"""The one thread, the one event loop, the one lock: AsyncTaskRunner (write-up, section 3.1), and the seam it fills.
+"""The one thread, the one event loop, the one lock: AsyncTaskRunner (write-up, section 3.1), the seam to all three.
 
 Episodes are coroutines; hundreds of them wait for tokens at once, so one loop in one daemon thread runs them all.
 A caller submits an async function, and hears in the loop's thread of each that ends, in order of completion:
@@ -8,14 +8,14 @@ A caller submits an async function, and hears in the loop's thread of each that 
 
 **Every change of state happens under one lock, and every wait is a wait on it.** wait_for(attempt) looks again
 whenever something ended, and only then: no thread sleeps for a while and looks. Work reaches the loop by
-call_soon_threadsafe, once for a burst of submissions.
+call_soon_threadsafe.
 
-**The seam.** The dispatcher knows threads and time through the Runner protocol alone. AsyncTaskRunner is the
-real one; a runner that keeps a virtual clock, or one that lets a seeded scheduler choose who ends next, runs the
-same dispatcher (tests/test_dispatcher.py: VirtualRunner).
+**The seam.** The dispatcher knows threads and time through the public names of AsyncTaskRunner alone. A subclass with a
+virtual clock, or one that lets a seeded scheduler choose who ends next, runs the same dispatcher
+(tests/test_dispatcher.py: VirtualRunner).
 
-**What a task raises is its result; what our own code raises ends the runner**: then every waiting and later call
-raises RuntimeError from it. destroy() cancels what runs, lets it clean up, and joins the thread.
+**What a task raises is its result; what our own code raises is told to on_failure**: it means that no more will come,
+and whoever listens (the dispatcher) ends the run. destroy() cancels what runs, lets it clean up, and joins the thread.
 
 **Not promised.** A task that blocks the loop blocks all; one that swallows its cancellation outlives destroy(),
 which names it in the log.
@@ -30,11 +30,10 @@ import contextvars
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 new_event_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
 with suppress(ImportError):  # faster, and not there on Windows
@@ -61,75 +60,39 @@ class TimedResult(Generic[T]):
     error: BaseException | None = None
 
 
-class Runner(Protocol):
-    """The seam: all that the dispatcher knows of threads and time.
-
-    Under `lock` the runner calls on_done with the TimedResult of every task that ends, then wake(); on_failure with
-    an exception that means that no more will come.
-    """
-
-    on_done: Callable[[TimedResult], None]
-    on_failure: Callable[[BaseException], None]
-
-    @property
-    def lock(self) -> AbstractContextManager[Any]: ...  # re-entrant
-    def initialize(self) -> None: ...
-    def submit(self, async_fn: AsyncFn, *args: Any, task_id: int) -> None: ...
-    def wake(self) -> None: ...
-    def wait_for(self, attempt: Callable[[], T], timeout: float | None) -> T: ...
-    def destroy(self) -> None: ...
-
-
 class AsyncTaskRunner:
-    """Runs coroutines on one event loop in one daemon thread, at most max_queue_size at once."""
+    """Runs coroutines on one event loop in one daemon thread, at most max_queue_size at once.
+
+    Under `lock` it calls on_done with the TimedResult of every task that ends, and then lets every wait look again.
+    """
 
     def __init__(self, max_queue_size: int):
         if max_queue_size < 1:
             raise ValueError(f"max_queue_size must be 1 or more, not {max_queue_size}")
         self.max_queue_size = max_queue_size
-        # all mutable state, guarded by the lock
-        self.lock = threading.Condition()
-        self.failure: BaseException | None = None  # what ended the thread, or our own code in it
-        self._closed = False
-        self._inputs: deque[tuple[int, AsyncFn, tuple]] = deque()  # submitted, not started
-        self._active: dict[int, asyncio.Task | None] = {}  # submitted, not finished
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop = asyncio.Event()
+        self.lock = threading.Condition()  # re-entrant
         self.on_done: Callable[[TimedResult], None] = lambda result: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
-
-    def __repr__(self) -> str:
-        return f"AsyncTaskRunner({'closed' if self._closed or self.failure else 'open'}, active={len(self._active)})"
-
-    def initialize(self) -> None:
-        """Starts the thread. Tasks may be submitted before."""
-        with self.lock:
-            self._check_alive()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._thread_main, name="rollout", daemon=True)
-                self._thread.start()
+        # all mutable state; _active is guarded by the lock
+        self._active: dict[int, asyncio.Task | None] = {}  # submitted, not finished
+        self._stop = asyncio.Event()
+        self._runner = asyncio.Runner(loop_factory=new_event_loop)
+        self._loop = self._runner.get_loop()
+        self._thread = threading.Thread(target=self._thread_main, name="rollout", daemon=True)
+        self._thread.start()
 
     def submit(self, async_fn: AsyncFn, *args: Any, task_id: int) -> None:
-        """Runs async_fn(*args) soon. ValueError: the id is in use; TaskQueueFullError: no room."""
+        """Runs async_fn(*args) soon. TaskQueueFullError: no room. The id must not be in use."""
         with self.lock:
-            self._check_alive()
-            if task_id in self._active:
-                raise ValueError(f"task {task_id} is already active")
             if len(self._active) >= self.max_queue_size:
-                raise TaskQueueFullError(f"{self!r} is full: max_queue_size={self.max_queue_size}")
+                raise TaskQueueFullError(f"max_queue_size={self.max_queue_size} tasks are submitted and not finished")
             self._active[task_id] = None
-            self._inputs.append((task_id, async_fn, args))
-            if len(self._inputs) == 1:  # else a call of _start_tasks is on its way
-                self._call_in_loop(self._start_tasks)
-
-    def wake(self) -> None:
-        """Lets every waiting call look again."""
-        with self.lock:
-            self.lock.notify_all()
+            # A fresh context: a task must not inherit the variables of the one that made room for it.
+            context = contextvars.Context()
+            self._loop.call_soon_threadsafe(self._start, task_id, async_fn, args, context=context)
 
     def wait_for(self, attempt: Callable[[], T], timeout: float | None) -> T:
-        """Calls attempt(), under the lock, now and after every wake() until it returns something true.
+        """Calls attempt(), under the lock, now and after every `lock.notify_all()` until it returns something true.
 
         Returns its last value, a false one when `timeout` seconds have passed. What it raises is raised. Without
         a timeout the main thread still takes a KeyboardInterrupt at once.
@@ -138,50 +101,32 @@ class AsyncTaskRunner:
             return self.lock.wait_for(attempt, timeout)
 
     def destroy(self, timeout: float = 10.0) -> None:
-        """Cancels what runs, lets it clean up, and joins the thread. Safe to call twice, and from any thread."""
-        with self.lock:
-            self._closed = True
-            self._call_in_loop(self._stop.set)
-            self.lock.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
-            if self._thread.is_alive():
-                logger.warning("tasks %s ignored their cancellation for %s s", sorted(self._active), timeout)
+        """Cancels what runs, lets it clean up, and joins the thread. Safe to call twice."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            logger.warning("tasks %s ignored their cancellation for %s s", sorted(self._active), timeout)
 
     # ---- the thread
 
     def _thread_main(self) -> None:
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        with self._runner:  # leaving it cancels what the episodes have left behind, and closes the loop
             try:
-                runner.run(self._main())
+                self._runner.run(self._main())
             except BaseException as error:
-                self._fail(error)
-        # Leaving the Runner has cancelled what the episodes had left behind, and closed the loop.
+                self.on_failure(error)
 
     async def _main(self) -> None:
-        with self.lock:
-            self._loop = asyncio.get_running_loop()
-            self._start_tasks()
-            if self._closed:
-                self._stop.set()
-        try:
-            await self._stop.wait()
-            # The episodes first, and only then the loop: they may have to say farewell to a server.
-            episodes = [task for task in self._active.values() if task]
-            for episode in episodes:
-                episode.cancel()
-            await asyncio.gather(*episodes, return_exceptions=True)
-        finally:
-            with self.lock:
-                self._loop = None
+        await self._stop.wait()
+        # The episodes first, and only then the loop: they may have to say farewell to a server.
+        episodes = [task for task in self._active.values() if task]
+        for episode in episodes:
+            episode.cancel()
+        await asyncio.gather(*episodes, return_exceptions=True)
 
-    def _start_tasks(self) -> None:
-        with self.lock:
-            while self._loop and self._inputs and not (self._closed or self.failure):
-                task_id, async_fn, args = self._inputs.popleft()
-                episode = self._supervise(task_id, async_fn, args)
-                # A fresh context: a task must not inherit the variables of the one that made room for it.
-                self._active[task_id] = self._loop.create_task(episode, context=contextvars.Context())
+    def _start(self, task_id: int, async_fn: AsyncFn, args: tuple) -> None:
+        self._active[task_id] = self._loop.create_task(self._supervise(task_id, async_fn, args))
 
     async def _supervise(self, task_id: int, async_fn: AsyncFn, args: tuple) -> None:
         """The one supervisor: what a task raises is its result; what our own code raises ends the run."""
@@ -190,24 +135,10 @@ class AsyncTaskRunner:
             result = TimedResult(task_id, create_time, await async_fn(*args))
         except (Exception, asyncio.CancelledError, SystemExit) as error:
             result = TimedResult(task_id, create_time, None, error)
-        try:
-            with self.lock:
-                del self._active[task_id]
-                self.on_done(result)
-                self.lock.notify_all()
-        except Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
         with self.lock:
-            self.failure = self.failure or error
-            self.on_failure(error)
+            del self._active[task_id]
+            try:
+                self.on_done(result)
+            except Exception as error:
+                self.on_failure(error)
             self.lock.notify_all()
-
-    def _check_alive(self) -> None:
-        if self.failure or self._closed:
-            raise RuntimeError(f"the runner has ended: {self.failure or 'destroyed'!r}") from self.failure
-
-    def _call_in_loop(self, callback: Callable[[], object]) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(callback)

@@ -39,7 +39,7 @@ below zero, and a dropped or withdrawn group does not exist.
 """
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 
@@ -62,8 +62,10 @@ class RolloutStat:
     failed: int = 0  # rejected because of an exception
     dropped: int = 0  # was accepted, then too old at consumption
     withdrawn: int = 0  # was accepted, then fetched beside the batches
+    failed_members: int = 0  # no groups: members that raised, of whatever group
 
 
+@dataclass(eq=False)
 class StalenessManager:
     """The gate of section 1.2 and the age check at consumption. Thread-safe; its lock is a leaf.
 
@@ -71,22 +73,18 @@ class StalenessManager:
     early makes the gate stricter, never laxer.
     """
 
-    def __init__(
-        self,
-        version_provider: VersionProvider,
-        max_concurrent_rollouts: int,
-        consumer_batch_size: int,
-        max_staleness: int,
-    ):
-        if max_staleness < 0:
-            raise ValueError(f"max_staleness (max_head_offpolicyness) must be 0 or more, not {max_staleness}")
-        self.version_provider = version_provider
-        self.max_concurrent_rollouts = max(1, max_concurrent_rollouts)  # prompt groups
-        self.consumer_batch_size = max(1, consumer_batch_size)  # prompt groups
-        self.max_staleness = max_staleness  # versions
+    version_provider: VersionProvider
+    max_concurrent_rollouts: int  # prompt groups
+    consumer_batch_size: int  # prompt groups
+    max_staleness: int  # versions
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _stat: RolloutStat = field(default_factory=RolloutStat, init=False)  # all mutable state
 
-        self._lock = threading.Lock()
-        self._stat = RolloutStat()  # all mutable state
+    def __post_init__(self) -> None:
+        if self.max_staleness < 0:
+            raise ValueError(f"max_staleness (max_head_offpolicyness) must be 0 or more, not {self.max_staleness}")
+        self.max_concurrent_rollouts = max(1, self.max_concurrent_rollouts)
+        self.consumer_batch_size = max(1, self.consumer_batch_size)
 
     def __repr__(self) -> str:
         return f"StalenessManager(version={self.version_provider.get_version()}, {self.get_stats()})"
@@ -114,13 +112,9 @@ class StalenessManager:
         with self._lock:
             return replace(self._stat)
 
-    def age(self, head_version: int) -> int:
-        """Versions between a group's oldest token and the policy that would be trained on it now."""
-        return self.version_provider.get_version() - head_version
-
     def is_fresh(self, head_version: int | None) -> bool:
         """Whether the group may be consumed now; one without a generated token (None) always may."""
-        return head_version is None or self.age(head_version) <= self.max_staleness
+        return head_version is None or self.version_provider.get_version() - head_version <= self.max_staleness
 
     def check_age(self, head_version: int | None) -> None:
         """Raises StalenessError for a group that is too old to be consumed now."""
@@ -156,14 +150,17 @@ class StalenessManager:
         """An accepted group was fetched beside the batches; its place is given back."""
         self._move("accepted", "withdrawn")
 
+    def on_members_failed(self, count: int) -> None:
+        """Members of a group raised; what becomes of the group is told by itself."""
+        with self._lock:
+            self._stat.failed_members += count
+
     def on_version_recovered(self, version: int, finished_untrained: int = 0) -> None:
         """After a restart at `version`: version * B groups were consumed, and some more may have been kept.
 
         Without this the sum starts at 0 while the version does not, and the gate opens version * B places
         too wide (AReaL #1388).
         """
-        if version < 0 or finished_untrained < 0:
-            raise ValueError(f"cannot recover at version {version} with {finished_untrained} finished groups")
         with self._lock:
             self._stat.accepted = version * self.consumer_batch_size + finished_untrained
 

@@ -21,7 +21,7 @@ What crosses the socket is pickled: the function by its name, arguments and resu
 as itself with the worker's traceback as a note, or as a RuntimeError with its text where it cannot be pickled. A worker
 imports the module of the function and never the script that was started, which would load torch in each of them: so
 keep heavy imports out of such modules, and the functions and classes out of `__main__`. It serves many calls, one
-after another; what a call leaves in the globals of its module, the next one finds.
+after another; what a call leaves in the globals of its module, or in the environment, the next one finds.
 
 An agent in a worker (`run_agent`) finds its session in the environment, where the SDKs look for it, so that a client
 made without arguments is the right one, and synchronous clients are welcome: nothing else runs in that process.
@@ -59,9 +59,8 @@ class WorkerDied(RuntimeError):
 @asynccontextmanager
 async def time_limit(seconds: float, words: str) -> AsyncIterator[None]:
     """Cancels its block after `seconds` and raises TimeoutError(words); one that the block itself raises passes."""
-    clock = asyncio.timeout(seconds)
     try:
-        async with clock:
+        async with asyncio.timeout(seconds) as clock:
             yield
     except TimeoutError as error:
         if clock.expired():
@@ -132,9 +131,6 @@ class Worker:
         with suppress(ConnectionError):
             await self._writer.wait_closed()
 
-    def __repr__(self) -> str:
-        return f"Worker(pid {self._process.pid}, {'busy' if self._busy else 'free' if self.free else 'dead'})"
-
 
 class WorkerPool:
     """At most `size` workers of one event loop, started when they are needed and kept. `aclose` ends the idle ones;
@@ -163,9 +159,6 @@ class WorkerPool:
     async def aclose(self) -> None:
         while self._idle:
             await self._idle.pop().end()
-
-    def __repr__(self) -> str:
-        return f"WorkerPool({len(self._idle)} idle)"
 
 
 # ---- in the worker
@@ -224,19 +217,15 @@ async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
 
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str) -> Any:
     """An agent's episode in a worker: what `agent.run` returns, with the session in the environment of the SDKs."""
-    address = urlsplit(base_url)
-    direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), address.hostname)))  # a proxy is not for our own server
-    before = dict(os.environ)
+    # An HTTP proxy of the environment is not for our own server.
+    direct = {*os.environ.get("NO_PROXY", "").split(","), urlsplit(base_url).hostname}
+    no_proxy = ",".join(filter(None, direct))
     os.environ |= {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # that SDK appends /v1/messages
         "ANTHROPIC_API_KEY": api_key,
-        "NO_PROXY": direct,
-        "no_proxy": direct,
+        "NO_PROXY": no_proxy,
+        "no_proxy": no_proxy,
     }
-    try:
-        return _runner().run(_alone(agent.run(data, base_url=base_url, api_key=api_key, http_client=None)))
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    return _runner().run(_alone(agent.run(data, base_url=base_url, api_key=api_key, http_client=None)))

@@ -89,13 +89,7 @@ _context: ContextVar[WorkflowContext] = ContextVar("workflow_context", default=W
 class workflow_context:
     """The context of the running episode: `workflow_context.get().is_eval`. Every episode sees its own."""
 
-    @staticmethod
-    def get() -> WorkflowContext:
-        return _context.get()
-
-    @staticmethod
-    def set(context: WorkflowContext) -> None:
-        _context.set(context)
+    get, set = _context.get, _context.set
 
     @staticmethod
     def stat_scope() -> str:
@@ -213,11 +207,11 @@ class MultiTurnWorkflow(RLVRWorkflow):
 
 @dataclass(eq=False, repr=False)
 class GroupedRolloutWorkflow(RolloutWorkflow):
-    """`group_size` episodes of one workflow for one prompt; `on_failures` hears what its members raised, if any did."""
+    """`group_size` episodes of one workflow for one prompt; `on_failures` hears how many of them raised, if not all."""
 
     workflow: RolloutWorkflow
     group_size: int
-    on_failures: Callable[[list[BaseException]], Awaitable[None]] | None = None
+    on_failures: Callable[[int], Awaitable[None]] | None = None
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         members = (self._run_member(i, engine, data) for i in range(self.group_size))
@@ -225,11 +219,18 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         failures = [result for result in results if isinstance(result, BaseException)]
         for failure in failures:
             logger.warning("task %s: a member of the group failed", _context.get().task_id, exc_info=failure)
-        if failures and self.on_failures:
-            await self.on_failures(failures)
         if len(failures) == self.group_size:
             raise failures[0]
-        return self._merge([r for r in results if r is not None and not isinstance(r, BaseException)])
+        if failures and self.on_failures:
+            await self.on_failures(len(failures))
+        episodes: list[Any] = [r for r in results if r is not None and not isinstance(r, BaseException)]
+        if not episodes:
+            return None
+        if not all(map(is_interactions, episodes)):
+            return concat_padded_tensors([to_tensors(episode) for episode in episodes])
+        merged = dict(item for episode in episodes for item in episode.items())
+        assert len(merged) == sum(map(len, episodes)), "two members returned the same interaction ids"
+        return merged
 
     async def _run_member(self, i: int, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         workflow_context.set(replace(_context.get(), sample_idx=i))
@@ -238,32 +239,16 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         except SystemExit as error:  # a task of ours that raised it would end the event loop, and every episode
             raise RuntimeError(f"the episode called sys.exit({error.code!r})") from error
 
-    @staticmethod
-    def _merge(results: list[Any]) -> EpisodeResult:
-        if not results:
-            return None
-        if not all(map(is_interactions, results)):
-            return concat_padded_tensors([to_tensors(result) for result in results])
-        merged = dict(item for result in results for item in result.items())
-        if len(merged) < sum(map(len, results)):
-            raise ValueError(f"two members returned the same interaction ids: {[list(result) for result in results]}")
-        return merged
+
+def make_agents_client() -> Any:
+    """An HTTP client of the kind that the installed openai SDK runs on. No request has a limit: its episode has one."""
+    transport: Any = StackTransport(sdk_http)
+    return openai.DefaultAsyncHttpxClient(transport=transport, timeout=None, trust_env=False)
 
 
-# What episodes on one event loop share: a way to the proxy's /rl calls, the agents' HTTP client, their processes.
+# What episodes on one event loop share: a way to the proxy's /rl calls, the agents' client, their processes.
 _rl_transport = PerLoop(StackTransport)
-
-
-@functools.cache
-def agents_http(timeout: float) -> PerLoop:
-    """A client of the kind that the installed openai SDK runs on. `timeout`: seconds for a request, which may be a
-    generation."""
-
-    def client() -> Any:
-        transport: Any = StackTransport(sdk_http)
-        return openai.DefaultAsyncHttpxClient(transport=transport, timeout=timeout, trust_env=False)
-
-    return PerLoop(client)
+_agents_client = PerLoop(make_agents_client)
 
 
 @functools.cache
@@ -286,21 +271,16 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     episode_timeout: float = 3600.0  # seconds; an episode that takes longer is cancelled and has failed
 
     def __post_init__(self) -> None:
-        name = type(self.agent).__name__
-        if self.mode not in ("inline", "subproc"):
-            raise ValueError(f"rollout.openai.mode is inline or subproc, not {self.mode!r}")
-        if not inspect.iscoroutinefunction(getattr(self.agent, "run", None)):
-            raise TypeError(f"{name} is no agent: it needs `async def run(self, data, **extra_kwargs)`")
         if self.mode == "subproc":
             remedy = (
                 "define its class at the top of a module, make clients and locks inside `run`, "
                 "or set rollout.openai.mode=inline"
             )
-            check_importable(self.agent, f"agent {name}", remedy)
+            check_importable(self.agent, f"agent {type(self.agent).__name__}", remedy)
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         if self.mode == "inline":
-            http_client = await agents_http(self.episode_timeout).get()
+            http_client = await _agents_client.get()
             return await self._episode(functools.partial(self.agent.run, data, http_client=http_client))
         pool = await agents_pool(self.subproc_max_workers).get()
         async with pool.worker() as worker:  # first the process: an episode that waits for one holds no session
@@ -314,7 +294,11 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             await client.grant_capacity()
             async with client:
                 rewards = parse_rewards(await run(base_url=client.session_url, api_key=client.api_key))
-                await self._set_rewards(client, rewards)
+                if isinstance(rewards, dict):
+                    for interaction_id, reward in rewards.items():
+                        await client.set_reward(interaction_id, reward)
+                elif rewards is not None:
+                    await client.set_last_reward(rewards)
         interactions = await client.export_interactions(discount=self.discount, style=self.export_style)
         return interactions if client.rewarded_count else None
 
@@ -322,14 +306,6 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         addresses = (self.proxy_addr,) if isinstance(self.proxy_addr, str) else self.proxy_addr
         context = _context.get()
         return addresses[((context.task_id or 0) + context.sample_idx) % len(addresses)]
-
-    @staticmethod
-    async def _set_rewards(client: OpenAIProxyClient, rewards: dict[str, float] | float | None) -> None:
-        if isinstance(rewards, dict):
-            for interaction_id, reward in rewards.items():
-                await client.set_reward(interaction_id, reward)
-        elif rewards is not None:
-            await client.set_last_reward(rewards)
 
 
 def import_string(path: str) -> Any:
@@ -365,7 +341,7 @@ def resolve_workflow(
     *,
     proxy: dict[str, Any] | None = None,
     defaults: dict[str, Any] | None = None,
-    on_failures: Callable[[list[BaseException]], Awaitable[None]] | None = None,
+    on_failures: Callable[[int], Awaitable[None]] | None = None,
 ) -> RolloutWorkflow:
     """A RolloutWorkflow from what the user gave: an instance, a class, "module.Name" of either, or an agent.
 
@@ -376,8 +352,9 @@ def resolve_workflow(
     resolved = import_string(workflow) if isinstance(workflow, str) else workflow
     cls = resolved if inspect.isclass(resolved) else type(resolved)
     is_workflow = issubclass(cls, RolloutWorkflow)
-    if not is_workflow and not hasattr(resolved, "run"):
-        raise TypeError(f"{workflow!r} is neither a RolloutWorkflow nor an agent with `async def run`")
+    if not is_workflow and not inspect.iscoroutinefunction(getattr(resolved, "run", None)):
+        agent = "an agent, which has `async def run(self, data, **extra_kwargs)`"
+        raise TypeError(f"{workflow!r} is neither a RolloutWorkflow nor {agent}")
     if resolved is cls:
         resolved = _instantiate(cls, workflow_kwargs or {}, (defaults or {}) if is_workflow else {})
     elif workflow_kwargs:

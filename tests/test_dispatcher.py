@@ -12,7 +12,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -22,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatcher import BatchTaskDispatcher, DispatchState, logger
-from runner import TimedResult
+from runner import AsyncTaskRunner, TimedResult
 from staleness import RolloutStat, StalenessError, StalenessManager
 
 DEADLINE = 10.0
@@ -69,15 +68,14 @@ class Stage:
         self.cleaned_up: list[int] = []
         self._started: queue.Queue[int] = queue.Queue()
         self._outcomes: dict[int, Future] = {}
-        self.dispatcher: BatchTaskDispatcher[Prompt, Group] = BatchTaskDispatcher(
-            max_queue_size,
-            lambda task: lambda: self._episode(task),
+        self.state: DispatchState[Prompt, Group] = DispatchState(
             self.manager,
-            head_version=lambda group: group.version,
+            lambda group: group.version,
+            max_queue_size,
             trace=lambda event, task_id: self.events.append((event, task_id)),
             **kwargs,
         )
-        self.dispatcher.initialize()
+        self.dispatcher = BatchTaskDispatcher(self._episode, self.state)
 
     async def _episode(self, task: Prompt) -> Group | None:
         outcome = self._outcome(task.task_id)
@@ -243,7 +241,7 @@ def test_the_concurrency_limit_is_kept_and_refilled(make_stage):
     stage = make_stage(eta=5, concurrent=2)
     stage.submit(0, 1, 2)
     assert stage.started(2) == [0, 1]
-    assert stage.dispatcher.stats == RolloutStat(enqueued=1, running=2)
+    assert stage.manager.get_stats() == RolloutStat(enqueued=1, running=2)
     stage.finish(1)
     assert stage.started(1) == [2]
 
@@ -267,7 +265,7 @@ def test_pause_starts_nothing_and_resume_goes_on(make_stage):
     stage.submit(1)
     stage.finish(0)
     assert stage.take(1) == [0]
-    assert stage.dispatcher.stats == RolloutStat(enqueued=1, accepted=1)
+    assert stage.manager.get_stats() == RolloutStat(enqueued=1, accepted=1)
     stage.dispatcher.resume()
     assert stage.started(1) == [1]
 
@@ -289,7 +287,7 @@ def test_every_event_is_traced(make_stage):
         1: ["submit", "start", "finish", "reject"],
         2: ["submit", "start", "finish", "fail", "reject"],
     }
-    assert stage.dispatcher.stats == RolloutStat(accepted=1, rejected=2, failed=1)
+    assert stage.manager.get_stats() == RolloutStat(accepted=1, rejected=2, failed=1)
 
 
 def test_an_id_is_used_once_at_a_time(make_stage):
@@ -319,8 +317,8 @@ def test_rejected_groups_are_refilled(make_stage):
     assert stage.started(1) == [3]
     stage.finish(3, 1)
     assert [group.task_id for group in batch.result()] == [1, 3]
-    assert stage.dispatcher.stats.rejected == 2
-    assert stage.dispatcher.stats.failed == 1
+    assert stage.manager.get_stats().rejected == 2
+    assert stage.manager.get_stats().failed == 1
 
 
 def test_the_gate_is_kept_supplied_while_the_trainer_trains(make_stage):
@@ -329,7 +327,7 @@ def test_the_gate_is_kept_supplied_while_the_trainer_trains(make_stage):
     source = prompts()
     stage.finish(*range(4))
     assert len(stage.dispatcher.active_submit_and_wait(source, 2)) == 2
-    assert stage.dispatcher.stats.enqueued == stage.manager.get_pending_limit() == 4
+    assert stage.manager.get_stats().enqueued == stage.manager.get_pending_limit() == 4
     stage.started(4)
     stage.new_version(1)
     assert stage.started(2) == [4, 5]
@@ -337,7 +335,7 @@ def test_the_gate_is_kept_supplied_while_the_trainer_trains(make_stage):
 
 def test_the_same_error_again_and_again_ends_the_run(make_stage):
     """A bug that fails every episode stops the run with the first traceback instead of being refilled for ever."""
-    stage = make_stage(eta=0, batch=2, concurrent=1, max_consecutive_failures=3)
+    stage = make_stage(eta=0, batch=2, concurrent=1, max_failures=3)
     errors = [ValueError(f"bug {i}") for i in range(10)]
     for task_id, error in enumerate(errors):
         stage.crash(task_id, error)
@@ -353,25 +351,25 @@ def test_how_many_failures_are_a_bug():
     """Two batches of failures, and at least eight, when nothing is configured."""
     for batch, limit in ((1, 8), (32, 64)):
         manager = StalenessManager(Version(), 1, batch, 0)
-        state: DispatchState = DispatchState(manager, lambda _: None, max_running=1)
+        state: DispatchState = DispatchState(manager, lambda _: None, max_queue_size=1)
         assert state.max_failures == limit
 
 
 def test_one_success_ends_a_row_of_failures(make_stage):
     """Only failures with nothing between them end the run; a rejection shows that the episode works."""
-    stage = make_stage(eta=100, concurrent=1, max_consecutive_failures=2)
+    stage = make_stage(eta=100, concurrent=1, max_failures=2)
     for task_id in range(0, 20, 2):
         stage.crash(task_id, ValueError("now and then"))
         stage.reject(task_id + 1)
     stage.finish(20)
     stage.submit(*range(21))
     assert stage.take(1) == [20]
-    assert stage.dispatcher.stats == RolloutStat(accepted=1, rejected=20, failed=10)
+    assert stage.manager.get_stats() == RolloutStat(accepted=1, rejected=20, failed=10)
 
 
 def test_a_row_of_rejections_is_logged_once(make_stage, caplog):
     """Rejections are refilled for ever, but not without a word; an acceptance begins a new row."""
-    stage = make_stage(eta=100, concurrent=1, max_consecutive_failures=3)
+    stage = make_stage(eta=100, concurrent=1, max_failures=3)
     accepted = (2, 10)  # rows of 2, 7 and 3 rejections
     for task_id in range(14):
         stage.finish(task_id) if task_id in accepted else stage.reject(task_id)
@@ -380,15 +378,11 @@ def test_a_row_of_rejections_is_logged_once(make_stage, caplog):
     assert caplog.text.count("3 tasks in a row were rejected and none was accepted: look at should_accept_fn") == 2
 
 
-def test_an_exhausted_generator_still_delivers_whole_batches(make_stage):
-    """Five prompts make two batches of two; the third call says that the generator is exhausted."""
-    stage = make_stage(eta=10, batch=2)
-    stage.finish(*range(5))
-    source = iter([Prompt(i) for i in range(5)])
-    assert [g.task_id for g in stage.dispatcher.active_submit_and_wait(source, 2)] == [0, 1]
-    assert [g.task_id for g in stage.dispatcher.active_submit_and_wait(source, 2)] == [2, 3]
+def test_an_exhausted_generator_is_an_error(make_stage):
+    """A batch that could never become whole is not waited for."""
+    stage = make_stage(eta=0, batch=2)
     with pytest.raises(RuntimeError, match="generator is exhausted"):
-        stage.dispatcher.active_submit_and_wait(source, 2)
+        stage.dispatcher.active_submit_and_wait(iter([Prompt(0)]), 2)
 
 
 def test_a_stale_group_is_an_error(make_stage):
@@ -416,7 +410,7 @@ def test_a_stale_group_can_be_dropped_and_replaced(make_stage):
     stage.finish(0, 1, 2)
     assert stage.take(1) == [2]
     assert stage.started(1) == [3], "in the place of a dropped one"
-    assert stage.dispatcher.stats == RolloutStat(running=1, accepted=1, dropped=2)
+    assert stage.manager.get_stats() == RolloutStat(running=1, accepted=1, dropped=2)
     assert [event for event in stage.events if event[0] == "drop"] == [("drop", 0), ("drop", 1)]
     assert stage.manager.get_capacity() == 1
 
@@ -437,7 +431,7 @@ def test_wait_for_one_task(make_stage):
         stage.dispatcher.wait_for_task(1)
     stage.finish(0, 2)
     assert stage.take(2) == [0, 2]
-    assert stage.dispatcher.stats == RolloutStat(accepted=2, withdrawn=1)
+    assert stage.manager.get_stats() == RolloutStat(accepted=2, withdrawn=1)
 
 
 def test_many_single_tasks_pass_a_narrow_gate(make_stage):
@@ -486,7 +480,7 @@ def test_an_error_of_our_own_in_the_thread_reaches_the_caller(make_stage):
         if event == "finish":
             raise OSError("disk full")
 
-    stage.dispatcher._state.trace = broken
+    stage.state.trace = broken
     stage.submit(0)
     stage.finish(0)
     with pytest.raises(RuntimeError, match="the rollout cannot go on") as info:
@@ -504,7 +498,7 @@ def test_a_broken_task_factory_is_a_failed_task(make_stage):
     stage.dispatcher.task_factory = broken
     stage.submit(0)
     assert stage.dispatcher.wait_for_task(0, DEADLINE) is None
-    assert stage.dispatcher.stats == RolloutStat(rejected=1, failed=1)
+    assert stage.manager.get_stats() == RolloutStat(rejected=1, failed=1)
 
 
 def test_destroy_cancels_cleans_up_and_leaves_no_thread(make_stage):
@@ -520,7 +514,7 @@ def test_destroy_cancels_cleans_up_and_leaves_no_thread(make_stage):
         waiting.result()
     assert sorted(stage.cleaned_up) == [0, 1]
     assert set(threading.enumerate()) == before
-    assert stage.dispatcher.stats == RolloutStat(rejected=2), "a cancelled episode did not fail"
+    assert stage.manager.get_stats() == RolloutStat(rejected=2), "a cancelled episode did not fail"
     with pytest.raises(RuntimeError, match="destroyed"):
         stage.submit(2)
 
@@ -538,7 +532,7 @@ def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
             await asyncio.sleep(1)
         await asyncio.get_running_loop().create_future()
 
-    stage.dispatcher.task_factory = lambda task: lambda: interrupt(task)
+    stage.dispatcher.task_factory = interrupt
     with lock:
         stage.submit(0)
         with pytest.raises(KeyboardInterrupt):
@@ -547,33 +541,24 @@ def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
 
 
 def test_repr_shows_the_state(make_stage):
-    """A log line with the dispatcher in it says where every group is."""
+    """A message with the state in it says where every group is."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2)
     stage.started(2)
-    assert repr(stage.dispatcher).startswith(
-        "BatchTaskDispatcher(DispatchState(open, pending=1, running=2, behind=0, ready=0, StalenessManager(version=0,"
-    )
-    assert repr(stage.dispatcher.runner) == "AsyncTaskRunner(open, active=2)"
+    assert repr(stage.state).startswith("DispatchState(open, pending=1, started=2, StalenessManager(version=0,")
 
 
 # ---- the seam: virtual time
 
 
-class VirtualRunner:
+class VirtualRunner(AsyncTaskRunner):
     """Runs tasks in virtual time: a task takes durations(task_id) seconds, and waiting is what moves the clock."""
 
-    def __init__(self, durations: Callable[[int], float]):
-        self.lock = nullcontext()
+    def __init__(self, durations: Callable[[int], float]):  # no loop and no thread
+        self.lock = threading.Condition()
         self.durations = durations
         self.now = 0.0
-        self.on_done: Callable[[TimedResult], None] = lambda result: None
-        self.on_failure: Callable[[BaseException], None] = lambda error: None
         self._ends: list[tuple[float, int, TimedResult]] = []
-
-    def initialize(self) -> None: ...
-    def wake(self) -> None: ...
-    def destroy(self) -> None: ...
 
     def submit(self, async_fn, *args, task_id: int) -> None:
         try:
@@ -598,13 +583,10 @@ def virtual_training(eta: int, batch: int, durations: Callable[[int], float], st
     """(ages by step, seconds) of the shipped dispatcher under a scripted clock."""
     version = Version()
     runner = VirtualRunner(durations)
-    dispatcher: BatchTaskDispatcher[Prompt, Group] = BatchTaskDispatcher(
-        1000,
-        lambda task: lambda: value(Group(task.task_id, version.get_version())),
-        StalenessManager(version, 1000, batch, eta),
-        head_version=lambda group: group.version,
-        runner=runner,
+    state: DispatchState[Prompt, Group] = DispatchState(
+        StalenessManager(version, 1000, batch, eta), lambda group: group.version, max_queue_size=1000
     )
+    dispatcher = BatchTaskDispatcher(lambda task: value(Group(task.task_id, version.get_version())), state, runner)
     source, ages = prompts(), []
     for step in range(steps):
         groups = dispatcher.active_submit_and_wait(source, batch)

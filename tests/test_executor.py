@@ -17,9 +17,10 @@ from scripted import ScriptedEngine
 from torch.utils.data import DataLoader
 
 from engine import RemoteInfEngine
-from executor import ExecutorStats, ProxyAddress, WorkflowExecutor
+from executor import ProxyAddress, WorkflowExecutor
 from io_struct import GenerationHyperparameters
 from plumbing.config import OpenAIConfig, RolloutConfig
+from staleness import RolloutStat
 from workflow import RLVRWorkflow, RolloutWorkflow, workflow_context
 
 Make = Callable[..., WorkflowExecutor]
@@ -165,7 +166,7 @@ def test_rejected_groups_are_refilled_and_failed_ones_counted(make: Make) -> Non
     workflow = Echo(fails=(0,), rejects=(1,))
     batch = executor.prepare_batch(loader(SAMPLES), workflow, None, lambda traj: bool(traj["rewards"][0] != 2))
     assert batch["rewards"].tolist() == [3.0, 4.0]
-    assert replace(executor.stats, enqueued=0) == ExecutorStats(accepted=2, rejected=3, failed=1)
+    assert replace(executor.stats, enqueued=0) == RolloutStat(accepted=2, rejected=3, failed=1)
 
 
 def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
@@ -180,8 +181,7 @@ def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
     executor = make()
     batch = executor.prepare_batch(loader(SAMPLES), OneFails(), group_size=3)
     assert batch["input_ids"][:, :2].tolist() == [[1, 0], [1, 2], [2, 0], [2, 2]]
-    assert replace(executor.stats, enqueued=0) == ExecutorStats(accepted=2, failed_members=2)
-    assert "failed_members=2" in repr(executor)
+    assert replace(executor.stats, enqueued=0) == RolloutStat(accepted=2, failed_members=2)
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
@@ -227,8 +227,10 @@ def test_group_size_and_n_samples_are_one_number(make: Make) -> None:
     with pytest.raises(ValueError, match=r"group_size=2 and gconfig.n_samples=3 are one number"):
         executor.prepare_batch(loader(SAMPLES), Echo(), group_size=2)
     assert len(executor.prepare_batch(loader(SAMPLES), Echo())["rewards"]) == 6
-    assert make(config={"group_size": 4}).choose_group_size(None, is_eval=False) == 4
-    assert executor.choose_group_size(1, is_eval=True) == 1
+    assert len(make(config={"group_size": 4}).prepare_batch(loader(SAMPLES), Echo())["rewards"]) == 8
+    evaluation = executor.for_evaluation()
+    assert len(evaluation.rollout_batch(SAMPLES, Echo(), group_size=1, is_eval=True)["rewards"]) == 5
+    evaluation.destroy()
 
 
 def test_should_accept_fn_may_be_named_and_must_be_a_function(make: Make) -> None:
@@ -283,7 +285,7 @@ def test_evaluation_needs_no_new_version_and_leaves_the_engine_alone(make: Make,
     assert batch["rewards"].tolist() == [float(n) for n in range(40)]
     evaluation.destroy()
     assert executor.engine.executor is executor
-    assert executor.stats == ExecutorStats()
+    assert executor.stats == RolloutStat()
 
 
 def test_a_workflow_cannot_change_the_dataset(make: Make) -> None:
@@ -304,7 +306,7 @@ def test_pause_holds_back_what_has_not_started(make: Make) -> None:
     executor = make()
     executor.pause()
     task_id = executor.submit(SAMPLES[0], Echo())
-    assert executor.stats == ExecutorStats(enqueued=1)
+    assert executor.stats == RolloutStat(enqueued=1)
     executor.resume()
     assert executor.wait_for_task(task_id, timeout=30) is not None
 
@@ -317,13 +319,14 @@ def test_a_failure_outside_ends_every_call(make: Make) -> None:
         executor.prepare_batch(loader(SAMPLES), Echo())
 
 
-def test_destroy_detaches_and_may_be_repeated(make: Make) -> None:
-    """After destroy the engine has no executor, and nothing is left running."""
+def test_destroy_may_be_repeated(make: Make) -> None:
+    """After destroy nothing is left running, and every call says so."""
     executor = make()
     executor.submit(SAMPLES[0], Waits(1))
     executor.destroy()
     executor.destroy()
-    assert executor.engine.executor is None
+    with pytest.raises(RuntimeError, match="destroyed"):
+        executor.submit(SAMPLES[0], Echo())
 
 
 # ---------------------------------------------------------------- trajectories
@@ -452,7 +455,7 @@ def test_the_documents_agent_is_trained_on_unchanged(run_agent: Any) -> None:
     assert set(group["rewards"].tolist()) <= {0.5, 1.0}
     assert (group["loss_mask"].sum(1) >= 1).all()
     assert group["group_ids"].tolist() == [0, 0, 0]
-    assert stats == ExecutorStats(withdrawn=1)
+    assert stats == RolloutStat(withdrawn=1)
 
 
 NUMBERS = [1, 1.0, True, np.float32(1), np.int64(1), torch.tensor(1.0), torch.tensor(True)]
@@ -478,12 +481,12 @@ def test_a_dict_rewards_the_completions_it_names(run_agent: Any) -> None:
     """Rewards per completion id; an id that the proxy does not know fails the episode."""
     group, _ = run_agent(Talks(lambda ids: {ids[0]: 3, ids[1]: np.float32(1)}), export_style="individual")
     assert group["rewards"].tolist() == [4.0, 1.0]
-    assert run_agent(Talks(lambda ids: {"nobody": 1.0})) == (None, ExecutorStats(rejected=1, failed=1))
+    assert run_agent(Talks(lambda ids: {"nobody": 1.0})) == (None, RolloutStat(rejected=1, failed=1))
 
 
 def test_none_means_what_the_agent_set_itself(run_agent: Any) -> None:
     """An agent that returned None and set nothing is rejected; one that posted a reward keeps it, be it 0."""
-    assert run_agent(Talks(lambda ids: None)) == (None, ExecutorStats(rejected=1))
+    assert run_agent(Talks(lambda ids: None)) == (None, RolloutStat(rejected=1))
 
     class SetsItself(Talks):
         async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> None:
@@ -493,12 +496,12 @@ def test_none_means_what_the_agent_set_itself(run_agent: Any) -> None:
 
     group, stats = run_agent(SetsItself(lambda ids: None))
     assert group["rewards"].tolist() == [0.0]
-    assert stats == ExecutorStats(withdrawn=1)
+    assert stats == RolloutStat(withdrawn=1)
 
 
 def test_what_is_no_reward_fails_the_episode_and_is_named(run_agent: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A string, a reward without a completion, and an exception are failures, each with its reason in the log."""
-    failed = (None, ExecutorStats(rejected=1, failed=1))
+    failed = (None, RolloutStat(rejected=1, failed=1))
     assert run_agent(Talks(lambda ids: "1.0")) == failed
     assert "a reward is a number, not str" in caplog.text
     assert run_agent(Talks(lambda ids: 1.0, turns=0)) == failed
@@ -519,7 +522,7 @@ def test_an_episode_that_takes_too_long_is_cancelled(run_agent: Any, caplog: pyt
                 raise
             return 1.0
 
-    assert run_agent(Hangs(), episode_timeout_seconds=0.2) == (None, ExecutorStats(rejected=1, failed=1))
+    assert run_agent(Hangs(), episode_timeout_seconds=0.2) == (None, RolloutStat(rejected=1, failed=1))
     assert cancelled.is_set()
     assert "took longer than 0.2 s (rollout.openai.episode_timeout_seconds)" in caplog.text
 

@@ -19,8 +19,9 @@ from conftest import ROOT
 from test_run import SMALL_GUESS, assert_gone, check_metrics, start_and_wait_for_step, wait_gone
 
 from engine import RemoteInfEngine
-from executor import ExecutorStats, ProxyAddress, WorkflowExecutor
+from executor import ProxyAddress, WorkflowExecutor
 from plumbing.config import OpenAIConfig, RolloutConfig
+from staleness import RolloutStat
 from workers import WorkerDied, WorkerPool, time_limit
 from workflow import OpenAIProxyWorkflow, WorkflowContext, resolve_workflow, to_tensors, workflow_context
 
@@ -67,7 +68,7 @@ def test_the_documents_agents_run_as_they_stand(run_agent: Run, agent: Any, mode
     assert set(group["rewards"].tolist()) <= {0.5, 1.0}
     assert group["rewards"].shape == (3,)
     assert (group["loss_mask"].sum(1) >= 1).all()
-    assert stats == ExecutorStats(withdrawn=1)
+    assert stats == RolloutStat(withdrawn=1)
 
 
 @pytest.mark.anyio
@@ -89,7 +90,7 @@ def test_clients_made_without_arguments_find_the_session(run_agent: Run, monkeyp
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "somebody's own")
     groups, stats = run_agent(mode_agents.Reads, {}, {}, {}, subproc_max_workers=1)
     assert [group["rewards"].tolist() for group in groups] == [[1.0]] * 3
-    assert stats == ExecutorStats(withdrawn=3)
+    assert stats == RolloutStat(withdrawn=3)
 
 
 def test_an_episode_that_waits_for_a_process_holds_no_session(run_agent: Run, proxy: ProxyAddress) -> None:
@@ -101,7 +102,7 @@ def test_an_episode_that_waits_for_a_process_holds_no_session(run_agent: Run, pr
 @pytest.mark.parametrize("mode", ["inline", "subproc"])
 def test_an_agent_that_sets_nothing_is_rejected(run_agent: Run, mode: str) -> None:
     """None with nothing set rejects the episode, wherever it ran, and is no failure."""
-    assert run_agent(mode_agents.Talks, {"then": "is_silent"}, mode=mode) == ([None], ExecutorStats(rejected=1))
+    assert run_agent(mode_agents.Talks, {"then": "is_silent"}, mode=mode) == ([None], RolloutStat(rejected=1))
 
 
 # ---------------------------------------------------------------- how an agent may end

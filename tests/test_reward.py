@@ -216,8 +216,3 @@ def test_a_function_that_no_process_can_import_is_refused_at_once() -> None:
     """A lambda fails when the workflow is built, with the remedy in the message, and not in every episode."""
     with pytest.raises(ValueError, match="define it with `def` at the top of a module"):
         AsyncRewardWrapper(lambda *args: 1.0)
-
-
-def test_the_repr_says_where_it_runs(rewards: ModuleType) -> None:
-    """State is visible."""
-    assert repr(AsyncRewardWrapper(rewards.equals)) == "AsyncRewardWrapper(equals, 15 s, process pool)"

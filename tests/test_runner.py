@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,18 +36,11 @@ def ended() -> Ended:
 
 
 @pytest.fixture
-def idle(ended: Ended) -> Iterator[AsyncTaskRunner]:
-    """A runner whose thread does not run yet."""
+def runner(ended: Ended) -> Iterator[AsyncTaskRunner]:
     runner = AsyncTaskRunner(max_queue_size=3)
     runner.on_done = ended.results.put
     yield runner
     runner.destroy()
-
-
-@pytest.fixture
-def runner(idle: AsyncTaskRunner) -> AsyncTaskRunner:
-    idle.initialize()
-    return idle
 
 
 async def value(x: Any) -> Any:
@@ -81,23 +75,25 @@ def test_runner_reports_when_a_task_started_and_how_it_ended(runner, ended):
     assert (result.task_id, result.data, result.error) == (7, None, error)
 
 
-def test_runner_refuses_a_duplicate_and_a_full_queue(idle, ended):
-    """An id is used once at a time, and what waits for the thread takes room."""
-    idle.submit(value, "a", task_id=0)
-    with pytest.raises(ValueError, match="task 0 is already active"):
-        idle.submit(value, "b", task_id=0)
-    idle.submit(value, "b", task_id=1)
-    idle.submit(value, "c", task_id=2)
+def test_runner_refuses_what_it_has_no_room_for(runner, ended):
+    """What waits for its start takes room, too; a task that has ended gives it back."""
+    gate: Future[str] = Future()
+
+    async def waits() -> str:
+        return await asyncio.wrap_future(gate)
+
+    for task_id in range(3):
+        runner.submit(waits, task_id=task_id)
     with pytest.raises(TaskQueueFullError, match="max_queue_size=3"):
-        idle.submit(value, "d", task_id=3)
-    idle.initialize()
-    assert ended.data(3) == ["a", "b", "c"]
-    idle.submit(value, "d", task_id=0)
+        runner.submit(value, "d", task_id=3)
+    gate.set_result("a")
+    assert ended.data(3) == ["a"] * 3
+    runner.submit(value, "d", task_id=0)
     assert ended.data() == ["d"]
 
 
-def test_our_own_error_in_the_thread_reaches_the_caller(runner):
-    """What our own code raises there is told to on_failure, and raised in every later call, with its cause."""
+def test_our_own_error_in_the_thread_is_told(runner):
+    """What our own code raises there is told to on_failure, and does not end the thread."""
     error = OSError("disk full")
     failures: queue.Queue[BaseException] = queue.Queue()
 
@@ -105,11 +101,21 @@ def test_our_own_error_in_the_thread_reaches_the_caller(runner):
         raise error
 
     runner.on_done, runner.on_failure = broken, failures.put
-    runner.submit(value, 1, task_id=0)
-    assert failures.get(timeout=DEADLINE) is error
-    with pytest.raises(RuntimeError, match=r"the runner has ended.*disk full") as info:
-        runner.submit(value, 1, task_id=1)
-    assert info.value.__cause__ is error
+    for task_id in range(2):
+        runner.submit(value, 1, task_id=task_id)
+        assert failures.get(timeout=DEADLINE) is error
+
+
+def test_a_loop_that_ends_is_told(runner):
+    """sys.exit() in what an episode has left running ends asyncio's loop: on_failure hears it."""
+    failures: queue.Queue[BaseException] = queue.Queue()
+    runner.on_failure = failures.put
+
+    async def leaves_a_task() -> None:
+        asyncio.get_running_loop().call_soon(sys.exit, 3)
+
+    runner.submit(leaves_a_task, task_id=0)
+    assert isinstance(failures.get(timeout=DEADLINE), SystemExit)
 
 
 def test_a_task_that_exits_is_a_failed_task(runner, ended):
@@ -118,13 +124,6 @@ def test_a_task_that_exits_is_a_failed_task(runner, ended):
     assert isinstance(ended.next().error, SystemExit)
     runner.submit(value, "alive", task_id=1)
     assert ended.data() == ["alive"]
-
-
-def test_a_task_may_be_submitted_before_the_thread_runs(idle, ended):
-    """initialize() starts what was submitted earlier."""
-    idle.submit(value, 1, task_id=0)
-    idle.initialize()
-    assert ended.data() == [1]
 
 
 def test_a_runner_without_room_is_refused():
@@ -148,14 +147,11 @@ def test_a_task_starts_in_a_fresh_context(runner, ended):
     assert ended.data(2) == [None, "clean"]
 
 
-def test_destroy_before_initialize_and_twice():
-    """Shutting down is always allowed; afterwards every call says so."""
-    runner = AsyncTaskRunner(1)
+def test_destroy_twice_is_once(runner):
+    """Shutting down is always allowed; afterwards nothing can be submitted."""
     runner.destroy()
     runner.destroy()
-    with pytest.raises(RuntimeError, match="the runner has ended: 'destroyed'"):
-        runner.initialize()
-    with pytest.raises(RuntimeError, match="the runner has ended: 'destroyed'"):
+    with pytest.raises(RuntimeError, match="closed"):
         runner.submit(value, 1, task_id=0)
 
 

@@ -288,10 +288,10 @@ async def test_the_noise_of_a_request_depends_on_the_episode_and_on_nothing_else
 @pytest.mark.anyio
 async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.LogCaptureFixture) -> None:
     """The others are kept, in order, and the failure is counted and logged (AReaL loses the whole group)."""
-    failures: list[BaseException] = []
+    failed: list[int] = []
 
-    async def on_failures(raised: list[BaseException]) -> None:
-        failures.extend(raised)
+    async def on_failures(count: int) -> None:
+        failed.append(count)
 
     def member(context: WorkflowContext, data: dict) -> Any:
         if context.sample_idx == 1:
@@ -302,26 +302,21 @@ async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.L
     traj: Any = await workflow.arun_episode(None, {})
     assert traj["rewards"].tolist() == [0.0, 2.0, 3.0]
     assert traj["attention_mask"].sum(1).tolist() == [1, 3, 4]
-    assert [str(failure) for failure in failures] == ["the tool is down"]
+    assert failed == [1]
     assert "the tool is down" in caplog.text
 
 
-def test_a_member_that_exits_is_a_failed_member() -> None:
+def test_a_member_that_exits_is_a_failed_member(caplog: pytest.LogCaptureFixture) -> None:
     """sys.exit() in an agent is its own failure: neither the others nor the loop of all episodes end with it."""
-    failures: list[BaseException] = []
-
-    async def on_failures(raised: list[BaseException]) -> None:
-        failures.extend(raised)
 
     def member(context: WorkflowContext, data: dict) -> Any:
         return sys.exit(3) if context.sample_idx == 1 else row(1)
 
     async def episode() -> Any:
-        return await GroupedRolloutWorkflow(Function(member), 3, on_failures).arun_episode(None, {})
+        return await GroupedRolloutWorkflow(Function(member), 3).arun_episode(None, {})
 
     assert len(asyncio.run(episode())["rewards"]) == 2  # a loop of its own: without the mend it would end
-    assert [repr(failure) for failure in failures] == ["RuntimeError('the episode called sys.exit(3)')"]
-    assert isinstance(failures[0].__cause__, SystemExit)
+    assert "RuntimeError: the episode called sys.exit(3)" in caplog.text
 
 
 @pytest.mark.anyio
@@ -341,18 +336,24 @@ async def test_a_ragged_group_is_still_one_group() -> None:
 
 @pytest.mark.anyio
 async def test_a_group_of_nothing_is_rejected_and_a_group_of_errors_raises_the_first() -> None:
-    """All None is a rejected group, all failed is a failed group, and neither hides the other."""
+    """All None is a rejected group, all failed is a failed group, and neither hides the other. Failed members are told
+    beside others; those of a failed group are its own failure."""
+    failed: list[int] = []
+
+    async def on_failures(count: int) -> None:
+        failed.append(count)
 
     def errors(context: WorkflowContext, data: dict) -> Any:
         if context.sample_idx in data["none"]:
             return None
         raise ValueError(f"member {context.sample_idx}")
 
-    workflow = GroupedRolloutWorkflow(Function(errors), 3)
+    workflow = GroupedRolloutWorkflow(Function(errors), 3, on_failures)
     assert await workflow.arun_episode(None, {"none": [0, 1, 2]}) is None
     assert await workflow.arun_episode(None, {"none": [2]}) is None
     with pytest.raises(ValueError, match="member 0"):
         await workflow.arun_episode(None, {"none": []})
+    assert failed == [2]
 
 
 @pytest.mark.anyio
@@ -400,7 +401,7 @@ async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() 
     assert list(merged) == ["a", "b"]
     mixed: Any = await workflow.arun_episode(None, {"names": ["a", None]})
     assert mixed["input_ids"].tolist() == [[1, 2, 3, 4], [1, 2, 7, 0]]
-    with pytest.raises(ValueError, match="same interaction ids"):
+    with pytest.raises(AssertionError, match="same interaction ids"):
         await workflow.arun_episode(None, {"names": ["a", "a"]})
 
 
@@ -443,10 +444,9 @@ def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
         (TypeError, "missing a required argument: 'function'.*workflow_kwargs", Function, {}, None),
         (TypeError, "unexpected keyword argument 'typo'", Function, {"function": len, "typo": 1}, None),
         (TypeError, "neither a RolloutWorkflow nor an agent", dict, {}, None),
-        (TypeError, "SyncAgent is no agent: it needs `async def run", SyncAgent, {}, PROXY),
+        (TypeError, "SyncAgent.* is neither .* nor an agent, which has `async def run", SyncAgent, {}, PROXY),
         (ValueError, "Agent is an agent, and agents need a proxy", Agent, {}, None),
         (ValueError, "is an object already; give its class", Agent(), {"answer": 1.0}, PROXY),
-        (ValueError, "mode is inline or subproc, not 'thread'", Agent, {}, PROXY | {"mode": "thread"}),
     ],
 )
 def test_what_cannot_be_resolved_says_what_is_missing(
