@@ -128,10 +128,8 @@ def normalise(raw: Any, where: str = "message") -> Message:
     if role not in ROLES:
         raise Refusal(f"{where}.role: one of {', '.join(ROLES)} is needed")
     plain: Message = {"role": "system" if role == "developer" else role, "content": _text(raw, "content", where)}
-    if (calls := raw.get("tool_calls")) and isinstance(calls, list):
+    if calls := get(raw, "tool_calls", list, where=where):
         plain["tool_calls"] = [_call(call, f"{where}.tool_calls") for call in calls]
-    elif calls:
-        raise Refusal(f"{where}.tool_calls: a list is needed")
     if role == "tool" and (call_id := raw.get("tool_call_id") or raw.get("id")):
         plain["tool_call_id"] = str(call_id)
     name = "reasoning_content" if raw.get("reasoning_content") else "reasoning"
@@ -259,12 +257,8 @@ def parse_sampling(body: dict[str, Any]) -> dict[str, Any]:
         if type(value) not in (int, kind) or not least <= value <= most:  # True is no number
             words = "an integer" if kind is int else "a number"
             raise Refusal(f"{name}: {words} from {least} to {most} is needed, not {write_json(value, name)}")
-        sampling[name] = kind(value)
-    limits = {sampling.pop(name) for name in LIMITS if name in sampling}
-    if len(limits) > 1:
-        raise Refusal(f"max_tokens: {', '.join(LIMITS)} are names of one limit; give one of them")
-    if limits:
-        sampling["max_new_tokens"] = limits.pop()
+        if sampling.setdefault("max_new_tokens" if name in LIMITS else name, kind(value)) != value:
+            raise Refusal(f"max_tokens: {', '.join(LIMITS)} are names of one limit; give one of them")
     for name, kind, one in (("stop", str, "string"), ("stop_sequences", str, "string"), ("stop_token_ids", int, "id")):
         given = body.get(name) or []
         given = [given] if isinstance(given, str) else given

@@ -66,10 +66,11 @@ def as_object(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def get(body: dict[str, Any], path: str, kind: type, default: Any = None) -> Any:
-    """The field at a dotted path, or `default` where it is absent or null. Raises Refusal for another kind."""
+def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where: str = "") -> Any:
+    """The field at a dotted path, or `default` where it is absent or null. Raises Refusal for another kind; `where`:
+    what the body is called, if it is a part of a larger one."""
     outer, _, name = path.rpartition(".")
     value = (get(body, outer, dict, {}) if outer else body).get(name)
     if value is not None and not isinstance(value, kind):
-        raise Refusal(f"{path}: {KINDS[kind]} is needed")
+        raise Refusal(f"{where}.{path}: {KINDS[kind]} is needed".removeprefix("."))
     return default if value is None else value
