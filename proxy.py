@@ -137,7 +137,10 @@ class Proxy:
         """A turn in the tree, with its prompt, on its way. Raises Refusal and leaves nothing behind."""
         ask = protocol.parse(read_object(raw, Refusal), session.finished)
         opening = self.parser.opening(ask.tool_choice, ask.tools)
-        turn = Turn(session, protocol, ask)
+        gconfigs = [self.gconfig(ask, session, k) for k in range(ask.n)]
+        session.calls += ask.n
+        reader = functools.partial(TextReader, self.tokenizer, gconfigs[0], opening, self.parser.special_tokens)
+        turn = Turn(session, protocol, ask, self.parser, reader)
         try:
             build = functools.partial(self.prompts.prompt, ask, turn.parent, opening)
             prompt = await asyncio.to_thread(build) if len(raw) > LONG_BODY else build()
@@ -146,11 +149,7 @@ class Proxy:
         except BaseException:
             turn.forget()
             raise
-        gconfigs = [self.gconfig(ask, session, k) for k in range(ask.n)]
-        calls = [ModelRequest(prompt, gconfig=gconfig, session=session.session_id) for gconfig in gconfigs]
-        session.calls += ask.n
-        reader = functools.partial(TextReader, self.tokenizer, gconfigs[0], opening, self.parser.special_tokens)
-        turn.start(self.engine, calls, reader, self.parser)
+        turn.start(self.engine, [ModelRequest(prompt, gconfig=g, session=session.session_id) for g in gconfigs])
         turn.task.add_done_callback(lambda _: self.sessions.touch(session))
         session.turns[key].append(turn)
         return turn

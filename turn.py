@@ -43,14 +43,17 @@ from replies import Answer, Protocol, parts_of
 from sessions import Session
 from tools import OutputParser
 
+Reader = Callable[[], TextReader]  # a new one
 PING_SECONDS = 15.0  # a stream that has nothing to say sends a comment, so that clients do not give up on it
 
 
 class Turn:
     """A call that is being answered. Entering it in the tree finds its `parent`."""
 
-    def __init__(self, session: Session, protocol: Protocol, ask: AgentRequest) -> None:
-        self.session, self.protocol = session, protocol
+    def __init__(
+        self, session: Session, protocol: Protocol, ask: AgentRequest, parser: OutputParser, reader: Reader
+    ) -> None:
+        self.session, self.protocol, self._parser, self._reader = session, protocol, parser, reader
         first = protocol.id_prefix + secrets.token_hex(16)
         self.ids = [first, *(f"{first}-{k}" for k in range(1, ask.n))]  # of its interactions
         for name in self.ids:
@@ -60,10 +63,7 @@ class Turn:
         self.parent = session.cache[first].parent
         self.ask = dataclasses.replace(ask, messages=[])  # the tree has them now
         # All that changes:
-        self.task: asyncio.Task[dict[str, Any]]  # its result is the reply; there since start, as the next two are
-        self._reader: Callable[[], TextReader]
-        self._parser: OutputParser
-        self._answers: list[Answer] = []
+        self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # since start; the reply, and what it is made of
         self.input_len = 0  # tokens
         self.so_far: list[ModelResponse | None] = [None] * ask.n  # what has been streamed
         self.news = asyncio.get_running_loop().create_future()  # done, and replaced, when a stream has grown
@@ -72,11 +72,9 @@ class Turn:
 
     # Generation
 
-    def start(
-        self, engine: Any, calls: list[ModelRequest], reader: Callable[[], TextReader], parser: OutputParser
-    ) -> None:
+    def start(self, engine: Any, calls: list[ModelRequest]) -> None:
         """Generate, one answer a call."""
-        self.input_len, self._reader, self._parser = len(calls[0].input_ids), reader, parser
+        self.input_len = len(calls[0].input_ids)
         self.task = asyncio.ensure_future(self._run(engine, calls))
         self.session.running.add(self.task)
         self.task.add_done_callback(self.session.running.discard)
@@ -87,7 +85,7 @@ class Turn:
         for name in self.ids:
             self.session.cache.discard(name)
 
-    async def _run(self, engine: Any, calls: list[ModelRequest]) -> dict[str, Any]:
+    async def _run(self, engine: Any, calls: list[ModelRequest]) -> tuple[dict[str, Any], list[Answer]]:
         tasks = [asyncio.ensure_future(self._generate(engine, k, call)) for k, call in enumerate(calls)]
         try:
             answers = await asyncio.gather(*tasks)
@@ -102,8 +100,7 @@ class Turn:
         reply = self.protocol.render(self.ask, answers)
         for answer in answers:
             self.session.cache[answer.interaction_id].completion = reply
-        self._answers = answers
-        return reply
+        return reply, answers
 
     async def _generate(self, engine: Any, k: int, call: ModelRequest) -> Answer:
         def on_tokens(response: ModelResponse) -> None:
@@ -148,8 +145,8 @@ class Turn:
                     await asyncio.wait({self.task})  # it tells the server before it is gone
             hangup.cancel()
 
-    def result(self) -> dict[str, Any]:
-        """The reply. Raises Refusal or EngineError where there is none."""
+    def result(self) -> tuple[dict[str, Any], list[Answer]]:
+        """The reply, and its answers. Raises Refusal or EngineError where there is none."""
         if self.session.ended:
             raise Refusal("session: it ended while this call was generated", 410)
         if not self.task.done() or self.task.cancelled():
@@ -160,7 +157,7 @@ class Turn:
         """The whole reply, when it is there."""
         async with self._listening(request) as hangup:
             await asyncio.wait({self.task, hangup}, return_when=asyncio.FIRST_COMPLETED)
-            return self.result()
+            return self.result()[0]
 
     async def events(self, request: Request) -> AsyncGenerator[bytes, None]:
         """The reply as it grows. Nothing (b"") comes first: what fails before is raised, later it is an event."""
@@ -184,9 +181,9 @@ class Turn:
                         yield frames
                     if not await self._wait(hangup, news):
                         yield b": still generating\n\n"
-                self.result()
-                frames = b"".join(stream.finish(answer) for stream, answer in zip(streams, self._answers))
-                yield frames + streams[0].end(self._answers)
+                _, answers = self.result()
+                frames = b"".join(stream.finish(answer) for stream, answer in zip(streams, answers))
+                yield frames + streams[0].end(answers)
             except Exception as error:  # the client is told; what nobody expected goes on to the log
                 yield streams[0].error(getattr(error, "status", None) or 500, str(error))
                 if not isinstance(error, Refusal | EngineError):
