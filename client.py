@@ -72,8 +72,7 @@ class OpenAIProxyClient:
         self.task_id = task_id
         self.session_id = ""  # these two are known once the session has started
         self.api_key = ""
-        self.interaction_count = 0  # these two once it has ended: finished interactions, and those with a reward
-        self.rewarded_count = 0
+        self.rewarded_count = 0  # once it has ended: interactions with a reward
 
     @property
     def session_url(self) -> str:
@@ -94,12 +93,10 @@ class OpenAIProxyClient:
     ) -> None:
         try:
             ended = await self._post(f"/{self.session_id}/rl/end_session", {"discard": error is not None})
+            self.rewarded_count = ended["rewarded_count"]
         except (httpx.HTTPError, Refusal):
             if error is None:
                 raise
-        else:
-            self.interaction_count = ended["interaction_count"]
-            self.rewarded_count = ended["rewarded_count"]
 
     async def set_reward(self, interaction_id: str, reward: float) -> None:
         """Reward one interaction. Raises ValueError for what is not finite, Refusal for an unknown id."""

@@ -52,7 +52,7 @@ from plumbing.fields import Refusal, as_object, get, read_json, write_json
 Message = dict[str, Any]
 Found = tuple[list[Message], list[dict[str, Any]]]  # a finished interaction: its messages with the output; its tools
 Find = Callable[[str], Found | None]  # by its id, in the session
-NOTHING: Find = dict[str, Found]().get
+NOTHING: Find = dict[str, Found]().get  # where there is no session
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of parts that hold a text
 NEUTRAL: dict[str, tuple[Any, ...]] = {

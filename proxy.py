@@ -280,7 +280,7 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
     app.add_route("/rl/start_session", proxy.start_session, methods=["POST"])
     app.add_route("/export_trajectories", proxy.export_trajectories, methods=["POST"])
     # The first that fits is taken, so v1 is not mistaken for a session.
-    for session in ("/v1", "", "/{session_id}/v1", "/{session_id}"):
+    for session in ("/{session_id}/v1", "/v1", "", "/{session_id}"):
         for name, protocol in PROTOCOLS.items():
             app.add_route(f"{session}/{name}", functools.partial(proxy.complete, protocol), methods=["POST"])
         app.add_route(f"{session}/messages/count_tokens", proxy.count_tokens, methods=["POST"])

@@ -181,16 +181,14 @@ def sglang_parser(name: str) -> Callable[[str, Tools], tuple[str, list[dict[str,
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
     except ImportError as error:
         ours = ", ".join(filter(None, HERMES))
-        raise ValueError(
-            f"tool_call_parser: {name} needs SGLang, which cannot be imported; without it: {ours}"
-        ) from error
+        reason = "needs SGLang, which cannot be imported"
+        raise ValueError(f"tool_call_parser: {name} {reason}; without it: {ours}") from error
     FunctionCallParser([], name)  # an unknown name is an error now
 
     def parse(text: str, tools: Tools) -> tuple[str, list[dict[str, Any]]]:
         parser = FunctionCallParser([Tool.model_validate(tool) for tool in tools], name)
         rest, calls = parser.parse_non_stream(text)
-        return rest if calls else text, [
-            {"name": call.name, "arguments": json.loads(call.parameters)} for call in calls
-        ]
+        functions = [{"name": call.name, "arguments": json.loads(call.parameters)} for call in calls]
+        return rest if calls else text, functions
 
     return parse

@@ -72,7 +72,7 @@ async def test_an_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) ->
         first, second = await talk(http, client, 2)
         await client.set_last_reward(1)
         await client.set_reward(first, 0.5)
-    assert (client.interaction_count, client.rewarded_count) == (2, 2)
+    assert client.rewarded_count == 2
     rows = await client.export_interactions(discount=0.5)
     assert list(rows) == [first, second]
     assert [row.reward for row in rows.values()] == [1.0, 1.0]
@@ -114,7 +114,6 @@ async def test_an_agent_that_raises_leaves_nothing_behind(
 
     with pytest.raises(ZeroDivisionError):
         await episode()
-    assert client.interaction_count == 1
     assert len(app.state.proxy.sessions) == 0
 
 

@@ -486,6 +486,7 @@ def test_how_the_answer_is_wanted() -> None:
     assert parse_chat(body_of(parse_chat, reasoning_effort="high")).template_kwargs == asked
     assert parse_responses(body_of(parse_responses, reasoning={"effort": "high"})).template_kwargs == asked
     assert parse_anthropic(body_of(parse_anthropic, output_config={"effort": "high"})).template_kwargs == asked
+    assert parse_chat(body_of(parse_chat, reasoning={"effort": "high"})).template_kwargs == asked  # by any of its names
     kwargs = parse_chat(body_of(parse_chat, chat_template_kwargs={"enable_thinking": False}))
     assert kwargs.template_key != parse_chat(body_of(parse_chat)).template_key
     assert parse_chat(body_of(parse_chat, tools=[TOOL])).template_key != parse_chat(body_of(parse_chat)).template_key
