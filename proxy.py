@@ -33,15 +33,14 @@ streams what it has generated before, and Responses not at all.
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import hashlib
-import inspect
 import os
 import secrets
 import sys
 import time
 from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
 import orjson
@@ -64,39 +63,32 @@ ERRORS = (Refusal, EngineError, HTTPException, ClientDisconnect)
 LONG_BODY = 2**18  # bytes from which on a prompt is made in a thread: tokenising it may take seconds
 
 
+@dataclass(eq=False, repr=False)
 class Proxy:
-    """The endpoints. Each takes the raw request: bodies are small, many, and not ours to type.
+    """The endpoints. Each takes the raw request: bodies are small, many, and not ours to type."""
 
-    sampling: fields of GenerationHyperparameters for what an agent leaves open; those named in `fixed_sampling` hold
-    whatever it asks. tool_call_parser, reasoning_parser: see tools.py; chat_template_type: see prompts.py.
-    """
+    engine: Any
+    tokenizer: Any
+    admin_key: str
+    _: KW_ONLY
+    seed: int | None = None  # of all that is sampled
+    sampling: dict[str, Any] = field(default_factory=dict)  # GenerationHyperparameters, for what an agent leaves open
+    fixed_sampling: Collection[str] = ()  # fields of `sampling` that hold whatever an agent asks
+    session_timeout_seconds: float = 3600.0
+    chat_template_type: str = "concat"  # prompts.py
+    tool_call_parser: str | None = None  # these two: tools.py
+    reasoning_parser: str | None = None
+    clock: Callable[[], float] = time.monotonic
 
-    def __init__(
-        self,
-        engine: Any,
-        tokenizer: Any,
-        admin_key: str,
-        *,
-        seed: int | None = None,
-        sampling: dict[str, Any] | None = None,
-        fixed_sampling: Collection[str] = (),
-        session_timeout_seconds: float = 3600.0,
-        chat_template_type: str = "concat",
-        tool_call_parser: str | None = None,
-        reasoning_parser: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
-        self.prompts = PromptBuilder(tokenizer, chat_template_type)
-        self.parser = OutputParser(tokenizer, tool_call_parser, reasoning_parser)
-        self.sessions = SessionTable(session_timeout_seconds, clock)
-        self._admin_key, self._seed = admin_key, seed
-        self._sampling = dict(sampling or {})
-        GenerationHyperparameters(**self._sampling)  # TypeError for a field that is none
-        if strange := set(fixed_sampling) - {f.name for f in dataclasses.fields(GenerationHyperparameters)}:
+    def __post_init__(self) -> None:
+        self.prompts = PromptBuilder(self.tokenizer, self.chat_template_type)
+        self.parser = OutputParser(self.tokenizer, self.tool_call_parser, self.reasoning_parser)
+        self.sessions = SessionTable(self.session_timeout_seconds, self.clock)
+        GenerationHyperparameters(**self.sampling)  # TypeError for a field that is none
+        if strange := set(self.fixed_sampling) - {f.name for f in fields(GenerationHyperparameters)}:
             raise ValueError(f"fixed_sampling: {', '.join(sorted(strange))} is no field of the sampling")
-        self._fixed = {name: self._sampling[name] for name in fixed_sampling if name in self._sampling}
-        self._stop_token_ids = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+        self._fixed = {name: self.sampling[name] for name in self.fixed_sampling if name in self.sampling}
+        self._stop_token_ids = [self.tokenizer.eos_token_id] if self.tokenizer.eos_token_id is not None else []
 
     # Questions
 
@@ -105,17 +97,17 @@ class Proxy:
         key = bearer(request)
         if not key:
             raise Refusal("Authorization: `Bearer <admin key>` is needed", 401)
-        if not secrets.compare_digest(key.encode(), self._admin_key.encode()):
+        if not secrets.compare_digest(key.encode(), self.admin_key.encode()):
             raise Refusal("Authorization: this is not the admin key", 403)
 
     def gconfig(self, ask: AgentRequest, session: Session, k: int) -> GenerationHyperparameters:
         """Of the k-th answer: what the agent set, else our defaults. The engine clips max_new_tokens to the context."""
-        chosen = self._sampling | ask.sampling | self._fixed
+        chosen = self.sampling | ask.sampling | self._fixed
         chosen["stop_token_ids"] = [*self._stop_token_ids, *chosen.get("stop_token_ids", [])]
         if (seed := ask.sampling.get("seed")) is not None:
             chosen["seed"] = seed + k
-        elif self._seed is not None:
-            chosen["seed"] = call_seed(self._seed, session.task_id, session.calls + k)
+        elif self.seed is not None:
+            chosen["seed"] = call_seed(self.seed, session.task_id, session.calls + k)
         return GenerationHyperparameters(**chosen)
 
     # An agent's call
@@ -324,8 +316,7 @@ def main(argv: list[str] | None = None) -> int:
             engine.initialize()
             if engine.context_length:
                 args.sampling = {"max_new_tokens": engine.context_length} | args.sampling
-            names = inspect.getfullargspec(Proxy).kwonlyargs
-            options = {name: value for name, value in vars(args).items() if name in names}
+            options = {f.name: getattr(args, f.name) for f in fields(Proxy) if f.kw_only and f.name in args}
             app = create_app(engine, tokenizer, key, **options)
         except (OSError, ValueError, TypeError, EngineError) as error:
             print("error:", " ".join(str(error).split())[:300], file=sys.stderr)
