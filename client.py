@@ -13,7 +13,7 @@ The session ends however the block is left. If it is left by an exception nobody
 proxy is told to forget it (AReaL keeps it until the sweep of stale sessions an hour later); an error of that
 farewell never hides the agent's own.
 
-What the proxy refuses is raised as `ProxyCallError` with its status and its words. Nothing is retried here: these
+What the proxy refuses is raised as `Refusal` with its status and its words. Nothing is retried here: these
 are small calls to a process of our own, and a lost one means that the process is gone. A reward for an unknown
 interaction is an error of the episode too (AReaL logs it and trains on 0).
 
@@ -40,19 +40,12 @@ import openai
 import orjson
 
 from cache import InteractionWithTokenLogpReward, finite
+from plumbing.fields import Refusal
 
 TIMEOUT = httpx.Timeout(600.0).as_dict()  # seconds for one call
 
 # The HTTP library that the installed openai SDK runs on: httpx, or httpx2 since 3.0.
 sdk_http: Any = sys.modules[openai.DefaultAsyncHttpxClient.__base__.__module__.partition(".")[0]]
-
-
-class ProxyCallError(RuntimeError):
-    """The proxy refused a call; `status` is its HTTP status."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(eq=False)
@@ -79,8 +72,7 @@ class OpenAIProxyClient:
         self.task_id = task_id
         self.session_id = ""  # these two are known once the session has started
         self.api_key = ""
-        self.interaction_count = 0  # these two once it has ended: finished interactions, and those with a reward
-        self.rewarded_count = 0
+        self.rewarded_count = 0  # once it has ended: interactions with a reward
 
     @property
     def session_url(self) -> str:
@@ -101,15 +93,13 @@ class OpenAIProxyClient:
     ) -> None:
         try:
             ended = await self._post(f"/{self.session_id}/rl/end_session", {"discard": error is not None})
-        except (httpx.HTTPError, ProxyCallError):
+            self.rewarded_count = ended["rewarded_count"]
+        except (httpx.HTTPError, Refusal):
             if error is None:
                 raise
-        else:
-            self.interaction_count = ended["interaction_count"]
-            self.rewarded_count = ended["rewarded_count"]
 
     async def set_reward(self, interaction_id: str, reward: float) -> None:
-        """Reward one interaction. Raises ValueError for what is not finite, ProxyCallError for an unknown id."""
+        """Reward one interaction. Raises ValueError for what is not finite, Refusal for an unknown id."""
         body = {"interaction_id": interaction_id, "reward": finite(reward)}
         await self._post(f"/{self.session_id}/rl/set_reward", body)
 
@@ -145,18 +135,15 @@ class OpenAIProxyClient:
         answer = await self._transport.handle_async_request(request)
         await answer.aread()
         if answer.status_code != 200:
-            raise ProxyCallError(f"proxy refused POST {path}: {answer.text}", answer.status_code)
+            raise Refusal(f"proxy refused POST {path}: {answer.text}", answer.status_code)
         return orjson.loads(answer.content)
-
-    def __repr__(self) -> str:
-        return f"OpenAIProxyClient(task {self.task_id!r}, session {self.session_id!r} at {self._base_url})"
 
 
 class ArealOpenAI(openai.AsyncOpenAI):
     """The direct approach: an AsyncOpenAI whose calls are answered by the proxy's own code, in this process.
 
-    `engine` has `async agenerate(ModelRequest)`; `options` are those of `proxy.Proxy` (seed, sampling, max_new_tokens,
-    chat_template_type, ...). `cache` holds its interactions: one session for the client's whole life.
+    `engine` has `async agenerate(ModelRequest)`; `options` are those of `proxy.Proxy` (seed, sampling, and so on).
+    `cache` holds its interactions: one session for the client's whole life.
     """
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:

@@ -28,12 +28,12 @@ is `normalise`: it makes the one plain message that the tree compares and the ch
 is not equal in tokens: nothing here is ever tokenised again once it has been generated.
 
 Some clients send references instead of a history (`previous_response_id`, `item_reference`, Anthropic's `thread`).
-`resolve` puts in what they name; the caller keeps the instructions that began the conversation, unless it sends others,
-and in a thread of Anthropic's its tools likewise.
+What they name is put in: `find` knows the finished interactions of the session. The caller keeps the instructions that
+began the conversation, unless it sends others, and in a thread of Anthropic's its tools likewise.
 
 What a caller asks for is honoured or refused, never silently dropped: `NEUTRAL` lists the parameters that would
 change the answer and that we do not implement, with the values at which they change nothing. A refusal is a
-`BadRequest` that names the field (AReaL ignores most of these with a warning, and answers 500 to the others).
+`Refusal` that names the field (AReaL ignores most of these with a warning, and answers 500 to the others).
 Keys that mean nothing to us (`user`, `metadata`, `cache_control`, ...) are accepted, and so are hints that a model may
 follow or not: `thinking`, `strict`, `parallel_tool_calls`. Reasoning effort goes to the chat template,
 which may know it.
@@ -41,18 +41,18 @@ which may know it.
 It does not promise to detect a history whose texts were rewritten: such a turn starts a new conversation.
 """
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from plumbing.fields import BadRequest, as_object, get, read_json, write_json
+from plumbing.fields import Refusal, as_object, get, read_json, write_json
 
 Message = dict[str, Any]
-Found = tuple[list[Message], list[Message], list[dict[str, Any]]]  # an interaction's messages, output and tools
-Find = Callable[[str], Found | None]  # by its id
+Found = tuple[list[Message], list[dict[str, Any]]]  # a finished interaction: its messages with the output; its tools
+Find = Callable[[str], Found | None]  # by its id, in the session
+NOTHING: Find = dict[str, Found]().get  # where there is no session
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of parts that hold a text
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -68,7 +68,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("chat_template", "audio", "web_search_options", "conversation", "prompt", "container"), ()),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "compaction"), ()),
 }
-LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # three names of max_new_tokens
+# What has another name in each protocol is known by all of them in every protocol:
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # max_new_tokens
+FORMS = ("response_format", "text.format", "output_config.format", "output_format")  # of the answer's text
+EFFORTS = ("reasoning_effort", "reasoning.effort", "output_config.effort")
+LOGPROBS = "message.output_text.logprobs"  # what `include` of Responses calls them
 NUMBERS: dict[str, tuple[type, float, float]] = {  # that steer sampling: kind, least, most
     "temperature": (float, 0, 2**31),
     "top_p": (float, 1e-9, 1),
@@ -85,7 +89,7 @@ NUMBERS: dict[str, tuple[type, float, float]] = {  # that steer sampling: kind, 
 class AgentRequest:
     """One call of an agent, whatever protocol it came by.
 
-    `messages` are canonical. Until `resolve` they may hold references, and where `previous` is set only what is new.
+    `messages` are canonical: the whole conversation, whatever the caller left out because the session knows it.
     `sampling` holds the fields of GenerationHyperparameters that the caller set; the others are the server's.
     """
 
@@ -95,7 +99,6 @@ class AgentRequest:
     tools: list[dict[str, Any]] = field(default_factory=list)  # in chat form; of types that we do not know: dropped
     tool_choice: str = "auto"  # auto, none, required or the name of one of `tools`
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # further variables of the chat template
-    previous: str | None = None  # id of the interaction that this one goes on from
     n: int = 1  # answers
     logprobs: bool = False  # of the sampled tokens, in the reply
     store: bool = True  # false: keep this turn out of training
@@ -104,7 +107,7 @@ class AgentRequest:
 
     @cached_property
     def template_key(self) -> str:
-        """What else than the messages decides the prompt; turns of one conversation agree in it. Raises BadRequest."""
+        """What else than the messages decides the prompt; turns of one conversation agree in it. Raises Refusal."""
         return write_json(self.template_kwargs, "chat_template_kwargs") + write_json(self.tools, "tools")
 
     @property
@@ -119,16 +122,14 @@ class AgentRequest:
 def normalise(raw: Any, where: str = "message") -> Message:
     """The plain form of a message in chat form: two that mean the same (the rule above) have the same one.
 
-    Raises BadRequest, which names the field as `where` does, for what is no message.
+    Raises Refusal, which names the field as `where` does, for what is no message.
     """
     role = as_object(raw, where).get("role")
     if role not in ROLES:
-        raise BadRequest(f"{where}.role: one of {', '.join(ROLES)} is needed")
+        raise Refusal(f"{where}.role: one of {', '.join(ROLES)} is needed")
     plain: Message = {"role": "system" if role == "developer" else role, "content": _text(raw, "content", where)}
-    if (calls := raw.get("tool_calls")) and isinstance(calls, list):
+    if calls := get(raw, "tool_calls", list, where=where):
         plain["tool_calls"] = [_call(call, f"{where}.tool_calls") for call in calls]
-    elif calls:
-        raise BadRequest(f"{where}.tool_calls: a list is needed")
     if role == "tool" and (call_id := raw.get("tool_call_id") or raw.get("id")):
         plain["tool_call_id"] = str(call_id)
     name = "reasoning_content" if raw.get("reasoning_content") else "reasoning"
@@ -138,7 +139,7 @@ def normalise(raw: Any, where: str = "message") -> Message:
 
 
 def canonical(message: Message) -> tuple:
-    """A hashable value that is equal for two messages exactly when they mean the same. Raises BadRequest.
+    """A hashable value that is equal for two messages exactly when they mean the same. Raises Refusal.
 
     It is made for every message of every request, so what is plain already is not made plain again.
     """
@@ -156,7 +157,7 @@ def _call(raw: Any, where: str) -> dict[str, Any]:
     function = as_object(as_object(raw, where).get("function"), where)
     call_id, name, arguments = raw.get("id"), function.get("name"), function.get("arguments")
     if not isinstance(name, str) or not isinstance(call_id, str | None):
-        raise BadRequest(f"{where}: a call has an id and the name of a function, both strings")
+        raise Refusal(f"{where}: a call has an id and the name of a function, both strings")
     text = arguments or "{}" if isinstance(arguments, str | None) else write_json(arguments, where)
     try:
         arguments = read_json(text)
@@ -166,172 +167,148 @@ def _call(raw: Any, where: str) -> dict[str, Any]:
 
 
 def _text(raw: dict[str, Any], name: str, where: str = "") -> str:
-    """The field `name` as one text: null and absent are "", text parts are put together. Raises BadRequest."""
+    """The field `name` as one text: null and absent are "", text parts are put together. Raises Refusal."""
     content = raw.get(name)
     if isinstance(content, str | None):
         return content or ""
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     texts: list[Any] = [part.get("text") for part in parts if part.get("type", "text") in TEXTS]
     if not isinstance(content, list) or len(texts) < len(content) or not all(isinstance(t, str) for t in texts):
-        raise BadRequest(f"{where}.{name}: a string, a list of text parts or null is needed".removeprefix("."))
+        raise Refusal(f"{where}.{name}: a string, a list of text parts or null is needed".removeprefix("."))
     return "".join(texts)
 
 
 # The three protocols
 
 
-def parse_chat(body: dict[str, Any]) -> AgentRequest:
-    """The body of POST /v1/chat/completions. Raises BadRequest."""
+def parse_chat(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
+    """The body of POST /v1/chat/completions. Raises Refusal."""
     messages = [normalise(raw, f"messages[{i}]") for i, raw in enumerate(get(body, "messages", list, []))]
-    return _request(
-        body,
-        messages,
-        types=(None, "function"),
-        form=get(body, "response_format", dict, {}),
-        effort=get(body, "reasoning_effort", str),
-        logprobs=get(body, "logprobs", bool, False),
-        stream_usage=get(body, "stream_options.include_usage", bool, False),
-    )
+    return _request(body, messages, most_answers=128)
 
 
-def parse_responses(body: dict[str, Any]) -> AgentRequest:
-    """The body of POST /v1/responses. Raises BadRequest."""
+def parse_responses(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
+    """The body of POST /v1/responses. Raises Refusal."""
     raw = body.get("input")
     items = [{"role": "user", "content": raw}] if isinstance(raw, str) else get(body, "input", list, [])
-    return _request(
-        body,
-        _merge_items(_item(item, f"input[{i}]") for i, item in enumerate(items)),
-        _text(body, "instructions"),
-        types=(None, "function"),
-        form=get(body, "text.format", dict, {}),
-        effort=get(body, "reasoning.effort", str),
-        previous=get(body, "previous_response_id", str),
-        logprobs="message.output_text.logprobs" in get(body, "include", list, []),
-    )
+    messages = _merge_items(_item(item, f"input[{i}]", find) for i, item in enumerate(items))
+    history, _ = _followed(get(body, "previous_response_id", str), "previous_response_id", find)
+    return _request(body, messages, _text(body, "instructions"), (history, []))
 
 
-def parse_anthropic(body: dict[str, Any]) -> AgentRequest:
-    """The body of POST /v1/messages. Raises BadRequest."""
+def parse_anthropic(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
+    """The body of POST /v1/messages. Raises Refusal."""
     messages = [m for i, raw in enumerate(get(body, "messages", list, [])) for m in _blocks(raw, f"messages[{i}]")]
     if messages and messages[-1]["role"] == "assistant":
-        raise BadRequest("messages: the last one is the assistant's; a text that it should go on from is not supported")
+        raise Refusal("messages: the last one is the assistant's; a text that it should go on from is not supported")
     thread, previous = get(body, "thread.type", str), get(body, "thread.previous_message_id", str)
     if thread not in (None, "create", "continue") or (thread == "continue") != bool(previous):
-        raise BadRequest("thread: type create, or continue with a previous_message_id, is needed")
-    return _request(
-        body,
-        messages,
-        _text(body, "system"),
-        types=(None, "custom"),
-        form=get(body, "output_config.format", dict) or get(body, "output_format", dict, {}),
-        effort=get(body, "output_config.effort", str),
-        previous=previous,
-    )
+        raise Refusal("thread: type create, or continue with a previous_message_id, is needed")
+    followed = _followed(previous, "thread.previous_message_id", find)
+    return _request(body, messages, _text(body, "system"), followed)
 
 
 def _request(
-    body: dict[str, Any], messages: list[Message], system: str = "", *, types: Any, form: Any, effort: Any, **own: Any
+    body: dict[str, Any], messages: list[Message], system: str = "", previous: Found = ([], []), most_answers: int = 1
 ) -> AgentRequest:
-    """What the three have in common. `types` of tools are functions; `form` of the text is JSON or not."""
+    """What the three have in common. A conversation that goes on from `previous` keeps its instructions and its tools,
+    unless there are others."""
     if not messages:
-        raise BadRequest(f"{'input' if 'input' in body else 'messages'}: a list of at least one message is needed")
-    sampling = parse_sampling(body) | _schema(form)
-    if sampling.get("n", 1) > 1 and "stream_usage" not in own:
-        raise BadRequest("n: only chat completions give more than one answer")
+        raise Refusal(f"{'input' if 'input' in body else 'messages'}: a list of at least one message is needed")
     for name, neutral in NEUTRAL.items():
         value = body.get(name)
         if value is not None and value not in neutral:
             hint = f" or set it to {' or '.join(map(json.dumps, neutral))}" if neutral else ""
-            raise BadRequest(f"{name}: this server does not support it; leave it out{hint}")
-    first = {"role": "instructions" if own.get("previous") else "system", "content": system}  # see resolve
-    tools = [t for i, raw in enumerate(get(body, "tools", list, [])) for t in _tool(raw, f"tools[{i}]", types)]
-    in_thread = (own.get("previous") or "").startswith("msg_")
+            raise Refusal(f"{name}: this server does not support it; leave it out{hint}")
+    history, kept_tools = previous
+    if system:
+        said = history[1:] if history and history[0]["role"] == "system" else history
+        history = [{"role": "system", "content": system}, *said]
+    tools = [t for i, raw in enumerate(get(body, "tools", list, [])) for t in _tool(raw, f"tools[{i}]")] or kept_tools
+    sampling = parse_sampling(body)
+    n = sampling.pop("n", 1)
+    if n > most_answers:
+        raise Refusal("n: only chat completions give more than one answer")
     kwargs = get(body, "chat_template_kwargs", dict, {})
+    if effort := next(filter(None, (get(body, name, str) for name in EFFORTS)), None):
+        kwargs = kwargs | {"reasoning_effort": effort}
     return AgentRequest(
-        messages=[first, *messages] if system else messages,
+        messages=history + messages,
         model=str(body.get("model") or "default"),
-        n=sampling.pop("n", 1),
         sampling=sampling,
         tools=tools,
-        tool_choice=_tool_choice(body.get("tool_choice"), None if in_thread and not tools else tools),
-        template_kwargs=kwargs | {"reasoning_effort": effort} if effort else kwargs,
+        tool_choice=_tool_choice(body.get("tool_choice"), tools),
+        template_kwargs=kwargs,
+        n=n,
+        logprobs=get(body, "logprobs", bool, False) or LOGPROBS in get(body, "include", list, []),
         store=get(body, "store", bool, True),
         stream=get(body, "stream", bool, False),
-        **own,
+        stream_usage=get(body, "stream_options.include_usage", bool, False),
     )
 
 
 def parse_sampling(body: dict[str, Any]) -> dict[str, Any]:
-    """The fields of GenerationHyperparameters that the body sets. Raises BadRequest."""
+    """The fields of GenerationHyperparameters that the body sets. Raises Refusal."""
     sampling: dict[str, Any] = {}
     for name, (kind, least, most) in NUMBERS.items():
         value: Any = body.get(name)
         if value is None:
             continue
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int if kind is int else (int, float))
-            or not least <= value <= most
-        ):
+        if type(value) not in (int, kind) or not least <= value <= most:  # True is no number
             words = "an integer" if kind is int else "a number"
-            raise BadRequest(f"{name}: {words} from {least} to {most} is needed, not {write_json(value, name)}")
-        sampling[name] = kind(value)
-    limits = {sampling.pop(name) for name in LIMITS if name in sampling}
-    if len(limits) > 1:
-        raise BadRequest(f"max_tokens: {', '.join(LIMITS)} are names of one limit; give one of them")
-    if limits:
-        sampling["max_new_tokens"] = limits.pop()
+            raise Refusal(f"{name}: {words} from {least} to {most} is needed, not {write_json(value, name)}")
+        if sampling.setdefault("max_new_tokens" if name in LIMITS else name, kind(value)) != value:
+            raise Refusal(f"max_tokens: {', '.join(LIMITS)} are names of one limit; give one of them")
     for name, kind, one in (("stop", str, "string"), ("stop_sequences", str, "string"), ("stop_token_ids", int, "id")):
         given = body.get(name) or []
         given = [given] if isinstance(given, str) else given
         if not isinstance(given, list) or not all(type(item) is kind and item != "" for item in given):
-            raise BadRequest(f"{name}: a list is needed, each of it {one}, none empty")
+            raise Refusal(f"{name}: a list is needed, each of it {one}, none empty")
         if given:
             sampling.setdefault(name.replace("_sequences", ""), []).extend(given)
-    return sampling
+    return sampling | _schema(body)
 
 
-def _schema(form: dict[str, Any]) -> dict[str, str]:
+def _schema(body: dict[str, Any]) -> dict[str, str]:
     """`response_format` and its cousins as {"json_schema": text}, or nothing for plain text."""
+    form: dict[str, Any] = next(filter(None, (get(body, name, dict) for name in FORMS)), {})
     kind = form.get("type", "text")
     holder = get(form, "json_schema", dict, form)  # chat has it one level deeper
     schema = {"type": "object"} if kind == "json_object" else holder.get("schema")
     if kind == "text":
         return {}
     if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
-        raise BadRequest("response_format: type text, json_object, or json_schema with a schema is needed")
+        raise Refusal("response_format: type text, json_object, or json_schema with a schema is needed")
     write_json(schema, "response_format.schema")
     return {"json_schema": json.dumps(schema)}  # keys in the caller's order: a grammar generates them so
 
 
-def _tool(raw: Any, where: str, types: tuple) -> list[dict[str, Any]]:
-    """A tool in chat form; nothing where it is none that we can offer (`web_search`, ...)."""
-    if as_object(raw, where).get("type") not in types:
+def _tool(raw: Any, where: str) -> list[dict[str, Any]]:
+    """A tool in chat form; nothing where it is none that we can offer (`web_search`, ...). Anthropic's have a type of
+    their own, if any, and an input_schema."""
+    if as_object(raw, where).get("type") not in (None, "function") and "input_schema" not in raw:
         return []
     function = as_object(raw.get("function", raw), where)
     name, description = function.get("name"), function.get("description") or ""
     parameters = function.get("parameters", function.get("input_schema")) or {"type": "object", "properties": {}}
     if not isinstance(name, str) or not isinstance(description, str) or not isinstance(parameters, dict):
-        raise BadRequest(f"{where}: a name, and if it has them a description and parameters (a JSON schema) are needed")
+        raise Refusal(f"{where}: a name, and if it has them a description and parameters (a JSON schema) are needed")
     return [{"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}]
 
 
-def _tool_choice(raw: Any, tools: list[dict[str, Any]] | None) -> str:
-    """auto, none, required or a name, from a string or one of the forms {"type"[, "name"]}. Raises BadRequest.
-
-    tools: None where they are those of a thread, which `resolve` finds, and asks again.
-    """
+def _tool_choice(raw: Any, tools: list[dict[str, Any]]) -> str:
+    """auto, none, required or a name, from a string or one of the forms {"type"[, "name"]}. Raises Refusal."""
     if isinstance(raw, dict):
         named = raw["function"] if isinstance(raw.get("function"), dict) else raw
         raw = raw.get("type") if raw.get("type") in ("auto", "none", "any") else named.get("name", "")
     choice = {None: "auto", "any": "required"}.get(raw, raw) if isinstance(raw, str | None) else ""
-    names = [tool["function"]["name"] for tool in tools or []]
-    if tools is not None and choice not in ("auto", "none", *names, *(["required"] if names else [])):
-        raise BadRequest("tool_choice: auto, none, or where there are tools, required or a tool's name, is needed")
+    names = [tool["function"]["name"] for tool in tools]
+    if choice not in ("auto", "none", *names, *(["required"] if names else [])):
+        raise Refusal("tool_choice: auto, none, or where there are tools, required or a tool's name, is needed")
     return str(choice)
 
 
-def _item(raw: Any, where: str) -> Message:
+def _item(raw: Any, where: str, find: Find) -> Message:
     """One item of a Responses input as a message or a piece of one."""
     kind = (raw.get("type") or "message") if isinstance(raw, dict) else None
     if kind == "function_call":
@@ -341,10 +318,10 @@ def _item(raw: Any, where: str) -> Message:
     elif kind == "reasoning":
         raw = {"role": "assistant", "reasoning_content": raw.get("content") or raw.get("summary")}
     elif kind == "item_reference":
-        return {"role": "reference", "content": str(raw.get("id"))}
+        return _referred(str(raw.get("id")), find)
     elif kind != "message":
         kinds = "message, function_call, function_call_output, reasoning or item_reference"
-        raise BadRequest(f"{where}.type: {kinds} is needed")
+        raise Refusal(f"{where}.type: {kinds} is needed")
     return normalise(raw, where)
 
 
@@ -371,7 +348,7 @@ def _blocks(raw: Any, where: str) -> list[Message]:
     for i, block in enumerate(raw["content"]):
         kind = str(as_object(block, f"{where}.content[{i}]").get("type"))
         if kind not in blocks:
-            raise BadRequest(f"{where}.content[{i}].type: one of {', '.join(blocks)} is needed")
+            raise Refusal(f"{where}.content[{i}].type: one of {', '.join(blocks)} is needed")
         blocks[kind].append(block)
     results = [{"role": "tool", "tool_call_id": b.get("tool_use_id"), **b} for b in blocks["tool_result"]]
     calls = [{"id": b.get("id"), "function": b | {"arguments": b.get("input")}} for b in blocks["tool_use"]]
@@ -383,36 +360,23 @@ def _blocks(raw: Any, where: str) -> list[Message]:
 # References
 
 
-def resolve(ask: AgentRequest, find: Find) -> AgentRequest:
-    """`ask` with what it refers to: `find` knows the finished interactions of the session. Raises BadRequest."""
-    messages = ask.messages
-    if any(message["role"] == "reference" for message in messages):
-        messages = _merge_items(_referred(message, find) for message in messages)
-    if ask.previous:
-        name = "thread.previous_message_id" if ask.previous.startswith("msg_") else "previous_response_id"
-        if (found := find(ask.previous)) is None:
-            raise BadRequest(f"{name}: no finished response {ask.previous!r} in this session")
-        history = [*found[0], *found[1]]
-        if messages[0]["role"] == "instructions":
-            history = [messages[0] | {"role": "system"}, *history[history[0]["role"] == "system" :]]
-            messages = messages[1:]
-        messages = history + messages
-        if ask.previous.startswith("msg_") and not ask.tools:
-            ask = dataclasses.replace(ask, tools=found[2], tool_choice=_tool_choice(ask.tool_choice, found[2]))
-    return dataclasses.replace(ask, messages=messages, previous=None)
+def _followed(previous: str | None, name: str, find: Find) -> Found:
+    """The interaction `previous` that the field `name` says to go on from; nothing where it says none."""
+    found = find(previous) if previous else ([], [])
+    if found is None:
+        raise Refusal(f"{name}: no finished response {previous!r} in this session")
+    return found
 
 
-def _referred(message: Message, find: Find) -> Message:
+def _referred(item_id: str, find: Find) -> Message:
     """The item that a reference names: msg_<hex>, rs_<hex> or fc_<hex>_<k> of the response resp_<hex>."""
-    if message["role"] != "reference":
-        return message
-    kind, hexadecimal, k = [*message["content"].split("_"), "", ""][:3]
+    kind, hexadecimal, k = [*item_id.split("_"), "", ""][:3]
     found = find(f"resp_{hexadecimal}")
-    output = found[1][0] if found and found[1] else {}
+    output = found[0][-1] if found else {}
     key = {"msg": "content", "rs": "reasoning_content", "fc": "tool_calls"}.get(kind, "")
     value = output.get(key)
     if key == "tool_calls" and value:
         value = [call for call in value if call["id"] == f"call_{hexadecimal}_{k}"]
     if not value:
-        raise BadRequest(f"input: item_reference: there is no item {message['content']!r} in this session")
+        raise Refusal(f"input: item_reference: there is no item {item_id!r} in this session")
     return {"role": "assistant", "content": "", key: value}

@@ -31,13 +31,14 @@ history again at every turn, and its `concat` looks for the end-of-turn token in
 
 import inspect
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from jinja2 import TemplateError
 
 from cache import InteractionWithTokenLogpReward
 from io_struct import GenerationHyperparameters
-from messages import AgentRequest, BadRequest, Message
+from messages import AgentRequest, Message, Refusal
 from tools import without_partial
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
@@ -61,16 +62,16 @@ class PromptBuilder:
         new: list[Message] = [{"role": "user", "content": "c"}]
         longer: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
-            self._closing = self._tail([], {}, add_generation_prompt=False)
+            self._closing = self._tail([], {"add_generation_prompt": False})
             return self._tail(new, {}) == self._tail(new, {}, longer)
-        except BadRequest:
+        except Refusal:
             return False
 
     def prompt(self, ask: AgentRequest, parent: InteractionWithTokenLogpReward | None, opening: str = "") -> list[int]:
-        """The prompt ids of a call. Raises BadRequest where the template refuses the messages."""
+        """The prompt ids of a call. Raises Refusal where the template refuses the messages."""
         if taken := ask.template_kwargs.keys() & self._reserved:
             names = ", ".join(sorted(taken))
-            raise BadRequest(f"chat_template_kwargs: {names} cannot be set, variables of the template can")
+            raise Refusal(f"chat_template_kwargs: {names} cannot be set, variables of the template can")
         variables = ask.template_kwargs | ({"tools": ask.tools} if ask.tools else {})
         ids = self._spliced(ask.messages, parent, variables) if parent and self.splices else None
         return (ids or self._encode(self._render(ask.messages, variables))) + (self._encode(opening) if opening else [])
@@ -81,31 +82,25 @@ class PromptBuilder:
         tokens, known = parent.tokens, len(parent.messages) + len(parent.output_message_list)
         try:
             tail = self._tail(messages[known:], variables)
-        except BadRequest:  # of the stub; a rendering in full says whether the messages are at fault
+        except Refusal:  # of the stub; a rendering in full says whether the messages are at fault
             return None
         closing = self._closing if tail[: len(self._closing)] == self._closing else []
         sampled = closing.index(tokens.output_tokens[-1]) + 1 if {*tokens.output_tokens[-1:]} & {*closing} else 0
         return tokens.input_tokens + tokens.output_tokens + tail[sampled:]
 
-    def _tail(
-        self,
-        new: list[Message],
-        variables: dict[str, Any],
-        before: list[Message] | None = None,
-        add_generation_prompt: bool = True,
-    ) -> list[int]:
-        text = self._render([*(before or []), *STUB, *new], variables, add_generation_prompt)
+    def _tail(self, new: list[Message], variables: dict[str, Any], before: Iterable[Message] = ()) -> list[int]:
+        text = self._render([*before, *STUB, *new], variables)
         _, found, tail = text.partition(SENTINEL)
         if not found:
-            raise BadRequest("messages: the chat template leaves out what an assistant said")
+            raise Refusal("messages: the chat template leaves out what an assistant said")
         return self._encode(tail)
 
-    def _render(self, messages: list[Message], variables: dict[str, Any], add_generation_prompt: bool = True) -> str:
-        render = self._tokenizer.apply_chat_template
+    def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
+        options = {"tokenize": False, "add_generation_prompt": True} | variables
         try:
-            return render(messages, add_generation_prompt=add_generation_prompt, tokenize=False, **variables)
+            return self._tokenizer.apply_chat_template(messages, **options)
         except (TemplateError, LookupError, TypeError, ValueError, RecursionError) as error:
-            raise BadRequest(f"messages: the chat template refuses them: {error}") from error
+            raise Refusal(f"messages: the chat template refuses them: {error}") from error
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -33,14 +33,14 @@ streams what it has generated before, and Responses not at all.
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import os
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
 import orjson
@@ -51,89 +51,70 @@ from starlette.requests import ClientDisconnect
 from cache import InteractionWithTokenLogpReward, walk
 from engine import EngineError, RemoteInfEngine
 from io_struct import GenerationHyperparameters, ModelRequest, call_seed
-from messages import AgentRequest, BadRequest, Found, resolve
+from messages import AgentRequest, Refusal
 from plumbing.serve import listen, load_tokenizer, read_object, serve
 from prompts import PromptBuilder, TextReader
 from replies import PROTOCOLS, Protocol
-from sessions import ProxyError, Session, SessionTable
+from sessions import Session, SessionTable
 from tools import OutputParser
 from turn import EventStream, Turn, retried
 
-ERRORS = (ProxyError, ValueError, EngineError, HTTPException, ClientDisconnect)  # ValueError: BadRequest, read_object's
-MAX_BODY = 64 * 2**20  # bytes of a request
+ERRORS = (Refusal, EngineError, HTTPException, ClientDisconnect)
 LONG_BODY = 2**18  # bytes from which on a prompt is made in a thread: tokenising it may take seconds
-Handler = Callable[[Request], Awaitable[Response]]
 
 
+@dataclass(eq=False, repr=False)
 class Proxy:
-    """The endpoints. Each takes the raw request: bodies are small, many, and not ours to type.
+    """The endpoints. Each takes the raw request: bodies are small, many, and not ours to type."""
 
-    sampling: fields of GenerationHyperparameters for what an agent leaves open; those named in `fixed_sampling` hold
-    whatever it asks. tool_call_parser, reasoning_parser: see tools.py; chat_template_type: see prompts.py.
-    """
+    engine: Any
+    tokenizer: Any
+    admin_key: str
+    _: KW_ONLY
+    seed: int | None = None  # of all that is sampled
+    sampling: dict[str, Any] = field(default_factory=dict)  # GenerationHyperparameters, for what an agent leaves open
+    fixed_sampling: Collection[str] = ()  # fields of `sampling` that hold whatever an agent asks
+    session_timeout_seconds: float = 3600.0
+    chat_template_type: str = "concat"  # prompts.py
+    tool_call_parser: str | None = None  # these two: tools.py
+    reasoning_parser: str | None = None
+    clock: Callable[[], float] = time.monotonic
 
-    def __init__(
-        self,
-        engine: Any,
-        tokenizer: Any,
-        admin_key: str,
-        *,
-        seed: int | None = None,
-        sampling: dict[str, Any] | None = None,
-        fixed_sampling: Collection[str] = (),
-        max_new_tokens: int | None = None,
-        session_timeout_seconds: float = 3600.0,
-        chat_template_type: str = "concat",
-        tool_call_parser: str | None = None,
-        reasoning_parser: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
-        self.prompts = PromptBuilder(tokenizer, chat_template_type)
-        self.parser = OutputParser(tokenizer, tool_call_parser, reasoning_parser)
-        self.sessions = SessionTable(session_timeout_seconds, clock)
-        self._admin_key, self._seed = admin_key, seed
-        self._sampling = dict(sampling or {}) | ({"max_new_tokens": max_new_tokens} if max_new_tokens else {})
-        GenerationHyperparameters(**self._sampling)  # TypeError for a field that is none
-        if strange := set(fixed_sampling) - {f.name for f in dataclasses.fields(GenerationHyperparameters)}:
+    def __post_init__(self) -> None:
+        self.prompts = PromptBuilder(self.tokenizer, self.chat_template_type)
+        self.parser = OutputParser(self.tokenizer, self.tool_call_parser, self.reasoning_parser)
+        self.sessions = SessionTable(self.session_timeout_seconds, self.clock)
+        GenerationHyperparameters(**self.sampling)  # TypeError for a field that is none
+        if strange := set(self.fixed_sampling) - {f.name for f in fields(GenerationHyperparameters)}:
             raise ValueError(f"fixed_sampling: {', '.join(sorted(strange))} is no field of the sampling")
-        self._fixed = {name: self._sampling[name] for name in fixed_sampling if name in self._sampling}
-        self._stop_token_ids = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+        self._fixed = {name: self.sampling[name] for name in self.fixed_sampling if name in self.sampling}
+        self._stop_token_ids = [self.tokenizer.eos_token_id] if self.tokenizer.eos_token_id is not None else []
 
     # Questions
 
     def check_admin(self, request: Request) -> None:
-        """Raises ProxyError 401 without a key, 403 for another one."""
+        """Raises Refusal 401 without a key, 403 for another one."""
         key = bearer(request)
         if not key:
-            raise ProxyError(401, "Authorization: `Bearer <admin key>` is needed")
-        if not secrets.compare_digest(key.encode(), self._admin_key.encode()):
-            raise ProxyError(403, "Authorization: this is not the admin key")
+            raise Refusal("Authorization: `Bearer <admin key>` is needed", 401)
+        if not secrets.compare_digest(key.encode(), self.admin_key.encode()):
+            raise Refusal("Authorization: this is not the admin key", 403)
 
     def gconfig(self, ask: AgentRequest, session: Session, k: int) -> GenerationHyperparameters:
         """Of the k-th answer: what the agent set, else our defaults. The engine clips max_new_tokens to the context."""
-        chosen = self._sampling | ask.sampling | self._fixed
+        chosen = self.sampling | ask.sampling | self._fixed
         chosen["stop_token_ids"] = [*self._stop_token_ids, *chosen.get("stop_token_ids", [])]
         if (seed := ask.sampling.get("seed")) is not None:
             chosen["seed"] = seed + k
-        elif self._seed is not None:
-            chosen["seed"] = call_seed(self._seed, session.task_id, session.calls)
+        elif self.seed is not None:
+            chosen["seed"] = call_seed(self.seed, session.task_id, session.calls + k)
         return GenerationHyperparameters(**chosen)
-
-    def read(self, protocol: Protocol, session: Session, body: dict[str, Any]) -> AgentRequest:
-        """The request, with what it refers to. Raises BadRequest."""
-
-        def find(interaction_id: str) -> Found | None:
-            found = session.cache.get(interaction_id)
-            return (found.messages, found.output_message_list, found.tools) if found and found.complete else None
-
-        return resolve(protocol.parse(body), find)
 
     # An agent's call
 
     async def complete(self, protocol: Protocol, request: Request) -> Response:
         """One call: a new turn, or for a retry the one that is there; its reply, whole or as it grows."""
-        raw = await read_body(request)
+        raw = await request.body()
         session = self.sessions.open(session_id_of(request))
         key = hashlib.blake2b(raw + protocol.id_prefix.encode()).digest()
         says_so = request.headers.get("x-stainless-retry-count", "0") != "0"
@@ -141,29 +122,26 @@ class Proxy:
         if not turn.ask.stream:
             return reply(await turn.reply(request))
         frames = turn.events(request)
-        return EventStream(await anext(frames), frames)
+        await anext(frames)
+        return EventStream(frames, headers={"cache-control": "no-store"})
 
     async def begin(self, protocol: Protocol, session: Session, raw: bytes, key: bytes) -> Turn:
-        """A turn in the tree, with its prompt, on its way. Raises BadRequest and leaves nothing behind."""
-        ask = self.read(protocol, session, read_object(raw, BadRequest))
+        """A turn in the tree, with its prompt, on its way. Raises Refusal and leaves nothing behind."""
+        ask = protocol.parse(read_object(raw, Refusal), session.finished)
         opening = self.parser.opening(ask.tool_choice, ask.tools)
-        turn = Turn(session, protocol, ask)
+        gconfigs = [self.gconfig(ask, session, k) for k in range(ask.n)]
+        session.calls += ask.n
+        reader = functools.partial(TextReader, self.tokenizer, gconfigs[0], opening, self.parser.special_tokens)
+        turn = Turn(session, protocol, ask, self.parser, reader)
         try:
             build = functools.partial(self.prompts.prompt, ask, turn.parent, opening)
             prompt = await asyncio.to_thread(build) if len(raw) > LONG_BODY else build()
             if session.ended:
-                raise ProxyError(410, "session: it ended while this call was read")
+                raise Refusal("session: it ended while this call was read", 410)
         except BaseException:
             turn.forget()
             raise
-        calls = []
-        for k in range(ask.n):
-            gconfig = self.gconfig(ask, session, k)
-            calls.append(ModelRequest(prompt, gconfig=gconfig, session=session.session_id))
-            session.calls += 1
-        special = self.parser.special_tokens
-        reader = functools.partial(TextReader, self.tokenizer, calls[0].gconfig, opening, special)
-        turn.start(self.engine, calls, reader, self.parser)
+        turn.start(self.engine, [ModelRequest(prompt, gconfig=g, session=session.session_id) for g in gconfigs])
         turn.task.add_done_callback(lambda _: self.sessions.touch(session))
         session.turns[key].append(turn)
         return turn
@@ -172,7 +150,7 @@ class Proxy:
         """Anthropic's: how long the prompt of this body would be."""
         body = await read_json(request)
         session = self.sessions.open(session_id_of(request))
-        ask = self.read(PROTOCOLS["messages"], session, body)
+        ask = PROTOCOLS["messages"].parse(body, session.finished)
         parent = session.cache.find_parent(walk(ask.template_key, ask.messages))
         opening = self.parser.opening(ask.tool_choice, ask.tools)
         return reply({"input_tokens": len(self.prompts.prompt(ask, parent, opening))})
@@ -194,7 +172,7 @@ class Proxy:
             else:
                 session.cache.set_reward(str(interaction_id), reward)
         except (KeyError, ValueError) as error:
-            raise BadRequest(error.args[0]) from error
+            raise Refusal(error.args[0]) from error
         return reply({"message": "ok"})
 
     # Management
@@ -218,7 +196,7 @@ class Proxy:
         self.check_admin(request)
         task_id = (await read_json(request)).get("task_id")
         if not isinstance(task_id, str | int):
-            raise BadRequest("task_id: a string is needed")
+            raise Refusal("task_id: a string is needed")
         session = self.sessions.start(str(task_id))
         return reply({"session_id": session.session_id, "api_key": session.session_id})
 
@@ -228,12 +206,12 @@ class Proxy:
         body = await read_json(request)
         session = self.sessions.find(str(body.get("session_id")))
         if not session.ended:
-            raise BadRequest("session_id: the session is still open; POST /{session_id}/rl/end_session first")
+            raise Refusal("session_id: the session is still open; POST /{session_id}/rl/end_session first")
         try:
             exported = session.cache.export_interactions(body.get("style", "individual"))
             session.cache.apply_reward_discount(body.get("discount", 1.0))
         except ValueError as error:
-            raise BadRequest(str(error)) from error
+            raise Refusal(str(error)) from error
         self.sessions.forget(session)
         return reply({"interactions": {key: exported_form(i) for key, i in exported.items()}})
 
@@ -258,25 +236,15 @@ def bearer(request: Request) -> str:
 
 
 def session_id_of(request: Request) -> str:
-    """The session that the path names, else the caller's API key. Raises ProxyError 401 without either."""
+    """The session that the path names, else the caller's API key. Raises Refusal 401 without either."""
     named = request.path_params.get("session_id") or bearer(request) or request.headers.get("x-api-key")
     if not named:
-        raise ProxyError(401, "api_key: the session's key, or its id in the path, is needed")
+        raise Refusal("api_key: the session's key, or its id in the path, is needed", 401)
     return named
 
 
-async def read_body(request: Request) -> bytes:
-    """The bytes of the body. Raises ProxyError 413 for more than MAX_BODY."""
-    raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > MAX_BODY:
-            raise ProxyError(413, f"body: it is longer than {MAX_BODY} bytes")
-    return bytes(raw)
-
-
 async def read_json(request: Request) -> dict[str, Any]:
-    return read_object(await read_body(request), BadRequest)
+    return read_object(await request.body(), Refusal)
 
 
 def reply(body: Any, status: int = 200) -> Response:
@@ -296,25 +264,21 @@ async def error_reply(request: Request, error: Exception) -> Response:
 def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> FastAPI:
     """The application. `engine` has `async agenerate(ModelRequest)`; `options` are those of `Proxy`."""
     proxy = Proxy(engine, tokenizer, admin_key, **options)
-    posts: dict[str, Handler] = {"/rl/set_reward": proxy.set_reward, "/rl/end_session": proxy.end_session}
-    for name, protocol in PROTOCOLS.items():
-        posts |= dict.fromkeys((f"/v1/{name}", f"/{name}"), functools.partial(proxy.complete, protocol))
-    posts |= dict.fromkeys(("/v1/messages/count_tokens", "/messages/count_tokens"), proxy.count_tokens)
-    management = {
-        "/grant_capacity": proxy.grant_capacity,
-        "/rl/start_session": proxy.start_session,
-        "/export_trajectories": proxy.export_trajectories,
-    }
-    app = FastAPI(title="nano-areal proxy", openapi_url=None)
+    handlers: Any = dict.fromkeys(ERRORS, error_reply)
+    app = FastAPI(title="nano-areal proxy", openapi_url=None, exception_handlers=handlers)
     app.state.proxy = proxy
     app.add_route("/health", proxy.health)
-    # The first that fits is taken, so /v1 is not mistaken for a session.
-    for path, endpoint in {**management, **posts, **{"/{session_id}" + path: e for path, e in posts.items()}}.items():
-        app.add_route(path, endpoint, methods=["POST"])
-    for path in ("/v1/models", "/models", "/{session_id}/v1/models", "/{session_id}/models"):
-        app.add_route(path, proxy.models)
-    for kind in ERRORS:
-        app.add_exception_handler(kind, error_reply)
+    app.add_route("/grant_capacity", proxy.grant_capacity, methods=["POST"])
+    app.add_route("/rl/start_session", proxy.start_session, methods=["POST"])
+    app.add_route("/export_trajectories", proxy.export_trajectories, methods=["POST"])
+    # The first that fits is taken, so v1 is not mistaken for a session.
+    for session in ("/{session_id}/v1", "/v1", "", "/{session_id}"):
+        for name, protocol in PROTOCOLS.items():
+            app.add_route(f"{session}/{name}", functools.partial(proxy.complete, protocol), methods=["POST"])
+        app.add_route(f"{session}/messages/count_tokens", proxy.count_tokens, methods=["POST"])
+        app.add_route(f"{session}/models", proxy.models)
+        app.add_route(f"{session}/rl/set_reward", proxy.set_reward, methods=["POST"])
+        app.add_route(f"{session}/rl/end_session", proxy.end_session, methods=["POST"])
     return app
 
 
@@ -328,8 +292,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     given = os.environ.get("NANO_AREAL_ADMIN_KEY")
     add("--admin-key", default=given, help="default: $NANO_AREAL_ADMIN_KEY, else a new one, which is printed")
     add("--seed", type=int, help="makes the sampling of a run repeatable")
-    add("--sampling", type=orjson.loads, default={}, help='JSON: other defaults, as {"temperature": 0.7}')
-    add("--max-new-tokens", type=int, help="for calls that name no limit; default: what the context leaves")
+    add("--sampling", type=orjson.loads, default={}, help='JSON: other defaults, as {"max_new_tokens": 500}')
     add("--request-timeout", type=float, default=3600.0, help="seconds for one generation")
     add("--session-timeout-seconds", type=float, default=3600.0, help="an idle session is dropped after this")
     add("--chat-template-type", choices=["concat", "hf"], default="concat", help="hf: render turns in full")
@@ -351,19 +314,10 @@ def main(argv: list[str] | None = None) -> int:
             engine = RemoteInfEngine(args.server, request_timeout=args.request_timeout)
             stack.callback(engine.destroy)
             engine.initialize()
-            app = create_app(
-                engine,
-                tokenizer,
-                key,
-                seed=args.seed,
-                sampling=args.sampling,
-                max_new_tokens=args.max_new_tokens or engine.context_length,
-                session_timeout_seconds=args.session_timeout_seconds,
-                chat_template_type=args.chat_template_type,
-                fixed_sampling=args.fixed_sampling,
-                tool_call_parser=args.tool_call_parser,
-                reasoning_parser=args.reasoning_parser,
-            )
+            if engine.context_length:
+                args.sampling = {"max_new_tokens": engine.context_length} | args.sampling
+            options = {f.name: getattr(args, f.name) for f in fields(Proxy) if f.kw_only and f.name in args}
+            app = create_app(engine, tokenizer, key, **options)
         except (OSError, ValueError, TypeError, EngineError) as error:
             print("error:", " ".join(str(error).split())[:300], file=sys.stderr)
             return 2

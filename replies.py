@@ -14,9 +14,9 @@ the official SDKs' helpers, are the whole reply.
 Real clients broke on each of these, on a missing role, index, usage or created_at, and on keys that are null: no key
 here is, but `content` of a chat message that only calls.
 
-A `Stream` is a pure object: pieces go in, bytes come out, the proxy writes them. `delta` takes what is certain
-(tools.py), `finish` the whole answer, and sends what is left of it: held-back text, calls, the reason to stop. Calls
-come in one piece, which every client takes.
+A `Stream` is a pure object: what an answer consists of so far goes in, bytes come out, the proxy writes them. `grow`
+takes what is certain (tools.py), `finish` the whole answer, and sends what is left of it: held-back text, calls, the
+reason to stop. Calls come in one piece, which every client takes.
 
 Ids. A reply's id is that of its interaction, and all others derive from it, so that they are unique and can be looked
 up: the calls of chatcmpl-<x> are call_<x>_0, call_<x>_1, ..., the items of resp_<x> are rs_<x>, msg_<x>, fc_<x>_0, ...
@@ -27,7 +27,7 @@ anything, cached tokens. AReaL has no events for Responses.
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,35 +38,35 @@ if TYPE_CHECKING:
     from tools import Parsed
 
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+BLOCK_DELTAS = {  # Anthropic's events within a block
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}  # as Anthropic names them
+Part = tuple[str, Any]  # ("reasoning", text), ("text", text) or ("call", tool call)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call came to. `tool_calls` are in chat form, their arguments JSON text."""
+    """What a call came to."""
 
     interaction_id: str
     response: "ModelResponse"
-    text: str
-    reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    parsed: "Parsed"
     token_texts: list[str] = field(default_factory=list)  # of the sampled tokens, only where logprobs were asked for
 
-    @classmethod
-    def of(
-        cls, interaction_id: str, response: "ModelResponse", parsed: "Parsed", token_texts: Iterable[str] = ()
-    ) -> "Answer":
-        """The answer that `parsed` is, its calls with ids."""
-        calls = [
-            {"id": f"call_{tail(interaction_id)}_{k}", "type": "function", "function": call._asdict()}
-            for k, call in enumerate(parsed.calls)
-        ]
-        return cls(interaction_id, response, parsed.text, parsed.reasoning, calls, list(token_texts))
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """In chat form, with ids; their arguments are JSON text."""
+        x = tail(self.interaction_id)
+        calls = enumerate(self.parsed.calls)
+        return [{"id": f"call_{x}_{k}", "type": "function", "function": call._asdict()} for k, call in calls]
 
     @property
     def message(self) -> Message:
         """The canonical message: what the tree of the session keeps, and what a client will send back."""
-        said = {"content": self.text, "tool_calls": self.tool_calls, "reasoning_content": self.reasoning}
+        said = {"content": self.parsed.text, "reasoning_content": self.parsed.reasoning, "tool_calls": self.tool_calls}
         return normalise({"role": "assistant", **said})
 
     @property
@@ -74,7 +74,7 @@ class Answer:
         """stop, length or tool_calls."""
         if self.response.stop_reason in ("length", "abort"):
             return "length"
-        return "tool_calls" if self.tool_calls else "stop"
+        return "tool_calls" if self.parsed.calls else "stop"
 
     @property
     def logprobs(self) -> list[dict[str, Any]]:
@@ -83,12 +83,15 @@ class Answer:
         return [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]
 
     @property
-    def parts(self) -> list[tuple[str, Any]]:
-        """What it consists of, in order: ("reasoning", text), ("text", text), ("call", tool call); one at least."""
-        parts: list[tuple[str, Any]] = [("reasoning", self.reasoning)] if self.reasoning else []
-        if self.text or not self.tool_calls:
-            parts.append(("text", self.text))
-        return parts + [("call", call) for call in self.tool_calls]
+    def parts(self) -> list[Part]:
+        """What it consists of, in order: where there is no call, a text, if an empty one."""
+        silent = not (self.parsed.text or self.parsed.calls)
+        return parts_of(self.parsed) + [("text", "")] * silent + [("call", call) for call in self.tool_calls]
+
+
+def parts_of(parsed: "Parsed") -> list[Part]:
+    """The parts of an answer before its calls."""
+    return [part for part in (("reasoning", parsed.reasoning), ("text", parsed.text)) if part[1]]
 
 
 def tail(interaction_id: str) -> str:
@@ -101,77 +104,71 @@ def some(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value}
 
 
-def event(data: dict[str, Any], name: str = "") -> bytes:
-    """One server-sent event; all of it is ASCII, so that no line separator hides in it."""
-    return (f"event: {name}\n" if name else "").encode() + f"data: {json.dumps(data)}\n\n".encode()
+def event(data: dict[str, Any]) -> bytes:
+    """One server-sent event, named by its type if it has one; all of it is ASCII, so that no line separator hides in
+    it."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data)}\n\n".encode()
 
 
 class Stream:
-    """The events of one reply: parts, of which one is open at a time. `index`: which of chat's n answers."""
+    """The events of one answer. Its parts come one after the other: opened, said in pieces, closed.
 
-    def __init__(self, ask: AgentRequest, interaction_id: str) -> None:
-        self.ask, self.interaction_id = ask, interaction_id
+    `index`: which of chat's n answers it is.
+    """
+
+    def __init__(self, ask: AgentRequest, interaction_id: str, index: int = 0) -> None:
+        self.ask, self.interaction_id, self.index = ask, interaction_id, index
         self.created = int(time.time())
-        self.part = ""  # what is open: reasoning, text or nothing
-        self.place = -1  # of the last part among the parts
-        self.said: dict[tuple[int, str], str] = {}  # (index, part) -> its text so far
-        self.answers: list[Answer] = []  # the finished ones
+        # All that changes:
+        self.place = 0  # of the part that is open, or comes next
+        self.said: str | None = None  # of that part; None: it is not open
+        self.logprobs: list[dict[str, Any]] = []  # of the whole answer, when it is there
 
-    def start(self, input_len: int, index: int = 0) -> bytes:
+    def start(self, input_len: int) -> bytes:
         """What comes before the first token. `input_len`: tokens of the prompt."""
         raise NotImplementedError
 
-    def delta(self, text: str, reasoning: str = "", index: int = 0) -> bytes:
-        """New pieces of text and reasoning; b"" where there is nothing new."""
-        frames = self._add("reasoning", reasoning, index) if reasoning else b""
-        return frames + (self._add("text", text, index) if text else b"")
-
-    def finish(self, answer: Answer, index: int = 0) -> bytes:
-        """What is left of the answer, and the end."""
-        self.answers.append(answer)
+    def grow(self, parts: list[Part], whole: bool = False) -> bytes:
+        """What is new in `parts`, which the answer begins with; b"" where there is nothing new. A part is over when
+        there is another one after it, or when they are the whole answer."""
         frames = b""
-        for part, value in answer.parts:
-            said = self.said.get((index, part))
-            if part == "call":
-                frames += self._turn_to("") + self._call(value, index)
-            elif said is None or said != value:
-                frames += self._add(part, value[len(said or "") :], index)
-        return frames + self._turn_to("") + self._end(answer, index)
+        for place in range(self.place, len(parts)):
+            part, value = parts[place]
+            text = value["function"]["arguments"] if part == "call" else value
+            if self.said is None:
+                frames += self._open(part, value)
+            if text != self.said:
+                frames += self._piece(part, value, text[len(self.said or "") :])
+                self.said = text
+            if whole or place < len(parts) - 1:
+                frames += self._close(part, value)
+                self.place, self.said = place + 1, None
+        return frames
+
+    def finish(self, answer: Answer) -> bytes:
+        """What is left of the answer."""
+        self.logprobs = answer.logprobs
+        return self.grow(answer.parts, whole=True)
+
+    def end(self, answers: list[Answer]) -> bytes:
+        """What comes when all answers are finished."""
+        raise NotImplementedError
 
     def error(self, status: int, message: str) -> bytes:
         """The stream breaks off."""
         return event(openai_error(status, message))
 
-    def _add(self, part: str, piece: str, index: int) -> bytes:
-        frames = self._turn_to(part)
-        self.said[index, part] = self.said.get((index, part), "") + piece
-        return frames + self._piece(part, piece, index)
+    # What a protocol says of a part, which stands at `place`
 
-    def _turn_to(self, part: str) -> bytes:
-        """Close what is open, open `part`."""
-        if part == self.part:
-            return b""
-        frames = self._close(self.part) if self.part else b""
-        self.part = part
-        self.place += bool(part)
-        return frames + (self._open(part) if part else b"")
-
-    # What a protocol says at each of these moments
-
-    def _open(self, part: str) -> bytes:
+    def _open(self, part: str, value: Any) -> bytes:
         return b""
 
-    def _close(self, part: str) -> bytes:
+    def _piece(self, part: str, value: Any, piece: str) -> bytes:
+        raise NotImplementedError
+
+    def _close(self, part: str, value: Any) -> bytes:
         return b""
-
-    def _piece(self, part: str, piece: str, index: int) -> bytes:
-        raise NotImplementedError
-
-    def _call(self, call: dict[str, Any], index: int) -> bytes:
-        raise NotImplementedError
-
-    def _end(self, answer: Answer, index: int) -> bytes:
-        raise NotImplementedError
 
 
 def openai_error(status: int, message: str) -> dict[str, Any]:
@@ -191,8 +188,8 @@ def render_chat(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]:
     """The body of a chat completion."""
     choices = []
     for index, answer in enumerate(answers):
-        message = {"role": "assistant", "content": answer.text or (None if answer.tool_calls else "")}
-        message |= some(reasoning_content=answer.reasoning, tool_calls=answer.tool_calls)
+        message = {"role": "assistant", "content": answer.parsed.text or (None if answer.parsed.calls else "")}
+        message |= some(reasoning_content=answer.parsed.reasoning, tool_calls=answer.tool_calls)
         choices.append({"index": index, "message": message} | chat_end(answer))
     head = {"id": answers[0].interaction_id, "object": "chat.completion", "created": int(time.time())}
     return head | {"model": ask.model, "choices": choices, "usage": chat_usage(answers)}
@@ -212,25 +209,23 @@ class ChatStream(Stream):
         head = {"id": self.interaction_id, "object": "chat.completion.chunk", "created": self.created}
         return event(head | {"model": self.ask.model, "choices": choices} | more)
 
-    def _delta(self, index: int, **delta: Any) -> bytes:
-        return self._chunk([{"index": index, "delta": delta}])
+    def _delta(self, **delta: Any) -> bytes:
+        return self._chunk([{"index": self.index, "delta": delta}])
 
-    def start(self, input_len: int, index: int = 0) -> bytes:
-        return self._delta(index, role="assistant")
+    def start(self, input_len: int) -> bytes:
+        return self._delta(role="assistant")
 
-    def _piece(self, part: str, piece: str, index: int) -> bytes:
-        return self._delta(index, **{"content" if part == "text" else "reasoning_content": piece})
+    def _piece(self, part: str, value: Any, piece: str) -> bytes:
+        if part == "call":
+            return self._delta(tool_calls=[{"index": int(value["id"].rpartition("_")[2])} | value])
+        return self._delta(**{"content" if part == "text" else "reasoning_content": piece})
 
-    def _call(self, call: dict[str, Any], index: int) -> bytes:
-        k = self.answers[-1].tool_calls.index(call)
-        return self._delta(index, tool_calls=[{"index": k} | call])
+    def finish(self, answer: Answer) -> bytes:
+        return super().finish(answer) + self._chunk([{"index": self.index, "delta": {}} | chat_end(answer)])
 
-    def _end(self, answer: Answer, index: int) -> bytes:
-        frames = self._chunk([{"index": index, "delta": {}} | chat_end(answer)])
-        if len(self.answers) < self.ask.n:
-            return frames
-        usage = self._chunk([], usage=chat_usage(self.answers)) if self.ask.stream_usage else b""
-        return frames + usage + b"data: [DONE]\n\n"
+    def end(self, answers: list[Answer]) -> bytes:
+        usage = self._chunk([], usage=chat_usage(answers)) if self.ask.stream_usage else b""
+        return usage + b"data: [DONE]\n\n"
 
 
 # Responses
@@ -277,50 +272,41 @@ class ResponsesStream(Stream):
 
     def _say(self, kind: str, **data: Any) -> bytes:
         self.number += 1
-        return event({"type": kind, "sequence_number": self.number - 1, **data}, kind)
+        return event({"type": kind, "sequence_number": self.number - 1, **data})
 
-    def _within(self, open_part: str, kind: str, **data: Any) -> bytes:
-        item = response_item(open_part, "", self.interaction_id)
-        kind = kind.replace("TEXT", item["content"][0]["type"])
-        return self._say(kind, item_id=item["id"], output_index=self.place, content_index=0, **data)
+    def _within(self, item: dict[str, Any], kind: str, **data: Any) -> bytes:
+        at = {"item_id": item["id"], "output_index": self.place} | ({"content_index": 0} if "content" in item else {})
+        return self._say(f"response.{kind}", **at, **data)
 
-    def start(self, input_len: int, index: int = 0) -> bytes:
+    def start(self, input_len: int) -> bytes:
         body = response_head(self.ask, self.interaction_id, "in_progress")
         return self._say("response.created", response=body) + self._say("response.in_progress", response=body)
 
-    def _open(self, part: str) -> bytes:
-        item = response_item(part, "", self.interaction_id)
-        begun = item | {"content": [], "status": "in_progress"}
+    def _open(self, part: str, value: Any) -> bytes:
+        item = response_item(part, value if part == "call" else "", self.interaction_id)
+        empty: dict[str, Any] = {"arguments": ""} if part == "call" else {"content": []}
+        begun = item | empty | {"status": "in_progress"}
         frames = self._say("response.output_item.added", output_index=self.place, item=begun)
-        return frames + self._within(part, "response.content_part.added", part=item["content"][0])
+        return frames if part == "call" else frames + self._within(item, "content_part.added", part=item["content"][0])
 
-    def _piece(self, part: str, piece: str, index: int) -> bytes:
-        return self._within(part, "response.TEXT.delta", delta=piece, logprobs=[])
+    def _piece(self, part: str, value: Any, piece: str) -> bytes:
+        item = response_item(part, value, self.interaction_id)
+        if part == "call":
+            return self._within(item, "function_call_arguments.delta", delta=piece)
+        return self._within(item, f"{item['content'][0]['type']}.delta", delta=piece, logprobs=[])
 
-    def _close(self, part: str) -> bytes:
-        text, logprobs = self.said[0, part], self.answers[0].logprobs if self.answers else []
-        item = response_item(part, text, self.interaction_id, logprobs)
-        return (
-            self._within(part, "response.TEXT.done", text=text, logprobs=logprobs)
-            + self._within(part, "response.content_part.done", part=item["content"][0])
-            + self._say("response.output_item.done", output_index=self.place, item=item)
-        )
+    def _close(self, part: str, value: Any) -> bytes:
+        item = response_item(part, value, self.interaction_id, self.logprobs)
+        if part == "call":
+            frames = self._within(item, "function_call_arguments.done", **value["function"])
+        else:
+            (content,) = item["content"]
+            frames = self._within(item, f"{content['type']}.done", text=value, logprobs=self.logprobs)
+            frames += self._within(item, "content_part.done", part=content)
+        return frames + self._say("response.output_item.done", output_index=self.place, item=item)
 
-    def _call(self, call: dict[str, Any], index: int) -> bytes:
-        self.place += 1
-        item = response_item("call", call, self.interaction_id)
-        at = {"output_index": self.place}
-        arguments = {"item_id": item["id"], **at}
-        begun = item | {"arguments": "", "status": "in_progress"}
-        return (
-            self._say("response.output_item.added", **at, item=begun)
-            + self._say("response.function_call_arguments.delta", **arguments, delta=item["arguments"])
-            + self._say("response.function_call_arguments.done", **arguments, **call["function"])
-            + self._say("response.output_item.done", **at, item=item)
-        )
-
-    def _end(self, answer: Answer, index: int) -> bytes:
-        body = render_responses(self.ask, [answer]) | {"created_at": self.created}
+    def end(self, answers: list[Answer]) -> bytes:
+        body = render_responses(self.ask, answers) | {"created_at": self.created}
         return self._say(f"response.{body['status']}", response=body)
 
     def error(self, status: int, message: str) -> bytes:
@@ -354,43 +340,32 @@ def message_block(part: str, value: Any, signature: str = "") -> dict[str, Any]:
 
 
 class MessagesStream(Stream):
-    def _say(self, kind: str, **data: Any) -> bytes:
-        return event({"type": kind, **data}, kind)
+    def _block(self, moment: str, **data: Any) -> bytes:
+        return event({"type": f"content_block_{moment}", "index": self.place, **data})
 
-    def _delta(self, kind: str, **delta: str) -> bytes:
-        return self._say("content_block_delta", index=self.place, delta={"type": kind, **delta})
+    def start(self, input_len: int) -> bytes:
+        return event({"type": "message_start", "message": message_head(self.ask, self.interaction_id, input_len, 0)})
 
-    def start(self, input_len: int, index: int = 0) -> bytes:
-        return self._say("message_start", message=message_head(self.ask, self.interaction_id, input_len, 0))
+    def _open(self, part: str, value: Any) -> bytes:
+        block = message_block(part, value) | {"input": {}} if part == "call" else message_block(part, "")
+        return self._block("start", content_block=block)
 
-    def _open(self, part: str) -> bytes:
-        return self._say("content_block_start", index=self.place, content_block=message_block(part, ""))
+    def _piece(self, part: str, value: Any, piece: str) -> bytes:
+        kind, key = BLOCK_DELTAS[part]
+        return self._block("delta", delta={"type": kind, key: piece})
 
-    def _piece(self, part: str, piece: str, index: int) -> bytes:
-        if part == "reasoning":
-            return self._delta("thinking_delta", thinking=piece)
-        return self._delta("text_delta", text=piece)
+    def _close(self, part: str, value: Any) -> bytes:
+        signature = {"type": "signature_delta", "signature": self.interaction_id}
+        signed = self._block("delta", delta=signature) if part == "reasoning" else b""
+        return signed + self._block("stop")
 
-    def _close(self, part: str) -> bytes:
-        signed = part == "reasoning"
-        frames = self._delta("signature_delta", signature=self.interaction_id) if signed else b""
-        return frames + self._say("content_block_stop", index=self.place)
-
-    def _call(self, call: dict[str, Any], index: int) -> bytes:
-        self.place += 1
-        frames = self._say(
-            "content_block_start", index=self.place, content_block=message_block("call", call) | {"input": {}}
-        )
-        frames += self._delta("input_json_delta", partial_json=call["function"]["arguments"])
-        return frames + self._say("content_block_stop", index=self.place)
-
-    def _end(self, answer: Answer, index: int) -> bytes:
-        body = render_messages(self.ask, [answer])
-        frames = self._say("message_delta", delta={"stop_reason": body["stop_reason"]}, usage=body["usage"])
-        return frames + self._say("message_stop")
+    def end(self, answers: list[Answer]) -> bytes:
+        body = render_messages(self.ask, answers)
+        delta = {"type": "message_delta", "delta": {"stop_reason": body["stop_reason"]}, "usage": body["usage"]}
+        return event(delta) + event({"type": "message_stop"})
 
     def error(self, status: int, message: str) -> bytes:
-        return event(anthropic_error(status, message), "error")
+        return event(anthropic_error(status, message))
 
 
 @dataclass(frozen=True)
@@ -398,9 +373,9 @@ class Protocol:
     """How one API speaks: how its ids begin, how its requests are read and its replies and errors written."""
 
     id_prefix: str
-    parse: Callable[[dict[str, Any]], AgentRequest]
+    parse: Callable[..., AgentRequest]  # (body, find)
     render: Callable[[AgentRequest, list[Answer]], dict[str, Any]]
-    stream: Callable[[AgentRequest, str], Stream]
+    stream: Callable[[AgentRequest, str, int], Stream]
     error: Callable[[int, str], dict[str, Any]]
 
 

@@ -26,16 +26,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cache import InteractionCache
+from messages import Found, Refusal
 
 GRANT_SECONDS = 60.0  # a grant that nobody claims for this long lapses
-
-
-class ProxyError(Exception):
-    """An answer that is an error: the HTTP status and a message that says what to do."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(eq=False)
@@ -50,6 +43,11 @@ class Session:
     running: set[asyncio.Task] = field(default_factory=set)  # turns in flight
     turns: dict[bytes, list[Any]] = field(default_factory=dict)  # by the body that asked for them (turn.py, "Retries")
     ended: bool = False
+
+    def finished(self, interaction_id: str) -> Found | None:
+        """A call that has its answer, for those that refer to it."""
+        found = self.cache.get(interaction_id)
+        return (found.messages + found.output_message_list, found.tools) if found and found.complete else None
 
 
 class SessionTable:
@@ -72,19 +70,19 @@ class SessionTable:
         return len(self._grants)
 
     def find(self, session_id: str) -> Session:
-        """The session, used just now. Raises ProxyError 404 for one that is unknown, exported or expired."""
+        """The session, used just now. Raises Refusal 404 for one that is unknown, exported or expired."""
         self.expire()
         session = self._sessions.get(session_id)
         if session is None:
-            raise ProxyError(404, "session: unknown, already exported, or expired; start a new one")
+            raise Refusal("session: unknown, already exported, or expired; start a new one", 404)
         self.touch(session)
         return session
 
     def open(self, session_id: str) -> Session:
-        """`find` for work. Raises ProxyError 410 after the session's end."""
+        """`find` for work. Raises Refusal 410 after the session's end."""
         session = self.find(session_id)
         if session.ended:
-            raise ProxyError(410, "session: it has ended and takes no more work; start a new one")
+            raise Refusal("session: it has ended and takes no more work; start a new one", 410)
         return session
 
     def grant(self) -> int:
@@ -93,9 +91,9 @@ class SessionTable:
         return self.capacity
 
     def start(self, task_id: str) -> Session:
-        """A new session for one grant. Raises ProxyError 429 without one."""
+        """A new session for one grant. Raises Refusal 429 without one."""
         if not self.capacity:
-            raise ProxyError(429, "session: none may start; POST /grant_capacity first")
+            raise Refusal("session: none may start; POST /grant_capacity first", 429)
         self._grants.popleft()
         self.expire()
         session = Session(secrets.token_urlsafe(16), task_id, self.clock())

@@ -30,12 +30,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from plumbing.fields import BadRequest, read_json
+from plumbing.fields import Refusal, read_json
 
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 THINK, END_OF_THINK = "<think>", "</think>"
 HERMES = (None, "hermes", "qwen", "qwen25", "qwen3")  # names of the form above
 THINKERS = (None, "qwen3", "qwen3-thinking", "deepseek-r1", "glm45")  # who writes <think> ... </think>
+Tools = list[dict[str, Any]]  # in chat form
 
 
 class Call(NamedTuple):
@@ -69,13 +70,13 @@ def split_thinking(text: str, inside: bool) -> tuple[str, str, bool]:
     return reasoning.strip(), rest.lstrip(), bool(mark)
 
 
-def split_calls(text: str, names: set[str]) -> tuple[str, list[Call], int]:
+def split_calls(text: str, tools: Tools) -> tuple[str, list[Call], int]:
     """(the text beside the calls, the calls, how far `text` is read: behind the last mark that closes a call)."""
     pieces: list[str] = []
     calls: list[Call] = []
     begin = end = 0  # of the piece, of what is read
-    while names and (opened := text.find(CALL, end)) >= 0 and (closed := text.find(END_OF_CALL, opened)) >= 0:
-        call = read_call(text[opened + len(CALL) : closed], names)
+    while tools and (opened := text.find(CALL, end)) >= 0 and (closed := text.find(END_OF_CALL, opened)) >= 0:
+        call = read_call(text[opened + len(CALL) : closed], tools)
         end = closed + len(END_OF_CALL)
         if call is not None:
             pieces.append(text[begin:opened].rstrip())
@@ -85,8 +86,9 @@ def split_calls(text: str, names: set[str]) -> tuple[str, list[Call], int]:
     return "".join(pieces), calls, end
 
 
-def read_call(body: str, names: set[str]) -> Call | None:
-    """What stands between the marks as a call of one of the tools `names`, or None."""
+def read_call(body: str, tools: Tools) -> Call | None:
+    """What stands between the marks as a call of one of the tools, or None."""
+    names = {tool["function"]["name"] for tool in tools}
     try:
         call = read_json(body)
         arguments = json.dumps(call["arguments"], ensure_ascii=False)
@@ -117,19 +119,18 @@ class OutputParser:
         template = getattr(tokenizer, "response_template", None)
         self.special_tokens = tool_call_parser is None and template is not None  # parse wants them in the text
 
-    def parse(self, text: str, tools: list[dict[str, Any]]) -> Parsed:
+    def parse(self, text: str, tools: Tools) -> Parsed:
         """A whole text. Only `tools` can be called: without them nothing is a call. Never raises."""
-        names = {tool["function"]["name"] for tool in tools}
         if self.special_tokens or (self._sglang and tools):
             try:
-                return self._foreign(text, tools, names)
+                return self._foreign(text, tools)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 return Parsed(text)  # a form that is not kept: all of it is text
         reasoning, rest, _ = split_thinking(text, self._inside)
-        rest, calls, _ = split_calls(rest, names)
+        rest, calls, _ = split_calls(rest, tools)
         return Parsed(rest, reasoning, calls)
 
-    def certain(self, text: str, tools: list[dict[str, Any]]) -> Parsed:
+    def certain(self, text: str, tools: Tools) -> Parsed:
         """The beginnings of text and reasoning that no continuation of `text` can change; no calls."""
         text = text.rstrip("\ufffd")  # the bytes of a character that is not yet complete
         if self.special_tokens or (self._sglang and tools) or THINK.startswith(text.lstrip()):
@@ -139,26 +140,25 @@ class OutputParser:
             return Parsed("", split_thinking(without_partial(text, [END_OF_THINK]), self._inside)[0])
         if not tools:
             return Parsed(rest, reasoning)
-        names = {tool["function"]["name"] for tool in tools}
-        read = split_calls(rest, names)[2]
+        read = split_calls(rest, tools)[2]
         opened = rest.find(CALL, read)
         decided = rest[:opened] if opened >= 0 else rest[:read] + without_partial(rest[read:], [CALL])
-        return Parsed(split_calls(decided, names)[0].rstrip(), reasoning)
+        return Parsed(split_calls(decided, tools)[0].rstrip(), reasoning)
 
-    def opening(self, tool_choice: str, tools: list[dict[str, Any]]) -> str:
+    def opening(self, tool_choice: str, tools: Tools) -> str:
         """The text that begins a call, to be put before the model's own; "" where none is forced.
 
-        It belongs to the text that `parse` gets. Raises BadRequest for a form in which a call cannot be forced.
+        It belongs to the text that `parse` gets. Raises Refusal for a form in which a call cannot be forced.
         """
         if tool_choice in ("auto", "none"):
             return ""
         if self.special_tokens or self._sglang:
-            raise BadRequest("tool_choice: this model's form of tool calls cannot be forced; use auto")
+            raise Refusal("tool_choice: this model's form of tool calls cannot be forced; use auto")
         names = [tool["function"]["name"] for tool in tools] if tool_choice == "required" else [tool_choice]
         head = f"{END_OF_THINK}\n\n" * self._inside + f'{CALL}\n{{"name": '
         return head + (f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"')
 
-    def _foreign(self, text: str, tools: list[dict[str, Any]], names: set[str]) -> Parsed:
+    def _foreign(self, text: str, tools: Tools) -> Parsed:
         """By SGLang's parser or the tokenizer's response template. Raises ValueError for a form that is not kept."""
         if self._sglang:
             reasoning, rest, _ = split_thinking(text, self._inside)
@@ -168,29 +168,27 @@ class OutputParser:
             reasoning = message.get("reasoning_content") or message.get("thinking") or ""
             rest = message.get("content") or ""
             functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
-        calls = [read_call(json.dumps(function), names) for function in functions]
+        calls = [read_call(json.dumps(function), tools) for function in functions]
         if None in calls:
             raise ValueError("a call of no tool")
         return Parsed(rest, reasoning, [call for call in calls if call])
 
 
-def sglang_parser(name: str) -> Callable[[str, list[dict[str, Any]]], tuple[str, list[dict[str, Any]]]]:
+def sglang_parser(name: str) -> Callable[[str, Tools], tuple[str, list[dict[str, Any]]]]:
     """SGLang's parser of that name: (text, tools) -> (text beside the calls, the calls). Raises ValueError."""
     try:
         from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
     except ImportError as error:
         ours = ", ".join(filter(None, HERMES))
-        raise ValueError(
-            f"tool_call_parser: {name} needs SGLang, which cannot be imported; without it: {ours}"
-        ) from error
+        reason = "needs SGLang, which cannot be imported"
+        raise ValueError(f"tool_call_parser: {name} {reason}; without it: {ours}") from error
     FunctionCallParser([], name)  # an unknown name is an error now
 
-    def parse(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    def parse(text: str, tools: Tools) -> tuple[str, list[dict[str, Any]]]:
         parser = FunctionCallParser([Tool.model_validate(tool) for tool in tools], name)
         rest, calls = parser.parse_non_stream(text)
-        return rest if calls else text, [
-            {"name": call.name, "arguments": json.loads(call.parameters)} for call in calls
-        ]
+        functions = [{"name": call.name, "arguments": json.loads(call.parameters)} for call in calls]
+        return rest if calls else text, functions
 
     return parse

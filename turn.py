@@ -32,25 +32,28 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 
 from cache import InteractionWithTokenLogpReward
 from engine import EngineError
 from io_struct import ModelRequest, ModelResponse
-from messages import AgentRequest
+from messages import AgentRequest, Refusal
 from prompts import TextReader
-from replies import Answer, Protocol
-from sessions import ProxyError, Session
-from tools import OutputParser, Parsed
+from replies import Answer, Protocol, parts_of
+from sessions import Session
+from tools import OutputParser
 
+Reader = Callable[[], TextReader]  # a new one
 PING_SECONDS = 15.0  # a stream that has nothing to say sends a comment, so that clients do not give up on it
 
 
 class Turn:
     """A call that is being answered. Entering it in the tree finds its `parent`."""
 
-    def __init__(self, session: Session, protocol: Protocol, ask: AgentRequest) -> None:
-        self.session, self.protocol = session, protocol
+    def __init__(
+        self, session: Session, protocol: Protocol, ask: AgentRequest, parser: OutputParser, reader: Reader
+    ) -> None:
+        self.session, self.protocol, self._parser, self._reader = session, protocol, parser, reader
         first = protocol.id_prefix + secrets.token_hex(16)
         self.ids = [first, *(f"{first}-{k}" for k in range(1, ask.n))]  # of its interactions
         for name in self.ids:
@@ -60,28 +63,18 @@ class Turn:
         self.parent = session.cache[first].parent
         self.ask = dataclasses.replace(ask, messages=[])  # the tree has them now
         # All that changes:
-        self.task: asyncio.Task[dict[str, Any]]  # its result is the reply; there since start, as the next two are
-        self._reader: Callable[[], TextReader]
-        self._parser: OutputParser
-        self._answers: list[Answer] = []
+        self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # since start; the reply, and what it is made of
         self.input_len = 0  # tokens
         self.so_far: list[ModelResponse | None] = [None] * ask.n  # what has been streamed
         self.news = asyncio.get_running_loop().create_future()  # done, and replaced, when a stream has grown
         self.listeners = self.claims = 0  # connections that wait; retries that were sent here
         self.gone = False  # it failed, or somebody hung up on it
 
-    def __repr__(self) -> str:
-        task = getattr(self, "task", None)
-        state = "gone" if self.gone else "new" if task is None else "done" if task.done() else "in flight"
-        return f"Turn({self.ids[0]!r}, {state}, {self.listeners} listeners)"
-
     # Generation
 
-    def start(
-        self, engine: Any, calls: list[ModelRequest], reader: Callable[[], TextReader], parser: OutputParser
-    ) -> None:
+    def start(self, engine: Any, calls: list[ModelRequest]) -> None:
         """Generate, one answer a call."""
-        self.input_len, self._reader, self._parser = len(calls[0].input_ids), reader, parser
+        self.input_len = len(calls[0].input_ids)
         self.task = asyncio.ensure_future(self._run(engine, calls))
         self.session.running.add(self.task)
         self.task.add_done_callback(self.session.running.discard)
@@ -92,7 +85,7 @@ class Turn:
         for name in self.ids:
             self.session.cache.discard(name)
 
-    async def _run(self, engine: Any, calls: list[ModelRequest]) -> dict[str, Any]:
+    async def _run(self, engine: Any, calls: list[ModelRequest]) -> tuple[dict[str, Any], list[Answer]]:
         tasks = [asyncio.ensure_future(self._generate(engine, k, call)) for k, call in enumerate(calls)]
         try:
             answers = await asyncio.gather(*tasks)
@@ -107,8 +100,7 @@ class Turn:
         reply = self.protocol.render(self.ask, answers)
         for answer in answers:
             self.session.cache[answer.interaction_id].completion = reply
-        self._answers = answers
-        return reply
+        return reply, answers
 
     async def _generate(self, engine: Any, k: int, call: ModelRequest) -> Answer:
         def on_tokens(response: ModelResponse) -> None:
@@ -131,8 +123,8 @@ class Turn:
         parsed = self._parser.parse(reader.whole(response.output_tokens), self.ask.callable_tools)
         if parsed.calls and response.stop_reason == "stop":
             response.stop_reason = "tool_calls"
-        texts = map(reader.token, response.output_tokens) if self.ask.logprobs else ()
-        answer = Answer.of(self.ids[k], response, parsed, texts)
+        texts = [reader.token(token) for token in response.output_tokens] if self.ask.logprobs else []
+        answer = Answer(self.ids[k], response, parsed, texts)
         self.session.cache.finish(self.ids[k], response, [answer.message])
         return answer
 
@@ -153,48 +145,48 @@ class Turn:
                     await asyncio.wait({self.task})  # it tells the server before it is gone
             hangup.cancel()
 
-    def result(self) -> dict[str, Any]:
-        """The reply. Raises ProxyError or EngineError where there is none."""
+    def result(self) -> tuple[dict[str, Any], list[Answer]]:
+        """The reply, and its answers. Raises Refusal or EngineError where there is none."""
         if self.session.ended:
-            raise ProxyError(410, "session: it ended while this call was generated")
+            raise Refusal("session: it ended while this call was generated", 410)
         if not self.task.done() or self.task.cancelled():
-            raise ProxyError(499, "the caller hung up")
+            raise Refusal("the caller hung up", 499)
         return self.task.result()
 
     async def reply(self, request: Request) -> dict[str, Any]:
         """The whole reply, when it is there."""
         async with self._listening(request) as hangup:
             await asyncio.wait({self.task, hangup}, return_when=asyncio.FIRST_COMPLETED)
-            return self.result()
+            return self.result()[0]
 
     async def events(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """The reply as it grows. What fails before the first token is raised, later it is an event of the stream."""
-        stream, n = self.protocol.stream(self.ask, self.ids[0]), range(len(self.ids))
+        """The reply as it grows. Nothing (b"") comes first: what fails before is raised, later it is an event."""
+        n = range(len(self.ids))
+        streams = [self.protocol.stream(self.ask, self.ids[0], k) for k in n]
         readers = [self._reader() for _ in n]
-        sent = [Parsed("")] * len(n)
         async with self._listening(request) as hangup:
             await self._wait(hangup, self.news)
             if self.task.done() or hangup.done():
                 self.result()
-            yield b"".join(stream.start(self.input_len, index=k) for k in n)
+            yield b""
+            yield b"".join(stream.start(self.input_len) for stream in streams)
             try:
                 while not self.task.done() and not hangup.done():
                     news, frames = self.news, b""
-                    for k, response in enumerate(self.so_far):
+                    for stream, reader, response in zip(streams, readers, self.so_far):
                         if response is not None:
-                            text = readers[k].read(response.output_tokens)
-                            before, sent[k] = sent[k], self._parser.certain(text, self.ask.callable_tools)
-                            pieces = sent[k].text[len(before.text) :], sent[k].reasoning[len(before.reasoning) :]
-                            frames += stream.delta(*pieces, index=k)
+                            text = reader.read(response.output_tokens)
+                            frames += stream.grow(parts_of(self._parser.certain(text, self.ask.callable_tools)))
                     if frames:
                         yield frames
                     if not await self._wait(hangup, news):
                         yield b": still generating\n\n"
-                self.result()
-                yield b"".join(stream.finish(answer, index=k) for k, answer in enumerate(self._answers))
+                _, answers = self.result()
+                frames = b"".join(stream.finish(answer) for stream, answer in zip(streams, answers))
+                yield frames + streams[0].end(answers)
             except Exception as error:  # the client is told; what nobody expected goes on to the log
-                yield stream.error(getattr(error, "status", None) or 500, str(error))
-                if not isinstance(error, ProxyError | EngineError):
+                yield streams[0].error(getattr(error, "status", None) or 500, str(error))
+                if not isinstance(error, Refusal | EngineError):
                     raise
 
     async def _wait(self, *others: asyncio.Future) -> set[asyncio.Future]:
@@ -221,20 +213,13 @@ def retried(session: Session, body: bytes, says_so: bool) -> Turn | None:
     return None
 
 
-class EventStream(Response):
-    """Server-sent events. However the connection ends, `frames` is closed."""
+class EventStream(StreamingResponse):
+    """Server-sent events. However the connection ends, the generator behind them is closed, and in peace: the one who
+    listens for a hang-up is the turn, not Starlette, which would cancel it."""
 
     media_type = "text/event-stream"
-
-    def __init__(self, first: bytes, frames: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"cache-control": "no-store"})
-        del self.headers["content-length"]
-        self._first, self._frames = first, frames
+    body_iterator: AsyncGenerator[bytes, None]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async with contextlib.aclosing(self._frames) as frames:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for frame in frames:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+        async with contextlib.aclosing(self.body_iterator):
+            await self.stream_response(send)

@@ -1,6 +1,6 @@
 """The fields of a caller's JSON: read with errors that name them, written down only where every reader can follow.
 
-What a client or a model sends is of any type and any depth. Here it becomes what it should be or a `BadRequest`, which
+What a client or a model sends is of any type and any depth. Here it becomes what it should be or a `Refusal`, which
 the proxy answers as 400; nothing of it raises anything else.
 """
 
@@ -12,10 +12,12 @@ LEVELS = 200  # of nesting: more than that no JSON writer promises to write down
 KINDS = {bool: "true or false", dict: "an object", list: "a list", str: "a string"}
 
 
-class BadRequest(ValueError):
-    """The caller's request cannot be served as it stands; the message names the field."""
+class Refusal(ValueError):
+    """A request that is not served, and why: the message names the field, or says what to do."""
 
-    status = 400  # of HTTP
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status  # of HTTP
 
 
 def read_json(text: str) -> Any:
@@ -42,14 +44,14 @@ _encode = json.JSONEncoder(sort_keys=True).encode
 
 
 def write_json(value: Any, name: str) -> str:
-    """`value` of the field `name` as text. BadRequest where it is nested too deeply to be written down."""
+    """`value` of the field `name` as text. Refusal where it is nested too deeply to be written down."""
     try:
         text = _encode(value)
         if text.count("{") + text.count("[") <= LEVELS or not _is_deep(value, LEVELS):
             return text
     except RecursionError:
         pass
-    raise BadRequest(f"{name}: it is nested too deeply")
+    raise Refusal(f"{name}: it is nested too deeply")
 
 
 def _is_deep(value: Any, levels: int) -> bool:
@@ -58,16 +60,17 @@ def _is_deep(value: Any, levels: int) -> bool:
 
 
 def as_object(value: Any, where: str) -> dict[str, Any]:
-    """`value` where it is an object. Raises BadRequest, which names it as `where` does."""
+    """`value` where it is an object. Raises Refusal, which names it as `where` does."""
     if not isinstance(value, dict):
-        raise BadRequest(f"{where}: an object is needed")
+        raise Refusal(f"{where}: an object is needed")
     return value
 
 
-def get(body: dict[str, Any], path: str, kind: type, default: Any = None) -> Any:
-    """The field at a dotted path, or `default` where it is absent or null. Raises BadRequest for another kind."""
+def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where: str = "") -> Any:
+    """The field at a dotted path, or `default` where it is absent or null. Raises Refusal for another kind; `where`:
+    what the body is called, if it is a part of a larger one."""
     outer, _, name = path.rpartition(".")
     value = (get(body, outer, dict, {}) if outer else body).get(name)
     if value is not None and not isinstance(value, kind):
-        raise BadRequest(f"{path}: {KINDS[kind]} is needed")
+        raise Refusal(f"{where}.{path}: {KINDS[kind]} is needed".removeprefix("."))
     return default if value is None else value

@@ -40,7 +40,8 @@ logger = logging.getLogger("nano_areal.launch")
 
 ROOT = Path(__file__).resolve().parent.parent
 PENALTIES = ("frequency_penalty", "presence_penalty")
-SAMPLING = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "greedy", *PENALTIES)  # of agents, too
+# Of agents, too:
+SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "greedy", *PENALTIES)
 GRACE_SECONDS = 5.0  # what a child gets to end by itself before it is killed
 DEATH_SECONDS = 0.5  # between the end of a killed process's connections and its own
 HOLD_SECONDS = 3.0  # the same where it ends by a signal, and first finishes what it answers (serve.py: 2 s)
@@ -372,7 +373,6 @@ def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> tupl
         "--sampling": json.dumps({k: v for k, v in asdict(config.gconfig).items() if k in SAMPLING}),
         "--request-timeout": config.rollout.request_timeout,
         "--session-timeout-seconds": openai.session_timeout_seconds,
-        "--max-new-tokens": config.gconfig.max_new_tokens,
         "--chat-template-type": openai.chat_template_type,
         "--tool-call-parser": openai.tool_call_parser,
         "--reasoning-parser": openai.reasoning_parser,

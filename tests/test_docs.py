@@ -69,7 +69,7 @@ RINGS = {
     "servers": {"httpx", "plumbing"},
     "weights": {"httpx", "torch", "safetensors", "transformers"},
     "cache": {"torch", "messages", "io_struct"},
-    "client": {"httpx", "orjson", "cache", "torch", "openai", "proxy"},
+    "client": {"httpx", "orjson", "cache", "torch", "openai", "plumbing", "proxy"},
     "workers": set(),
     "prompts": {"jinja2", "messages", "tools", "cache", "io_struct"},
     "turn": {"starlette", "messages", "replies", "tools", "prompts", "cache", "engine", "io_struct", "sessions"},

@@ -58,7 +58,7 @@ def servers(model_dir: Path) -> Iterator[dict[str, str]]:
     processes, urls = [], dict[str, str]()
     for script, options in (
         ("tiny_server.py", ["--weight-version", "0"]),
-        ("proxy.py", ["--admin-key", "secret", "--seed", "1", "--max-new-tokens", "64"]),
+        ("proxy.py", ["--admin-key", "secret", "--seed", "1", "--sampling", '{"max_new_tokens": 64}']),
     ):
         port = free_port()
         options += ["--server", urls["tiny_server.py"]] if urls else []

@@ -13,15 +13,14 @@ from cache import InteractionCache, InteractionWithTokenLogpReward
 from io_struct import GenerationHyperparameters, ModelResponse
 from messages import (
     AgentRequest,
-    BadRequest,
     Found,
     Message,
+    Refusal,
     canonical,
     normalise,
     parse_anthropic,
     parse_chat,
     parse_responses,
-    resolve,
 )
 from replies import PROTOCOLS
 
@@ -294,9 +293,9 @@ def test_tool_choice_is_one_word(parse: Any, choice: Any, meaning: str) -> None:
         3,
     ]
     for wrong in wrongs:
-        with pytest.raises(BadRequest, match=r"^tool_choice"):
+        with pytest.raises(Refusal, match=r"^tool_choice"):
             parse(body_of(parse, tools=tools, tool_choice=wrong))
-    with pytest.raises(BadRequest, match=r"^tool_choice"):
+    with pytest.raises(Refusal, match=r"^tool_choice"):
         parse(body_of(parse, tool_choice="required"))
 
 
@@ -407,7 +406,7 @@ def test_structured_output_is_one_schema(parse: Any, fields: dict[str, Any], sch
 )
 def test_what_cannot_be_honoured_is_refused_by_name(parse: Any, name: str, value: Any) -> None:
     """A parameter that would change the answer is never dropped in silence: the refusal names the field."""
-    with pytest.raises(BadRequest, match=f"^{name}"):
+    with pytest.raises(Refusal, match=f"^{name}"):
         parse(body_of(parse, **{name: value}))
 
 
@@ -428,7 +427,7 @@ def test_nothing_but_a_bad_request_is_raised(parse: Any, body: dict[str, Any], i
     for one in (body, body_of(parse) | body, {"messages": [item], "input": [item]}):
         try:
             ask = parse(one)
-        except BadRequest:
+        except Refusal:
             continue
         assert all(isinstance(message["content"], str) for message in ask.messages)
         assert ask.template_key
@@ -472,7 +471,7 @@ def test_sampling_parameters_are_translated() -> None:
             assert parse(body_of(parse, **body, **{name: 5})).sampling == asked
     assert parse_anthropic(body_of(parse_anthropic, stop_sequences=["a", "b"])).sampling == {"stop": ["a", "b"]}
     assert set(asked) <= set(GenerationHyperparameters.__dataclass_fields__)
-    with pytest.raises(BadRequest, match="max_tokens"):
+    with pytest.raises(Refusal, match="max_tokens"):
         parse_chat(body_of(parse_chat, max_tokens=5, max_completion_tokens=6))
 
 
@@ -487,6 +486,7 @@ def test_how_the_answer_is_wanted() -> None:
     assert parse_chat(body_of(parse_chat, reasoning_effort="high")).template_kwargs == asked
     assert parse_responses(body_of(parse_responses, reasoning={"effort": "high"})).template_kwargs == asked
     assert parse_anthropic(body_of(parse_anthropic, output_config={"effort": "high"})).template_kwargs == asked
+    assert parse_chat(body_of(parse_chat, reasoning={"effort": "high"})).template_kwargs == asked  # by any of its names
     kwargs = parse_chat(body_of(parse_chat, chat_template_kwargs={"enable_thinking": False}))
     assert kwargs.template_key != parse_chat(body_of(parse_chat)).template_key
     assert parse_chat(body_of(parse_chat, tools=[TOOL])).template_key != parse_chat(body_of(parse_chat)).template_key
@@ -508,67 +508,68 @@ def test_what_is_nested_too_deeply_is_refused_by_name() -> None:
     deep: Any = {}
     for _ in range(1000):
         deep = {"a": deep}
-    with pytest.raises(BadRequest, match=r"^messages\[0\]\.tool_calls"):
+    with pytest.raises(Refusal, match=r"^messages\[0\]\.tool_calls"):
         parse_chat({"messages": [assistant(deep)]})
-    with pytest.raises(BadRequest, match=r"^message\.tool_calls"):
+    with pytest.raises(Refusal, match=r"^message\.tool_calls"):
         canonical(assistant(deep))
-    with pytest.raises(BadRequest, match=r"^chat_template_kwargs"):
+    with pytest.raises(Refusal, match=r"^chat_template_kwargs"):
         _ = parse_chat(body_of(parse_chat, chat_template_kwargs=deep)).template_key
-    with pytest.raises(BadRequest, match=r"^tools"):
+    with pytest.raises(Refusal, match=r"^tools"):
         _ = parse_chat(body_of(parse_chat, tools=[TOOL | {"function": {"name": "f", "parameters": deep}}])).template_key
-    with pytest.raises(BadRequest, match=r"^top_k"):
+    with pytest.raises(Refusal, match=r"^top_k"):
         parse_chat(body_of(parse_chat, top_k=deep))
 
 
 # References
 
 FINISHED: dict[str, Found] = {
-    "resp_ab": (TALK[:2], [TALK[2] | {"tool_calls": [CALL | {"id": "call_ab_0"}, CALL | {"id": "call_ab_1"}]}], [TOOL]),
-    "msg_cd": (HELLO, [{"role": "assistant", "content": "hi"}], [TOOL]),
+    "resp_ab": (
+        [*TALK[:2], TALK[2] | {"tool_calls": [CALL | {"id": "call_ab_0"}, CALL | {"id": "call_ab_1"}]}],
+        [TOOL],
+    ),
+    "msg_cd": ([*HELLO, {"role": "assistant", "content": "hi"}], [TOOL]),
 }
 
 
 def test_a_previous_response_is_put_in() -> None:
     """The history of the session stands before the new messages; new instructions take the place of the old."""
     body = {"input": "And then?", "previous_response_id": "resp_ab"}
-    history = [*FINISHED["resp_ab"][0], *FINISHED["resp_ab"][1], TALK[-1]]
-    ask = resolve(parse_responses(body), FINISHED.get)
-    assert (ask.messages, ask.previous) == (history, None)
-    assert resolve(parse_responses(body | {"instructions": "Be terse."}), FINISHED.get).messages == history
-    other = resolve(parse_responses(body | {"instructions": "Be wordy."}), FINISHED.get).messages
+    history = [*FINISHED["resp_ab"][0], TALK[-1]]
+    assert parse_responses(body, FINISHED.get).messages == history
+    assert parse_responses(body | {"instructions": "Be terse."}, FINISHED.get).messages == history
+    other = parse_responses(body | {"instructions": "Be wordy."}, FINISHED.get).messages
     assert other == [{"role": "system", "content": "Be wordy."}, *history[1:]]
     thread = {"type": "continue", "previous_message_id": "msg_cd"}
-    ask = resolve(parse_anthropic({"messages": [TALK[-1]], "system": "s", "thread": thread}), FINISHED.get)
-    assert ask.messages == [{"role": "system", "content": "s"}, *HELLO, *FINISHED["msg_cd"][1], TALK[-1]]
+    ask = parse_anthropic({"messages": [TALK[-1]], "system": "s", "thread": thread}, FINISHED.get)
+    assert ask.messages == [{"role": "system", "content": "s"}, *FINISHED["msg_cd"][0], TALK[-1]]
 
 
 def test_a_thread_keeps_its_tools() -> None:
     """Anthropic's tool runner sends them with the first call of a thread only; a Responses client, each time."""
     thread = {"type": "continue", "previous_message_id": "msg_cd"}
     other = {"name": "other", "input_schema": {"type": "object"}}
-    assert resolve(parse_anthropic({"messages": [TALK[-1]], "thread": thread}), FINISHED.get).tools == [TOOL]
-    ask = resolve(parse_anthropic({"messages": [TALK[-1]], "thread": thread, "tools": [other]}), FINISHED.get)
+    assert parse_anthropic({"messages": [TALK[-1]], "thread": thread}, FINISHED.get).tools == [TOOL]
+    ask = parse_anthropic({"messages": [TALK[-1]], "thread": thread, "tools": [other]}, FINISHED.get)
     assert [tool["function"]["name"] for tool in ask.tools] == ["other"]
     named = {"messages": [TALK[-1]], "thread": thread, "tool_choice": {"type": "tool", "name": "f"}}
-    assert resolve(parse_anthropic(named), FINISHED.get).tool_choice == "f"
-    with pytest.raises(BadRequest, match=r"^tool_choice"):
-        resolve(parse_anthropic(named | {"tool_choice": {"type": "tool", "name": "g"}}), FINISHED.get)
+    assert parse_anthropic(named, FINISHED.get).tool_choice == "f"
+    with pytest.raises(Refusal, match=r"^tool_choice"):
+        parse_anthropic(named | {"tool_choice": {"type": "tool", "name": "g"}}, FINISHED.get)
     body = {"input": "And then?", "previous_response_id": "resp_ab"}
-    assert resolve(parse_responses(body), FINISHED.get).tools == []
+    assert parse_responses(body, FINISHED.get).tools == []
 
 
 def test_references_to_items_are_put_in() -> None:
     """A reply sent back as references, or half of it, is the reply."""
-    (said,) = FINISHED["resp_ab"][1]
     call = {"type": "function_call", "call_id": "call_ab_0", "name": "f", "arguments": '{"a": 1}'}
     last = {"type": "item_reference", "id": "fc_ab_1"}
     for thought in ({"type": "item_reference", "id": "rs_ab"}, {"type": "reasoning", "summary": []}):
         for text in ({"type": "item_reference", "id": "msg_ab"}, {"role": "assistant", "content": "Let me see."}):
             for first in (call, {"type": "item_reference", "id": "fc_ab_0"}):
-                ask = parse_responses({"input": [QUESTION, thought, text, first, last], "instructions": "Be terse."})
-                resolved = resolve(ask, FINISHED.get).messages
-                assert begins_with(resolved, [*FINISHED["resp_ab"][0], said])
-                assert len(resolved) == 3
+                body = {"input": [QUESTION, thought, text, first, last], "instructions": "Be terse."}
+                messages = parse_responses(body, FINISHED.get).messages
+                assert begins_with(messages, FINISHED["resp_ab"][0])
+                assert len(messages) == 3
 
 
 @pytest.mark.parametrize(
@@ -584,8 +585,8 @@ def test_references_to_items_are_put_in() -> None:
 )
 def test_what_is_not_there_is_refused_by_name(name: str, ask: dict[str, Any]) -> None:
     """A reference that cannot be followed is never ignored: the model would answer with its context missing."""
-    with pytest.raises(BadRequest, match=f"^{name}"):
-        resolve(parse_responses(ask), FINISHED.get)
+    with pytest.raises(Refusal, match=f"^{name}"):
+        parse_responses(ask, FINISHED.get)
     thread = {"type": "continue", "previous_message_id": "msg_no"}
-    with pytest.raises(BadRequest, match=r"^thread\.previous_message_id"):
-        resolve(parse_anthropic({"messages": HELLO, "thread": thread}), FINISHED.get)
+    with pytest.raises(Refusal, match=r"^thread\.previous_message_id"):
+        parse_anthropic({"messages": HELLO, "thread": thread}, FINISHED.get)

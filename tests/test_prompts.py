@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cache import InteractionCache, InteractionWithTokenLogpReward
 from io_struct import GenerationHyperparameters, ModelResponse
-from messages import AgentRequest, BadRequest
+from messages import AgentRequest, Refusal
 from prompts import PromptBuilder, TextReader
 
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -137,14 +137,14 @@ def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny
     messages = [user("q"), said, {"role": "tool", "content": "r", "tool_call_id": "c"}]
     full = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert prompts.prompt(AgentRequest(messages), cache["a"]) == full
-    with pytest.raises(BadRequest, match="no call"):
+    with pytest.raises(Refusal, match="no call"):
         prompts.prompt(AgentRequest([user("q"), *messages[2:]]), None)
 
 
 @pytest.mark.parametrize("name", ["tokenize", "tools", "conversation", "return_tensors"])
 def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(tiny_tokenizer: Any, name: str) -> None:
     """chat_template_kwargs sets variables; what steers the tokenizer itself is refused by name."""
-    with pytest.raises(BadRequest, match=f"chat_template_kwargs: {name}"):
+    with pytest.raises(Refusal, match=f"chat_template_kwargs: {name}"):
         PromptBuilder(tiny_tokenizer).prompt(AgentRequest([user("q")], template_kwargs={name: 1}), None)
 
 

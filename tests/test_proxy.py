@@ -21,9 +21,9 @@ from harness import ADMIN, HELLO, Clock, Connection, Harness, reply_message, sdk
 import proxy
 from engine import EngineError
 from io_struct import ModelRequest, ModelResponse, call_seed
-from messages import AgentRequest
+from messages import AgentRequest, Refusal
 from prompts import PromptBuilder
-from sessions import GRANT_SECONDS, ProxyError, SessionTable
+from sessions import GRANT_SECONDS, SessionTable
 
 pytestmark = pytest.mark.anyio
 
@@ -153,7 +153,7 @@ async def test_a_stop_string_ends_the_text_but_not_the_tokens(start: Start, tiny
 
 async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> None:
     """What the agent sets reaches the engine; the rest is pure sampling, which training can reproduce."""
-    harness = start(max_new_tokens=9)
+    harness = start(sampling={"max_new_tokens": 9})
     session = await harness.start()
     await harness.chat(session, HELLO)
     await harness.chat(session, HELLO, temperature=0.5, top_p=0.9, max_completion_tokens=3, seed=5, stop="x")
@@ -473,7 +473,7 @@ def test_use_keeps_a_session_and_not_its_neighbours() -> None:
     table.open(used.session_id)
     clock.now = 11.0
     assert table.find(used.session_id) is used
-    with pytest.raises(ProxyError, match="expired"):
+    with pytest.raises(Refusal, match="expired"):
         table.find(unused.session_id)
     assert repr(table) == "SessionTable(1 sessions, 0 generations, capacity 0)"
 

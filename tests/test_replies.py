@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from io_struct import ModelResponse
 from messages import AgentRequest, canonical, normalise, parse_anthropic, parse_responses
-from replies import PROTOCOLS, Answer
+from replies import PROTOCOLS, Answer, parts_of
 from tools import Call, OutputParser, Parsed
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -28,7 +28,7 @@ def response_of(stop_reason: str = "stop") -> ModelResponse:
 
 
 def answer_of(name: str, parsed: Parsed = PARSED, stop_reason: str = "stop", **fields: Any) -> Answer:
-    return Answer.of(PROTOCOLS[name].id_prefix + "ab12", response_of(stop_reason), parsed, **fields)
+    return Answer(PROTOCOLS[name].id_prefix + "ab12", response_of(stop_reason), parsed, **fields)
 
 
 def whole(name: str, answer: Answer, ask: AgentRequest = ASKED) -> dict[str, Any]:
@@ -38,9 +38,12 @@ def whole(name: str, answer: Answer, ask: AgentRequest = ASKED) -> dict[str, Any
 
 def streamed(name: str, answer: Answer, pieces: list[tuple[str, str]], ask: AgentRequest = ASKED) -> bytes:
     """The reply as events, the text (first) and the reasoning (second) in pieces."""
-    stream = PROTOCOLS[name].stream(ask, answer.interaction_id)
-    frames = [stream.start(2), *[stream.delta(text, reasoning) for text, reasoning in pieces], stream.finish(answer)]
-    return b"".join(frames)
+    stream, text, reasoning = PROTOCOLS[name].stream(ask, answer.interaction_id, 0), "", ""
+    frames = stream.start(2)
+    for more_text, more_reasoning in pieces:
+        text, reasoning = text + more_text, reasoning + more_reasoning
+        frames += stream.grow(parts_of(Parsed(text, reasoning)))
+    return frames + stream.finish(answer) + stream.end([answer])
 
 
 def frames_of(raw: bytes) -> Iterator[tuple[str, Any]]:
@@ -142,11 +145,12 @@ def test_what_a_parser_is_sure_of_makes_a_stream(name: str) -> None:
         pieces.append((sure.text[len(before.text) :], sure.reasoning[len(before.reasoning) :]))
         before = sure
     answer = answer_of(name, parser.parse(text, tools))
-    assert (answer.text, answer.reasoning, len(answer.tool_calls)) == ("Let me see: 1 < 2", 'hm, "<"', 1)
+    assert (answer.parsed.text, answer.parsed.reasoning) == ("Let me see: 1 < 2", 'hm, "<"')
+    assert len(answer.tool_calls) == 1
     raw = streamed(name, answer, pieces)
     assert said(accumulated(name, raw)) == said(whole(name, answer))
     assert sum(b"1" in frame or b"2" in frame for frame in raw.split(b"\n\n")) > 1
-    assert PROTOCOLS[name].stream(ASKED, "x").delta("") == b""
+    assert PROTOCOLS[name].stream(ASKED, "x", 0).grow([]) == b""
 
 
 # What strict clients read
@@ -271,13 +275,13 @@ def test_what_is_said_after_the_last_token_only(name: str) -> None:
 def test_several_answers_share_a_chat_completion() -> None:
     """n = 2: interleaved chunks, told apart by their index; one usage, one [DONE], when both are finished."""
     ask = AgentRequest(HELLO, model="m", n=2, stream_usage=True)
-    one = Answer.of("chatcmpl-ab12", response_of(), Parsed("first", "hm"))
-    two = Answer.of("chatcmpl-ab12-1", response_of("length"), Parsed("second", calls=[Call("f", "{}")]))
-    stream = PROTOCOLS["chat/completions"].stream(ask, "chatcmpl-ab12")
-    raw = stream.start(2) + stream.start(2, index=1) + stream.delta("sec", index=1) + stream.delta("fir")
-    raw += stream.delta("ond", index=1) + stream.finish(two, index=1)
+    one = Answer("chatcmpl-ab12", response_of(), Parsed("first", "hm"))
+    two = Answer("chatcmpl-ab12-1", response_of("length"), Parsed("second", calls=[Call("f", "{}")]))
+    first, second = (PROTOCOLS["chat/completions"].stream(ask, "chatcmpl-ab12", k) for k in range(2))
+    raw = first.start(2) + second.start(2) + second.grow([("text", "sec")]) + first.grow([("reasoning", "h")])
+    raw += second.grow([("text", "second")]) + second.finish(two) + first.finish(one)
     assert b"[DONE]" not in raw
-    raw += stream.finish(one)
+    raw += first.end([one, two])
     both = json.loads(json.dumps(PROTOCOLS["chat/completions"].render(ask, [one, two])))
     assert said(accumulated("chat/completions", raw)) == said(both)
     assert both["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
@@ -325,8 +329,8 @@ def accumulated_error(name: str, raw: bytes, status: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stream_that_breaks_off_is_an_error(name: str) -> None:
     """After the first bytes the status is out: the error is an event, and the SDK raises it."""
-    stream = PROTOCOLS[name].stream(ASKED, PROTOCOLS[name].id_prefix + "ab")
-    raw = stream.start(2) + stream.delta("Let") + stream.error(503, "no server answers")
+    stream = PROTOCOLS[name].stream(ASKED, PROTOCOLS[name].id_prefix + "ab", 0)
+    raw = stream.start(2) + stream.grow([("text", "Let")]) + stream.error(503, "no server answers")
     library: Any = anthropic if name == "messages" else openai
     with pytest.raises(library.APIError, match="no server answers"):
         accumulated(name, raw)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plumbing.fields import BadRequest
+from plumbing.fields import Refusal
 from tools import Call, OutputParser, Parsed, without_partial
 
 
@@ -191,7 +191,7 @@ def test_a_tokenizers_own_template_is_used(templated: Any) -> None:
     for broken in ("[CALL]f(1)[/CALL]", '[CALL]{"name": "unknown", "arguments": {}}[/CALL]', "[CALL][1][/CALL]"):
         assert parser.parse(broken, TOOLS) == Parsed(broken)
     assert parser.opening("auto", TOOLS) == ""
-    with pytest.raises(BadRequest, match=r"^tool_choice"):
+    with pytest.raises(Refusal, match=r"^tool_choice"):
         parser.opening("required", TOOLS)
     assert not OutputParser(templated, "hermes").special_tokens
 
@@ -212,5 +212,5 @@ def test_sglangs_parsers_serve_other_forms() -> None:
     assert parser.parse(f"<|python_tag|>{text}", TOOLS).calls == [Call("f", '{"a": 1}')]
     assert parser.parse("<|python_tag|>nonsense", TOOLS).calls == []
     assert parser.certain("Hello", TOOLS) == Parsed("")
-    with pytest.raises(BadRequest, match=r"^tool_choice"):
+    with pytest.raises(Refusal, match=r"^tool_choice"):
         parser.opening("f", TOOLS)

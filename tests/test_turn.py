@@ -449,7 +449,7 @@ async def real(tiny_tokenizer: Any, tiny_server: str) -> AsyncIterator[Harness]:
     engine = RemoteInfEngine([tiny_server])
     await asyncio.to_thread(engine.initialize)
     harness = Harness(tiny_tokenizer)
-    harness.app = create_app(engine, tiny_tokenizer, "admin", max_new_tokens=600)
+    harness.app = create_app(engine, tiny_tokenizer, "admin", sampling={"max_new_tokens": 600})
     harness.http._transport = type(harness.http._transport)(harness.app)  # type: ignore[call-arg]
     yield harness
     await harness.http.aclose()
