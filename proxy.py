@@ -60,6 +60,7 @@ from tools import OutputParser
 from turn import EventStream, Turn, retried
 
 ERRORS = (Refusal, EngineError, HTTPException, ClientDisconnect)
+MAX_BODY = 64 * 2**20  # bytes of a request
 LONG_BODY = 2**18  # bytes from which on a prompt is made in a thread: tokenising it may take seconds
 
 
@@ -114,7 +115,7 @@ class Proxy:
 
     async def complete(self, protocol: Protocol, request: Request) -> Response:
         """One call: a new turn, or for a retry the one that is there; its reply, whole or as it grows."""
-        raw = await request.body()
+        raw = await read_body(request)
         session = self.sessions.open(session_id_of(request))
         key = hashlib.blake2b(raw + protocol.id_prefix.encode()).digest()
         says_so = request.headers.get("x-stainless-retry-count", "0") != "0"
@@ -243,8 +244,18 @@ def session_id_of(request: Request) -> str:
     return named
 
 
+async def read_body(request: Request) -> bytes:
+    """The bytes of the body. Raises Refusal 413 for more than MAX_BODY."""
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > MAX_BODY:
+            raise Refusal(f"body: it is longer than {MAX_BODY} bytes", 413)
+    return bytes(raw)
+
+
 async def read_json(request: Request) -> dict[str, Any]:
-    return read_object(await request.body(), Refusal)
+    return read_object(await read_body(request), Refusal)
 
 
 def reply(body: Any, status: int = 200) -> Response:

@@ -200,6 +200,13 @@ def test_ten_thousand_messages(tiny_tokenizer: Any, path: str) -> None:
     assert asyncio.run(ask(tiny_tokenizer, path, as_json(body))) == 200
 
 
+@pytest.mark.anyio
+async def test_a_body_has_a_limit(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """413, before it is read to its end."""
+    monkeypatch.setattr("proxy.MAX_BODY", 1000)
+    assert await ask(tiny_tokenizer, "messages", as_json(GOOD | {"system": "x" * 1000})) == 413
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(["/grant_capacity", "/rl/start_session", "/export_trajectories", "/rl/set_reward"]), raws)
 def test_management_takes_any_body(tiny_tokenizer: Any, path: str, raw: bytes) -> None:
