@@ -53,12 +53,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -135,8 +130,8 @@ class FSDPEngine:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
         model.to_empty(device="cpu" if on_host else self.device)
-        everything = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=on_host)
-        set_model_state_dict(model, state, options=everything)
+        everything = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=on_host)
+        sharded.set_model_state_dict(model, state, options=everything)
         buffers = share(buffers)
         for name, buffer in model.named_buffers():
             buffer.data = buffers[name].to(self.device)
@@ -291,8 +286,7 @@ class FSDPPPOActor(FSDPEngine):
         batch["theta_logp"] = torch.zeros(batch["input_ids"].shape)
         batch["step_fraction"] = torch.zeros(len(lengths))
         lr = self.config.optimizer.lr * lr_factor(self.steps, self.config.optimizer, self.max_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self.optimizer.param_groups[0]["lr"] = lr  # it has one group
 
         parts = split_minibatches(lengths, self.config.ppo_n_minibatches) * self.config.ppo_epochs
         steps = [self.minibatch_step(batch, rows, k / len(parts)) for k, rows in enumerate(parts)]
@@ -387,14 +381,14 @@ class FSDPPPOActor(FSDPEngine):
 
     def save_state(self, path: Path) -> None:
         """Model and optimizer, each rank its shards, as torch.distributed.checkpoint writes them."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = sharded.get_state_dict(self.model, self.optimizer)
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
 
     def load_state(self, path: Path) -> None:
         """The reverse; the number of ranks may be another one."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = sharded.get_state_dict(self.model, self.optimizer)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        sharded.set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
         """Bring the servers to these weights, as version meta.version; between rollout.pause and rollout.resume.

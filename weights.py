@@ -242,8 +242,7 @@ def label(post_all: PostAll, version: str) -> None:
 @contextmanager
 def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> Iterator[None]:
     """SGLang since 0.5.20 wants to know where an update begins and ends (0.5.16 to 0.5.19 have no such routes)."""
-    versions = [tuple(map(int, re.findall(r"\d+", info["version"])[:3])) for info in infos]
-    wanted = min(versions) >= (0, 5, 20)
+    wanted = all(tuple(map(int, re.findall(r"\d+", info["version"])[:3])) >= (0, 5, 20) for info in infos)
     if wanted:
         post_all("/begin_weight_update", {})
     try:
