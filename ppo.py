@@ -129,15 +129,13 @@ def compute_advantages(batch: Batch, config: PPOActorConfig) -> Tensor:
     if not bool(rewards.isfinite().all()):
         raise ValueError("turn_rewards is not finite on a trained token; check what the reward function returns")
 
-    # The N trained turns, and for each of the M trained tokens the number of its turn.
-    width = int(turn_ids.max()) + 1 if len(turn_ids) else 1
-    key = at // max(trained.shape[1], 1) * width + turn_ids  # (M,) a turn's tokens stand side by side
-    keys, turn_of = torch.unique_consecutive(key, return_inverse=True)  # (N,), (M,)
-    row, turn = keys // width, keys % width  # (N,), (N,)
+    # The N trained turns, and for each of the M trained tokens the number of its turn. A turn's tokens stand together.
+    row, starts = at // max(trained.shape[1], 1), torch.ones(len(at), dtype=torch.bool)  # (M,), (M,)
+    starts[1:] = (row[1:] != row[:-1]) | (turn_ids[1:] != turn_ids[:-1])
+    turn_of = starts.cumsum(0) - 1  # (M,)
+    row, turn, returns = row[starts], turn_ids[starts], rewards[starts]  # (N,), (N,), (N,)
 
     # R = clip((r + overlong penalty + bias) * scaling, -c, c), r the reward that all tokens of the turn carry
-    returns = torch.zeros(row.shape)  # (N,)
-    returns[turn_of] = rewards
     if config.overlong_tokens and config.max_new_tokens:
         limit, margin = config.max_new_tokens, config.overlong_tokens
         returns += overlong_penalty(torch.bincount(turn_of), limit, margin, config.overlong_penalty_factor)

@@ -105,8 +105,7 @@ def sort_rows(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
     shared = np.zeros(len(order), dtype=np.int64)
     for i, (before, row) in enumerate(pairwise(order), 1):
         n = min(len(sequences[before]), len(sequences[row]))
-        differ = sequences[before][:n] != sequences[row][:n]
-        shared[i] = differ.argmax() if differ.any() else n
+        shared[i] = np.append(sequences[before][:n] != sequences[row][:n], True).argmax()
     return order, shared
 
 
