@@ -9,8 +9,8 @@ One step, as the loop of train.py drives it:
     actor.ppo_update(batch)                             a few optimizer steps
     actor.update_weights(meta)                          the servers follow
 
-Two classes. FSDPEngine is a frozen model that can be asked for logprobs: the reference model is one. FSDPPPOActor adds
-what moves: optimizer, schedule, version, and the way to the servers.
+Two classes. FSDPEngine is a frozen model that can be asked for logprobs: the reference model is one, laid out, sharded
+and rounded as the policy is. FSDPPPOActor adds what moves: optimizer, schedule, version, and the way to the servers.
 
 **Cutting a batch.** A batch is B rows of different lengths. It is cut twice, and both cuts are plain functions of the
 lengths, so a run repeats. *Minibatches* are optimizer steps: rows are dealt out, longest first, each to the minibatch
@@ -53,12 +53,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -67,13 +62,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import weights
 from advantages import kl_estimate
-from layout import LAYOUTS, Batch, Layout, Padded, Piece, row_lengths, split_minibatches
+from layout import LAYOUTS, Batch, Piece, Places, row_lengths, split_minibatches
 from logprobs import add_read_hidden, token_logprobs
 from plumbing.config import OptimizerConfig, PPOActorConfig
 from plumbing.ranks import join_ranks, leave_ranks, share
 from ppo import aggregation_weights, compute_advantages, ppo_actor_loss_fn
 from proximal import guess_errors, interpolation, loglinear
-from tree_attention import Tree, tree_token_ratio
+from tree_attention import TREES
 from weights import WeightUpdateMeta
 
 
@@ -90,48 +85,20 @@ def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
     return 1 - (1 - config.min_lr_ratio) * fallen[config.lr_scheduler_type]
 
 
-def checkpoint_activations(model: Any) -> None:
-    """Keep only the input of each decoder layer for the backward pass, which computes the rest again.
-
-    A layer does so when it is in training mode; only its own flag is set, so that dropout stays off.
-    """
-    for module in model.modules():
-        if type(module).__name__ in model._no_split_modules:
-            module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-            module.gradient_checkpointing = module.training = True
-
-
 class FSDPEngine:
     """A causal language model, sharded over the ranks and frozen."""
 
-    def __init__(
-        self,
-        model_path: str | Path,
-        dtype: str = "float32",
-        mb_tokens: int = 16384,
-        layout: Layout | None = None,
-        gradient_checkpointing: bool = False,
-        offload: bool = False,
-    ) -> None:
-        self.model_path, self.mb_tokens, self.offload = str(model_path), mb_tokens, offload
-        self.layout: Layout = layout or Padded()
-        self.gradient_checkpointing = gradient_checkpointing
-        self.dtype: torch.dtype = getattr(torch, dtype)
+    def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
+        self.config, self.model_path = config, str(model_path)
+        self.layout = TREES if config.enable_tree_training else LAYOUTS[config.layout]
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
         # All mutable state: the model, and whether this object made the process group and therefore ends it.
         self.model: Any = None
         self.owns_process_group = False
 
-    def __repr__(self) -> str:
-        where = f"rank {self.rank} of {self.world_size}" if dist.is_initialized() else "no process group"
-        return f"{type(self).__name__}({self.model_path}, {where}, {'ready' if self.model else 'not initialised'})"
-
     @property
     def rank(self) -> int:
         return dist.get_rank()
-
-    @property
-    def world_size(self) -> int:
-        return dist.get_world_size()
 
     @property
     def device(self) -> torch.device:
@@ -149,26 +116,33 @@ class FSDPEngine:
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=self.layout.attention
             )
-        mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self.offload else OffloadPolicy()
+        on_host = self.config.offload
+        offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if on_host else OffloadPolicy()
         layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
         for module in [*layers, model]:
             fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
 
         # 2. The numbers, from rank 0 to all. Buffers that no file holds, such as rotary frequencies, come the same way.
-        whole: Any = (
-            AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32) if self.rank == 0 else None
-        )
-        model.to_empty(device="cpu" if self.offload else self.device)
-        everything = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=self.offload)
-        set_model_state_dict(model, whole.state_dict() if whole else {}, options=everything)
-        buffers = share({name: b.cpu() for name, b in whole.named_buffers()} if whole else None)
+        state, buffers = {}, {}
+        if self.rank == 0:
+            whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
+            state, buffers = whole.state_dict(), dict(whole.named_buffers())
+        model.to_empty(device="cpu" if on_host else self.device)
+        everything = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=on_host)
+        sharded.set_model_state_dict(model, state, options=everything)
+        buffers = share(buffers)
         for name, buffer in model.named_buffers():
             buffer.data = buffers[name].to(self.device)
+
+        # 3. What it does: predict, and keep only the input of a layer where the backward pass is to compute the rest
+        # again. A layer does so in training mode; only its own flag is set, so that dropout stays off.
         model.eval()
-        if self.gradient_checkpointing:
-            checkpoint_activations(model)
+        if self.config.gradient_checkpointing:
+            for layer in layers:
+                layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+                layer.gradient_checkpointing = layer.training = True
         add_read_hidden(model)
         self.model = model
 
@@ -177,62 +151,54 @@ class FSDPEngine:
 
         All ranks call it with the same batch, and all have the whole answer.
         """
-        rows = self.own_rows(range(len(batch["input_ids"])), row_lengths(batch))
         logp = torch.zeros(batch["input_ids"].shape)
         with torch.no_grad():
-            for piece, counts in self.walk_together(batch, rows):
+            for piece in self.passes(batch, range(len(logp))):
                 at, found, _ = self.forward(batch, piece, "attention_mask")
-                if counts:
-                    logp[at] = found.cpu()
+                logp[at] = found.cpu()
         return self.all_reduce(logp)
 
-    def forward(self, batch: Batch, piece: Piece, which: str) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-        """One forward pass over a piece of the layout's cut, read at its N tokens where batch[which] is set.
+    def forward(self, batch: Batch, piece: Piece, which: str) -> tuple[Places, Tensor, Tensor]:
+        """One forward pass, read at the piece's N tokens where batch[which] is set.
 
         Returns where those are in the batch, so that batch[key][at] is (N,), log p of each of them (N,), and the
         entropy of the distribution that it was drawn from (N,).
         """
-        laid = self.layout.lay(batch, piece, which)
-        inputs = {k: x.to(self.device) if isinstance(x, Tensor) else x for k, x in laid.inputs.items()}
-        ids, temperatures = (batch[key][laid.at].to(self.device) for key in ("input_ids", "temperatures"))  # (N,)
-        predicts = laid.predicts.to(self.device)
+        at, before = piece.read(batch[which])
+        inputs = {k: x.to(self.device) if isinstance(x, Tensor) else x for k, x in piece.inputs.items()}
+        ids, temperatures = (batch[key][at].to(self.device) for key in ("input_ids", "temperatures"))  # (N,)
+        before = before.to(self.device)
 
         def read(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            return token_logprobs(hidden.flatten(0, 1)[predicts], weight, ids.long(), temperatures)
+            return token_logprobs(hidden.flatten(0, 1)[before], weight, ids.long(), temperatures)
 
-        logp, entropy = self.model.read_hidden(read, **inputs)
-        return laid.at, logp, entropy
+        return at, *self.model.read_hidden(read, **inputs)
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """The sum (or the maximum) of `x` over the ranks, in place."""
-        if self.world_size > 1:
+        if dist.get_world_size() > 1:
             dist.all_reduce(x, op)
         return x
 
-    def own_rows(self, rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
-        """This rank's share of `rows`, dealt out so that all ranks have about equally many tokens; it may be empty."""
-        shares = split_minibatches([lengths[row] for row in rows], self.world_size)
-        return [rows[i] for i in shares[self.rank]] if self.rank < len(shares) else []
+    def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
+        """This rank's forward passes over its share of `rows`, which are dealt out by tokens.
 
-    def walk_together(self, batch: Batch, rows: list[int]) -> list[tuple[Piece, bool]]:
-        """The pieces of this rank's `rows`, each True, then fillers, each False, until every rank has equally many.
-
-        FSDP's ranks gather each layer together: one that makes fewer forward passes leaves the others waiting.
+        FSDP's ranks gather each layer together: one that makes fewer passes leaves the others waiting. So the list is
+        filled up until all ranks have equally many, with passes of which nothing is read. A share may be empty.
         """
-        pieces = self.layout.cut(batch, rows, self.mb_tokens) if rows else []
-        most = int(self.all_reduce(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
-        filler = pieces[-1:] or self.layout.cut(batch, [0], self.mb_tokens)
-        return [(piece, True) for piece in pieces] + [(filler[0], False)] * (most - len(pieces))
+        lengths = row_lengths(batch)
+        shares = split_minibatches([lengths[row] for row in rows], dist.get_world_size())
+        own = [rows[i] for i in shares[self.rank]] if self.rank < len(shares) else []
+        pieces = self.layout.cut(batch, own or rows[:1], self.config.mb_tokens)
+        count = len(pieces) if own else 0
+        most = int(self.all_reduce(torch.tensor(count), dist.ReduceOp.MAX))
+        nothing = torch.empty(0, dtype=torch.int64)
+        return pieces[:count] + [Piece(pieces[0].inputs, nothing, nothing, nothing)] * (most - count)
 
     def full_state(self) -> dict[str, Tensor]:
         """The whole model on the CPU of rank 0, empty on the other ranks; all ranks call it. Tied names once."""
-        names = dict(self.model.named_parameters())  # the second of two tied names is not among them
-        state = {}
-        for name, shard in self.model.state_dict().items():
-            whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
-            if self.rank == 0 and (name in names or not isinstance(shard, DTensor)):
-                state[name] = whole.cpu()
-        return state
+        alone = weights.named_buckets(self.model, torch.float32, bucket_mb=0)  # one tensor at a time
+        return {name: tensor.cpu() for bucket in alone for name, tensor in bucket if self.rank == 0}
 
     def save(self, path: str | Path) -> None:
         """A directory that `from_pretrained` reads: safetensors, configuration and tokenizer. All ranks call it."""
@@ -256,11 +222,7 @@ class FSDPPPOActor(FSDPEngine):
     """
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
-        layout = Tree() if config.enable_tree_training else LAYOUTS[config.layout]()
-        super().__init__(
-            model_path, config.dtype, config.mb_tokens, layout, config.gradient_checkpointing, config.offload
-        )
-        self.config = config
+        super().__init__(config, model_path)
         # All mutable state beside the model: the optimizer, how far the schedule is, the version, the rollout side.
         self.optimizer: Any = None
         self.steps, self.max_steps = 0, 1
@@ -324,17 +286,11 @@ class FSDPPPOActor(FSDPEngine):
         batch["theta_logp"] = torch.zeros(batch["input_ids"].shape)
         batch["step_fraction"] = torch.zeros(len(lengths))
         lr = self.config.optimizer.lr * lr_factor(self.steps, self.config.optimizer, self.max_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self.optimizer.param_groups[0]["lr"] = lr  # it has one group
 
-        minibatches = split_minibatches(lengths, self.config.ppo_n_minibatches)
-        parts = minibatches * self.config.ppo_epochs
-        stats: list[dict[str, float]] = []
-        for k, rows in enumerate(parts):
-            if step := self.minibatch_step(batch, rows, lengths, k / len(parts)):
-                stats.append(step)
-        own = {row for rows in minibatches for row in self.own_rows(rows, lengths)}
-        batch["theta_logp"][[row for row in range(len(lengths)) if row not in own]] = 0
+        parts = split_minibatches(lengths, self.config.ppo_n_minibatches) * self.config.ppo_epochs
+        steps = [self.minibatch_step(batch, rows, k / len(parts)) for k, rows in enumerate(parts)]
+        stats = [step for step in steps if step]
         self.all_reduce(batch["theta_logp"])
         if not stats:
             hint = "requests that say store: false, or sample with top_p, penalties or temperature 0, are not trained"
@@ -349,81 +305,70 @@ class FSDPPPOActor(FSDPEngine):
             mean["versions_ahead"] = int(ahead.sum())
         return mean | {"lr": lr}
 
-    def minibatch_step(
-        self, batch: Batch, rows: list[int], lengths: Sequence[int], fraction: float
-    ) -> dict[str, float]:
+    def minibatch_step(self, batch: Batch, rows: list[int], fraction: float) -> dict[str, float]:
         """One optimizer step on `rows`, gradients accumulated over micro-batches; empty if no token is trained.
 
         `fraction` of the training step's minibatches are done.
         """
-        trained = (batch["loss_mask"][:, 1:] > 0).sum(1)  # (B,)
-        tokens, sequences = int(trained[rows].sum()), int((trained[rows] > 0).sum())
+        trained = torch.zeros(len(batch["loss_mask"]), dtype=torch.int64)  # (B,) tokens of each row of this minibatch
+        trained[rows] = (batch["loss_mask"][rows, 1:] > 0).sum(1)
+        tokens, c = int(trained.sum()), self.config
         if tokens == 0:
             return {}
         batch["step_fraction"][rows] = fraction
-        c = self.config
-        shares = aggregation_weights(trained, tokens, sequences, c.loss_aggregation, c.max_new_tokens)
+        shares = aggregation_weights(trained, c.loss_aggregation, c.max_new_tokens)  # (B,)
 
-        # 1. Gradients. FSDP averages them over the ranks where the loss wants a sum; a filler adds nothing.
+        # 1. Gradients. FSDP averages them over the ranks where the loss wants a sum.
         self.optimizer.zero_grad()
-        own, pieces = self.walk_together(batch, self.own_rows(rows, lengths)), []
-        for piece, counts in own:
+        parts = []
+        for piece in self.passes(batch, rows):
             loss, part = self.piece_loss(batch, piece, tokens, shares)
-            (loss * (self.world_size if counts else 0)).backward()
-            pieces.append(part if counts else {key: torch.zeros_like(value) for key, value in part.items()})
+            (loss * dist.get_world_size()).backward()
+            if c.enable_tree_training:
+                tree = piece.inputs["input_ids"].numel() if len(piece.row) else 0
+                part["tree_token_ratio"] = tree / batch["attention_mask"][rows].sum()
+            parts.append(part)
 
         # 2. Clip, check, step.
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.optimizer.gradient_clipping)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        stats = {key: float(self.all_reduce(torch.stack([p[key] for p in pieces]).sum())) for key in pieces[0]}
+        stats = {key: float(self.all_reduce(torch.stack([p[key] for p in parts]).sum())) for key in parts[0]}
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
             raise FloatingPointError(
                 f"loss {stats['loss']}, gradient norm {grad_norm} in training step {self.steps + 1}; the weights were "
                 "not touched by it. Look for a logprob or a reward that is not finite, or lower actor.optimizer.lr"
             )
         self.optimizer.step()
-        shared = {"tree_token_ratio": tree_token_ratio([p for p, _ in own])} if isinstance(self.layout, Tree) else {}
-        return stats | shared | {"grad_norm": grad_norm, "tokens": tokens}
+        return stats | {"grad_norm": grad_norm, "tokens": tokens}
 
-    def piece_loss(
-        self, batch: Batch, piece: Piece, tokens: int, shares: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def piece_loss(self, batch: Batch, piece: Piece, tokens: int, shares: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The share of the minibatch's loss that a piece bears, with its graph, and the statistics' shares.
 
-        The minibatch has `tokens` trained tokens; `shares` (B,) says what one of each row counts, None: the same.
+        The minibatch has `tokens` trained tokens; `shares` (B,) says what one of each row counts.
         """
         c = self.config
-        at, logp, token_entropy = self.forward(batch, piece, "loss_mask")  # (N,), (N,)
-        batch["theta_logp"][at] = logp.detach().cpu()
-        prox_logp, old_logp, advantages = (batch[key][at].to(self.device) for key in (*self.policies(), "advantages"))
-        errors = {}
+        at, logp, entropy = self.forward(batch, piece, "loss_mask")  # (N,), (N,)
+        theta_logp, rows = logp.detach(), at[0]
+        batch["theta_logp"][at] = theta_logp.cpu()
+        prox_logp, old_logp = (batch[key][at].to(self.device) for key in self.policies())
+        A = (batch["advantages"][at] * shares[rows]).to(self.device)
+        means = {"entropy": entropy}  # over tokens
         if self.guesses:
-            alpha = interpolation(batch["versions"][at], self.version, batch["step_fraction"][at[0]]).to(self.device)
+            alpha = interpolation(batch["versions"][at], self.version, batch["step_fraction"][rows]).to(self.device)
             if c.prox_logp_method == "loglinear":
-                prox_logp = loglinear(old_logp, logp.detach(), alpha)
+                prox_logp = loglinear(old_logp, theta_logp, alpha)
             else:
-                errors = guess_errors(prox_logp, old_logp, logp.detach(), alpha)
-        loss, stats = ppo_actor_loss_fn(
-            logp,
-            prox_logp,
-            old_logp,
-            advantages,
-            torch.ones_like(logp),
-            c,
-            sequence_ids=at[0].to(self.device),
-            token_weights=None if shares is None else shares[at[0]].to(self.device),
-            denominator=tokens,
-        )
-        entropy = token_entropy.sum() / tokens
+                means |= guess_errors(prox_logp, old_logp, theta_logp, alpha)
+        mask, rows = torch.ones_like(logp), rows.to(self.device)
+        loss, stats = ppo_actor_loss_fn(logp, prox_logp, old_logp, A, mask, c, sequence_ids=rows, denominator=tokens)
         if coefficient := self.entropy_coefficient():
-            loss = loss - coefficient * entropy
+            loss = loss - coefficient * entropy.sum() / tokens
         if "ref_logp" in batch:
             ref_logp = batch["ref_logp"][at].to(self.device)
-            stats["ref_kl"] = kl_estimate(logp.detach(), ref_logp, "k3").sum() / tokens
+            means["ref_kl"] = kl_estimate(theta_logp, ref_logp, "k3")
             if c.kl_ctl > 0 and c.kl_placement == "loss":
                 loss = loss + c.kl_ctl * kl_estimate(logp, ref_logp, c.kl_estimator).sum() / tokens
-        stats |= {key: error.sum() / tokens for key, error in errors.items()}
-        return loss, stats | {"loss": loss.detach(), "entropy": entropy.detach()}
+        return loss, stats | {"loss": loss.detach()} | {key: x.detach().sum() / tokens for key, x in means.items()}
 
     def entropy_coefficient(self) -> float:
         """The weight of the entropy bonus in this training step."""
@@ -436,20 +381,27 @@ class FSDPPPOActor(FSDPEngine):
 
     def save_state(self, path: Path) -> None:
         """Model and optimizer, each rank its shards, as torch.distributed.checkpoint writes them."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = sharded.get_state_dict(self.model, self.optimizer)
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
 
     def load_state(self, path: Path) -> None:
         """The reverse; the number of ranks may be another one."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = sharded.get_state_dict(self.model, self.optimizer)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        sharded.set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
-        """Bring the servers to these weights, as version meta.version; between rollout.pause and rollout.resume."""
+        """Bring the servers to these weights, as version meta.version; between rollout.pause and rollout.resume.
+
+        Raises RuntimeError on rank 0 as weights.send does; the other ranks, which wait for tensors, end with it.
+        """
         if meta.mode == "disk":
             self.save(meta.directory)
-        weights.push(meta, self.model, self.dtype, self.rollout if self.rank == 0 else None)
+        buckets = () if meta.mode == "disk" else weights.named_buckets(self.model, self.dtype, meta.bucket_mb)
+        if self.rank == 0:
+            self.rollout.update_weights(meta, buckets)
+        for _ in buckets:  # whoever sends nothing gathers along
+            pass
         dist.barrier()
 
     def set_version(self, version: int) -> None:

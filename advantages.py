@@ -54,10 +54,8 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
 def leave_one_out_mean(x: Tensor, cell: Tensor) -> Tensor:
     """(N,) the mean of the others in each entry's cell; an entry that is alone is compared with itself."""
     # b_i = (sum_j x_j - x_i) / (n - 1)
-    count = torch.bincount(cell)
-    total = x.new_zeros(len(count)).index_add_(0, cell, x)[cell]
-    others = count[cell] - 1
-    return torch.where(others > 0, (total - x) / others.clamp(min=1), x)
+    others = torch.bincount(cell)[cell] - 1
+    return torch.where(others > 0, (torch.bincount(cell, x)[cell] - x) / others.clamp(min=1), x)
 
 
 def generalised_advantage(advantages: Tensor, turn_of: Tensor, gamma: float, lam: float) -> Tensor:

@@ -3,14 +3,14 @@
 The rule: whatever the layout, every token has the log-probability that it has in its own sequence alone. A layout is a
 matter of time and memory, never of learning, and one can be exchanged for another in the middle of a run.
 
-A layout answers two questions. `cut`: which rows share a forward pass? `lay`: what does the model get, and which of
-its hidden states predicts each token that is wanted? The actor knows nothing else about it: it runs the model, picks
-those hidden states and turns them into log-probabilities (logprobs.py). A tree of shared prefixes is a third layout
-and needs no other word from the actor.
+A layout is one function, which cuts rows into pieces, and the attention that its pieces need. A piece is a forward
+pass: what the model gets, and which of its hidden states predicts each of the rows' tokens. The actor knows nothing
+else about it: it runs the model, picks the hidden states of the tokens that are wanted and turns them into
+log-probabilities (logprobs.py). A tree of shared prefixes is a third layout and needs no other word from the actor.
 
-    Padded    rows of similar length, one under another, filled up on the right. A causal model sees no padding behind a
+    padded    rows of similar length, one under another, filled up on the right. A causal model sees no padding behind a
               token, so there is no mask at all. Simple, and the fastest for rows that are alike.
-    Packed    rows end to end in one long row. Nothing is computed for padding. position_ids start again at 0 with each
+    packed    rows end to end in one long row. Nothing is computed for padding. position_ids start again at 0 with each
               sequence, and each attends to itself alone: its part of q, k and v goes through attention by itself. There
               is no mask that could be forgotten, and no (T, T) matrix.
 
@@ -18,14 +18,14 @@ Why not a mask, or position_ids alone, for packed rows. Models read position_ids
 kernels do and some do not, and with a cache none does: then neighbours leak into each other and nothing says so
 (AReaL #1442). A dense mask is right, and costs T * T for work that is nearly all masked.
 
-What a layout does not decide: which rows make an optimizer step (actor.split_minibatches), what the loss divides by.
+What a layout does not decide: which rows make an optimizer step (split_minibatches), what the loss divides by.
 
 Different from AReaL: there packed rows are the only kind, and depend on the attention kernel for being kept apart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,32 +33,31 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 Batch = dict[str, Tensor]
-Piece = Any  # what shares a forward pass, as the layout's `cut` made it; only the layout looks inside
+Places = tuple[Tensor, Tensor]  # rows (N,) and columns (N,) of a batch: batch[key][places] is (N,)
 
 
 @dataclass(frozen=True)
-class Laid:
-    """A piece before the model. N tokens are wanted."""
+class Piece:
+    """One forward pass over some rows of a batch, of which n tokens can be read: all but the first of each row."""
 
-    inputs: dict[
-        str, Any
-    ]  # keyword arguments of the model: input_ids (b, t) int64, and what the layout's attention reads
-    predicts: Tensor  # (N,) which of the b * t hidden states, counted row by row, predicts the token
-    at: tuple[Tensor, Tensor]  # (N,), (N,) the token's row and column in the batch
+    inputs: dict[str, Any]  # the model's: input_ids (b, t) int64, and what the layout's attention reads
+    row: Tensor  # (n,) where in the batch a token is
+    column: Tensor  # (n,)
+    before: Tensor  # (n,) which of the b * t hidden states, counted row by row, predicts it
+
+    def read(self, which: Tensor) -> tuple[Places, Tensor]:
+        """The N tokens that can be read and where `which` (B, T) is set: their places, and `before` of each."""
+        wanted = which[self.row, self.column] > 0  # (n,)
+        return (self.row[wanted], self.column[wanted]), self.before[wanted]
 
 
-class Layout(Protocol):
-    """`attention` names the attention function (transformers' AttentionInterface) that the model is loaded with."""
+class Layout(NamedTuple):
+    """How rows meet the model."""
 
-    attention: str
-
-    def cut(self, batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
-        """The pieces in which `rows` go through the model, each of at most `mb_tokens` where a row allows it."""
-        ...
-
-    def lay(self, batch: Batch, piece: Piece, which: str) -> Laid:
-        """The piece's forward pass. Wanted are its tokens where batch[which] is set; never a row's first token."""
-        ...
+    attention: str  # the attention function (transformers' AttentionInterface) that the model is loaded with
+    cut: Callable[
+        [Batch, Sequence[int], int], list[Piece]
+    ]  # (batch, rows, mb_tokens): at most that many, if rows allow
 
 
 def row_lengths(batch: Batch) -> list[int]:
@@ -109,36 +108,29 @@ def split_packs(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> 
     return pieces
 
 
-class Padded:
-    """Rows one under another, cut to the longest of them. A piece is a list of rows."""
-
-    attention = "sdpa"
-
-    def cut(self, batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
-        return split_microbatches(rows, row_lengths(batch), mb_tokens)
-
-    def lay(self, batch: Batch, piece: Piece, which: str) -> Laid:
-        longest = int(batch["attention_mask"][piece].sum(1).max())
-        row, before = (batch[which][piece, 1:longest] > 0).nonzero(as_tuple=True)  # (N,), (N,)
-        ids = batch["input_ids"][piece, :longest].long()  # (b, t)
-        return Laid({"input_ids": ids}, row * longest + before, (torch.tensor(piece)[row], before + 1))
+def cut_padded(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
+    """Rows one under another, cut to the longest of them."""
+    pieces = []
+    for members in split_microbatches(rows, row_lengths(batch), mb_tokens):
+        real = batch["attention_mask"][members].bool()  # (b, T)
+        longest = int(real.sum(1).max())
+        row, before = real[:, 1:longest].nonzero(as_tuple=True)  # (n,), (n,)
+        ids = batch["input_ids"][members, :longest].long()  # (b, t)
+        pieces.append(Piece({"input_ids": ids}, torch.tensor(members)[row], before + 1, row * longest + before))
+    return pieces
 
 
-class Packed:
-    """Rows end to end, each attending to itself. A piece is a list of rows."""
-
-    attention = "packed"
-
-    def cut(self, batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
-        return split_packs(rows, row_lengths(batch), mb_tokens)
-
-    def lay(self, batch: Batch, piece: Piece, which: str) -> Laid:
-        real = batch["attention_mask"][piece].bool()  # (b, T)
+def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
+    """Rows end to end, each attending to itself."""
+    pieces = []
+    for members in split_packs(rows, row_lengths(batch), mb_tokens):
+        real = batch["attention_mask"][members].bool()  # (b, T)
         row, column = real.nonzero(as_tuple=True)  # (t,), (t,): the tokens, row after row
-        wanted = ((batch[which][piece][real] > 0) & (column > 0)).nonzero()[:, 0]  # (N,)
-        inputs = {"input_ids": batch["input_ids"][piece][real].long()[None], "position_ids": column[None]}  # (1, t)
-        at = (torch.tensor(piece)[row[wanted]], column[wanted])
-        return Laid(inputs | {"sequence_lengths": real.sum(1).tolist()}, wanted - 1, at)
+        inputs: dict[str, Any] = {"input_ids": batch["input_ids"][members][real].long()[None]}  # (1, t)
+        inputs |= {"position_ids": column[None], "sequence_lengths": real.sum(1).tolist()}
+        later = column.nonzero()[:, 0]  # (n,)
+        pieces.append(Piece(inputs, torch.tensor(members)[row[later]], column[later], later - 1))
+    return pieces
 
 
 def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any):
@@ -154,4 +146,4 @@ def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: A
 
 AttentionInterface.register("packed", attend_apart)
 
-LAYOUTS: dict[str, type[Layout]] = {"padded": Padded, "packed": Packed}
+LAYOUTS = {"padded": Layout("sdpa", cut_padded), "packed": Layout("packed", cut_packed)}

@@ -77,23 +77,21 @@ def describe_mode(config: PPOActorConfig) -> str:
 def compute_cells(level: str, group_ids: Tensor, turn_ids: Tensor, per_turn: bool) -> Tensor:
     """(N,) the number of the cell within which a turn is compared:
     its group or the batch, its place in the row or any."""
-    cell = torch.unique(group_ids, return_inverse=True)[1] if level == "group" else torch.zeros_like(turn_ids)
-    if per_turn and len(turn_ids):
-        cell = cell * (turn_ids.max() + 1) + turn_ids
-    return torch.unique(cell, return_inverse=True)[1]
+    group = group_ids if level == "group" else torch.zeros_like(group_ids)
+    turn = turn_ids if per_turn else torch.zeros_like(turn_ids)
+    return torch.unique(torch.stack([group, turn]), dim=1, return_inverse=True)[1]
 
 
 def cell_mean(x: Tensor, cell: Tensor) -> Tensor:
     """(N,) the mean of x over each entry's cell."""
-    count = torch.bincount(cell)
-    return (x.new_zeros(len(count)).index_add_(0, cell, x) / count)[cell]
+    return (torch.bincount(cell, x) / torch.bincount(cell))[cell]
 
 
 def cell_std(x: Tensor, cell: Tensor, eps: float) -> Tensor:
     """(N,) eps + the standard deviation of x in each entry's cell; 1 where a cell has no spread to divide by."""
     # s^2 = sum (x - mean)^2 / (n - 1)
-    count = torch.bincount(cell)[cell]
-    variance = cell_mean((x - cell_mean(x, cell)).square(), cell) * count / (count - 1).clamp(min=1)
+    squares = torch.bincount(cell, (x - cell_mean(x, cell)).square())
+    variance = (squares / (torch.bincount(cell) - 1).clamp(min=1))[cell]
     return torch.where(variance > 0, variance.sqrt() + eps, 1.0)
 
 
@@ -131,21 +129,16 @@ def compute_advantages(batch: Batch, config: PPOActorConfig) -> Tensor:
     if not bool(rewards.isfinite().all()):
         raise ValueError("turn_rewards is not finite on a trained token; check what the reward function returns")
 
-    # The N trained turns, and for each of the M trained tokens the number of its turn.
-    width = int(turn_ids.max()) + 1 if len(turn_ids) else 1
-    key = at // max(trained.shape[1], 1) * width + turn_ids  # (M,)
-    present = torch.bincount(key, minlength=len(trained) * width) > 0
-    row, turn = present.nonzero()[:, 0] // width, present.nonzero()[:, 0] % width  # (N,), (N,)
-    turn_of = (present.cumsum(0) - 1)[key]  # (M,)
+    # The N trained turns, and for each of the M trained tokens the number of its turn. A turn's tokens stand together.
+    row, starts = at // max(trained.shape[1], 1), torch.ones(len(at), dtype=torch.bool)  # (M,), (M,)
+    starts[1:] = (row[1:] != row[:-1]) | (turn_ids[1:] != turn_ids[:-1])
+    turn_of = starts.cumsum(0) - 1  # (M,)
+    row, turn, returns = row[starts], turn_ids[starts], rewards[starts]  # (N,), (N,), (N,)
 
     # R = clip((r + overlong penalty + bias) * scaling, -c, c), r the reward that all tokens of the turn carry
-    returns = torch.zeros(row.shape)  # (N,)
-    returns[turn_of] = rewards
     if config.overlong_tokens and config.max_new_tokens:
-        lengths = torch.bincount(turn_of)  # (N,)
-        returns += overlong_penalty(
-            lengths, config.max_new_tokens, config.overlong_tokens, config.overlong_penalty_factor
-        )
+        limit, margin = config.max_new_tokens, config.overlong_tokens
+        returns += overlong_penalty(torch.bincount(turn_of), limit, margin, config.overlong_penalty_factor)
     returns = (returns + config.reward_bias) * config.reward_scaling
     returns = returns.clamp(-config.reward_clip, config.reward_clip)
 
@@ -180,23 +173,24 @@ def sequence_mean(x: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
     return (total / count)[ids]
 
 
-def aggregation_weights(lengths: Tensor, tokens: int, sequences: int, how: str, constant: int | None) -> Tensor | None:
-    """(b,) what a token of each sequence counts in the mean over tokens, so that the loss is one of
+def aggregation_weights(lengths: Tensor, how: str, constant: int | None) -> Tensor:
+    """(B,) what a token of each sequence counts in the mean over tokens, so that the loss is one of
 
         token       sum_i sum_t L_it / sum_i n_i              every token counts the same
         sequence    1/S sum_i (1/n_i) sum_t L_it              every sequence counts the same (GRPO)
         constant    1/S sum_i (1/C) sum_t L_it                no length in it: long failures are not cheap (Dr. GRPO)
 
-    `lengths` (b,) are the trained tokens n_i; `tokens` their sum and `sequences` S the number of those above 0, over
-    the whole minibatch and all ranks. None stands for ones.
+    `lengths` (B,) are the trained tokens n_i, S is the number of those above 0: of the whole minibatch, on all ranks.
+    The weights are positive, and the objective is linear in the advantages, so that they are factors of those.
     """
     if how == "token":
-        return None
+        return torch.ones(lengths.shape)
+    per_sequence = lengths.sum() / torch.count_nonzero(lengths)
     if how == "sequence":
-        return tokens / (sequences * lengths.clamp(min=1))
+        return per_sequence / lengths.clamp(min=1)
     if not constant:
         raise ValueError("loss_aggregation=constant divides by max_new_tokens, which is not set")
-    return torch.full(lengths.shape, tokens / (sequences * constant))
+    return (per_sequence / constant).expand(lengths.shape)
 
 
 def ppo_actor_loss_fn(
@@ -208,7 +202,6 @@ def ppo_actor_loss_fn(
     config: PPOActorConfig,
     *,
     sequence_ids: Tensor | None = None,
-    token_weights: Tensor | None = None,
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The negated objective (to be minimised) and its statistics; all tensors of one shape, usually (B, T).
@@ -218,9 +211,8 @@ def ppo_actor_loss_fn(
     loss_mask is never used, NaN and infinities included.
 
     `sequence_ids`, the row of each token, is read where the behaviour weight is a sequence's; default: the first axis.
-    `token_weights` (aggregation_weights) enter the loss and no statistic. `denominator` is the number of trained tokens
-    that the mean is over; default: those given. Loss and statistics are sums divided by it, so the parts of a batch
-    that is cut in pieces add up.
+    `denominator` is the number of trained tokens that the mean is over; default: those given. Loss and statistics are
+    sums divided by it, so the parts of a batch that is cut in pieces add up.
     """
     mask = loss_mask.bool()
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator
@@ -246,9 +238,8 @@ def ppo_actor_loss_fn(
         log_weight = sequence_mean(log_weight, mask, ids)
     weight, above_cap = behaviour_weight(log_weight, config.behave_imp_weight_cap, config.behave_imp_weight_action)
 
-    # L = - sum over trained tokens of a * w * objective / denominator; under the mask A, and so the objective, is 0
-    weighted = weight * objective if token_weights is None else token_weights * weight * objective
-    loss = -weighted.sum() / denominator
+    # L = - sum over trained tokens of w * objective / denominator; under the mask A, and so the objective, is 0
+    loss = -(weight * objective).sum() / denominator
 
     with torch.no_grad():
         weight = torch.where(mask, weight, 0.0)

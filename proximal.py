@@ -27,8 +27,6 @@ f is 1 at every minibatch, and versions are not shifted when logprobs are, so th
 Shapes: N tokens.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -58,13 +56,6 @@ def rollout(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> Tensor:
     return old_logp
 
 
-GUESSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "loglinear": loglinear,
-    "linear": linear,
-    "rollout": rollout,
-}
-
-
 def guess_errors(prox_logp: Tensor, old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> dict[str, Tensor]:
     """(N,) each: |guess - truth| and |guess - truth| / |truth| of log pi_prox, w and u, for each guess.
 
@@ -77,9 +68,9 @@ def guess_errors(prox_logp: Tensor, old_logp: Tensor, theta_logp: Tensor, alpha:
         return {"logp": prox, "behave_weight": w, "ratio": u}
 
     truth, errors = quantities(prox_logp), {}
-    for name, guess in GUESSES.items():
+    for guess in (loglinear, linear, rollout):
         for key, value in quantities(guess(old_logp, theta_logp, alpha)).items():
             error = (value - truth[key]).abs()
-            errors[f"{name}_{key}_abs_error"] = error
-            errors[f"{name}_{key}_rel_error"] = error / truth[key].abs().clamp(min=1e-8)
+            errors[f"{guess.__name__}_{key}_abs_error"] = error
+            errors[f"{guess.__name__}_{key}_rel_error"] = error / truth[key].abs().clamp(min=1e-8)
     return errors

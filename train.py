@@ -206,9 +206,7 @@ def build(
     actor.initialize(max_steps=config.max_steps)
     ref = None
     if config.ref.path is not None:
-        ref = FSDPEngine(
-            config.ref.path, config.ref.dtype, config.actor.mb_tokens, actor.layout, offload=config.actor.offload
-        )
+        ref = FSDPEngine(config.actor, config.ref.path)
         stack.callback(ref.destroy)
         ref.initialize()
 

@@ -25,8 +25,8 @@ conversation of 5,000 turns is a sort and a loop.
 **Packing.** One pass holds at most max_tokens. Cut the sorted rows in runs: a cut before row i costs the
 shared[i] tokens that must then be computed twice, and nothing else. The cheapest cuts are a shortest path (`cut`);
 whole groups come out of it by themselves, because the cut between two groups is nearly free, and a group that does
-not fit is cut where its members share least. Runs smaller than the budget are then put together first-fit decreasing.
-Sorting comes first, so the order of the rows in the batch has no say in it.
+not fit is cut where its members share least. Runs smaller than the budget are then put together as packed rows are
+(layout.split_packs). Sorting comes first, so the order of the rows in the batch has no say in it.
 
 **Not computing what nobody sees.** Most of the N x N mask is empty. On a CPU, queries go in blocks of 128, and each
 block meets only the keys that one of its queries sees: the tokens k below its end with tout[k] beyond its start, picked
@@ -34,16 +34,16 @@ out one by one. On a GPU the same inequality gives FlexAttention's block mask: a
 the largest and smallest tout in it, which takes (N / 128)^2 comparisons and no N x N tensor at any time. `mask` is the
 dense definition; the tests hold both to it.
 
-**The way into the model.** Tree is a layout (layout.py): its pieces are trees, it says for each token of each row which
-hidden state predicts it, and the rest of the actor knows nothing of it. The model is unmodified. Its attention function
-is ours, registered with transformers as "tree", and the tree reaches it as a keyword that transformers hands through. A
-4-D mask would need no function, but attention over it costs three to four times as much (`bench/tree.py`).
+**The way into the model.** TREES is a layout (layout.py): its pieces are trees, each says for each token of each row
+which hidden state predicts it, and the rest of the actor knows nothing of it. The model is unmodified. Its attention
+function is ours, registered with transformers as "tree", and the tree reaches it as a keyword that transformers hands
+through. A 4-D mask would need no function, but attention over it costs three to four times as much (`bench/tree.py`).
 
 What this does not promise: bits. Sums are taken in another order, so losses agree to 1e-6 and gradients to 1e-5, not
-exactly. Nor a gain where little is shared: `tree_token_ratio` (tokens of the trees / tokens of the rows) says what
-there is to gain, and a group that is dealt over four minibatches shares a quarter as well in each. The last layer is
-computed for every row's tokens, shared or not. Sliding windows and attention sinks are refused. A shared token that two
-rows train gets both gradients, as it does when they are trained apart.
+exactly. Nor a gain where little is shared: the metric `tree_token_ratio` (tokens of the trees / tokens of the rows)
+says what there is to gain, and a group that is dealt over four minibatches shares a quarter as well in each. The last
+layer is computed for every row's tokens, shared or not. Sliding windows and attention sinks are refused. A shared token
+that two rows train gets both gradients, as it does when they are trained apart.
 
 Different from AReaL: it fills tries first-fit in the order of the input, so that interleaved groups share nothing
 (four interleaved groups of 8 rows: 8,000 tokens, here 3,200); its compression recurses (a 1,200-turn conversation
@@ -51,8 +51,8 @@ ends in RecursionError); its block mask goes through a dense N x N one (256 MiB 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -64,7 +64,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 
-from layout import Batch, Laid, row_lengths
+from layout import Batch, Layout, Piece, row_lengths, split_packs
 
 BLOCK = 128  # queries that look for their keys together; also FlexAttention's block
 
@@ -78,20 +78,6 @@ class PackedTree:
     input_ids: Tensor  # (1, N) int64
     position_ids: Tensor  # (1, N) int64: depth
     tout: Tensor  # (N,) int64: the first index behind the token's subtree
-    block_masks: dict[torch.device, BlockMask] = field(default_factory=dict, repr=False)  # what block_mask has made
-
-    def __repr__(self) -> str:
-        return f"PackedTree({len(self.rows)} rows, {sum(map(len, self.paths))} tokens in {len(self.tout)})"
-
-    def read(self, which: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Where `which` (B, T) is set in these rows, beyond a row's first token: their n places in the batch, (n,) rows
-        and (n,) columns, and (n,) where in the tree the token before each stands, whose hidden state predicts it."""
-        found = []
-        for row, path in zip(self.rows, self.paths):
-            before = (which[row, 1 : len(path)] > 0).nonzero()[:, 0]
-            found.append(torch.stack([torch.full_like(before, row), before + 1, path[before]]))
-        row, column, before = torch.cat(found, dim=1)
-        return (row, column), before
 
     def mask(self) -> Tensor:
         """(N, N) bool, the definition: [q, k] says whether q sees k. N^2 bytes: for tests, and for other attentions."""
@@ -111,34 +97,6 @@ class PackedTree:
             found.append((slice(start, stop), keys, (keys <= q) & (q < self.tout[keys])))
         return found
 
-    def block_mask(self, device: torch.device) -> BlockMask:
-        """FlexAttention's form of the mask: which blocks of keys are empty, full or mixed for a block of queries.
-
-        Made once a device: all layers, and their recomputation, use the same.
-        """
-        if device in self.block_masks:
-            return self.block_masks[device]
-        n = -(-len(self.tout) // BLOCK)
-        tout = F.pad(self.tout.to(device), (0, n * BLOCK - len(self.tout)))  # (n * BLOCK,); nobody sees the padding
-        key = torch.arange(n, device=tout.device)
-        query = key[:, None]
-        some = (key <= query) & (tout.view(n, BLOCK).amax(1) > query * BLOCK)  # (n, n)
-        full = (key < query) & (tout.view(n, BLOCK).amin(1) >= (query + 1) * BLOCK)  # (n, n)
-
-        def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-            """Per block of queries how many blocks of keys, and their numbers, first."""
-            order = chosen.int().argsort(dim=1, descending=True, stable=True)
-            return chosen.sum(1).int()[None, None], order.int()[None, None]
-
-        def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (k <= q) & (q < tout[k])
-
-        length = len(self.tout)
-        self.block_masks[device] = BlockMask.from_kv_blocks(
-            *listed(some & ~full), *listed(full), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length)
-        )
-        return self.block_masks[device]
-
 
 def sort_rows(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
     """The rows in the order of their tokens, and (n,) how many tokens each shares with the one before it."""
@@ -147,8 +105,7 @@ def sort_rows(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
     shared = np.zeros(len(order), dtype=np.int64)
     for i, (before, row) in enumerate(pairwise(order), 1):
         n = min(len(sequences[before]), len(sequences[row]))
-        differ = sequences[before][:n] != sequences[row][:n]
-        shared[i] = differ.argmax() if differ.any() else n
+        shared[i] = np.append(sequences[before][:n] != sequences[row][:n], True).argmax()
     return order, shared
 
 
@@ -173,20 +130,6 @@ def cut(lengths: np.ndarray, shared: np.ndarray, max_tokens: int) -> list[tuple[
         runs.append((i, j, int(shared[i] + added[j] - added[i])))
         j = i
     return runs[::-1]
-
-
-def first_fit_decreasing(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Things of these sizes in bins: the largest first, each in the first bin where it fits."""
-    bins: list[list[int]] = []
-    left: list[int] = []
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        where = next((b for b, free in enumerate(left) if sizes[i] <= free), len(bins))
-        if where == len(bins):
-            bins.append([])
-            left.append(room)
-        bins[where].append(i)
-        left[where] -= sizes[i]
-    return bins
 
 
 def lay_out(rows: list[int], sequences: list[np.ndarray], shared: Sequence[int]) -> PackedTree:
@@ -221,7 +164,7 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
     order, shared = sort_rows(arrays)
     runs = cut(np.array([len(arrays[row]) for row in order]), shared, max_tokens)
     trees = []
-    for members in first_fit_decreasing([size for _, _, size in runs], max_tokens):
+    for members in split_packs(range(len(runs)), [size for _, _, size in runs], max_tokens):
         ranks = [i for first, last, _ in sorted(runs[m] for m in members) for i in range(first, last)]
         # What two sorted rows share is the least of what the neighbours between them share.
         common = [0] + [int(shared[a + 1 : b + 1].min()) for a, b in pairwise(ranks)]
@@ -229,60 +172,62 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
     return trees
 
 
-class Tree:
-    """The layout (layout.py) in which a piece is a tree of rows."""
-
-    attention = "tree"
-
-    def cut(self, batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[PackedTree]:
-        lengths = row_lengths(batch)
-        trees = build_trees([batch["input_ids"][row, : lengths[row]] for row in rows], mb_tokens)
-        return [replace(tree, rows=[rows[i] for i in tree.rows]) for tree in trees]
-
-    def lay(self, batch: Batch, piece: PackedTree, which: str) -> Laid:
-        at, predicts = piece.read(batch[which])
-        inputs = {"input_ids": piece.input_ids, "position_ids": piece.position_ids, "tree": piece}
-        return Laid(inputs, predicts, at)
+def cut_trees(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
+    """Rows as trees."""
+    lengths, pieces = row_lengths(batch), []
+    for tree in build_trees([batch["input_ids"][row, : lengths[row]] for row in rows], mb_tokens):
+        inputs = {"input_ids": tree.input_ids, "position_ids": tree.position_ids, "tree": tree}
+        row = torch.cat([torch.full((len(path) - 1,), rows[i]) for i, path in zip(tree.rows, tree.paths)])
+        column = torch.cat([torch.arange(1, len(path)) for path in tree.paths])
+        pieces.append(Piece(inputs, row, column, before=torch.cat([path[:-1] for path in tree.paths])))
+    return pieces
 
 
-def tree_token_ratio(trees: Sequence[PackedTree]) -> float:
-    """Tokens of the trees / tokens of their rows: the share of the forward pass that is left."""
-    return sum(len(tree.tout) for tree in trees) / sum(len(path) for tree in trees for path in tree.paths)
+@lru_cache(maxsize=1)  # all layers of a pass, and their recomputation, use the same
+def block_mask(tree: PackedTree, device: torch.device) -> BlockMask:
+    """FlexAttention's form of the mask: which blocks of keys are empty, full or mixed for a block of queries."""
+    length = len(tree.tout)
+    n = -(-length // BLOCK)
+    tout = F.pad(tree.tout.to(device), (0, n * BLOCK - length))  # (n * BLOCK,); nobody sees the padding
+    key = torch.arange(n, device=device)
+    query = key[:, None]
+    some = (key <= query) & (tout.view(n, BLOCK).amax(1) > query * BLOCK)  # (n, n)
+    full = (key < query) & (tout.view(n, BLOCK).amin(1) >= (query + 1) * BLOCK)  # (n, n)
+
+    def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Per block of queries how many blocks of keys, and their numbers, first."""
+        order = chosen.int().argsort(dim=1, descending=True, stable=True)
+        return chosen.sum(1).int()[None, None], order.int()[None, None]
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < tout[k])
+
+    lists = (*listed(some & ~full), *listed(full))
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length))
 
 
 def tree_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    tree: PackedTree | None = None,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """softmax(q k' * scaling) v over the ancestors of each token: transformers' attention function "tree".
 
     query (1, heads, N, d); key, value (1, groups, N, d). Returns (1, N, heads, d). Raises ValueError where the
     model did not hand the tree on, or wants an attention that is not this one.
     """
+    tree: PackedTree | None = kwargs.get("tree")
     if tree is None:
         raise ValueError(f"no tree reached {type(module).__name__}: call the model with tree=PackedTree")
     if unknown := [name for name in ("sliding_window", "softcap", "s_aux") if kwargs.get(name) is not None]:
         raise ValueError(f"tree attention has no {', '.join(unknown)}; set actor.enable_tree_training=false")
     if query.is_cuda:
-        return flex_attention_forward(module, query, key, value, tree.block_mask(query.device), scaling=scaling)
-    out = [
-        F.scaled_dot_product_attention(
-            query[:, :, block],
-            key.index_select(2, keys),
-            value.index_select(2, keys),
-            mask,
-            scale=scaling,
-            enable_gqa=True,
-        )
-        for block, keys, mask in tree.blocks
-    ]
+        return flex_attention_forward(module, query, key, value, block_mask(tree, query.device), scaling=scaling)
+    out = []
+    for block, keys, visible in tree.blocks:
+        k, v = key.index_select(2, keys), value.index_select(2, keys)
+        out.append(F.scaled_dot_product_attention(query[:, :, block], k, v, visible, scale=scaling, enable_gqa=True))
     return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("tree", tree_attention)
+
+TREES = Layout("tree", cut_trees)

@@ -119,20 +119,6 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
     bucket.clear()
 
 
-def push(meta: WeightUpdateMeta, model: Any, dtype: "torch.dtype", rollout: Any) -> None:
-    """What every rank calls to bring the servers to `model`'s weights; `rollout` is the engine on rank 0,
-    None elsewhere.
-
-    With mode disk the directory is there already. Raises RuntimeError on rank 0 as `send` does; then the other ranks
-    wait for tensors that do not come, and end with rank 0.
-    """
-    buckets = None if meta.mode == "disk" else named_buckets(model, dtype, meta.bucket_mb)
-    if rollout is not None:
-        rollout.update_weights(meta, buckets)
-    for _ in buckets or ():  # whoever sends nothing gathers along
-        pass
-
-
 def write_checkpoint(
     state: Mapping[str, "torch.Tensor"], source_dir: str | os.PathLike[str], target: str | os.PathLike[str]
 ) -> Path:
@@ -223,21 +209,12 @@ def update_from_tensor(meta: WeightUpdateMeta, post_all: PostAll, buckets: Itera
     infos = post_all("/server_info")
     with update_session(infos, post_all):
         for bucket in buckets:
-            bodies = [
-                {
-                    "serialized_named_tensors": [serialise(bucket) for _ in range(info["tp_size"])],
-                    "flush_cache": meta.flush_cache,
-                }
-                for info in infos
-            ]
+            handles = [[serialise(bucket) for _ in range(info["tp_size"])] for info in infos]
+            bodies = [{"serialized_named_tensors": own, "flush_cache": meta.flush_cache} for own in handles]
             post_all("/update_weights_from_tensor", bodies, timeout=BUCKET_TIMEOUT)
 
 
-SENDERS: dict[str, Callable[[WeightUpdateMeta, PostAll, Iterable[Bucket]], None]] = {
-    "disk": update_from_disk,
-    "distributed": update_from_distributed,
-    "tensor": update_from_tensor,
-}
+SENDERS = {"disk": update_from_disk, "distributed": update_from_distributed, "tensor": update_from_tensor}
 
 
 def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] | None = None) -> None:
@@ -251,7 +228,7 @@ def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] | 
     if meta.mode == "disk" and not meta.directory.is_dir():
         raise FileNotFoundError(f"{meta.directory} is not there: write_checkpoint comes before update_weights")
     if meta.mode != "disk" and buckets is None:
-        raise ValueError(f"weight_update.mode={meta.mode} sends tensors, but none were given: call weights.push")
+        raise ValueError(f"weight_update.mode={meta.mode} sends tensors, but none were given: named_buckets")
     label(post_all, f"{meta.version}-incomplete")
     SENDERS[meta.mode](meta, post_all, buckets or ())
     label(post_all, str(meta.version))
@@ -265,8 +242,7 @@ def label(post_all: PostAll, version: str) -> None:
 @contextmanager
 def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> Iterator[None]:
     """SGLang since 0.5.20 wants to know where an update begins and ends (0.5.16 to 0.5.19 have no such routes)."""
-    versions = [tuple(map(int, re.findall(r"\d+", info["version"])[:3])) for info in infos]
-    wanted = min(versions) >= (0, 5, 20)
+    wanted = all(tuple(map(int, re.findall(r"\d+", info["version"])[:3])) >= (0, 5, 20) for info in infos)
     if wanted:
         post_all("/begin_weight_update", {})
     try:

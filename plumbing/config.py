@@ -158,7 +158,6 @@ class RefConfig:
     """The frozen reference model of the KL penalty."""
 
     path: str | None = None  # a model directory; none: no reference model
-    dtype: Literal["float32", "bfloat16"] = "float32"  # compute type
 
 
 @dataclass

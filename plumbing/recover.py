@@ -4,8 +4,8 @@ A run that is started again under its name goes on (`recover: auto`). The rule o
 
 - **A checkpoint is a step.** recover/step00040 holds all that step 41 depends on: model and optimizer (sharded, by
   torch.distributed.checkpoint, so that any number of ranks reads it), schedules, random state, the place in the data,
-  and which groups were open: drawn from the data, not yet trained on. It is written beside its place and renamed;
-  what was not renamed never existed.
+  and which groups were open: drawn from the data, not yet trained on. Of its files state.pickle comes last, and all at
+  once; a checkpoint without it never existed.
 - **A step that no checkpoint holds did not happen.** Its line is cut from metrics.jsonl and it is done again. So every
   step is in the surviving lineage once: its line is written before the checkpoint is.
 - **A finished group outlives its process.** Before a group counts as accepted it is a file,
@@ -25,7 +25,6 @@ power failure between the write of a file and the disk; the groups that agents s
 Beside AReaL: there in-flight and accepted but untrained rollouts are lost, and before #1345 the gate opened too wide.
 """
 
-import json
 import os
 import pickle
 import random
@@ -35,14 +34,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch.distributed.checkpoint import CheckpointException
 
 from plumbing.config import ConfigError
 from plumbing.ranks import share
 from trajectory import Trajectory, tail_version
 
-PARTIAL = ".partial"  # suffix of what is being written
+PARTIAL = ".partial"  # suffix of a file that is being written
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """All or nothing, whenever the process dies."""
+    partial = path.with_suffix(PARTIAL)
+    partial.write_bytes(content)
+    os.replace(partial, path)
 
 
 class GroupLog:
@@ -58,10 +64,7 @@ class GroupLog:
         return self.folder / f"{task_id}.safetensors"
 
     def write(self, task_id: int, group: Trajectory) -> None:
-        """All or nothing."""
-        partial = self.path(task_id).with_suffix(PARTIAL)
-        save_file({key: value.contiguous() for key, value in group.items()}, partial)
-        os.replace(partial, self.path(task_id))
+        write_whole(self.path(task_id), save({k: v.contiguous() for k, v in group.items()}))
 
     def read(self, task_ids: Any, version: int) -> dict[int, Trajectory]:
         """Those of `task_ids` that are here and hold no token newer than `version`, in the order given."""
@@ -76,34 +79,24 @@ class GroupLog:
 
 
 def cut_metrics(path: Path, last_step: int) -> None:
-    """Leave the lines of steps 1 to last_step; a torn line was being written when the process died."""
-    kept = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            if json.loads(line)["step"] <= last_step:
-                kept.append(line + "\n")
-        except ValueError:
-            break
-    if len(kept) != last_step:
-        found = f"{path} has {len(kept)} lines up to step {last_step}"
-        raise ConfigError(f"{found}; it was changed, give another trial_name")
-    partial = path.with_suffix(PARTIAL)
-    partial.write_text("".join(kept))
-    os.replace(partial, path)
+    """Leave the lines of steps 1 to last_step, which are the first; the last one may be torn."""
+    lines = path.read_text().splitlines(keepends=True)[:last_step] if path.exists() else []
+    steps = sum(line.endswith("\n") for line in lines)
+    if steps != last_step:
+        raise ConfigError(f"{path} has {steps} lines up to step {last_step}; it was changed, give another trial_name")
+    write_whole(path, "".join(lines).encode())
 
 
 class Recovery:
     """The checkpoints of one run. All ranks make one and call its methods together; off: they do nothing."""
 
     def __init__(self, run_dir: Path, mode: str) -> None:
-        self.run_dir, self.folder, self.on = run_dir, run_dir / "recover", mode == "auto"
-        self.step = 0  # of the newest checkpoint
-        self.groups: GroupLog | None = None
-        if not self.on:
-            return
-        if dist.get_rank() == 0:
-            found = [int(path.name[4:]) for path in self.folder.glob("step*") if path.name[4:].isdecimal()]
-            self.step = max(found, default=0)
+        self.folder, self.on = run_dir / "recover", mode == "auto"
+        self.step = 0  # of the checkpoint that the run goes on from
+        self.groups: GroupLog | None = None  # rank 0's
+        if self.on and dist.get_rank() == 0:
+            whole = [path.parent.name.removeprefix("step") for path in self.folder.glob("step*/state.pickle")]
+            self.step = max(map(int, whole), default=0)
             cut_metrics(run_dir / "metrics.jsonl", self.step)
             self.groups = GroupLog(self.folder / "groups")
         self.step = share(self.step)
@@ -113,28 +106,16 @@ class Recovery:
 
     def save(self, step: int, actor: Any, executor: Any) -> None:
         """The checkpoint of `step`, whose line is in metrics.jsonl; then older ones are deleted."""
-        # 1. Beside its place; what a crash left there goes first.
         target = self.checkpoint(step)
-        partial = target.with_name(target.name + PARTIAL)
-        if actor.rank == 0:
-            for left in self.folder.glob(f"step*{PARTIAL}"):
-                shutil.rmtree(left)
-            partial.mkdir(parents=True)
-        dist.barrier()
-        actor.save_state(partial)
-
-        # 2. What rank 0 alone knows. Then all at once.
-        if actor.rank == 0:
+        actor.save_state(target)
+        if self.groups:  # what rank 0 alone knows, when all ranks have written
             rollout = executor.state_dict()
             state = {"steps": actor.steps, "rollout": rollout, "random": (random.getstate(), torch.get_rng_state())}
-            (partial / "state.pickle").write_bytes(pickle.dumps(state))
-            os.replace(partial, target)
+            write_whole(target / "state.pickle", pickle.dumps(state))
             for old in self.folder.glob("step*"):
                 if old != target:
                     shutil.rmtree(old)
-            assert self.groups is not None
             self.groups.keep(rollout["open"], below=rollout["next_id"])
-        self.step = step
         dist.barrier()
 
     def load(self, actor: Any, executor: Any) -> int:
@@ -143,7 +124,7 @@ class Recovery:
         ConfigError where it does not fit the model.
         """
         if not self.step:
-            if self.groups is not None:
+            if self.groups:
                 self.groups.keep(())
             return 0
         folder = self.checkpoint(self.step)
@@ -153,12 +134,11 @@ class Recovery:
             found = str(error).strip().splitlines()[-1].strip()
             remedy = "give another trial_name, or the model that the run was started with"
             raise ConfigError(f"{folder} does not fit {actor.model_path}: {remedy} ({found})") from error
-        state = share(pickle.loads((folder / "state.pickle").read_bytes()) if actor.rank == 0 else None)
+        state = share(pickle.loads((folder / "state.pickle").read_bytes()) if self.groups else None)
         actor.steps = state["steps"]
         random.setstate(state["random"][0])
         torch.set_rng_state(state["random"][1])
-        if actor.rank == 0:
-            assert self.groups is not None
+        if self.groups:
             finished = self.groups.read(state["rollout"]["open"], self.step)
             self.groups.keep(finished)
             executor.load_state_dict(state["rollout"], finished, self.step)

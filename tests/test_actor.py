@@ -145,6 +145,18 @@ def test_the_sharded_gradient_is_the_plain_models(make_actor, plain, changes):
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_checkpointed_layer_computes_again_in_the_backward_pass(make_actor, checkpointed):
+    """gradient_checkpointing keeps a layer's input only, so each layer is entered twice in a step, else once."""
+    actor = make_actor(gradient_checkpointing=checkpointed)
+    batch, entered = prepare(actor, make_batch()), []
+    layers = actor.model.base_model.layers
+    for layer in layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: entered.append(1))
+    actor.ppo_update(batch)
+    assert len(entered) == (2 if checkpointed else 1) * len(layers)
+
+
 def test_micro_batches_do_not_change_the_step(make_actor):
     """One forward pass or eight: the same gradient norm, statistics and weights,
     since all divide by the minibatch's tokens."""
@@ -470,7 +482,7 @@ def test_a_weight_update_writes_first_and_tells_the_servers_then(make_actor, tmp
     seen = []
 
     class Rollout:
-        def update_weights(self, meta: WeightUpdateMeta, buckets: None) -> None:
+        def update_weights(self, meta: WeightUpdateMeta, buckets: tuple) -> None:
             state = AutoModelForCausalLM.from_pretrained(meta.directory).state_dict()
             seen.append((meta.version, all(torch.equal(state[k], v) for k, v in actor.full_state().items())))
 
@@ -486,7 +498,7 @@ def test_a_weight_update_writes_first_and_tells_the_servers_then(make_actor, tmp
 def test_a_reference_model_stays_where_it_was(make_actor, tiny_model_dir):
     """A frozen FSDPEngine beside the actor, in the same process group, gives the first weights' logprobs for ever."""
     actor = make_actor()
-    ref = FSDPEngine(tiny_model_dir)
+    ref = FSDPEngine(make_config(), tiny_model_dir)
     ref.create_process_group()
     ref.initialize()
     batch = prepare(actor, make_batch())

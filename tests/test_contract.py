@@ -408,7 +408,7 @@ class Other:
             weights.write_checkpoint(model.state_dict(), self.server.model_path, meta.directory)
         if fail:
             engine.update_weights(meta, broken(weights.named_buckets(model, torch.float32, 0.1)))
-        weights.push(meta, model, torch.float32, engine)
+        engine.update_weights(meta, None if mode == "disk" else weights.named_buckets(model, torch.float32, 0.1))
 
 
 def broken(buckets: Iterator[weights.Bucket]) -> Iterator[weights.Bucket]:

@@ -21,9 +21,9 @@ from ppo import ppo_actor_loss_fn as loss_of_config
 NAN, INF = float("nan"), float("inf")
 
 
-def ppo_actor_loss_fn(theta, prox, behav, A, mask, *, sequence_ids=None, token_weights=None, denominator=None, **keys):
+def ppo_actor_loss_fn(theta, prox, behav, A, mask, *, sequence_ids=None, denominator=None, **keys):
     """The loss under a configuration that differs from the default in `keys`."""
-    about: dict[str, Any] = {"sequence_ids": sequence_ids, "token_weights": token_weights, "denominator": denominator}
+    about: dict[str, Any] = {"sequence_ids": sequence_ids, "denominator": denominator}
     return loss_of_config(theta, prox, behav, A, mask, PPOActorConfig(**keys), **about)
 
 
@@ -439,14 +439,13 @@ def test_weights_and_aggregation_by_the_loop(level, action, how):
     assert 0 < capped < n_tokens
 
     lengths = mask.sum(1)
-    shares = aggregation_weights(lengths, n_tokens, n_rows, how, C)
+    shares = aggregation_weights(lengths, how, C)
     loss, stats = ppo_actor_loss_fn(
         theta,
         prox,
         behav,
-        A,
+        A * shares[:, None],
         mask,
-        token_weights=None if shares is None else shares[:, None].expand(mask.shape),
         behave_imp_weight_cap=cap,
         behave_imp_weight_level=level,
         behave_imp_weight_action=action,
@@ -473,4 +472,4 @@ def test_a_sequences_weight_does_not_read_what_is_masked():
 def test_aggregation_says_what_is_missing():
     """Constant length without a length is an error, not a division by nothing."""
     with pytest.raises(ValueError, match="max_new_tokens"):
-        aggregation_weights(torch.tensor([1]), 1, 1, "constant", None)
+        aggregation_weights(torch.tensor([1]), "constant", None)

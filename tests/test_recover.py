@@ -147,7 +147,7 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     step(actor)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     recovery.save(1, actor, Executor())
-    (tmp_path / "recover" / "step00009.partial").mkdir()  # died while it was written
+    (tmp_path / "recover" / "step00009").mkdir()  # died while it was written
     expected = step(actor)
     actor.destroy()
 

@@ -30,7 +30,7 @@ from plumbing.config import OptimizerConfig, PPOActorConfig
 from proxy import create_app
 from tasks import base_model, guess, maze
 from trajectory import complete, concat_padded_tensors
-from tree_attention import BLOCK, PackedTree, build_trees, cut, tree_attention
+from tree_attention import BLOCK, PackedTree, block_mask, build_trees, cut, tree_attention
 from workflow import RLVRWorkflow, to_tensors
 
 Rows = list[list[int]]
@@ -238,7 +238,7 @@ def test_the_block_mask_is_the_mask(seed: int, n: int) -> None:
     padded = torch.zeros(blocks * BLOCK, blocks * BLOCK, dtype=torch.bool)
     padded[:N, :N] = mask
     tiles = padded.view(blocks, BLOCK, blocks, BLOCK)
-    found = tree.block_mask(torch.device("cpu"))
+    found = block_mask(tree, torch.device("cpu"))
     some, full = listed(found.kv_num_blocks, found.kv_indices), listed(found.full_kv_num_blocks, found.full_kv_indices)
     assert torch.equal(some | full, tiles.any(3).any(1))
     assert not (some & full).any()
@@ -262,7 +262,7 @@ def test_flex_attention_sees_what_the_blocks_see() -> None:
     [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
     N = len(tree.tout)
     q, k, v = (torch.randn(1, heads, N, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
-    flex: Any = flex_attention(q, k, v, block_mask=tree.block_mask(torch.device("cpu")), enable_gqa=True, scale=0.3)
+    flex: Any = flex_attention(q, k, v, block_mask=block_mask(tree, torch.device("cpu")), enable_gqa=True, scale=0.3)
     ours, _ = tree_attention(None, q, k, v, None, scaling=0.3, tree=tree)
     torch.testing.assert_close(ours.transpose(1, 2), flex, atol=2e-6, rtol=0)
 

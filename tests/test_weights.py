@@ -211,20 +211,23 @@ def test_a_server_that_refuses_the_group_is_named():
 
 
 RANKS = """
-import gc, json, sys, torch, torch.distributed as dist
-import weights
-from actor import FSDPEngine
+import gc, json, sys, torch
+from actor import FSDPPPOActor
 from engine import RemoteInfEngine
+from plumbing.config import PPOActorConfig
+from weights import WeightUpdateMeta
 
 url, model_path, mode, bucket_mb = sys.argv[1:]
 torch.set_num_threads(1)
-trainer = FSDPEngine(model_path)
+trainer = FSDPPPOActor(PPOActorConfig(), model_path)
 trainer.create_process_group()
-trainer.initialize()
+trainer.initialize(max_steps=1)
 with torch.no_grad():
     for parameter in trainer.model.parameters():
         parameter.mul_(0.5)
 engine = RemoteInfEngine([url]) if trainer.rank == 0 else None
+meta = WeightUpdateMeta(mode=mode, bucket_mb=float(bucket_mb))
+trainer.connect_engine(engine, meta)
 
 def memory(key):
     return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(key))
@@ -235,9 +238,7 @@ for version in (1, 2):  # the first time loads libraries and starts threads
     before = memory("VmRSS")
     if engine:
         engine.pause()
-    meta = weights.WeightUpdateMeta(mode=mode, version=version, bucket_mb=float(bucket_mb))
-    weights.push(meta, trainer.model, torch.float32, engine)
-    dist.barrier()
+    trainer.update_weights(meta.with_version(version))
     if engine:
         engine.resume()
 print(json.dumps({"rank": trainer.rank, "growth": memory("VmHWM") - before}), flush=True)
