@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
@@ -158,10 +157,11 @@ class Logger:
             said = self.executor.tokenizer.decode(ids, skip_special_tokens=False)
             print(f"a sample, reward {batch['rewards'][0]:.2f}: {' '.join(said.split())}", flush=True)
 
-    def _table(self) -> Group:
-        table = Table(box=None, header_style="bold", pad_edge=False)
+    def _table(self) -> Table:
+        steps = f"{len(self.history)} of {self.config.max_steps} steps"
+        table = Table(box=None, header_style="bold", pad_edge=False, caption=steps, caption_justify="left")
         for _, title, _ in COLUMNS:
             table.add_column(title, justify="right")
         for metrics in self.history[-ROWS:]:
             table.add_row(*(text.format(metrics[key]) for key, _, text in COLUMNS))
-        return Group(table, ProgressBar(total=self.config.max_steps, completed=len(self.history), width=60))
+        return table

@@ -313,7 +313,9 @@ def test_statistics_of_an_evaluation() -> None:
 
     class Agent:
         async def run(self, data, **where):
-            return data["returns"] / 1 if isinstance(data["returns"], str) else data["returns"]
+            if data["returns"] == "raises":
+                raise ValueError("of an agent")
+            return data["returns"]
 
     samples = [{"returns": value} for value in (1.0, {"first": 1.0, "last": 0.0}, {}, "raises", None)]
     found = evaluate_endpoint(load(["evaluator.base_url=http://nowhere/v1"]), Inputs(None, [], samples, None, Agent()))
