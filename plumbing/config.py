@@ -323,6 +323,8 @@ def resolve(config: TrainConfig) -> None:
         raise ConfigError(f"actor.overlong_tokens must not exceed max_new_tokens={actor.max_new_tokens}")
     if max(actor.gamma, actor.gae_lambda) > 1:
         raise ConfigError("actor.gamma and actor.gae_lambda must lie between 0 and 1")
+    if strange := set(rollout.openai.fixed_sampling) - vars(gconfig).keys():
+        raise ConfigError(f"rollout.openai.fixed_sampling: {', '.join(sorted(strange))} is no field of gconfig")
     if actor.kl_ctl > 0 and config.ref.path is None:
         raise ConfigError("actor.kl_ctl > 0 needs a reference model: set ref.path")
     if rollout.group_size not in (None, gconfig.n_samples) and gconfig.n_samples != 1:

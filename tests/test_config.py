@@ -24,6 +24,7 @@ from plumbing.config import ConfigError, list_keys, load
         (["actor.kl_ctl=0.1"], "ref.path"),
         (["actor.overlong_tokens=0"], "at least 1"),
         (["actor.gamma=1.1"], "between 0 and 1"),
+        (["rollout.openai.fixed_sampling=[top_p,top_q]"], "fixed_sampling: top_q is no field"),
         (["--fast"], "unrecognized arguments: --fast; options are"),
         (["train"], "unknown key 'train' in the command line"),
     ],
