@@ -61,6 +61,8 @@ class AsyncRewardWrapper:
         self.timeout_seconds = timeout_seconds
         self.name = getattr(reward_fn, "__qualname__", type(reward_fn).__name__)
         self.is_async = inspect.iscoroutinefunction(reward_fn)
+        if not callable(reward_fn):
+            raise TypeError(f"reward_fn={reward_fn!r} is no function")
         if not self.is_async:
             remedy = "define it with `def` at the top of a module, or make it `async def`"
             check_importable(reward_fn, f"reward function {self.name}", remedy)

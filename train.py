@@ -30,15 +30,13 @@ costs the steps since the last checkpoint: the same command goes on from there (
 
 import json
 import os
-import shutil
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +44,6 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from actor import FSDPEngine, FSDPPPOActor
@@ -55,7 +52,7 @@ from executor import ProxyAddress, WorkflowExecutor
 from plumbing.config import ConfigError, TrainConfig, load
 from plumbing.evaluate import evaluate, evaluate_endpoint
 from plumbing.inputs import Inputs, load_inputs
-from plumbing.launch import HOLD_SECONDS, Child, Fleet, ProcessDied, plan_run, revision, start_proxies, start_servers
+from plumbing.launch import HOLD_SECONDS, Child, Fleet, Planned, ProcessDied, plan_run, revision, start_proxies
 from plumbing.logger import Logger, Trace, describe_batch
 from plumbing.ranks import join_ranks, leave_ranks, share
 from plumbing.recover import Recovery
@@ -63,6 +60,18 @@ from plumbing.report import summarise
 from ppo import describe_mode
 from trajectory import Trajectory
 from weights import WeightUpdateMeta
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is given, and what ends it."""
+
+    config: TrainConfig
+    inputs: Inputs
+    servers: list[Planned]  # to be started; none on ranks that only train
+    fleet: Fleet
+    trace: Trace
+    stack: ExitStack  # ends in reverse all that is started
 
 
 class NoRollout:
@@ -75,90 +84,101 @@ class NoRollout:
     def set_version(self, version: int) -> None: ...
 
 
-@dataclass
-class Parts:
-    """What the loop works with, all of it running."""
+class PPOTrainer:
+    """The policy, its reference, the rollout side and the data, all running, at the step of the newest checkpoint."""
 
-    inputs: Inputs
-    actor: FSDPPPOActor
-    ref: FSDPEngine | None
-    rollout: RemoteInfEngine | NoRollout
-    evaluation: WorkflowExecutor | None
-    train_dataloader: DataLoader
-    recovery: Recovery
+    def __init__(self, run: Run) -> None:
+        """Start everything; `run.stack` ends it in reverse."""
+        self.run, config, stack = run, run.config, run.stack
+        # 1. The inference servers start while the trainer's model is loaded.
+        self.recovery = Recovery(config.run_dir, config.recover)
+        servers = [run.fleet.start(planned) for planned in run.servers]
+        assert config.model_path is not None
+        self.actor = actor = FSDPPPOActor(config.actor, config.model_path)
+        stack.callback(actor.destroy)
+        actor.create_process_group()
+        actor.initialize(max_steps=config.max_steps)
+        self.ref = None
+        if config.ref.path is not None:
+            self.ref = FSDPEngine(config.actor, config.ref.path)
+            stack.callback(self.ref.destroy)
+            self.ref.initialize()
 
+        # 2. The rollout side, and what it rolls out.
+        self.rollout: RemoteInfEngine | NoRollout = NoRollout()
+        self.evaluation: WorkflowExecutor | None = None
+        if actor.rank == 0:
+            keep = self.recovery.groups.write if self.recovery.groups else None
+            self.rollout, self.evaluation = start_rollout(run, servers, keep)
+        path = str(config.run_dir / "weights")
+        actor.connect_engine(self.rollout, WeightUpdateMeta(path=path, **asdict(config.weight_update)))
+        self.train_dataloader: DataLoader = DataLoader(
+            run.inputs.dataset,  # type: ignore[arg-type]
+            batch_size=config.train_dataset.batch_size,
+            shuffle=config.train_dataset.shuffle,
+            generator=torch.Generator().manual_seed(config.seed),
+            collate_fn=list,
+        )
 
-def train(config: TrainConfig, parts: Parts, run_dir: Path, logger: Logger | None, trace: Trace) -> None:
-    """Appendix A.1, from the step after the one that was recovered."""
-    inputs, actor, ref, rollout = parts.inputs, parts.actor, parts.ref, parts.rollout
-    first = recover(parts) + 1
-    if logger:
-        logger.count(rollout.executor)
-    for step in range(first, config.max_steps + 1):
-        begin, seconds = time.monotonic(), dict[str, float]()
+        # 3. Where the run was when it was killed; the servers, too.
+        self.step = self.recovery.load(actor, self.rollout.executor)
+        if self.step:
+            self.push_weights(self.step)
 
-        # 1. A batch, in the order of start: at most eta versions old, or an error says so.
-        with trace.span("rollout_wait", seconds):
-            batch = actor.prepare_batch(
-                parts.train_dataloader,
-                group_size=config.rollout.group_size,
-                workflow=inputs.workflow,
-                workflow_kwargs=inputs.workflow_kwargs,
-                should_accept_fn=config.should_accept_fn,
-            )
-        version = actor.get_version()
-        metrics: dict[str, Any] = {"step": step, "version": version, **describe_batch(batch, version)}
+    def train(self, logger: Logger | None) -> None:
+        """Appendix A.1. Rank 0 alone has a logger."""
+        config, inputs, trace = self.run.config, self.run.inputs, self.run.trace
+        actor, ref, rollout = self.actor, self.ref, self.rollout
+        for step in range(self.step + 1, config.max_steps + 1):
+            begin, seconds = time.monotonic(), dict[str, float]()
 
-        with trace.span("train", seconds):
-            # 2. pi_prox: the policy at the start of this step, the centre of the clip.
-            if actor.should_compute_prox_logp():
-                batch["prox_logp"] = actor.compute_logp(batch)
-            # 3. The reference policy of the KL penalty.
-            if ref is not None:
-                batch["ref_logp"] = ref.compute_logp(batch)
-            metrics["logp_mismatch"] = logp_mismatch(batch, actor, rollout)
-            # 4. and 5. Advantages, then a few optimizer steps.
-            actor.compute_advantages(batch)
-            metrics |= actor.ppo_update(batch)
-            actor.step_lr_scheduler()
+            # 1. A batch, in the order of start: at most eta versions old, or an error says so.
+            with trace.span("rollout_wait", seconds):
+                batch = actor.prepare_batch(
+                    self.train_dataloader,
+                    workflow=inputs.workflow,
+                    should_accept_fn=config.should_accept_fn,
+                    group_size=config.rollout.group_size,
+                )
+            version = actor.get_version()
+            metrics: dict[str, Any] = {"step": step, "version": version, **describe_batch(batch, version)}
 
-        # 6. New weights for the servers: pause, push, version, resume.
-        with trace.span("sync", seconds):
-            push_weights(parts, step)
+            with trace.span("train", seconds):
+                # 2. pi_prox: the policy at the start of this step, the centre of the clip.
+                if actor.should_compute_prox_logp():
+                    batch["prox_logp"] = actor.compute_logp(batch)
+                # 3. The reference policy of the KL penalty.
+                if ref is not None:
+                    batch["ref_logp"] = ref.compute_logp(batch)
+                metrics["logp_mismatch"] = logp_mismatch(batch, actor, rollout)
+                # 4. and 5. Advantages, then a few optimizer steps.
+                actor.compute_advantages(batch)
+                metrics |= actor.ppo_update(batch)
+                actor.step_lr_scheduler()
 
-        # 7. Evaluate, save, report; then the checkpoint that a restart goes on from.
-        last = step == config.max_steps
-        if parts.evaluation and config.evaluator.interval and step % config.evaluator.interval == 0:
-            metrics |= evaluate(parts.evaluation, inputs)
-        if last or (config.saver.interval and step % config.saver.interval == 0):
-            save(actor, run_dir / "checkpoints", step, config.saver.keep)
-        if logger:
-            metrics |= {"success": inputs.success(batch["rewards"].tolist()), **seconds}
-            logger.tokens(step, batch)
-            logger.log(metrics | {"step_s": time.monotonic() - begin}, rollout.executor)
-            if config.logger.sample_interval and (step - 1) % config.logger.sample_interval == 0:
-                logger.sample(batch, rollout.executor.tokenizer)
-        if parts.recovery.on and (last or step % config.recover_interval == 0):
-            parts.recovery.save(step, actor, rollout.executor)
+            # 6. New weights for the servers: pause, push, version, resume.
+            with trace.span("sync", seconds):
+                self.push_weights(step)
 
+            # 7. Evaluate, save, report; then the checkpoint that a restart goes on from.
+            last = step == config.max_steps
+            if self.evaluation and config.evaluator.interval and step % config.evaluator.interval == 0:
+                metrics |= evaluate(self.evaluation, inputs)
+            if last or (config.saver.interval and step % config.saver.interval == 0):
+                actor.save(config.run_dir / "checkpoints" / f"step{step:05d}")
+            if logger:
+                metrics |= {"success": inputs.success(batch["rewards"].tolist()), **seconds}
+                logger.log(batch, metrics | {"step_s": time.monotonic() - begin})
+            if self.recovery.on and (last or step % config.recover_interval == 0):
+                self.recovery.save(step, actor, rollout.executor)
 
-def recover(parts: Parts) -> int:
-    """Go back to the newest checkpoint, the servers too; its step, 0 if there is none."""
-    actor, rollout = parts.actor, parts.rollout
-    step = parts.recovery.load(actor, rollout.executor)
-    if step:
-        push_weights(parts, step)
-    return step
-
-
-def push_weights(parts: Parts, version: int) -> None:
-    """Pause, push, version, resume: what is being generated goes on under the new weights, token by token."""
-    actor, rollout = parts.actor, parts.rollout
-    rollout.pause()
-    actor.update_weights(actor.weight_update_meta.with_version(version))
-    actor.set_version(version)
-    rollout.set_version(version)
-    rollout.resume()
+    def push_weights(self, version: int) -> None:
+        """Pause, push, version, resume: what is being generated goes on under the new weights, token by token."""
+        self.rollout.pause()
+        self.actor.update_weights(self.actor.weight_update_meta.with_version(version))
+        self.actor.set_version(version)
+        self.rollout.set_version(version)
+        self.rollout.resume()
 
 
 def logp_mismatch(batch: dict[str, Tensor], actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout) -> float:
@@ -167,78 +187,27 @@ def logp_mismatch(batch: dict[str, Tensor], actor: FSDPPPOActor, rollout: Remote
     Those are the batch's own tokens of the current version, and, since an asynchronous batch may hold none, a row
     or two of it that the server scores now.
     """
-    worst = 0.0
+    differences = [torch.zeros(1)]
     if "prox_logp" in batch:
         own = batch["loss_mask"].bool() & (batch["versions"] == actor.get_version())
-        worst = (batch["logprobs"] - batch["prox_logp"])[own].abs().max().item() if own.any() else 0.0
+        differences.append((batch["logprobs"] - batch["prox_logp"])[own])
     rows = {k: v[:2] for k, v in batch.items()}
     rows["temperatures"] = torch.ones_like(rows["temperatures"])
     trainer = actor.compute_logp(rows)  # (2, T)
-    if isinstance(rollout, NoRollout):
-        return worst
-    ids = [row[mask].tolist() for row, mask in zip(rows["input_ids"], rows["attention_mask"], strict=True)]
-    for mine, theirs in zip(trainer, rollout.score(ids), strict=True):
-        difference = mine[1 : len(theirs)] - torch.tensor(theirs[1:])
-        worst = max(worst, difference.nan_to_num(torch.inf).abs().max().item())
-    return worst
+    if isinstance(rollout, RemoteInfEngine):
+        ids = [row[mask].tolist() for row, mask in zip(rows["input_ids"], rows["attention_mask"], strict=True)]
+        for mine, theirs in zip(trainer, rollout.score(ids), strict=True):
+            differences.append(mine[1 : len(theirs)] - torch.tensor(theirs[1:]))
+    return torch.cat(differences).abs().nan_to_num(torch.inf).max().item()
 
 
-def save(actor: FSDPPPOActor, folder: Path, step: int, keep: int) -> None:
-    """A Hugging Face directory `step00040`; only the newest `keep` stay."""
-    actor.save(folder / f"step{step:05d}")
-    if actor.rank == 0:
-        steps = {int(path.name.removeprefix("step")): path for path in folder.glob("step*")}
-        dead = [k for k in steps if k > step]  # of a lineage that a restart has cut
-        for old in dead + sorted(steps.keys() - set(dead))[:-keep]:
-            shutil.rmtree(steps[old])
-
-
-def build(
-    config: TrainConfig, inputs: Inputs, run_dir: Path, fleet: Fleet, trace: Trace, recovery: Recovery, stack: ExitStack
-) -> Parts:
-    """Start everything; `stack` ends it in reverse."""
-    # 1. The inference servers start while the trainer's model is loaded.
-    servers = start_servers(config, fleet) if dist.get_rank() == 0 else []
-    assert config.model_path is not None
-    actor = FSDPPPOActor(config.actor, config.model_path)
-    stack.callback(actor.destroy)
-    actor.create_process_group()
-    actor.initialize(max_steps=config.max_steps)
-    ref = None
-    if config.ref.path is not None:
-        ref = FSDPEngine(config.actor, config.ref.path)
-        stack.callback(ref.destroy)
-        ref.initialize()
-
-    # 2. The rollout side. Each knows of the other; a process that dies fails the run wherever the loop is waiting.
-    rollout: RemoteInfEngine | NoRollout = NoRollout()
-    evaluation = None
-    if actor.rank == 0:
-        keep = recovery.groups.write if recovery.groups else None
-        rollout, evaluation = build_rollout(config, run_dir, fleet, servers, trace, stack, keep)
-    actor.connect_engine(rollout, WeightUpdateMeta(path=str(run_dir / "weights"), **asdict(config.weight_update)))
-    loader: DataLoader = DataLoader(
-        inputs.dataset,  # type: ignore[arg-type]
-        batch_size=config.train_dataset.batch_size,
-        shuffle=config.train_dataset.shuffle,
-        generator=torch.Generator().manual_seed(config.seed),
-        collate_fn=list,
-    )
-    return Parts(inputs, actor, ref, rollout, evaluation, loader, recovery)
-
-
-def build_rollout(
-    config: TrainConfig,
-    run_dir: Path,
-    fleet: Fleet,
-    servers: list[Child],
-    trace: Trace,
-    stack: ExitStack,
-    keep: Callable[[int, Trajectory], None] | None = None,
+def start_rollout(
+    run: Run, servers: list[Child], keep: Callable[[int, Trajectory], None] | None = None
 ) -> tuple[RemoteInfEngine, WorkflowExecutor]:
-    """The engine speaks to the servers, the proxy to the agents, the executor runs the episodes,
-    its sibling evaluates."""
-    addresses = [fleet.wait_ready(server) for server in servers] or config.rollout.server_addrs
+    """The engine speaks to the servers, the proxy to the agents, the executor runs the episodes, its sibling evaluates.
+    A process that dies fails the run wherever it is waiting."""
+    config, fleet, stack = run.config, run.fleet, run.stack
+    addresses = [server.wait_ready() for server in servers] or config.rollout.server_addrs
     rollout = RemoteInfEngine(
         addresses,
         pause_mode=config.rollout.pause_mode,
@@ -250,11 +219,11 @@ def build_rollout(
     executor = WorkflowExecutor(
         rollout,
         config.rollout,
-        tokenizer=AutoTokenizer.from_pretrained(config.tokenizer_path),
+        tokenizer=run.inputs.tokenizer,
         gconfig=config.gconfig,
         proxy=ProxyAddress(*start_proxies(config, fleet, addresses)),
-        dump_dir=run_dir,
-        trace=trace.event,
+        dump_dir=config.run_dir,
+        trace=run.trace.event,
         keep=keep,
         hold_failures=HOLD_SECONDS,
     )
@@ -265,92 +234,85 @@ def build_rollout(
     return rollout, evaluation
 
 
-def configure(argv: list[str]) -> tuple[TrainConfig, Inputs]:
-    """The configuration and what it names. Rank 0 reads it, names the run and makes the base model; all ranks agree,
-    and where it cannot run they end together."""
+def train(run: Run) -> None:
+    """mode=train, from the first word to the summary."""
+    if dist.get_rank():
+        return PPOTrainer(run).train(None)
+    print(f"{describe_mode(run.config.actor)}\nstarting the inference server and the proxy", flush=True)
+    trainer = PPOTrainer(run)
+    if trainer.step:
+        print(f"going on after step {trainer.step} of {run.config.run_dir}", flush=True)
+    logger = Logger(run.config, trainer.rollout.executor)
+    with logger.live or nullcontext():
+        trainer.train(logger)
+    summarise(logger, run.inputs.task)
+
+
+def evaluate_alone(run: Run) -> None:
+    """mode=eval: print the statistics and write them to eval.json. Rank 0 does it."""
+    if dist.get_rank():
+        return
+    if run.config.evaluator.base_url:
+        found = evaluate_endpoint(run.config, run.inputs)
+    else:
+        _, executor = start_rollout(run, [run.fleet.start(planned) for planned in run.servers])
+        found = evaluate(executor, run.inputs)
+    (run.config.run_dir / "eval.json").write_text(json.dumps(found))
+    if found["eval_episodes"] == found["eval_rejected"]:
+        raise RuntimeError("no episode of the evaluation brought a reward: each failed (said above) or set none")
+    print("  ".join(f"{key} {value:.4g}" for key, value in found.items() if value is not None))
+
+
+def configure(argv: list[str]) -> tuple[TrainConfig, Inputs, list[Planned]]:
+    """The configuration, what it names, and the servers to start. Rank 0 reads it, names the run and makes the base
+    model; all ranks agree, and where it cannot run they end together."""
     config: Any
-    inputs, first = None, dist.get_rank() == 0
+    first = dist.get_rank() == 0
+    inputs, servers = None, list[Planned]()
     try:
-        config, inputs = read(argv) if first else (None, None)
+        config, inputs, servers = read(argv) if first else (None, None, [])
     except (ConfigError, SystemExit) as error:
         config = error
     config = share(config)
     if isinstance(config, BaseException):
         leave_ranks()
         raise config if first else SystemExit(getattr(config, "code", 2))  # rank 0 alone says why
-    return config, inputs or load_inputs(config)
+    return config, inputs or load_inputs(config), servers
 
 
-def read(argv: list[str]) -> tuple[TrainConfig, Inputs]:
+def read(argv: list[str]) -> tuple[TrainConfig, Inputs, list[Planned]]:
     """What `configure` promises, on rank 0."""
     config = load(argv)
     if config.trial_name == "auto":
         config.trial_name = time.strftime("%Y%m%d-%H%M%S")
-    run_dir = run_folder(config)
-    can_go_on = config.mode == "eval" or (config.recover == "auto" and (run_dir / "recover").exists())
-    if (run_dir / "metrics.jsonl").exists() and not can_go_on:
+    can_go_on = config.mode == "eval" or (config.recover == "auto" and (config.run_dir / "recover").exists())
+    if (config.run_dir / "metrics.jsonl").exists() and not can_go_on:
         reason = "holds a run that cannot be gone on with (recover=off)"
-        raise ConfigError(f"{run_dir} {reason}; give another trial_name")
-    inputs, plan = load_inputs(config), plan_run(config)
+        raise ConfigError(f"{config.run_dir} {reason}; give another trial_name")
+    inputs = load_inputs(config)
+    servers, plan = plan_run(config)
     if config.dry_run:
         print(plan)
-    return config, inputs
+    return config, inputs, servers
 
 
-def run_folder(config: TrainConfig) -> Path:
-    return Path(config.fileroot) / config.experiment_name / config.trial_name
-
-
-def run(config: TrainConfig, inputs: Inputs, stack: ExitStack) -> None:
-    """One run, from the configuration to the summary; `stack` ends what it starts."""
-    run_dir = run_folder(config)
+def start(config: TrainConfig, inputs: Inputs, servers: list[Planned], stack: ExitStack) -> None:
+    """One run; `stack` ends what it starts."""
+    run_dir, first, training = config.run_dir, dist.get_rank() == 0, config.mode == "train"
     run_dir.mkdir(parents=True, exist_ok=True)
     fleet = Fleet(run_dir / "logs")
     stack.callback(fleet.stop)
-    trace, training = None, config.mode == "train"
-    if dist.get_rank() == 0:
-        resolved = OmegaConf.create({**asdict(config), "revision": revision()})
-        OmegaConf.save(resolved, run_dir / f"{'config' if training else 'eval'}.yaml")
-        trace = Trace(run_dir / "trace.json") if training and config.rollout.enable_tracing else None
-    trace = trace or Trace(None)
+    trace = Trace(run_dir / "trace.json" if first and training and config.rollout.enable_tracing else None)
     stack.callback(trace.close)
+    if first:
+        name = "config.yaml" if training else "eval.yaml"
+        OmegaConf.save({**asdict(config), "revision": revision()}, run_dir / name)
+    run = Run(config, inputs, servers, fleet, trace, stack)
     try:
-        if not training:
-            return report_evaluation(config, inputs, run_dir, fleet, trace, stack)
-        recovery = Recovery(run_dir, config.recover)
-        if dist.get_rank():
-            parts = build(config, inputs, run_dir, fleet, trace, recovery, stack)
-            return train(config, parts, run_dir, None, trace)
-        logger = Logger(run_dir, config.max_steps, config.logger)
-        stack.callback(logger.close)
-        logger.say(f"{describe_mode(config.actor)}\nstarting the inference server and the proxy")
-        if recovery.step:
-            logger.say(f"going on after step {recovery.step} of {run_dir}")
-        parts = build(config, inputs, run_dir, fleet, trace, recovery, stack)
-        assert isinstance(parts.rollout, RemoteInfEngine)
-        with logger:
-            train(config, parts, run_dir, logger, trace)
-        summarise(logger, parts.rollout, inputs.task, run_dir)
+        train(run) if training else evaluate_alone(run)
     except Exception as error:
         fleet.raise_death(error)  # the reason behind a refused connection
         raise
-
-
-def report_evaluation(
-    config: TrainConfig, inputs: Inputs, run_dir: Path, fleet: Fleet, trace: Trace, stack: ExitStack
-) -> None:
-    """mode=eval: print the statistics and write them to eval.json. Rank 0 does it."""
-    if dist.get_rank():
-        return
-    if config.evaluator.base_url:
-        found = evaluate_endpoint(config, inputs)
-    else:
-        _, executor = build_rollout(config, run_dir, fleet, start_servers(config, fleet), trace, stack)
-        found = evaluate(executor, inputs)
-    (run_dir / "eval.json").write_text(json.dumps(found))
-    if found["eval_episodes"] == found["eval_rejected"]:
-        raise RuntimeError("no episode of the evaluation brought a reward: each failed (said above) or set none")
-    print("  ".join(f"{key} {value:.4g}" for key, value in found.items() if value is not None))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -364,15 +326,12 @@ def main(argv: list[str] | None = None) -> int:
     with ExitStack() as stack:  # an error is told first, and what was started is ended after it
         try:
             join_ranks()
-            config, inputs = configure(sys.argv[1:] if argv is None else argv)
+            config, inputs, servers = configure(sys.argv[1:] if argv is None else argv)
             if not config.dry_run:
-                run(config, inputs, stack)
-        except ConfigError as error:
+                start(config, inputs, servers, stack)
+        except (ConfigError, ProcessDied) as error:
             print(f"error: {error}", file=sys.stderr)
-            return 2
-        except ProcessDied as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+            return 2 if isinstance(error, ConfigError) else 1
         except KeyboardInterrupt:
             print("interrupted; ending every process of the run", file=sys.stderr)
             return 130

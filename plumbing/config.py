@@ -12,10 +12,10 @@ import dataclasses
 import difflib
 import inspect
 import re
-import sys
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -182,7 +182,6 @@ class SaverConfig:
     """Hugging Face checkpoints under checkpoints/."""
 
     interval: int = 0  # save every so many steps; 0: only the last one
-    keep: int = 2  # how many are kept
 
 
 @dataclass
@@ -235,6 +234,11 @@ class TrainConfig:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     dry_run: bool = False  # true, or --dry-run: print processes, GPUs, ports and memory, and start nothing
 
+    @property
+    def run_dir(self) -> Path:
+        """Where the run is written."""
+        return Path(self.fileroot) / self.experiment_name / self.trial_name
+
 
 DEMO = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
 
@@ -247,13 +251,21 @@ ALIASES = {
     "rollout.experiment_name": "experiment_name",
     "rollout.trial_name": "trial_name",
     "rollout.tokenizer_path": "tokenizer_path",
-    "total_train_steps": "max_steps",
     "eval_interval": "evaluator.interval",
 }
 
 
-@dataclass(frozen=True)
-class Key:
+# The least that a number may be; null is always allowed.
+AT_LEAST = {
+    1: """max_steps recover_interval server.count server.tp_size proxy.workers train_dataset.batch_size
+    gconfig.n_samples gconfig.max_new_tokens actor.ppo_n_minibatches actor.ppo_epochs actor.overlong_tokens
+    rollout.group_size rollout.max_concurrent_rollouts rollout.openai.subproc_max_workers""",
+    0: """rollout.max_head_offpolicyness actor.eps_clip actor.optimizer.lr actor.gamma actor.gae_lambda
+    gconfig.temperature evaluator.interval saver.interval""",
+}
+
+
+class Key(NamedTuple):
     """One configuration key as `--help` shows it."""
 
     name: str
@@ -261,20 +273,15 @@ class Key:
     meaning: str
 
 
-def field_comments(cls: type) -> dict[str, str]:
-    """The comment at the end of each field's line: {field name: meaning}."""
-    return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(cls), re.MULTILINE))
-
-
 def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
-    """Every key of the configuration, in the order of this file."""
-    comments, keys = field_comments(cls), []
-    for f in dataclasses.fields(cls):
-        default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[operator]
+    """Every key of the configuration, in the order of this file. What it means is the comment at its line's end."""
+    meanings = dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(cls), re.MULTILINE))
+    keys = []
+    for name, default in vars(cls()).items():
         if dataclasses.is_dataclass(default):
-            keys += list_keys(type(default), f"{prefix}{f.name}.")
+            keys += list_keys(type(default), f"{prefix}{name}.")
         else:
-            keys.append(Key(prefix + f.name, default, comments[f.name]))
+            keys.append(Key(prefix + name, default, meanings[name]))
     return keys
 
 
@@ -285,100 +292,82 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for name, child in tree.items() for k, v in flatten(child, f"{prefix}{name}.").items()}
 
 
-def check_keys(given: Any, source: str) -> DictConfig:
-    """Aliases replaced by their keys; an unknown key is an error that names the nearest one."""
-    known = {key.name for key in list_keys()}
-    checked = OmegaConf.create()
+def set_keys(config: DictConfig, given: Any, source: str) -> None:
+    """Write the given keys into `config`. Aliases are known; an unknown key is an error that names the nearest one."""
+    known = [key.name for key in list_keys()]
     for name, value in flatten(OmegaConf.to_container(given)).items():
         name = ALIASES.get(name, name)
         if name not in known:
             last = name.rpartition(".")[2]
-            near = [k for k in sorted(known) if k.rpartition(".")[2] == last]
-            near = near or difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+            near = [key for key in known if key.rpartition(".")[2] == last]
+            near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else "`python train.py --help` lists the keys."
             raise ConfigError(f"unknown key {name!r} in {source}; {hint}")
-        OmegaConf.update(checked, name, "off" if name == "recover" and value is False else value)  # YAML: off is false
-    return checked
-
-
-def validate(config: TrainConfig) -> None:
-    """What can be seen to be wrong before anything is started."""
-    values = flatten(dataclasses.asdict(config))
-    counts = ["max_steps", "recover_interval", "saver.keep", "server.count", "server.tp_size", "proxy.workers"]
-    counts += ["train_dataset.batch_size", "gconfig.n_samples", "gconfig.max_new_tokens", "actor.ppo_n_minibatches"]
-    counts += ["actor.ppo_epochs", "rollout.group_size", "rollout.max_concurrent_rollouts"]
-    counts += ["rollout.openai.subproc_max_workers"]
-    for name in counts:
-        if values[name] is not None and values[name] < 1:
-            raise ConfigError(f"{name}={values[name]}; it must be at least 1")
-    if strange := set(config.rollout.openai.fixed_sampling) - {f.name for f in dataclasses.fields(config.gconfig)}:
-        raise ConfigError(f"rollout.openai.fixed_sampling: {', '.join(sorted(strange))} is no field of gconfig")
-    for name in ("actor.eps_clip", "actor.optimizer.lr", "gconfig.temperature", "evaluator.interval", "saver.interval"):
-        if values[name] < 0:
-            raise ConfigError(f"{name}={values[name]}; it must not be negative")
-    if config.rollout.max_head_offpolicyness < 0:
-        raise ConfigError("rollout.max_head_offpolicyness must be 0 (synchronous) or more")
-    if config.actor.c_clip is not None and config.actor.c_clip <= 1:
-        raise ConfigError(f"actor.c_clip={config.actor.c_clip}; dual clip needs a value above 1, or null")
-    overlong, longest = config.actor.overlong_tokens, config.actor.max_new_tokens or config.gconfig.max_new_tokens
-    if overlong is not None and not 0 < overlong <= longest:
-        raise ConfigError(f"actor.overlong_tokens={overlong}; it must be 1 to max_new_tokens={longest}, or null")
-    if not (0 < config.actor.gamma <= 1 and 0 <= config.actor.gae_lambda <= 1):
-        raise ConfigError("actor.gamma and actor.gae_lambda must lie between 0 and 1")
-    if config.actor.kl_ctl > 0 and config.ref.path is None:
-        raise ConfigError("actor.kl_ctl > 0 needs a reference model: set ref.path")
+        OmegaConf.update(config, name, "off" if name == "recover" and value is False else value)  # YAML: off is false
 
 
 def resolve(config: TrainConfig) -> None:
-    """Derived defaults, written back so that the run's config.yaml shows every value that was used."""
-    rollout, batch = config.rollout, config.train_dataset.batch_size
-    if rollout.group_size not in (None, config.gconfig.n_samples) and config.gconfig.n_samples != 1:
-        both = f"rollout.group_size={rollout.group_size} and gconfig.n_samples={config.gconfig.n_samples}"
+    """Refuse what can be seen to be wrong; write derived defaults back, so that the run's config.yaml shows every value
+    that was used."""
+    for least, names in AT_LEAST.items():
+        for name in names.split():
+            value = attrgetter(name)(config)
+            if value is not None and value < least:
+                raise ConfigError(f"{name}={value}; it must be at least {least}")
+    actor, rollout, gconfig, batch = config.actor, config.rollout, config.gconfig, config.train_dataset.batch_size
+    actor.max_new_tokens = actor.max_new_tokens or gconfig.max_new_tokens
+    if actor.c_clip is not None and actor.c_clip <= 1:
+        raise ConfigError(f"actor.c_clip={actor.c_clip}; dual clip needs a value above 1, or null")
+    if (actor.overlong_tokens or 1) > actor.max_new_tokens:
+        raise ConfigError(f"actor.overlong_tokens must not exceed max_new_tokens={actor.max_new_tokens}")
+    if max(actor.gamma, actor.gae_lambda) > 1:
+        raise ConfigError("actor.gamma and actor.gae_lambda must lie between 0 and 1")
+    if strange := set(rollout.openai.fixed_sampling) - vars(gconfig).keys():
+        raise ConfigError(f"rollout.openai.fixed_sampling: {', '.join(sorted(strange))} is no field of gconfig")
+    if actor.kl_ctl > 0 and config.ref.path is None:
+        raise ConfigError("actor.kl_ctl > 0 needs a reference model: set ref.path")
+    if rollout.group_size not in (None, gconfig.n_samples) and gconfig.n_samples != 1:
+        both = f"rollout.group_size={rollout.group_size} and gconfig.n_samples={gconfig.n_samples}"
         raise ConfigError(f"{both} are one number; give one of them")
-    rollout.group_size = config.gconfig.n_samples = rollout.group_size or config.gconfig.n_samples
     if rollout.consumer_batch_size not in (None, batch):
         both = f"rollout.consumer_batch_size={rollout.consumer_batch_size} and train_dataset.batch_size={batch}"
         raise ConfigError(f"{both} must be equal: a step consumes what the gate counts per version")
+    rollout.group_size = gconfig.n_samples = rollout.group_size or gconfig.n_samples
     rollout.consumer_batch_size = batch
     rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or (rollout.max_head_offpolicyness + 1) * batch
-    config.actor.max_new_tokens = config.actor.max_new_tokens or config.gconfig.max_new_tokens
-    config.gconfig.seed = config.seed if config.gconfig.seed is None else config.gconfig.seed
     rollout.queue_size = rollout.queue_size or 16 * rollout.max_concurrent_rollouts
+    gconfig.seed = config.seed if gconfig.seed is None else gconfig.seed
 
 
-def print_help() -> None:
-    print("usage: python train.py [--config FILE ...] [--dry-run] [key=value ...]\n")
-    print("Of several recipes, and of words, later ones win.", end=" ")
-    print(f"Without --config the recipe is configs/{DEMO.name}. Keys, their defaults and meanings:\n")
-    for key in list_keys():
-        print(f"  {key.name}={'null' if key.default is None else key.default}\n      {key.meaning}")
+class Parser(argparse.ArgumentParser):
+    """Its errors are ours."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; options are --config FILE, --dry-run, --help and key=value words")
 
 
 def load(argv: list[str]) -> TrainConfig:
     """The run's configuration from the command line. Raises ConfigError; `--help` prints and exits."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--config", type=Path, action="append")
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("-h", "--help", action="store_true")
-    args, words = parser.parse_known_args(argv)
-    if args.help:
-        print_help()
-        sys.exit(0)
-    if strange := [word for word in words if "=" not in word or word.startswith("-")]:
-        options = "--config FILE, --dry-run, --help and key=value words"
-        raise ConfigError(f"cannot read {strange[0]!r}; options are {options}")
+    keys = (f"  {k.name}={'null' if k.default is None else k.default}\n      {k.meaning}" for k in list_keys())
+    epilog = "keys, their defaults and meanings:\n" + "\n".join(keys)
+    parser = Parser("python train.py", epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
+    meaning = f"a recipe; may be repeated, and later ones win; default: configs/{DEMO.name}"
+    parser.add_argument("--config", type=Path, action="append", metavar="FILE", help=meaning)
+    parser.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="wins over the recipes")
+    args = parser.parse_intermixed_args(argv)
     recipes = args.config or [DEMO]
     if missing := [recipe for recipe in recipes if not recipe.is_file()]:
         raise ConfigError(f"no recipe at {missing[0]}; configs/ holds the ones that come with the project")
+    merged = OmegaConf.structured(TrainConfig)
     try:
-        read = [check_keys(OmegaConf.load(recipe), str(recipe)) for recipe in recipes]
-        words_given = check_keys(OmegaConf.from_dotlist(words), "the command line")
-        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), *read, words_given)
+        for recipe in recipes:
+            set_keys(merged, OmegaConf.load(recipe), str(recipe))
+        set_keys(merged, OmegaConf.from_dotlist(args.words), "the command line")
         config: Any = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, YAMLError) as error:
-        where = getattr(error, "full_key", None) or recipes[-1]
-        raise ConfigError(f"{where}: {' '.join(str(error).splitlines()[:1])}") from error
+        where = getattr(error, "full_key", None) or recipe
+        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
     config.dry_run = config.dry_run or args.dry_run
-    validate(config)
     resolve(config)
     return config

@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from cache import InteractionWithTokenLogpReward
-from plumbing.launch import Fleet, ProcessDied
+from plumbing.launch import Fleet, Planned, ProcessDied, own_command
 from workflow import resolve_workflow
 
 
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mode", choices=["inline", "subproc"], default="inline", help="where the agent runs")
     parser.add_argument("--discount", type=float, default=1.0, help="by which a turn's reward reaches the one before")
     args = parser.parse_args(argv)
-    common = ("--model-path", args.model_path)
+    options: dict[str, object] = {"--model-path": args.model_path}
     with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:
         fleet = Fleet(Path(logs))
         stack.callback(fleet.stop)
@@ -67,10 +67,11 @@ def main(argv: list[str] | None = None) -> int:
             key = secrets.token_urlsafe()
             proxy = {"proxy_addr": "", "admin_key": key, "mode": args.mode, "discount": args.discount}
             workflow: Any = resolve_workflow(args.agent, args.kwargs, proxy=proxy)
-            server = args.server or fleet.wait_ready(fleet.start("server", "tiny_server.py", *common))
+            tiny = Planned("server", own_command("tiny_server.py", options))
+            options["--server"] = args.server or fleet.start(tiny).wait_ready()
             environment = {"NANO_AREAL_ADMIN_KEY": key}
-            child = fleet.start("proxy", "proxy.py", *common, "--server", server, environment=environment)
-            workflow.proxy_addr = fleet.wait_ready(child)
+            front = Planned("proxy", own_command("proxy.py", options), environment=environment)
+            workflow.proxy_addr = fleet.start(front).wait_ready()
         except (ImportError, TypeError, ValueError, ProcessDied) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1 if isinstance(error, ProcessDied) else 2

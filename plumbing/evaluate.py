@@ -11,6 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Sequence
+from statistics import fmean, stdev
 
 import openai
 
@@ -18,23 +19,21 @@ from executor import WorkflowExecutor
 from plumbing.config import ConfigError, TrainConfig
 from plumbing.inputs import Inputs
 from reward import parse_rewards
-from workflow import OpenAIProxyWorkflow, WorkflowContext, resolve_workflow, workflow_context
+from workflow import RolloutWorkflow, WorkflowContext, workflow_context
 
 logger = logging.getLogger("nano_areal.evaluate")
 
 
 def describe(rewards: Sequence[float | None], inputs: Inputs) -> dict[str, float | None]:
     """Statistics of episodes, None for each that brought no reward: eval_reward (their mean; None without any),
-    eval_reward_sem (its standard error), eval_success (over all episodes), eval_episodes, eval_rejected."""
+    eval_reward_sem (its standard error; None without two), eval_success (over all episodes), eval_episodes,
+    eval_rejected."""
     found = [reward for reward in rewards if reward is not None]
-    n, mean, sem = len(found), None, None
-    if found:
-        mean = sum(found) / n
-        sem = math.sqrt(sum((reward - mean) ** 2 for reward in found) / max(n - 1, 1) / n)
+    n = len(found)
     return {
-        "eval_reward": mean,
-        "eval_reward_sem": sem,
-        "eval_success": inputs.success(found) * n / len(rewards) if found else 0.0,
+        "eval_reward": fmean(found) if n else None,
+        "eval_reward_sem": stdev(found) / math.sqrt(n) if n > 1 else None,
+        "eval_success": inputs.success(found) * n / len(rewards) if n else 0.0,
         "eval_episodes": len(rewards),
         "eval_rejected": len(rewards) - n,
     }
@@ -42,35 +41,31 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> dict[str, float
 
 def evaluate(executor: WorkflowExecutor, inputs: Inputs) -> dict[str, float | None]:
     """The statistics above, of one episode per validation prompt; `executor` is the one without a gate."""
-    groups = executor.rollout_each(
-        inputs.validation, inputs.workflow, inputs.workflow_kwargs, group_size=1, is_eval=True
-    )
+    groups = executor.rollout_each(inputs.validation, inputs.workflow, group_size=1, is_eval=True)
     return describe([None if group is None else group["rewards"].mean().item() for group in groups], inputs)
 
 
 def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | None]:
     """The same, with agents that speak to evaluator.base_url; their key is OPENAI_API_KEY. ConfigError: no agent."""
-    nowhere = {"proxy_addr": "", "admin_key": ""}
-    workflow = resolve_workflow(inputs.workflow, inputs.workflow_kwargs, proxy=nowhere)
-    if not isinstance(workflow, OpenAIProxyWorkflow):
+    agent = inputs.workflow
+    if isinstance(agent, RolloutWorkflow):
         raise ConfigError("evaluator.base_url is for agents; this workflow needs the tokens of an inference server")
+    where = {"base_url": config.evaluator.base_url, "api_key": os.environ.get("OPENAI_API_KEY", "DUMMY")}
     places = asyncio.Semaphore(config.rollout.max_concurrent_rollouts or 1)
     timeout = config.rollout.openai.episode_timeout_seconds
 
-    async def run(i: int, sample: dict) -> float | None:
-        async with places:
-            workflow_context.set(WorkflowContext(is_eval=True, task_id=i))
-            try:
-                async with openai.DefaultAsyncHttpxClient(timeout=timeout) as http, asyncio.timeout(timeout):
-                    key = os.environ.get("OPENAI_API_KEY", "DUMMY")
-                    where = {"base_url": config.evaluator.base_url, "http_client": http, "api_key": key}
-                    reward = parse_rewards(await workflow.agent.run(sample, **where))
-            except Exception as error:  # an agent may raise anything; the episode is counted
-                logger.warning("eval-rollout task %d failed: %r", i, error)
-                return None
+    async def run(i: int, sample: dict, http_client: openai.DefaultAsyncHttpxClient) -> float | None:
+        workflow_context.set(WorkflowContext(is_eval=True, task_id=i))
+        try:
+            async with places, asyncio.timeout(timeout):
+                reward = parse_rewards(await agent.run(sample, http_client=http_client, **where))
             return list(reward.values())[-1] if isinstance(reward, dict) else reward
+        except Exception as error:  # an agent may raise anything; the episode is counted
+            logger.warning("eval-rollout task %d failed: %r", i, error)
+            return None
 
     async def run_all() -> list[float | None]:
-        return list(await asyncio.gather(*(run(i, sample) for i, sample in enumerate(inputs.validation))))
+        async with openai.DefaultAsyncHttpxClient(timeout=timeout) as http:
+            return await asyncio.gather(*(run(i, sample, http) for i, sample in enumerate(inputs.validation)))
 
     return describe(asyncio.run(run_all()), inputs)

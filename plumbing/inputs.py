@@ -8,25 +8,28 @@ included, so that a mistake is one line.
 
 import hashlib
 import importlib
-import inspect
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from plumbing.config import ConfigError, TrainConfig
-from workflow import import_string
+from workflow import OpenAIProxyWorkflow, import_string, resolve_workflow
 
 
 @dataclass
 class Inputs:
-    """The task module (or None), its data, and the workflow that a prompt is given to."""
+    """The task module (or None), its data, the tokenizer, and the workflow or agent that a prompt is given to."""
 
     task: Any
     dataset: list[dict]
     validation: list[dict]
+    tokenizer: Any
     workflow: Any
-    workflow_kwargs: dict[str, Any]
 
     def success(self, rewards: list[float]) -> float:
         """The share of rewards that the task calls a success; without a task's word, the positive ones."""
@@ -34,69 +37,71 @@ class Inputs:
         return sum(map(judge, rewards)) / len(rewards)
 
 
+@contextmanager
+def users_code(what: str) -> Iterator[None]:
+    """Whatever the user's code raises in here is a ConfigError of one line, which names it as `what`."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
 def load_inputs(config: TrainConfig) -> Inputs:
     """Task, data and workflow as configured, and the base model made if need be. Raises ConfigError."""
-    try:
+    with users_code(f"task={config.task}"):
         task = importlib.import_module(config.task) if config.task else None
-        dataset = load_dataset(config.train_dataset.path, task, "train")
-        validation = load_dataset(config.valid_dataset.path or config.train_dataset.path, task, "valid")
-        workflow = config.workflow or getattr(task, "WORKFLOW", None)
-        workflow = find(workflow, "workflow") if isinstance(workflow, str) else workflow
-    except ImportError as error:
-        raise ConfigError(str(error)) from error
+    dataset = load_dataset(config.train_dataset.path, task, "train")
+    validation = load_dataset(config.valid_dataset.path or config.train_dataset.path, task, "valid")
+    if accept := config.should_accept_fn:
+        with users_code(f"should_accept_fn={accept}"):
+            if not callable(import_string(accept)):
+                raise TypeError("it is no function")
+    prepare_model(config, task)
+    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path)
+    return Inputs(task, dataset, validation, tokenizer, load_workflow(config, task, tokenizer))
+
+
+def load_workflow(config: TrainConfig, task: Any, tokenizer: Any) -> Any:
+    """The workflow, or the agent, that serves the whole run. Raises ConfigError."""
+    workflow, kwargs = config.workflow, config.workflow_kwargs
+    if workflow is None:
+        workflow, kwargs = getattr(task, "WORKFLOW", None), {**getattr(task, "WORKFLOW_KWARGS", {}), **kwargs}
     if workflow is None:
         raise ConfigError("no workflow: set workflow to module.Class, an agent with async run() or a RolloutWorkflow")
-    defaults = {} if config.workflow else getattr(task, "WORKFLOW_KWARGS", {})
-    kwargs = {**defaults, **config.workflow_kwargs}
-    functions = {"should_accept_fn": config.should_accept_fn, "workflow_kwargs.reward_fn": kwargs.get("reward_fn")}
-    for key, path in functions.items():
-        if isinstance(path, str) and not callable(find(path, key)):
-            raise ConfigError(f"{key}={path} is no function")
-    if inspect.isclass(workflow):
-        try:
-            inspect.signature(workflow).bind_partial(**kwargs)
-        except TypeError as error:
-            raise ConfigError(f"workflow_kwargs: {workflow.__name__} takes other arguments: {error}") from error
-    prepare_model(config, task)
-    return Inputs(task, dataset, validation, workflow, kwargs)
-
-
-def find(path: str, key: str) -> Any:
-    """The object that `key` names as module.Name; ConfigError that says what is missing, or what its module raised."""
-    try:
-        return import_string(path)
-    except Exception as error:  # whatever the top of a user's module does
-        raise ConfigError(f"{key}={path}: {type(error).__name__}: {error}") from error
+    defaults = {"gconfig": config.gconfig, "tokenizer": tokenizer}
+    nowhere = {"proxy_addr": "", "admin_key": "", "mode": config.rollout.openai.mode}  # the executor knows where
+    with users_code(f"workflow={workflow}, workflow_kwargs={kwargs}"):
+        resolved = resolve_workflow(workflow, kwargs, proxy=nowhere, defaults=defaults)
+    return resolved.agent if isinstance(resolved, OpenAIProxyWorkflow) else resolved
 
 
 def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
     """Samples from a JSONL file, from a "module.function", or from the task."""
-    if path is None:
-        if not hasattr(task, "dataset"):
-            raise ConfigError("no data: set train_dataset.path to a JSONL file or to module.function")
-        samples = task.dataset(split)
-    elif path.endswith(".jsonl"):
-        samples = read_jsonl(Path(path))
+    if path is None and not hasattr(task, "dataset"):
+        raise ConfigError("no data: set train_dataset.path to a JSONL file or to module.function")
+    where = path or task.__name__
+    if where.endswith(".jsonl"):
+        samples = read_jsonl(Path(where))
     else:
-        samples = find(path, "train_dataset.path")()
+        with users_code(f"the dataset of {where}"):
+            samples = import_string(path)() if path else task.dataset(split)
     if not samples:
-        raise ConfigError(f"no samples in {path or task.__name__}: the dataset is empty")
+        raise ConfigError(f"no samples in {where}: the dataset is empty")
     if not hasattr(task, "prepare"):
         return samples
-    try:
-        return [task.prepare(sample) for sample in samples]
-    except KeyError as error:
-        where = path or task.__name__
-        number = next(k for k, sample in enumerate(samples, 1) if error.args[0] not in sample)
-        raise ConfigError(f"{where}, sample {number}: no key {error} (task={task.__name__} needs it)") from error
+    prepared = []
+    for number, sample in enumerate(samples, 1):
+        with users_code(f"{where}, sample {number}, as {task.__name__} reads it"):
+            prepared.append(task.prepare(sample))
+    return prepared
 
 
 def read_jsonl(path: Path) -> list[dict]:
     """One JSON object a line; ConfigError names the line that is none."""
     samples = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = path.read_bytes().splitlines()  # of text it would cut at more than the ends of lines
+    except OSError as error:
         raise ConfigError(f"no dataset at {path}: {error}") from error
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -105,7 +110,7 @@ def read_jsonl(path: Path) -> list[dict]:
             except ValueError as error:
                 raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
             if not isinstance(samples[-1], dict):
-                raise ConfigError(f"{path}, line {number}: an object is needed, not {line.strip()[:40]!r}")
+                raise ConfigError(f"{path}, line {number}: an object is needed, not {samples[-1]!r:.40}")
     return samples
 
 
@@ -121,10 +126,8 @@ def prepare_model(config: TrainConfig, task: Any) -> None:
             print(f"making the base model {path} (once)", flush=True)
             task.make_model(path, config.seed)
         config.model_path = str(path)
-    if not (Path(config.model_path) / "config.json").is_file():
-        raise ConfigError(
-            f"no model at model_path={config.model_path}: a folder with config.json and weights is needed"
-        )
-    if not any(Path(config.model_path).glob("*.safetensors")) and not any(Path(config.model_path).glob("*.bin")):
-        raise ConfigError(f"no weights in model_path={config.model_path}: *.safetensors or *.bin are needed")
+    folder = Path(config.model_path)
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    if not weights or not (folder / "config.json").is_file():
+        raise ConfigError(f"no model at model_path={folder}: config.json and *.safetensors or *.bin are needed there")
     config.tokenizer_path = config.tokenizer_path or config.model_path

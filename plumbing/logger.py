@@ -9,6 +9,7 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 
-from plumbing.config import LoggerConfig
+from plumbing.config import TrainConfig
 
 # The columns of the live table: metric, heading, format.
 COLUMNS = (
@@ -49,7 +49,7 @@ END = "{}]\n"  # of its file
 class Trace:
     """A Chrome trace, written as it happens; a killed run leaves a readable file (the format allows a missing end).
 
-    A run that goes on appends to its trace. Times are microseconds since 1970.
+    A run that goes on appends to its trace; without a path nothing is kept. Times are microseconds since 1970.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -57,8 +57,8 @@ class Trace:
         self.lock = threading.Lock()
         if path and path.exists():  # without its end, and without a line that was being written
             os.truncate(path, path.read_bytes().removesuffix(END.encode()).rfind(b"\n") + 1)
-        self.file = path.open("a", buffering=1) if path else None
-        if self.file and not self.file.tell():
+        self.file = Path(path or os.devnull).open("a", buffering=1)  # noqa: SIM115
+        if not self.file.tell():
             self.file.write("[\n")
         for tid, name in ((TRAINER, "trainer"), (ROLLOUT, "rollout")):
             self._write({"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": name}})
@@ -71,28 +71,24 @@ class Trace:
 
     @contextmanager
     def span(self, name: str, seconds: dict[str, float]) -> Iterator[None]:
-        """Time a phase of the trainer; its seconds are added to `seconds[name + "_s"]`."""
+        """Time a phase of the trainer; `seconds[name + "_s"]` is what it took."""
         begin = time.monotonic_ns()
-        try:
-            yield
-        finally:
-            duration = time.monotonic_ns() - begin
-            seconds[f"{name}_s"] = seconds.get(f"{name}_s", 0.0) + duration / 1e9
-            stamp = {"ts": (begin - self.epoch) / 1e3, "dur": duration / 1e3}
-            self._write({"ph": "X", "cat": "trainer", "name": name, "tid": TRAINER, **stamp})
+        yield
+        duration = time.monotonic_ns() - begin
+        seconds[f"{name}_s"] = duration / 1e9
+        stamp = {"ts": (begin - self.epoch) / 1e3, "dur": duration / 1e3}
+        self._write({"ph": "X", "cat": "trainer", "name": name, "tid": TRAINER, **stamp})
 
     def _write(self, record: dict[str, Any]) -> None:
         record = {"pid": 1, "ts": (time.monotonic_ns() - self.epoch) / 1e3, **record}
         with self.lock:
-            if self.file:
+            if not self.file.closed:
                 self.file.write(json.dumps(record) + ",\n")
 
     def close(self) -> None:
         with self.lock:
-            if self.file:
-                self.file.write(END)
-                self.file.close()
-                self.file = None
+            self.file.write(END)
+            self.file.close()
 
 
 def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, float]:
@@ -121,72 +117,51 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, float]:
 
 
 class Logger:
-    """Everything a run reports goes through `log`, once a step."""
+    """Everything a run reports goes through `log`, once a step. `live`: the table, to be entered while it is shown."""
 
-    def __init__(self, run_dir: Path, max_steps: int, config: LoggerConfig) -> None:
-        self.run_dir, self.max_steps, self.tokens_interval = run_dir, max_steps, config.tokens_interval
-        self.console = Console()
-        path = run_dir / "metrics.jsonl"  # of a run that goes on, the steps before
-        lines = path.read_text().splitlines() if path.exists() else []
+    def __init__(self, config: TrainConfig, executor: Any) -> None:
+        self.config, self.executor = config, executor
+        self.path = config.run_dir / "metrics.jsonl"  # of a run that goes on, the steps before
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
         self.history: list[dict[str, Any]] = [json.loads(line) for line in lines]
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
-        self.counts: dict[str, int] = {}  # the executor's, when the last step was logged
-        self.lag_counts: dict[int, int] = {}  # trained tokens by version lag
-        self.metrics = path.open("a")
-        self.live = Live(console=self.console, auto_refresh=False) if config.live and self.console.is_terminal else None
+        self.counts = asdict(executor.stats)  # when the last step was logged
+        self.lag_counts = Counter[int]()  # trained tokens by version lag
+        console = Console()
+        self.live = Live(console=console, auto_refresh=False) if config.logger.live and console.is_terminal else None
 
-    def __enter__(self) -> "Logger":
-        if self.live:
-            self.live.start()
-        return self
+    def log(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:
+        """Write one step: its tokens, and its line of metrics.jsonl with what was counted since the one before; show
+        the line, and now and then a sample."""
+        step, config, counts = metrics["step"], self.config.logger, asdict(self.executor.stats)
+        lags = metrics["version"] - batch["versions"][batch["loss_mask"].bool()]
+        self.lag_counts.update(lags.tolist())
+        if config.tokens_interval and step % config.tokens_interval == 0:
+            path = self.config.run_dir / "tokens" / f"{step:05d}.safetensors"
+            path.parent.mkdir(exist_ok=True)
+            save_file({k: v.contiguous() for k, v in batch.items()}, path)
 
-    def __exit__(self, *error: object) -> None:
-        if self.live:
-            self.live.stop()
-
-    def close(self) -> None:
-        self.metrics.close()
-
-    def count(self, executor: Any) -> dict[str, int]:
-        """What `executor` counted since the last call."""
-        before, self.counts = self.counts, asdict(executor.stats)
-        return {key: self.counts[key] - before.get(key, 0) for key in COUNTS}
-
-    def log(self, metrics: dict[str, Any], executor: Any) -> None:
-        """Append one step to metrics.jsonl, with what `executor` counted since the one before, and show it."""
-        metrics |= {**self.count(executor), "wall_s": time.monotonic() - self.start}
+        metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
+        metrics["wall_s"] = time.monotonic() - self.start
+        self.counts = counts
         self.history.append(metrics)
-        self.metrics.write(json.dumps(metrics) + "\n")
-        self.metrics.flush()
+        with self.path.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+
         if self.live:
             self.live.update(self._table(), refresh=True)
         else:
-            cells = (f"{title} {text.format(metrics[key])}" for key, title, text in COLUMNS)
-            print("  ".join(cells), flush=True)
+            print("  ".join(f"{title} {text.format(metrics[key])}" for key, title, text in COLUMNS), flush=True)
+        if config.sample_interval and (step - 1) % config.sample_interval == 0:
+            ids = batch["input_ids"][0][batch["attention_mask"][0]]
+            said = self.executor.tokenizer.decode(ids, skip_special_tokens=False)
+            print(f"a sample, reward {batch['rewards'][0]:.2f}: {' '.join(said.split())}", flush=True)
 
-    def _table(self) -> Group:
-        table = Table(box=None, header_style="bold", pad_edge=False)
+    def _table(self) -> Table:
+        steps = f"{len(self.history)} of {self.config.max_steps} steps"
+        table = Table(box=None, header_style="bold", pad_edge=False, caption=steps, caption_justify="left")
         for _, title, _ in COLUMNS:
             table.add_column(title, justify="right")
         for metrics in self.history[-ROWS:]:
             table.add_row(*(text.format(metrics[key]) for key, _, text in COLUMNS))
-        return Group(table, ProgressBar(total=self.max_steps, completed=len(self.history), width=60))
-
-    def say(self, text: str) -> None:
-        """Print above the live table."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def tokens(self, step: int, batch: dict[str, Tensor]) -> None:
-        """Write the batch token by token, and count its tokens by version lag (version before the step = step - 1)."""
-        mask = batch["loss_mask"].bool()
-        for lag, count in zip(*torch.unique(step - 1 - batch["versions"][mask], return_counts=True), strict=True):
-            self.lag_counts[int(lag)] = self.lag_counts.get(int(lag), 0) + int(count)
-        if self.tokens_interval and step % self.tokens_interval == 0:
-            path = self.run_dir / "tokens" / f"{step:05d}.safetensors"
-            path.parent.mkdir(exist_ok=True)
-            save_file({k: v.contiguous() for k, v in batch.items()}, path)
-
-    def sample(self, batch: dict[str, Tensor], tokenizer: Any) -> None:
-        """Print the batch's first row as the agent and the environment spoke it."""
-        text = tokenizer.decode(batch["input_ids"][0][batch["attention_mask"][0]], skip_special_tokens=False)
-        self.say(f"a sample, reward {batch['rewards'][0]:.2f}: {' '.join(text.split())}")
+        return table

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from plumbing.config import ConfigError, load
+from plumbing.config import ConfigError, list_keys, load
 
 
 @pytest.mark.parametrize(
@@ -19,10 +19,14 @@ from plumbing.config import ConfigError, load
         (["rollout.pause_mode=now"], "expected one of"),
         (["rollout.group_size=2", "gconfig.n_samples=3"], "are one number"),
         (["rollout.consumer_batch_size=5"], "must be equal"),
-        (["rollout.max_head_offpolicyness=-1"], "0 (synchronous) or more"),
+        (["rollout.max_head_offpolicyness=-1"], "at least 0"),
         (["actor.c_clip=0.5"], "above 1"),
         (["actor.kl_ctl=0.1"], "ref.path"),
-        (["--fast"], "cannot read '--fast'"),
+        (["actor.overlong_tokens=0"], "at least 1"),
+        (["actor.gamma=1.1"], "between 0 and 1"),
+        (["rollout.openai.fixed_sampling=[top_p,top_q]"], "fixed_sampling: top_q is no field"),
+        (["--fast"], "unrecognized arguments: --fast; options are"),
+        (["train"], "unknown key 'train' in the command line"),
     ],
 )
 def test_what_cannot_run_is_said_in_one_line(words: list[str], says: str) -> None:
@@ -31,6 +35,25 @@ def test_what_cannot_run_is_said_in_one_line(words: list[str], says: str) -> Non
         load(words)
     assert says in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_options_and_words_may_be_mixed() -> None:
+    """Words may stand before, between and after options."""
+    config = load(["seed=3", "--config", "configs/maze.yaml", "max_steps=7", "--dry-run", "actor.eps_clip=0.1"])
+    assert (config.seed, config.max_steps, config.actor.eps_clip, config.dry_run) == (3, 7, 0.1, True)
+    assert config.experiment_name == "maze"
+
+
+def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each key with its default and its meaning."""
+    with pytest.raises(SystemExit) as ended:
+        load(["--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: python train.py")
+    assert all(
+        f"  {k.name}={'null' if k.default is None else k.default}\n      {k.meaning}\n" in said for k in list_keys()
+    )
 
 
 def test_later_words_win(tmp_path: Path) -> None:

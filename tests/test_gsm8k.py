@@ -123,7 +123,10 @@ def test_data_and_reward_of_ones_own_by_configuration(tmp_path: Path, tiny_model
         ('{"question": "q", "answer": "1"}\n{"question": \n', "line 2: not JSON"),
         ('\n\n["a list"]\n', "line 3: an object is needed"),
         ("", "the dataset is empty"),
-        ('{"question": "q", "answer": "1"}\n{"answer": "1"}\n', "sample 2: no key 'question'"),
+        (
+            '{"question": "q", "answer": "1"}\n{"answer": "1"}\n',
+            "sample 2, as tasks.gsm8k reads it: KeyError: 'question'",
+        ),
         (b"\xff\xfe{", "cannot decode|codec"),
     ],
 )
@@ -141,11 +144,15 @@ def test_broken_data_is_one_line(tmp_path: Path, tiny_model_dir: Path, text: str
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["workflow_kwargs.reward_fn=nowhere.reward"], "workflow_kwargs.reward_fn=nowhere.reward: ImportError"),
+        (
+            ["workflow_kwargs.reward_fn=nowhere.reward"],
+            "workflow=workflow.RLVRWorkflow, .*ImportError: 'nowhere.reward'",
+        ),
         (["workflow_kwargs.reward_fn=tasks.gsm8k.rewrad"], "has no 'rewrad'"),
         (["workflow_kwargs.reward_fn=tasks.gsm8k.WRONG"], "is no function"),
         (["should_accept_fn=tasks.gsm8k.nothing"], "should_accept_fn=tasks.gsm8k.nothing"),
         (["should_accept_fn=raises_at_import.f"], "ZeroDivisionError"),
+        (["workflow=tasks.gsm8k.is_right"], "neither a RolloutWorkflow nor an agent"),
         (["model_path=/nowhere"], "no model at model_path=/nowhere"),
     ],
 )
@@ -163,7 +170,7 @@ def test_what_cannot_be_imported_is_said_early(
 def test_a_model_without_weights_is_said_early(tmp_path: Path) -> None:
     """A folder without weights is refused before a server would die of it."""
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="no weights"):
+    with pytest.raises(ConfigError, match=r"no model at .*safetensors"):
         load_inputs(
             load(["--config", str(ROOT / "configs/gsm8k.yaml"), f"model_path={tmp_path}", f"data={ROOT / DATA}"])
         )

@@ -19,7 +19,6 @@ from test_run import SMALL_GUESS, assert_gone, command, is_alive, start_and_wait
 from plumbing.config import ConfigError, TrainConfig, load
 from plumbing.launch import (
     Fleet,
-    Memory,
     Planned,
     ProcessDied,
     check_addresses,
@@ -134,10 +133,12 @@ def test_a_server_that_does_not_answer_is_refused(url: str) -> None:
 
 def test_too_little_memory_says_what_to_turn_down() -> None:
     """The message lists what to turn down, in order."""
-    need = Memory(trainer=30.0, server=20.0, parameters=10**9)
-    check_memory(need, 50.0, 1, 1, "GPU 0")
-    with pytest.raises(ConfigError) as caught:
-        check_memory(need, 49.0, 1, 1, "GPU 0")
+    needs = [(Planned("rank 0", [], ["0"]), 30.0), (Planned("server-0", [], ["0", "1"]), 20.0)]
+    check_memory(needs, ["0", "1"], 50.0)
+    with pytest.raises(
+        ConfigError, match=r"50 GiB are needed \(rank 0 30.0, server-0 20.0\) and GPU 0 has 49"
+    ) as caught:
+        check_memory(needs, ["0", "1"], 49.0)
     order = ["server.max_total_tokens", "actor.mb_tokens", "server.count", "nproc-per-node", "smaller model"]
     places = [str(caught.value).index(word) for word in order]
     assert places == sorted(places)
@@ -150,10 +151,10 @@ def test_the_estimate_follows_its_formula(tiny_model_dir: Path) -> None:
     n = AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
     given = config(tiny_model_dir, "actor.mb_tokens=1000", "server.max_total_tokens=5000")
     for ranks in (1, 4):
-        need = estimate_memory(given, ranks, on_gpus=False)
-        assert need.parameters == n
-        assert need.trainer * 2**30 == pytest.approx(16 * n / ranks + 1000 * 32 * 2 * 64 + 2**29)
-        assert need.server * 2**30 == pytest.approx(4 * n + 2 * 4 * 2 * 16 * 2 * 5000)
+        trainer, server, parameters = estimate_memory(given, ranks, on_gpus=False)
+        assert parameters == n
+        assert trainer * 2**30 == pytest.approx(16 * n / ranks + 1000 * 32 * 2 * 64 + 2**29)
+        assert server * 2**30 == pytest.approx(4 * n + 2 * 4 * 2 * 16 * 2 * 5000)
 
 
 def test_dry_run_starts_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -163,7 +164,7 @@ def test_dry_run_starts_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
     done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     names = [line.split()[0] for line in done.stdout.splitlines()]
-    assert names[:4] == ["process", "rank", "server", "proxy"]
+    assert names[:4] == ["process", "rank", "server-0", "proxy"]
     assert f" {port} " in done.stdout
     assert "tiny_server.py" in done.stdout
     assert list(tmp_path.iterdir()) == []
@@ -222,7 +223,7 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
     """The first death is said, with the server's last words; the last one's ends the run."""
     fleet = Fleet(tmp_path)
     speak = "import sys; print('my last words', flush=True); sys.stdin.read()"
-    first, second = (fleet.launch(Planned(f"server-{k}", python(speak), [])) for k in (0, 1))
+    first, second = (fleet.start(Planned(f"server-{k}", python(speak))) for k in (0, 1))
     deaths: list[ProcessDied] = []
     told = threading.Event()
     fleet.watch([deaths.append, lambda _: told.set()])

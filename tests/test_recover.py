@@ -23,7 +23,9 @@ from test_executor import Echo, loader
 
 from actor import FSDPPPOActor
 from executor import ProxyAddress, WorkflowExecutor
-from plumbing.config import ConfigError, RolloutConfig
+from plumbing.config import ConfigError, RolloutConfig, load
+from plumbing.evaluate import evaluate_endpoint
+from plumbing.inputs import Inputs
 from plumbing.logger import Trace
 from plumbing.recover import GroupLog, Recovery, cut_metrics
 from trajectory import complete
@@ -304,6 +306,26 @@ def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddres
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "e/t/eval.json").read_text())
     assert (found["eval_episodes"], found["eval_rejected"]) == (6, 0)
+
+
+def test_statistics_of_an_evaluation() -> None:
+    """The last of several rewards counts; who raises or names none is counted as rejected, and ends nobody else."""
+
+    class Agent:
+        async def run(self, data, **where):
+            if data["returns"] == "raises":
+                raise ValueError("of an agent")
+            return data["returns"]
+
+    samples = [{"returns": value} for value in (1.0, {"first": 1.0, "last": 0.0}, {}, "raises", None)]
+    found = evaluate_endpoint(load(["evaluator.base_url=http://nowhere/v1"]), Inputs(None, [], samples, None, Agent()))
+    assert found == {
+        "eval_reward": 0.5,
+        "eval_reward_sem": 0.5,
+        "eval_success": 0.2,
+        "eval_episodes": 5,
+        "eval_rejected": 3,
+    }
 
 
 def test_an_evaluation_that_nobody_answered_has_failed(tmp_path: Path) -> None:
