@@ -45,6 +45,7 @@ errors, before the optimizer is touched. Not here: tensor, pipeline and context 
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -268,7 +269,7 @@ class FSDPPPOActor(FSDPEngine):
 
     def compute_advantages(self, batch: Batch) -> None:
         """Write batch["advantages"] (B, T)."""
-        batch["advantages"] = compute_advantages(batch, self.config)
+        batch["advantages"] = compute_advantages(batch, replace(self.config, kl_ctl=self.annealed(self.config.kl_ctl)))
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """ppo_epochs times ppo_n_minibatches optimizer steps; returns means over the trained tokens of all of them.
@@ -361,22 +362,21 @@ class FSDPPPOActor(FSDPEngine):
                 means |= guess_errors(prox_logp, old_logp, theta_logp, alpha)
         mask, rows = torch.ones_like(logp), rows.to(self.device)
         loss, stats = ppo_actor_loss_fn(logp, prox_logp, old_logp, A, mask, c, sequence_ids=rows, denominator=tokens)
-        if coefficient := self.entropy_coefficient():
-            loss = loss - coefficient * entropy.sum() / tokens
+        if c.entropy_coeff:
+            loss = loss - self.annealed(c.entropy_coeff) * entropy.sum() / tokens
         if "ref_logp" in batch:
             ref_logp = batch["ref_logp"][at].to(self.device)
             means["ref_kl"] = kl_estimate(theta_logp, ref_logp, "k3")
             if c.kl_ctl > 0 and c.kl_placement == "loss":
-                loss = loss + c.kl_ctl * kl_estimate(logp, ref_logp, c.kl_estimator).sum() / tokens
+                loss = loss + self.annealed(c.kl_ctl) * kl_estimate(logp, ref_logp, c.kl_estimator).sum() / tokens
         return loss, stats | {"loss": loss.detach()} | {key: x.detach().sum() / tokens for key, x in means.items()}
 
-    def entropy_coefficient(self) -> float:
-        """The weight of the entropy bonus in this training step."""
-        c = self.config
-        return c.entropy_coeff * (max(1 - self.steps / self.max_steps, 0) if c.entropy_anneal else 1)
+    def annealed(self, coefficient: float) -> float:
+        """What is left of the weight of entropy or KL in this training step."""
+        return coefficient * (max(1 - self.steps / self.max_steps, 0) if self.config.anneal else 1)
 
     def step_lr_scheduler(self) -> None:
-        """A training step is over: the schedules of learning rate and entropy bonus move on."""
+        """A training step is over: the schedules of learning rate, entropy bonus and KL penalty move on."""
         self.steps += 1
 
     def save_state(self, path: Path) -> None:

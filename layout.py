@@ -55,9 +55,7 @@ class Layout(NamedTuple):
     """How rows meet the model."""
 
     attention: str  # the attention function (transformers' AttentionInterface) that the model is loaded with
-    cut: Callable[
-        [Batch, Sequence[int], int], list[Piece]
-    ]  # (batch, rows, mb_tokens): at most that many, if rows allow
+    cut: Callable[[Batch, Sequence[int], int], list[Piece]]  # (batch, rows, mb_tokens); a longer row is its own piece
 
 
 def row_lengths(batch: Batch) -> list[int]:

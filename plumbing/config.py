@@ -138,10 +138,10 @@ class PPOActorConfig:
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # what counts the same; constant: see ppo.py
     max_new_tokens: int | None = None  # longest turn: of loss_aggregation constant, overlong_tokens; default gconfig's
     entropy_coeff: float = 0.0  # weight of the entropy bonus
-    entropy_anneal: bool = False  # true: the bonus falls linearly to 0 over max_steps
-    kl_ctl: float = 0.0  # weight of the KL penalty to the reference model; needs ref
+    kl_ctl: float = 0.0  # weight of the KL penalty to the reference model (ref.path)
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # how a token's KL is estimated (advantages.kl_estimate)
     kl_placement: Literal["reward", "loss"] = "reward"  # a turn pays for its KL, or the loss has a term (use k2 or k3)
+    anneal: bool = False  # true: entropy_coeff and kl_ctl fall linearly to 0 over max_steps
     overlong_tokens: int | None = None  # the last tokens before max_new_tokens in which a turn pays more and more
     overlong_penalty_factor: float = 1.0  # what a turn of max_new_tokens pays
     gamma: float = 1.0  # discount of a turn's advantage, per token, towards its first
@@ -157,7 +157,7 @@ class PPOActorConfig:
 class RefConfig:
     """The frozen reference model of the KL penalty."""
 
-    path: str | None = None  # a model directory; none: no reference model
+    path: str | None = None  # a model directory; default: the model that training starts from, where kl_ctl > 0
 
 
 @dataclass
@@ -324,8 +324,6 @@ def resolve(config: TrainConfig) -> None:
         raise ConfigError("actor.gamma and actor.gae_lambda must lie between 0 and 1")
     if strange := set(rollout.openai.fixed_sampling) - vars(gconfig).keys():
         raise ConfigError(f"rollout.openai.fixed_sampling: {', '.join(sorted(strange))} is no field of gconfig")
-    if actor.kl_ctl > 0 and config.ref.path is None:
-        raise ConfigError("actor.kl_ctl > 0 needs a reference model: set ref.path")
     if rollout.group_size not in (None, gconfig.n_samples) and gconfig.n_samples != 1:
         both = f"rollout.group_size={rollout.group_size} and gconfig.n_samples={gconfig.n_samples}"
         raise ConfigError(f"{both} are one number; give one of them")

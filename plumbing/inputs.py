@@ -115,8 +115,8 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def prepare_model(config: TrainConfig, task: Any) -> None:
-    """Fill in model_path and tokenizer_path; the task's base model is made once a seed and kept under .cache/, as long
-    as the task's folder stays as it is."""
+    """Fill in model_path, tokenizer_path and ref.path; the task's base model is made once a seed and kept under .cache/,
+    as long as the task's folder stays as it is."""
     if config.model_path is None:
         if not hasattr(task, "make_model"):
             raise ConfigError("no model: set model_path to a Hugging Face folder, or task to a module that makes one")
@@ -131,3 +131,5 @@ def prepare_model(config: TrainConfig, task: Any) -> None:
     if not weights or not (folder / "config.json").is_file():
         raise ConfigError(f"no model at model_path={folder}: config.json and *.safetensors or *.bin are needed there")
     config.tokenizer_path = config.tokenizer_path or config.model_path
+    if config.actor.kl_ctl > 0:
+        config.ref.path = config.ref.path or config.model_path

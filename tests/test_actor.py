@@ -433,12 +433,12 @@ def test_the_learning_rate_schedule():
 
 
 def test_schedules_move_once_a_training_step(make_actor):
-    """step_lr_scheduler moves the learning rate and the annealed entropy bonus; minibatches and epochs do not."""
-    actor = make_actor(ppo_n_minibatches=2, ppo_epochs=2, entropy_coeff=0.3, entropy_anneal=True)
+    """step_lr_scheduler moves the learning rate, entropy bonus and KL penalty; minibatches and epochs do not."""
+    actor = make_actor(ppo_n_minibatches=2, ppo_epochs=2, entropy_coeff=0.3, anneal=True)
     actor.config.optimizer.lr_scheduler_type = "linear"
     for step in range(3):
         assert actor.ppo_update(prepare(actor, make_batch()))["lr"] == pytest.approx(1e-3 * (1 - step / 10))
-        assert actor.entropy_coefficient() == pytest.approx(0.3 * (1 - step / 10))
+        assert actor.annealed(0.3) == pytest.approx(0.3 * (1 - step / 10))
         actor.step_lr_scheduler()
 
 

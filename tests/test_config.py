@@ -21,7 +21,6 @@ from plumbing.config import ConfigError, list_keys, load
         (["rollout.consumer_batch_size=5"], "must be equal"),
         (["rollout.max_head_offpolicyness=-1"], "at least 0"),
         (["actor.c_clip=0.5"], "above 1"),
-        (["actor.kl_ctl=0.1"], "ref.path"),
         (["actor.overlong_tokens=0"], "at least 1"),
         (["actor.gamma=1.1"], "between 0 and 1"),
         (["rollout.openai.fixed_sampling=[top_p,top_q]"], "fixed_sampling: top_q is no field"),

@@ -134,7 +134,7 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
             self.got = args
 
     def make() -> FSDPPPOActor:
-        actor = FSDPPPOActor(make_config(entropy_coeff=0.1, entropy_anneal=True), tiny_model_dir)
+        actor = FSDPPPOActor(make_config(entropy_coeff=0.1, anneal=True), tiny_model_dir)
         actor.create_process_group()
         actor.initialize(max_steps=4)
         return actor
