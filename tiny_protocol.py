@@ -60,7 +60,8 @@ class Protocol:
         start = body.get("logprob_start_len", -1)
         if start not in (-1, 0):
             raise Refused("logprob_start_len must be 0, for logprobs of the whole prompt, or -1, for none of it")
-        stream, logprobs = bool(body.get("stream")), bool(body.get("return_logprob"))
+        stream, return_logprob = bool(body.get("stream")), bool(body.get("return_logprob"))
+        scored = return_logprob and start == 0
         if stream and batch:
             raise Refused("stream takes one prompt")
         sequences = []
@@ -69,9 +70,7 @@ class Protocol:
             self.check(prompt, params)
             stops = frozenset() if params.ignore_eos else self.eos.union(params.stop_token_ids)
             name = f"{rid}_{i}" if batch else rid
-            seq = Sequence(name, len(prompt), prompt, params, stops, logprobs and start == 0)
-            seq.stream, seq.return_logprob = stream, logprobs
-            sequences.append(seq)
+            sequences.append(Sequence(name, len(prompt), prompt, params, stops, scored, stream, return_logprob))
         return sequences, batch
 
     def check(self, prompt: Any, params: SamplingParams) -> None:

@@ -39,7 +39,7 @@ PREFILL_TOKENS = 1024  # fed by one prefill step at most, padding included: more
 
 
 class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
-    """SGLang's sampling_params with what each may hold; the last four are not implemented, and may ask for nothing."""
+    """SGLang's sampling_params with what each may hold; the last three are not implemented and may ask for nothing."""
 
     max_new_tokens: int = Field(default=128, ge=1, lt=2**31)
     temperature: float = Field(default=1.0, ge=0, lt=2**31)  # 0 is greedy
@@ -53,7 +53,6 @@ class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
     min_p: float = Field(default=0.0, ge=0, le=0)
     presence_penalty: float = Field(default=0.0, ge=0, le=0)
     repetition_penalty: float = Field(default=1.0, ge=1, le=1)
-    n: int = Field(default=1, ge=1, le=1)
 
 
 @dataclass(eq=False)
@@ -65,21 +64,21 @@ class Sequence:
     tokens: list[int]
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()
-    scored: bool = False  # whether the prompt's logprobs are asked for
+    scored: bool = False  # the prompt's logprobs are wanted
+    stream: bool = False  # who waits hears of every token
+    return_logprob: bool = False
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # it has ended or, streaming, grown
+    # All that changes:
     logprobs: list[float] = field(default_factory=list)
     input_logprobs: list[float | None] = field(default_factory=list)
     marks: list[tuple[str, int]] = field(default_factory=list)
     finish: dict[str, Any] | None = None
     retractions: int = 0
     cached_tokens: int = 0  # found in the cache when it was admitted
-    # its slot, while it has one
-    cached: int = 0  # the first so many of `tokens` have keys in it
+    # and in its slot, while it has one
+    cached: int = 0  # the first so many of `tokens` have keys there
     stale: bool = False  # these are of weights before the present ones
     used: int = 0  # the step it was last in
-    # who waits for it
-    stream: bool = False
-    return_logprob: bool = False
-    news: asyncio.Event = field(default_factory=asyncio.Event)  # it ended or, streaming, it grew
 
     @property
     def output(self) -> list[int]:
@@ -103,8 +102,6 @@ def nobody() -> Sequence:
 
 def common_prefix(a: list[int], b: list[int]) -> int:
     """Length of the longest common prefix, by bisection over slice comparisons."""
-    if not a or not b or a[0] != b[0]:
-        return 0
     return bisect_left(range(1, min(len(a), len(b)) + 1), True, key=lambda k: a[:k] != b[:k])
 
 

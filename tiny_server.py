@@ -41,6 +41,7 @@ grammars, LoRA.
 import argparse
 import asyncio
 import contextlib
+import inspect
 import os
 import random
 import sys
@@ -65,13 +66,6 @@ from weights import join_group
 
 MODES = ("abort", "retract", "in_place")
 SPEAKS = "0.5.23"  # the SGLang that tests/test_contract.py compares with
-ROUTES = (
-    *("generate", "abort_request", "pause_generation", "continue_generation"),
-    *("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor"),
-    *("begin_weight_update", "end_weight_update", "init_weights_update_group", "destroy_weights_update_group"),
-    *("update_weight_version", "server_info", "model_info", "health", "ready"),
-)
-
 
 # the engine's thread
 
@@ -161,7 +155,7 @@ async def refuse(_: Request, refused: Exception) -> Response:
 
 
 class Server:
-    """The routes. Everything that changes the scheduler goes through the engine's thread."""
+    """Each public coroutine is the route of its name. What changes the scheduler goes through the engine's thread."""
 
     def __init__(self, engine: Engine, protocol: Protocol, model_path: str) -> None:
         self.engine = engine
@@ -177,14 +171,15 @@ class Server:
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             self.engine.loop = asyncio.get_running_loop()
             yield
-            await self.engine.call(self.scheduler.pause, "in_place")  # an idle thread does not keep the process alive
+            await self.engine.call(self.scheduler.pause, "in_place")  # no next step: the process can end
 
         app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers={Refused: refuse})
-        for name in ROUTES:
-            app.add_route(f"/{name}", getattr(self, name), methods=["GET", "POST"])
+        for name, route in inspect.getmembers(self, inspect.iscoroutinefunction):
+            if not name.startswith("_"):
+                app.add_route(f"/{name}", route, methods=["GET", "POST"])
         return app
 
-    async def body(self, request: Request, **kinds: type) -> dict[str, Any]:
+    async def _body(self, request: Request, **kinds: type) -> dict[str, Any]:
         """The request's body; Refused where a field is missing or of another kind."""
         body = read_object(await request.body(), Refused)
         for name, kind in kinds.items():
@@ -195,17 +190,17 @@ class Server:
     # generation
 
     async def generate(self, request: Request) -> Response:
-        sequences, batch = self.protocol.parse(await self.body(request))
+        sequences, batch = self.protocol.parse(await self._body(request))
         for seq in sequences:
             self.engine.call(self.scheduler.submit, seq)
         if sequences[0].stream:
-            return StreamingResponse(self.stream(sequences[0]), media_type="text/event-stream")
+            return StreamingResponse(self._stream(sequences[0]), media_type="text/event-stream")
         for seq in sequences:
             await seq.news.wait()
         answers = [self.protocol.answer(seq) for seq in sequences]
         return reply(answers if batch else answers[0])
 
-    async def stream(self, seq: Sequence) -> AsyncIterator[bytes]:
+    async def _stream(self, seq: Sequence) -> AsyncIterator[bytes]:
         """Server-sent events, each with all tokens so far."""
         ended = False
         while not ended:
@@ -218,12 +213,12 @@ class Server:
     # control
 
     async def abort_request(self, request: Request) -> Response:
-        rid = (await self.body(request, rid=str))["rid"]
+        rid = (await self._body(request, rid=str))["rid"]
         await self.engine.call(self.scheduler.abort, lambda seq: seq.rid == rid)
         return Response()
 
     async def pause_generation(self, request: Request) -> Response:
-        mode = (await self.body(request)).get("mode", "abort")
+        mode = (await self._body(request)).get("mode", "abort")
         if mode not in MODES:
             raise Refused(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
         await self.engine.call(self.scheduler.pause, mode)
@@ -236,19 +231,19 @@ class Server:
     # new weights
 
     async def update_weights_from_disk(self, request: Request) -> Response:
-        body = await self.body(request, model_path=str)
-        return await self.load(body, lambda: read_weights(body["model_path"]), whole=True)
+        body = await self._body(request, model_path=str)
+        return await self._load(body, lambda: read_weights(body["model_path"]), whole=True)
 
     async def update_weights_from_distributed(self, request: Request) -> Response:
-        body = await self.body(request, group_name=str, names=list, dtypes=list, shapes=list)
+        body = await self._body(request, group_name=str, names=list, dtypes=list, shapes=list)
         group = self.groups.get(body["group_name"])
-        return await self.load(body, lambda: receive_weights(group, body["names"], body["dtypes"], body["shapes"]))
+        return await self._load(body, lambda: receive_weights(group, body["names"], body["dtypes"], body["shapes"]))
 
     async def update_weights_from_tensor(self, request: Request) -> Response:
-        body = await self.body(request, serialized_named_tensors=list)
-        return await self.load(body, lambda: unpack_weights(body["serialized_named_tensors"]))
+        body = await self._body(request, serialized_named_tensors=list)
+        return await self._load(body, lambda: unpack_weights(body["serialized_named_tensors"]))
 
-    async def load(self, body: dict[str, Any], read: Callable[[], dict[str, Tensor]], whole: bool = False) -> Response:
+    async def _load(self, body: dict[str, Any], read: Callable[[], dict[str, Tensor]], whole: bool = False) -> Response:
         """Have the engine take what `read` returns; a part only inside a session."""
         version = body.get("weight_version")
         if not isinstance(version, str | None):
@@ -269,7 +264,7 @@ class Server:
 
     async def init_weights_update_group(self, request: Request) -> Response:
         kinds = {"master_address": str, "master_port": int, "rank_offset": int, "world_size": int, "group_name": str}
-        body = await self.body(request, **kinds)
+        body = await self._body(request, **kinds)
         address, port, rank, world, name = (body[key] for key in kinds)
         try:
             self.groups[name] = await asyncio.to_thread(join_group, address, port, rank, world, name, "gloo")
@@ -278,11 +273,11 @@ class Server:
         return told(None)
 
     async def destroy_weights_update_group(self, request: Request) -> Response:
-        body = await self.body(request, group_name=str)
+        body = await self._body(request, group_name=str)
         return told(None if self.groups.pop(body["group_name"], None) else "there is no such group")
 
     async def update_weight_version(self, request: Request) -> Response:
-        body = await self.body(request, new_version=str)
+        body = await self._body(request, new_version=str)
         if body.get("abort_all_requests", True):
             self.engine.call(self.scheduler.abort)
         await self.engine.call(self.scheduler.relabel, body["new_version"])
