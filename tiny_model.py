@@ -99,11 +99,10 @@ class SlotCache:
         """Set what `update` will do in this step: places, positions (n, q) say which cache row and position each
         fed token is written to; `rows` and `keys` what is read. Makes room for so many keys, at least doubling, so
         that copying stays rare."""
-        layers, two, slots, groups, length, d = self.kv.shape
+        groups, length = self.kv.shape[-3:-1]
         if keys > length:
-            longer = torch.zeros(layers, two, slots, groups, max(keys, 2 * length), d)
-            longer[..., :length, :] = self.kv
-            self.kv, length = longer, longer.shape[-2]
+            length = max(keys, 2 * length)
+            self.kv = F.pad(self.kv, (0, 0, 0, length - self.kv.shape[-2]))
         flat = (places[:, None] * groups + torch.arange(groups)[:, None]) * length + positions[:, None]
         self.where, self.rows, self.keys = flat.flatten(), rows, keys  # flat: (n, groups, q)
 
