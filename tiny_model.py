@@ -29,7 +29,7 @@ that is sent again with its partial output goes on with the numbers it would hav
 penalties (they change the logits); at T = 0 log_softmax(logits). That is SGLang's definition and what a trainer
 reproduces by dividing its logits by the same T.
 
-What it does not do: sliding windows, recurrent layers, soft-capped attention (`load` runs a few tokens through the
+What it does not do: sliding windows, recurrent layers, soft-capped attention (`check` runs a few tokens through the
 model's own forward and refuses a model that disagrees), paged memory (each slot is as long as the longest sequence
 so far), anything but float32. AReaL has no such file: its servers are SGLang and vLLM, on GPUs.
 """
@@ -37,7 +37,7 @@ so far), anything but float32. AReaL has no such file: its servers are SGLang an
 import base64
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from tiny_scheduler import SamplingParams, Scheduler
+from tiny_scheduler import SamplingParams, Scheduler, Sequence
 
 MIN_ROWS = 4  # fewer rows in a matrix product select another kernel, and other bits
 
@@ -95,18 +95,14 @@ class SlotCache:
         self.rows = slice(0, 0)  # the rows it reads
         self.keys = 0  # and how many of their keys
 
-    def grow(self, length: int) -> None:
-        """Make room for sequences of `length` tokens (at least doubling, so that copying stays rare)."""
-        layers, two, rows, groups, old, d = self.kv.shape
-        if length > old:
-            new = torch.zeros(layers, two, rows, groups, max(length, 2 * old), d)
-            new[..., :old, :] = self.kv
-            self.kv = new
-
     def aim(self, rows: slice, places: Tensor, positions: Tensor, keys: int) -> None:
         """Set what `update` will do in this step: places, positions (n, q) say which cache row and position each
-        fed token is written to; `rows` and `keys` what is read."""
-        _, _, _, groups, length, _ = self.kv.shape
+        fed token is written to; `rows` and `keys` what is read. Makes room for so many keys, at least doubling, so
+        that copying stays rare."""
+        groups, length = self.kv.shape[-3:-1]
+        if keys > length:
+            length = max(keys, 2 * length)
+            self.kv = F.pad(self.kv, (0, 0, 0, length - self.kv.shape[-2]))
         flat = (places[:, None] * groups + torch.arange(groups)[:, None]) * length + positions[:, None]
         self.where, self.rows, self.keys = flat.flatten(), rows, keys  # flat: (n, groups, q)
 
@@ -120,18 +116,21 @@ class SlotCache:
 
     def swap(self, i: int, j: int) -> None:
         """Exchange two rows."""
-        row_i = self.kv[:, :, i].clone()
-        self.kv[:, :, i] = self.kv[:, :, j]
-        self.kv[:, :, j] = row_i
+        self.kv[:, :, [i, j]] = self.kv[:, :, [j, i]]
 
 
 class TinyModel:
     """A causal LM and its slots. `step` is the only forward pass; `replace_weights` the only change of weights."""
 
-    def __init__(self, model: Any, slots: int, deterministic: bool = False) -> None:
+    def __init__(self, path: str, slots: int, deterministic: bool = False) -> None:
+        """Read a Hugging Face directory. Raises ModelError where it is none or of an architecture that does not fit,
+        and what transformers raises for other reasons: OSError and ValueError."""
+        if not (Path(path) / "config.json").is_file():
+            raise ModelError(f"no model in {path}: a Hugging Face directory with config.json is needed")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="slots")
         config = model.config.get_text_config()
         heads = config.num_attention_heads
-        self.model = model
+        self.model = model.eval()
         self.slots = slots
         self.min_rows = MIN_ROWS if deterministic else 1
         self.vocab_size: int = config.vocab_size
@@ -141,19 +140,7 @@ class TinyModel:
         groups = getattr(config, "num_key_value_heads", None) or heads
         d = getattr(config, "head_dim", None) or config.hidden_size // heads
         self.cache = SlotCache(config.num_hidden_layers, slots, groups, d)
-
-    @classmethod
-    def load(cls, path: str, slots: int, deterministic: bool = False) -> "TinyModel":
-        """Read a Hugging Face directory. Raises ModelError when it is none, or of an architecture that does not fit."""
-        if not (Path(path) / "config.json").is_file():
-            raise ModelError(f"no model in {path}: a Hugging Face directory with config.json is needed")
-        try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="slots")
-        except (OSError, ValueError) as error:
-            raise ModelError(f"cannot load {path}: {' '.join(str(error).split())}") from error
-        tiny = cls(model.eval(), slots, deterministic)
-        tiny.check()
-        return tiny
+        self.check()
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -170,43 +157,39 @@ class TinyModel:
             raise ModelError(f"{type(self.model).__name__} does not fit the slot cache: its logits are others")
 
     @torch.inference_mode()
-    def step(self, feeds: Sequence[list[int]], cached: Sequence[int], first: int = 0, every: bool = False) -> Tensor:
+    def step(self, feeds: list[list[int]], cached: list[int], first: int = 0, every: bool = False) -> Tensor:
         """Feed the rows first, first + 1, .. their next tokens.
 
         feeds: per row, the tokens behind its `cached` first ones. Returns logits (n, k, vocab), the last of the k
-        being those of each row's last token; with `every` k covers the longest feed (rows are right-aligned).
+        being those of each row's last token; with `every` k covers the longest feed. Rows are right-aligned.
         """
         n, q = len(feeds), max(map(len, feeds))
-        if q > 1:  # prefill: right-aligned rows, padding in front
+        if q > 1:  # prefill: columns of padding in front
             q = -(-q // MIN_ROWS) * MIN_ROWS
-            ids = torch.tensor([[0] * (q - len(feed)) + feed for feed in feeds])
-            ends = torch.tensor([c + len(feed) for c, feed in zip(cached, feeds, strict=True)])[:, None]
-            positions = ends + torch.arange(-q, 0)  # (n, q)
-            padding = positions < torch.tensor(cached)[:, None]
         else:  # decode: at least min_rows rows
             fill = max(0, self.min_rows - n)
-            ids = torch.tensor([feed[0] for feed in feeds] + [0] * fill)[:, None]
-            positions = torch.tensor([*cached, *[0] * fill])[:, None]
-            padding = torch.arange(n + fill)[:, None] >= n
-        rows = ids.shape[0]
-        places = torch.arange(first, first + rows)[:, None].masked_fill(padding, self.slots + MIN_ROWS - 1)
+            feeds, cached = [*feeds, *[[]] * fill], [*cached, *[0] * fill]
+        rows = len(feeds)
+        ids = torch.tensor([[0] * (q - len(feed)) + feed for feed in feeds])  # (rows, q)
+        ends = torch.tensor([c + len(feed) for c, feed in zip(cached, feeds, strict=True)])[:, None]
+        positions = ends + torch.arange(-q, 0)  # (rows, q)
+        padding = positions < torch.tensor(cached)[:, None]
         positions = positions.masked_fill(padding, 0)
+        places = torch.arange(first, first + rows)[:, None].masked_fill(padding, self.slots + MIN_ROWS - 1)
         keys = key_length(int(positions.max()) + 1)
-        self.cache.grow(keys)
         self.cache.aim(slice(first, first + rows), places, positions, keys)
         mask = torch.zeros(rows, q, keys).masked_fill_(torch.arange(keys) > positions[:, :, None], float("-inf"))
-        keep = q if every else min(q, MIN_ROWS)
         output = self.model(
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask[:, None],
             past_key_values=self.cache,
-            logits_to_keep=keep,
+            logits_to_keep=q if every else min(q, MIN_ROWS),
         )
         return output.logits[:n]
 
     def replace_weights(self, named: Mapping[str, Tensor], whole: bool = True) -> None:
-        """Copy new weights over the old; ModelError, and nothing copied, when names or shapes do not match, or when it
+        """Copy new weights over the old; an error, and nothing copied, when names or shapes do not match, or when it
         should be the `whole` model and is not."""
         own = self.model.state_dict()
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
@@ -233,14 +216,11 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
 
 def receive_weights(group: Any, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> dict[str, Tensor]:
-    """The tensors that rank 0 of `group` broadcasts in this order; ModelError when they cannot be or do not come."""
-    try:
-        like = zip(names, dtypes, shapes, strict=True)
-        named = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in like}
-        for work in [group.broadcast(tensor, 0) for tensor in named.values()]:
-            work.wait()
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        raise ModelError(f"cannot receive the weights: {error}") from error
+    """The tensors that rank 0 of `group` broadcasts in this order."""
+    like = zip(names, dtypes, shapes, strict=True)
+    named = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in like}
+    for work in [group.broadcast(tensor, 0) for tensor in named.values()]:
+        work.wait()
     return named
 
 
@@ -256,20 +236,13 @@ class TensorReader(pickle.Unpickler):
 
 
 def unpack_weights(serialised: list[str]) -> dict[str, Tensor]:
-    """The tensors in weights.serialise's base64, one for each rank of a server;
-    ModelError when it holds anything else."""
-    try:
-        named = dict(TensorReader(io.BytesIO(base64.b64decode(serialised[0]))).load())
-    except Exception as error:  # what a broken pickle raises is anything
-        raise ModelError(f"cannot read the tensors: {error}") from error
-    if not all(isinstance(tensor, Tensor) for tensor in named.values()):
-        raise ModelError("serialized_named_tensors must hold names and tensors")
-    return named
+    """The tensors in weights.serialise's base64, one for each rank of a server."""
+    return dict(TensorReader(io.BytesIO(base64.b64decode(serialised[0]))).load())
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
+def uniforms(seeds: list[int], positions: list[int]) -> Tensor:
     """One number in [0, 1) per row, a hash (splitmix64) of (seed, position). (n,) float32, 23 bits."""
-    x = np.array(seeds, dtype=np.uint64)
+    x = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
     for word in (np.array(positions, dtype=np.uint64), np.uint64(0)):
         x = (x ^ word) + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -278,7 +251,7 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
     return torch.from_numpy((x >> np.uint64(41)).astype(np.float32) * np.float32(2**-23))
 
 
-def truncate(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def truncate(weights: Tensor, params: list[SamplingParams]) -> Tensor:
     """Zero what top_k and top_p leave out, never the likeliest; not renormalised. weights (n, vocab) -> the same."""
     ranked, order = weights.sort(dim=-1, descending=True)
     rank = torch.arange(weights.shape[1])
@@ -289,23 +262,21 @@ def truncate(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 @torch.inference_mode()
-def sample(
-    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], outputs: Sequence[Sequence[int]]
-) -> tuple[list[int], list[float]]:
-    """Draw one token a row. logits (n, vocab); positions: where in its sequence each token will stand; outputs: what
-    was generated so far, for penalties. Returns n tokens and their logprobs."""
-    for i, p in enumerate(params):
-        if p.frequency_penalty and outputs[i]:  # logit_v -= penalty * (how often v was generated)
-            logits[i] -= p.frequency_penalty * torch.bincount(torch.tensor(outputs[i]), minlength=logits.shape[1])
+def sample(logits: Tensor, batch: list[Sequence]) -> tuple[list[int], list[float]]:
+    """Draw the next token of each sequence; logits (n, vocab). Returns n tokens and their logprobs."""
+    params = [one.params for one in batch]
+    for i, one in enumerate(batch):  # logit_v -= penalty * (how often v was generated)
+        if penalty := one.params.frequency_penalty:
+            logits[i] -= penalty * torch.bincount(torch.tensor(one.output, dtype=torch.int), minlength=logits.shape[1])
     temperature = torch.tensor([p.temperature for p in params])[:, None]  # (n, 1)
-    greedy = temperature == 0
+    greedy = temperature < 1e-6  # dividing by less would overflow; SGLang takes it as greedy too
     logprobs = torch.log_softmax(logits / temperature.masked_fill(greedy, 1), dim=-1)  # (n, vocab)
     weights = logprobs.exp()
-    if cut := [i for i, p in enumerate(params) if p.truncates]:  # only these rows: others must not see it
+    if cut := [i for i, p in enumerate(params) if p.top_p < 1 or p.top_k > 0]:  # only these: others must not see it
         weights[cut] = truncate(weights[cut], [params[i] for i in cut])
     # token = min { v : sum_{w <= v} p_w > u * sum_w p_w }
     cdf = weights.cumsum(-1)
-    u = uniforms([p.sampling_seed for p in params], positions)[:, None]
+    u = uniforms([p.sampling_seed for p in params], [len(one.tokens) for one in batch])[:, None]
     token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)  # (n, 1)
     if greedy.any():
         token = torch.where(greedy, logprobs.argmax(-1, keepdim=True), token)
@@ -315,28 +286,22 @@ def sample(
 @torch.inference_mode()
 def run_step(scheduler: Scheduler, model: TinyModel) -> bool:
     """Plan, compute and account one step; False when there was nothing to do."""
-    step = scheduler.plan()
-    if step is None:
+    first, batch = scheduler.plan()
+    if not batch:
         return False
-    for i, j in step.moves:
-        model.cache.swap(i, j)
-    slots = scheduler.slots[step.first : step.last]
-    requests = [slot.request for slot in slots if slot.request]
-    scored = [i for i, r in enumerate(requests) if r.scored and not r.input_logprobs]
-    feeds = [slot.tokens[slot.cached :] for slot in slots]
-    logits = model.step(feeds, [slot.cached for slot in slots], step.first, every=bool(scored))
+    while scheduler.moves:
+        model.cache.swap(*scheduler.moves.pop(0))
+    scored = [i for i, one in enumerate(batch) if one.scored and not one.input_logprobs]
+    feeds = [one.tokens[one.cached :] for one in batch]
+    logits = model.step(feeds, [one.cached for one in batch], first, every=bool(scored))
     for i in scored:
-        one = requests[i]
-        one.input_logprobs = score_prompt(one.tokens[: one.prompt_tokens], logits[i, -len(one.tokens) :])
-    positions = [len(r.tokens) for r in requests]
-    outputs = [r.output if r.params.frequency_penalty else () for r in requests]
-    tokens, logprobs = sample(logits[:, -1], [r.params for r in requests], positions, outputs)
-    scheduler.advance(step, tokens, logprobs)
+        batch[i].input_logprobs = score_prompt(batch[i].tokens, logits[i])
+    scheduler.advance(batch, *sample(logits[:, -1], batch))
     return True
 
 
 def score_prompt(prompt: list[int], logits: Tensor) -> list[float | None]:
-    """log p(t | before) at temperature 1 of each token, None for the first;
-    logits (at least n, vocab) of a prompt of n."""
-    logprobs = torch.log_softmax(logits[: len(prompt) - 1], dim=-1)  # (n - 1, vocab)
+    """log p(t | before) at temperature 1 of each token, None for the first; logits (at least n, vocab) of n tokens,
+    right-aligned."""
+    logprobs = torch.log_softmax(logits[-len(prompt) : -1], dim=-1)  # (n - 1, vocab)
     return [None, *logprobs.gather(1, torch.tensor(prompt)[1:, None])[:, 0].tolist()]

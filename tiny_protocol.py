@@ -12,12 +12,13 @@ implemented (grammars, min_p, n ..) are errors unless they ask for nothing, sinc
 sampled. Prompts are token ids, never text: whoever trains on tokens knows them.
 """
 
-import asyncio
 import random
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic import ValidationError
 
 from tiny_scheduler import SamplingParams, Sequence
 
@@ -26,51 +27,15 @@ class Refused(ValueError):
     """What the caller did wrong: a 400 with this message."""
 
 
-@dataclass
-class Ticket:
-    """Who waits for a sequence, and how to answer: `news` is set when it ended or, streaming, when it grew."""
-
-    stream: bool
-    logprobs: bool
-    news: asyncio.Event
-
-
-CHECKS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
-    "max_new_tokens": (int, lambda x: 0 <= x < 2**31, "an integer in [0, 2**31)"),
-    "temperature": ((int, float), lambda x: 0 <= x < 2**31, "a number in [0, 2**31)"),
-    "top_p": ((int, float), lambda x: 0 < x <= 1, "a number in (0, 1]"),
-    "top_k": (int, lambda x: x == -1 or 1 <= x < 2**31, "-1 (all) or an integer in [1, 2**31)"),
-    "frequency_penalty": ((int, float), lambda x: -2 <= x <= 2, "a number in [-2, 2]"),
-    "stop": (list, lambda x: all(isinstance(s, str) and s for s in x), "a string or a list of strings"),
-    "stop_token_ids": (list, lambda x: all(type(t) is int for t in x), "a list of token ids"),
-    "ignore_eos": (bool, lambda _: True, "true or false"),
-    "sampling_seed": (int, lambda _: True, "an integer"),
-}
-NEUTRAL = {"min_p": 0, "presence_penalty": 0, "repetition_penalty": 1, "n": 1}  # not implemented: only these values
-
-
 def parse_params(raw: Any, default_seed: int) -> SamplingParams:
     """The request's sampling_params, checked. Raises Refused naming the field."""
     if not isinstance(raw, dict):
         raise Refused("sampling_params must be an object")
-    given: dict[str, Any] = {"sampling_seed": default_seed}
-    for name, value in raw.items():
-        if name in NEUTRAL and value in (None, NEUTRAL[name]):
-            continue
-        if name not in CHECKS:
-            raise Refused(f"sampling_params field {name!r} is not implemented; known are {', '.join(CHECKS)}")
-        if value is None:
-            continue
-        if name == "stop" and isinstance(value, str):
-            value = [value]
-        kind, holds, words = CHECKS[name]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or not holds(value):
-            raise Refused(f"{name} must be {words}, not {value!r}")
-        given[name] = tuple(value) if isinstance(value, list) else value
-    given["sampling_seed"] %= 2**64
-    if given.get("temperature", 1) < 1e-6:
-        given["temperature"] = 0  # dividing by it would overflow; SGLang takes it as greedy too
-    return SamplingParams(**given)
+    given = {name: value for name, value in raw.items() if value is not None}
+    try:
+        return SamplingParams.model_validate({"sampling_seed": default_seed} | given)
+    except ValidationError as error:
+        raise Refused("; ".join(f"{wrong['loc'][0]}: {wrong['msg']}" for wrong in error.errors())) from error
 
 
 @dataclass
@@ -95,18 +60,17 @@ class Protocol:
         start = body.get("logprob_start_len", -1)
         if start not in (-1, 0):
             raise Refused("logprob_start_len must be 0, for logprobs of the whole prompt, or -1, for none of it")
-        stream, logprobs = bool(body.get("stream")), bool(body.get("return_logprob"))
+        stream, return_logprob = bool(body.get("stream")), bool(body.get("return_logprob"))
+        scored = return_logprob and start == 0
         if stream and batch:
             raise Refused("stream takes one prompt")
         sequences = []
         for i, prompt in enumerate(ids if batch else [ids]):
             params = parse_params(body.get("sampling_params") or {}, self.seeds.getrandbits(64))
             self.check(prompt, params)
-            seq = Sequence(f"{rid}_{i}" if batch else rid, len(prompt), list(prompt), params)
-            seq.stop_ids = frozenset() if params.ignore_eos else self.eos.union(params.stop_token_ids)
-            seq.scored = logprobs and start == 0
-            seq.context = Ticket(stream, logprobs, asyncio.Event())
-            sequences.append(seq)
+            stops = frozenset() if params.ignore_eos else self.eos.union(params.stop_token_ids)
+            name = f"{rid}_{i}" if batch else rid
+            sequences.append(Sequence(name, len(prompt), prompt, params, stops, scored, stream, return_logprob))
         return sequences, batch
 
     def check(self, prompt: Any, params: SamplingParams) -> None:
@@ -136,7 +100,7 @@ class Protocol:
             "cached_tokens": seq.cached_tokens,
             "weight_versions": seq.spans(n),
         }
-        if seq.context.logprobs:
+        if seq.return_logprob:
             meta["input_token_logprobs"] = [
                 [lp, t, None] for lp, t in zip(seq.input_logprobs, seq.tokens, strict=False)
             ]

@@ -88,7 +88,7 @@ def by_generate(model: Qwen3ForCausalLM, batch: list[list[int]], new: int) -> fl
 
 
 def by_engine(tiny: TinyModel, batch: list[list[int]], new: int) -> float:
-    scheduler = Scheduler(tiny.slots, tiny.slots * 512)
+    scheduler = Scheduler(tiny.slots, tiny.slots * 512, "0", str)
     start = time.process_time()
     for i, prompt in enumerate(batch):
         params = SamplingParams(max_new_tokens=new, sampling_seed=i)
@@ -156,8 +156,8 @@ def main() -> None:
             model.save_pretrained(path)
             words = Tokenizer(WordLevel({str(i): i for i in range(shape[2])}, unk_token="0"))
             PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
-            tiny = TinyModel.load(path, 64)
-            exact = TinyModel(tiny.model, 64, deterministic=True)
+            tiny = TinyModel(path, 64)
+            exact = TinyModel(path, 64, deterministic=True)
             server = start_server(path)
             try:
                 for n in (1, 16, 64):

@@ -15,7 +15,7 @@ GRACE_SECONDS = 3.0
 
 
 def main(command: list[str]) -> int:
-    """The command's exit code."""
+    """The command's exit code, as a shell tells it."""
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     parent_gone = threading.Event()
 
@@ -30,10 +30,8 @@ def main(command: list[str]) -> int:
     code = child.wait()
     if parent_gone.is_set():
         os.killpg(0, signal.SIGKILL)
-    return code
+    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(code if code >= 0 else 128 - code)
+    sys.exit(main(sys.argv[1:]))

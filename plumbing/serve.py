@@ -17,13 +17,11 @@ from fastapi import FastAPI
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, taken before anything slow is done. Raises OSError or ValueError."""
-    if not 0 <= port < 65536:
-        raise ValueError(f"--port {port}: a number from 0 (any free port) to 65535 is needed")
+    """A listening socket, taken before anything slow is done. Raises OSError."""
     try:
         return socket.create_server((host, port))
-    except OSError as error:
-        raise OSError(f"--port {port}: cannot listen on {host}: {error.strerror}") from error
+    except (OSError, OverflowError) as error:
+        raise OSError(f"--port {port}: cannot listen on {host}: {error.args[-1]}") from error
 
 
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:

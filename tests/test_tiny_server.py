@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from tiny_model import ModelError, TinyModel, key_length, read_weights, run_step, sample, uniforms
 from tiny_protocol import Refused, parse_params
-from tiny_scheduler import SamplingParams, Scheduler, Sequence, Step, common_prefix
+from tiny_scheduler import SamplingParams, Scheduler, Sequence, common_prefix
 from weights import serialise
 
 PROMPT = list(range(60, 80))
@@ -36,16 +36,20 @@ PROMPT = list(range(60, 80))
 
 @pytest.fixture
 def tiny(tiny_model_dir: Path) -> TinyModel:
-    return TinyModel.load(str(tiny_model_dir), slots=6, deterministic=True)
+    return TinyModel(str(tiny_model_dir), slots=6, deterministic=True)
 
 
 def sequence(rid: str, prompt: list[int], new: int, seed: int = 0, **params: Any) -> Sequence:
     return Sequence(rid, len(prompt), list(prompt), SamplingParams(max_new_tokens=new, sampling_seed=seed, **params))
 
 
+def make_scheduler(slots: int = 6, max_total_tokens: int = 10_000) -> Scheduler:
+    return Scheduler(slots, max_total_tokens, "0", str)
+
+
 def run(tiny: TinyModel, *sequences: Sequence, scheduler: Scheduler | None = None) -> Scheduler:
     """Submit all and step until nothing is left."""
-    scheduler = scheduler or Scheduler(tiny.slots, 10_000)
+    scheduler = scheduler or make_scheduler(tiny.slots)
     for one in sequences:
         scheduler.submit(one)
     while run_step(scheduler, tiny):
@@ -71,9 +75,20 @@ def versioned_logprobs(one: Sequence, paths: dict[str, Path]) -> list[float]:
 # versions
 
 
+def update(tiny: TinyModel, scheduler: Scheduler, weights: Path, version: str) -> None:
+    """What the engine does when new weights are asked for while all is paused."""
+
+    def load() -> None:
+        tiny.replace_weights(read_weights(str(weights)))
+        scheduler.renew(version)
+
+    scheduler.request_update(load)
+    assert run_step(scheduler, tiny) is False
+
+
 def straddle(tiny: TinyModel, mode: str, new_weights: Path) -> list[Sequence]:
     """Three requests, paused after 5 steps, new weights, continued; with abort they are sent again with their part."""
-    scheduler = Scheduler(tiny.slots, 10_000)
+    scheduler = make_scheduler()
     requests = [sequence(str(i), PROMPT[i:], 12, seed=i) for i in range(3)]
     for one in requests:
         scheduler.submit(one)
@@ -81,10 +96,7 @@ def straddle(tiny: TinyModel, mode: str, new_weights: Path) -> list[Sequence]:
         run_step(scheduler, tiny)
     scheduler.pause(mode)
     assert run_step(scheduler, tiny) is False
-    scheduler.request_update("new")
-    assert scheduler.update_is_due()
-    tiny.replace_weights(read_weights(str(new_weights)))
-    scheduler.updated("1")
+    update(tiny, scheduler, new_weights, "1")
     scheduler.resume()
     if mode == "abort":
         for one in requests:
@@ -130,13 +142,11 @@ def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, 
 
 def test_keys_of_old_weights_are_not_reused(tiny: TinyModel, other_model_dir: Path) -> None:
     """What ran in place leaves keys of two versions behind; the next request with that prefix computes its own."""
-    scheduler = Scheduler(tiny.slots, 10_000)
+    scheduler = make_scheduler()
     scheduler.submit(sequence("old", PROMPT, 8))
     run_step(scheduler, tiny)
     scheduler.pause("in_place")
-    scheduler.request_update(None)
-    tiny.replace_weights(read_weights(str(other_model_dir)))
-    scheduler.updated("1")
+    update(tiny, scheduler, other_model_dir, "1")
     scheduler.resume()
     run(tiny, scheduler=scheduler)
     again = sequence("again", PROMPT, 4)
@@ -210,7 +220,7 @@ def test_a_reused_prefix_equals_a_fresh_prefill(tiny: TinyModel) -> None:
 
 def test_uniform_numbers_are_uniform_and_independent() -> None:
     """The counter-based noise has the mean and the correlations of uniform noise, along positions and seeds."""
-    grid = torch.stack([uniforms([seed] * 300, range(300)) for seed in range(300)])  # (seed, position)
+    grid = torch.stack([uniforms([seed] * 300, list(range(300))) for seed in range(300)])  # (seed, position)
     assert ((grid >= 0) & (grid < 1)).all()
     assert grid.mean().item() == pytest.approx(0.5, abs=0.01)
     assert grid.var().item() == pytest.approx(1 / 12, abs=0.005)
@@ -224,8 +234,7 @@ def test_samples_follow_the_distribution_that_was_asked_for() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     n = 4000
     for change in ({"temperature": 0.7}, {"top_k": 2}, {"top_p": 0.7}, {"temperature": 0.0}):
-        params = [SamplingParams(sampling_seed=i, **change) for i in range(n)]
-        tokens, logprobs = sample(logits.repeat(n, 1), params, [0] * n, [()] * n)
+        tokens, logprobs = sample(logits.repeat(n, 1), [sequence("a", [], 1, seed=i, **change) for i in range(n)])
         temperature = change.get("temperature", 1.0) or 1.0
         p = torch.softmax(logits / temperature, -1)
         assert logprobs == pytest.approx(p.log()[tokens].tolist(), abs=1e-5)
@@ -243,9 +252,9 @@ def test_a_neighbours_truncation_does_not_reach_a_row() -> None:
     """A row draws the same token whether or not another row of its batch uses top_p or top_k."""
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     for seed in range(100):
-        plain = SamplingParams(sampling_seed=seed)
-        (alone,), _ = sample(logits[:1].clone(), [plain], [3], [()])
-        (beside, _), _ = sample(logits.clone(), [plain, SamplingParams(top_p=0.5, top_k=9)], [3, 3], [(), ()])
+        plain, cut = sequence("a", [1, 2, 3], 1, seed=seed), sequence("b", [1, 2, 3], 1, top_p=0.5, top_k=9)
+        (alone,), _ = sample(logits[:1].clone(), [plain])
+        (beside, _), _ = sample(logits.clone(), [plain, cut])
         assert alone == beside
 
 
@@ -253,15 +262,16 @@ def test_the_likeliest_token_is_always_kept() -> None:
     """A top_p that float32 rounds to 0 leaves the likeliest token, not none."""
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
     for seed in range(20):
-        tokens, _ = sample(logits.clone(), [SamplingParams(top_p=1e-46, sampling_seed=seed)], [0], [()])
+        tokens, _ = sample(logits.clone(), [sequence("a", [], 1, seed=seed, top_p=1e-46)])
         assert tokens == [1]
 
 
 def test_penalties_count_the_output(tiny: TinyModel) -> None:
     """A frequency penalty at temperature 0 makes a repeating model move on, and the logprob is the penalised one's."""
     logits = torch.tensor([[3.0, 2.9, 0.0]])
-    params = SamplingParams(temperature=0, frequency_penalty=0.5)
-    (token,), (logprob,) = sample(logits.clone(), [params], [9], [[0, 0]])
+    one = sequence("a", [1], 9, temperature=0, frequency_penalty=0.5)
+    one.tokens += [0, 0]
+    (token,), (logprob,) = sample(logits.clone(), [one])
     assert token == 1
     assert logprob == pytest.approx(torch.log_softmax(torch.tensor([2.0, 2.9, 0.0]), -1)[1].item(), abs=1e-5)
 
@@ -277,7 +287,7 @@ def test_other_small_models_fit_the_slot_cache(tmp_path: Path, family: str) -> N
         LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(tmp_path)
     else:
         Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=family == "tied")).save_pretrained(tmp_path)
-    model = TinyModel.load(str(tmp_path), 4)
+    model = TinyModel(str(tmp_path), 4)
     requests = [sequence(str(i), PROMPT[: 3 + 4 * i], 5 + i, seed=i, temperature=0.8) for i in range(5)]
     run(model, *requests)
     for one in requests:
@@ -302,7 +312,7 @@ def test_a_model_with_sliding_windows_is_refused(tmp_path: Path) -> None:
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="sliding_attention"):
-        TinyModel.load(str(tmp_path), 2)
+        TinyModel(str(tmp_path), 2)
 
 
 def test_key_length_covers_and_avoids_what_rounds_differently() -> None:
@@ -324,11 +334,11 @@ def test_common_prefix_is_the_longest(a: list[int], b: list[int]) -> None:
 # the scheduler, under any order of events
 
 EVENTS = st.one_of(
-    st.tuples(st.just("submit"), st.integers(1, 6), st.integers(0, 5)),
+    st.tuples(st.just("submit"), st.integers(1, 6), st.integers(1, 5)),
     st.tuples(st.just("abort"), st.integers(0, 12)),
     st.tuples(st.just("pause"), st.sampled_from(["abort", "retract", "in_place"])),
     st.tuples(st.just("continue")),
-    st.tuples(st.just("update"), st.booleans(), st.booleans()),
+    st.tuples(st.just("update"), st.booleans()),
     st.tuples(st.just("step")),
     st.tuples(st.just("step")),
 )
@@ -338,11 +348,11 @@ class Play:
     """A scheduler driven by events, with a model that counts: its token is the number of tokens before it."""
 
     def __init__(self) -> None:
-        self.scheduler = Scheduler(slots=3, max_total_tokens=20)
+        self.scheduler = make_scheduler(slots=3, max_total_tokens=20)
         self.requests: list[Sequence] = []
         self.tags: dict[str, list[str]] = {}  # the version each token was really computed under
         self.ended: dict[str, int] = {}  # output length when it ended
-        self.kv: list[list[int]] = [[] for _ in range(3)]  # the tokens whose keys each cache row holds
+        self.kv: list[list[tuple[int, int]]] = [[] for _ in range(3)]  # (token, version) of the keys in each cache row
         self.version = 0
 
     def do(self, event: tuple) -> None:
@@ -359,41 +369,35 @@ class Play:
                 scheduler.pause(mode)
             case ("continue",):
                 scheduler.resume()
-            case ("update", works, abort_all):
-                scheduler.request_update(works, abort_all)
+            case ("update", works):
+                scheduler.request_update(self.renew if works else lambda: None)
             case ("step",):
                 self.step()
-        while scheduler.update_is_due():
-            works = scheduler.updates[0]
-            self.version += works
-            scheduler.updated(str(self.version) if works else None)
         for one in scheduler.finished:
             assert one.rid not in self.ended, "a request ends once"
             self.ended[one.rid] = len(one.logprobs)
         scheduler.finished = []
 
-    def step(self) -> None:
-        step = self.scheduler.plan()
-        if step is None:
-            return
-        for i, j in step.moves:
-            self.kv[i], self.kv[j] = self.kv[j], self.kv[i]
-        self.check_cache(step)
-        tokens = []
-        for slot in self.scheduler.slots[step.first : step.last]:
-            assert slot.request is not None
-            tokens.append(len(slot.tokens))
-            if slot.request.params.max_new_tokens:
-                self.tags[slot.request.rid].append(str(self.version))
-        self.scheduler.advance(step, tokens, [0.0] * len(tokens))
+    def renew(self) -> None:
+        """New weights: the scheduler decides when."""
+        assert self.scheduler.paused or not self.scheduler.at_work()
+        self.version += 1
+        self.scheduler.renew(str(self.version))
 
-    def check_cache(self, step: Step) -> None:
-        """The rows hold what the slots say is cached; feeding the rest fills them up."""
-        for row in range(step.first, step.last):
-            slot = self.scheduler.slots[row]
-            assert slot.tokens[: slot.cached] == self.kv[row][: slot.cached]
-            assert slot.cached < len(slot.tokens)
-            self.kv[row] = list(slot.tokens)
+    def step(self) -> None:
+        first, batch = self.scheduler.plan()
+        for i, j in self.scheduler.moves:
+            self.kv[i], self.kv[j] = self.kv[j], self.kv[i]
+        self.scheduler.moves.clear()
+        for row, one in enumerate(batch, first):  # the rows hold what is said to be cached; feeding fills them up
+            assert self.scheduler.slots[row] is one
+            cached, fed = self.kv[row][: one.cached], one.tokens[one.cached :]
+            assert [token for token, _ in cached] == one.tokens[: one.cached]
+            assert one.stale or {version for _, version in cached} <= {self.version}
+            assert fed
+            self.kv[row] = cached + [(token, self.version) for token in fed]
+            self.tags[one.rid].append(str(self.version))
+        self.scheduler.advance(batch, [len(one.tokens) for one in batch], [0.0] * len(batch))
 
     def check(self) -> None:
         for one in self.requests:
@@ -423,13 +427,12 @@ def test_every_request_ends_once_whatever_interrupts_it(events: list[tuple]) -> 
 
 def test_admission_never_exceeds_the_token_budget() -> None:
     """Running requests could all grow to their longest and still fit."""
-    scheduler = Scheduler(slots=8, max_total_tokens=30)
+    scheduler = make_scheduler(slots=8, max_total_tokens=30)
     for i in range(6):
         scheduler.submit(sequence(str(i), [1] * 5, 5))
-    step = scheduler.plan()
-    assert step is not None
-    assert step.last == 3
-    assert repr(scheduler) == "Scheduler(version='0', running=3, waiting=3, updates=0)"
+    first, batch = scheduler.plan()
+    assert (first, len(batch)) == (0, 3)
+    assert repr(scheduler) == "Scheduler(version='0', paused=None, running=3, waiting=3, updates=0)"
 
 
 # the protocol
@@ -448,8 +451,7 @@ def test_a_number_that_no_tensor_holds_is_refused(name: str, value: int) -> None
 def test_any_integer_is_a_seed(seed: int) -> None:
     """The noise takes 64 bits of it."""
     params = parse_params({"sampling_seed": seed, "top_k": 2**31 - 1, "temperature": 2**31 - 1}, 0)
-    tokens, _ = sample(torch.zeros(1, 8), [params], [0], [()])
-    assert params.sampling_seed == seed % 2**64
+    tokens, _ = sample(torch.zeros(1, 8), [Sequence("a", 0, [], params)])
     assert 0 <= tokens[0] < 8
 
 
@@ -488,6 +490,8 @@ BAD = [
     {"input_ids": [1], "sampling_params": [{}, {}]},
     {"input_ids": [1], "sampling_params": {"temperature": "hot"}},
     {"input_ids": [1], "sampling_params": {"max_new_tokens": 2.5}},
+    {"input_ids": [1], "sampling_params": {"max_new_tokens": 0}},
+    {"input_ids": [1], "sampling_params": {"min_p": 0.1}},
     {"input_ids": [1], "sampling_params": {"max_new_tokens": 2048}},
     {"input_ids": [1] * 2049, "sampling_params": {"max_new_tokens": 1}},
     {"input_ids": [1], "sampling_params": {"stop": [""]}},
@@ -599,32 +603,6 @@ def test_seeds_are_honoured_over_http(tiny_server: str) -> None:
     assert answers[0] == answers[2] == answers[4] == answers[6]
     assert answers[3] == answers[7] != answers[0]
     assert answers[1] != answers[5]
-
-
-def test_no_new_tokens_scores_the_prompt(tiny_server: str, tiny_model_dir: Path) -> None:
-    """max_new_tokens 0 answers input logprobs at temperature 1 and no output."""
-    body = {
-        "input_ids": PROMPT,
-        "return_logprob": True,
-        "logprob_start_len": 0,
-        "sampling_params": {"max_new_tokens": 0},
-    }
-    answer = post(tiny_server, "/generate", body).json()
-    entries = answer["meta_info"]["input_token_logprobs"]
-    assert answer["output_ids"] == []
-    assert [e[0] for e in entries[1:]] == pytest.approx(by_forward(tiny_model_dir, PROMPT), abs=1e-4)
-
-
-def test_a_client_that_hangs_up_frees_its_slot(start_tiny_server: StartServer) -> None:
-    """With one slot, the next request is served although the one before would have run for long: it was aborted."""
-    url = start_tiny_server("--max-running-requests", "1")
-    long = {"input_ids": PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
-    with httpx.stream("POST", url + "/generate", json=long, timeout=60) as response:
-        next(response.iter_lines())
-    answer = post(url, "/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}})
-    assert answer.status_code == 200
-    state = httpx.get(url + "/model_info").json()["state"]
-    assert state.endswith("running=0, waiting=0, updates=0)")
 
 
 def serve(*words: str) -> subprocess.CompletedProcess:
