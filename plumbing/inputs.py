@@ -115,7 +115,7 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def prepare_model(config: TrainConfig, task: Any) -> None:
-    """Fill in model_path, tokenizer_path and ref.path; the task's base model is made once a seed and kept under .cache/,
+    """Fill in model_path, tokenizer_path, ref.path; the task's base model is made once a seed and kept under .cache/,
     as long as the task's folder stays as it is."""
     if config.model_path is None:
         if not hasattr(task, "make_model"):
