@@ -133,8 +133,8 @@ class Engine:
         if self.stepping:
             news += [seq for seq in self.scheduler.at_work() if seq.stream]
             self.thread.submit(self._step)
-        for seq in news:
-            self.loop.call_soon_threadsafe(seq.news.set)
+        if news:
+            self.loop.call_soon_threadsafe(lambda: [seq.news.set() for seq in news])
 
 
 # the HTTP side
