@@ -38,5 +38,5 @@ def summarise(logger: Logger, rollout: RemoteInfEngine, task: Any, run_dir: Path
     lags = ", ".join(f"lag {lag} {n / total:.0%}" for lag, n in sorted(logger.lag_counts.items()))
     say(f"staleness mean {mean:.2f}, max {oldest:.0f}; {total} trained tokens by version lag: {lags}")
     if hasattr(task, "summary"):
-        task.summary(lambda conversations: ask_greedily(rollout, conversations), logger.console)
+        task.summary(lambda messages: ask_greedily(rollout, [messages])[0], logger.console)
     say(f"{len(history)} steps in {history[-1]['wall_s']:.0f} s; everything is in {run_dir}")
