@@ -505,4 +505,4 @@ def test_the_state_can_be_read() -> None:
     cache = chain(2)
     cache["open"] = InteractionWithTokenLogpReward([user("x")])
     assert repr(cache) == "InteractionCache(3 interactions, 1 unfinished, 3 unrewarded)"
-    assert repr(cache["1"]) == "Interaction('1', turn 1, 4+2 tokens, reward=None, parent='0')"
+    assert repr(cache["1"]) == "Interaction('1', turn 1, reward=None, parent='0')"
