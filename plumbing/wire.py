@@ -59,50 +59,28 @@ def read_answer(url: str, status: int, content: bytes) -> dict[str, Any]:
     raise EngineError(f"{url} answered {status}: {error}", 400 if 400 <= status < 500 else 503)
 
 
-def is_stream(response: Any) -> bool:
-    return response.headers.get("content-type", "").startswith("text/event-stream")
-
-
-class OpenAnswer:
-    """An answer that is read while it comes; `when_closed` hears when nobody reads it any more."""
-
-    def __init__(self, stream: Any, when_closed: Callable[[], None]) -> None:
-        self._stream, self._when_closed = stream, when_closed
-        self._closed = False
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for chunk in self._stream:
-            yield chunk
-
-    async def aclose(self) -> None:
-        if not self._closed:
-            self._closed = True
-            await self._stream.aclose()
-            self._when_closed()
-
-
 class StackTransport(httpx.AsyncBaseTransport):
-    """A connection of its own for each request in flight, the one used last first. An answer is read to its end before
-    it is handed on, and the connection is free; server-sent events are handed on as they come, and the connection is
-    free when they are closed. `http`: httpx, or httpx2 for the clients of newer openai SDKs."""
+    """A connection of its own for each request in flight, the one used last first. It is free when its answer is
+    closed, as an answer is that was read to its end. `http`: httpx, or httpx2 for the clients of newer openai SDKs."""
 
     def __init__(self, http: Any = httpx) -> None:
         self.http = http
         self.idle: list[Any] = []  # connections, used last last
-        self._open_answer = type("OpenAnswer", (OpenAnswer, http.AsyncByteStream), {})  # clients check for the second
 
     async def handle_async_request(self, request: Any) -> Any:
         connection = self.idle.pop() if self.idle else self._connection()
         try:
             response = await connection.handle_async_request(request)
-            if is_stream(response):
-                response.stream = self._open_answer(response.stream, lambda: self.idle.append(connection))
-                return response
-            await response.aread()
         except BaseException:
             await connection.aclose()
             raise
-        self.idle.append(connection)
+        close = response.stream.aclose
+
+        async def close_and_free() -> None:
+            await close()
+            self.idle.append(connection)
+
+        response.stream.aclose = close_and_free
         return response
 
     def _connection(self) -> Any:
@@ -160,8 +138,9 @@ class Wire:
         transport = await self._transports.get()
         try:
             response = await transport.handle_async_request(request)
+            kind = response.headers.get("content-type", "")
             async with contextlib.aclosing(response):
-                if response.status_code != 200 or not is_stream(response):
+                if response.status_code != 200 or not kind.startswith("text/event-stream"):
                     yield read_answer(url, response.status_code, await response.aread())
                     return
                 rest = b""
