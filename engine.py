@@ -65,7 +65,7 @@ import orjson
 
 import weights
 from io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, parse_segment, probe, sampling_params
-from plumbing.wire import EngineError, Wire
+from plumbing.wire import EngineError, Wire, run_all
 from servers import Servers
 
 logger = logging.getLogger("nano_areal.engine")
@@ -112,8 +112,6 @@ class RemoteInfEngine:
     ) -> None:
         if not addresses:
             raise ValueError("the engine needs the address of at least one server")
-        if pause_mode not in ("retract", "abort", "in_place"):
-            raise ValueError(f"pause_mode is retract, abort or in_place, not {pause_mode!r}")
         self.request_timeout, self.request_retries = request_timeout, request_retries
         self._sleep = sleep
         self._wire = Wire(transport)
@@ -148,10 +146,7 @@ class RemoteInfEngine:
             )
             return [0.0] + [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
 
-        async def score_all() -> list[list[float]]:
-            return await asyncio.gather(*map(score_one, itertools.count(), input_ids))
-
-        return asyncio.run(score_all())
+        return run_all(map(score_one, itertools.count(), input_ids))
 
     # Generation
 

@@ -31,7 +31,6 @@ server that hangs with its connections open is lost only after `request_timeout`
 update in mode distributed breaks the process group, and that run ends (with disk and tensor it goes on).
 """
 
-import asyncio
 import hashlib
 import logging
 import time
@@ -39,7 +38,7 @@ from typing import Any
 
 import httpx
 
-from plumbing.wire import CALL_TIMEOUT, EngineError, Wire
+from plumbing.wire import CALL_TIMEOUT, EngineError, Wire, run_all
 
 logger = logging.getLogger("nano_areal.servers")
 
@@ -124,22 +123,13 @@ class Servers:
         urls = [address + "/workers" for address in self.addresses] + [
             server + "/model_info" for server in list(self.lost)
         ]
-        asked = zip(urls, self._call_all(urls, [None] * len(urls), LOOK_TIMEOUT))
-        answers = {url: answer for url, answer in asked if isinstance(answer, dict)}
+        results = run_all((self._wire.call(url, timeout=LOOK_TIMEOUT) for url in urls), return_exceptions=True)
+        answers = {url: result for url, result in zip(urls, results) if isinstance(result, dict)}
         workers = [w for a in self.addresses for w in answers.get(a + "/workers", {}).get("workers", [a])]
         self.workers = [(w["url"] if isinstance(w, dict) else w).rstrip("/") for w in workers]
         for server in self.workers:
             if server + "/model_info" in answers:
                 self.find(server)
-
-    def _call_all(self, urls: list[str], bodies: list[Any], timeout: float) -> list[Any]:
-        """All at once: of each the answer, or the exception."""
-
-        async def call_all() -> list[Any]:
-            calls = (self._wire.call(url, body, timeout) for url, body in zip(urls, bodies, strict=True))
-            return await asyncio.gather(*calls, return_exceptions=True)
-
-        return asyncio.run(call_all())
 
     def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[dict[str, Any]]:
         """POST (without a body: GET) to all living servers at once, a list of bodies one to each; the answers of those
@@ -154,7 +144,8 @@ class Servers:
         bodies = body if isinstance(body, list) else [body] * len(living)
         if len(bodies) != len(living):
             raise EngineError(f"a server was lost meanwhile: {'; '.join(self.lost.values())}", 503)
-        answers = dict(zip(living, self._call_all([server + path for server in living], bodies, timeout)))
+        calls = (self._wire.call(server + path, one, timeout) for server, one in zip(living, bodies))
+        answers = dict(zip(living, run_all(calls, return_exceptions=True)))
         failed = {server: answer for server, answer in answers.items() if isinstance(answer, Exception)}
         dead = [s for s, error in failed.items() if isinstance(error.__cause__, httpx.TransportError)]
         if len(dead) < len(failed) or len(dead) == len(living):

@@ -17,7 +17,7 @@ Connections belong to an event loop and can only be closed on it, so each loop g
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import httpx
@@ -97,25 +97,34 @@ class PerLoop(Generic[T]):
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        # All that changes: each loop's thing, with the generator that closes it.
-        self._kept: dict[asyncio.AbstractEventLoop, tuple[AsyncIterator[T], T]] = {}
+        # All that changes: for each loop the generator that makes its thing, gives it, and closes it.
+        self._keepers: dict[asyncio.AbstractEventLoop, AsyncGenerator[T, None]] = {}
 
     async def get(self) -> T:
         """The running loop's."""
         loop = asyncio.get_running_loop()
-        if loop not in self._kept:
-            keeper = self._keep(loop)
-            self._kept[loop] = keeper, await anext(keeper)
-        return self._kept[loop][1]
+        if loop not in self._keepers:
+            self._keepers[loop] = self._keep(loop)
+        return await anext(self._keepers[loop])
 
-    async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncIterator[T]:
+    async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T, None]:
         # A generator, because a loop that ends cancels its tasks, waits for them, and then closes its generators.
         thing: Any = self._make()
         try:
-            yield thing
+            while True:
+                yield thing
         finally:
-            del self._kept[loop]
+            del self._keepers[loop]
             await thing.aclose()
+
+
+def run_all(calls: Iterable[Awaitable[Any]], return_exceptions: bool = False) -> list[Any]:
+    """The results of all calls, made at once in an event loop of their own: for a thread that has none."""
+
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*calls, return_exceptions=return_exceptions)
+
+    return asyncio.run(gather())
 
 
 class Wire:
