@@ -241,7 +241,7 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
         interaction = self.get(interaction_id)
         if interaction and interaction.complete and not interaction.continued:
             del self[interaction_id]
-            self._ends = {place: other for place, other in self._ends.items() if other is not interaction}
+            self._ends = {walk(i.template_key, i.messages + i.output_message_list)[-1]: i for i in self.finished()}
 
     def set_reward(self, interaction_id: str, reward: Any) -> None:
         """Raises KeyError for an id that is unknown or unfinished, ValueError for what is not finite."""
