@@ -259,11 +259,10 @@ class RemoteInfEngine:
         """
         self.servers.refresh()
         infos = self.servers.post_all("/server_info")
-        self.vocab_size = min((n for info in infos if (n := read_vocab_size(info.get("model_path")))), default=None)
+        self.vocab_size = min(filter(None, (read_vocab_size(info.get("model_path")) for info in infos)), default=None)
         if self.vocab_size is None:
             logger.warning("no server's model can be read from here: ids outside its vocabulary are not refused")
-        lengths = [info["max_req_input_len"] for info in infos if info.get("max_req_input_len")]
-        self.context_length = min(lengths, default=None)
+        self.context_length = min(filter(None, (info.get("max_req_input_len") for info in infos)), default=None)
         self.has_grammar = all(info.get("grammar_backend") not in (None, "none") for info in infos)
         answers = self.servers.post_all("/generate", probe([0]))
         if self.servers.lost:  # later the run would go on without them

@@ -12,7 +12,8 @@ An answer in server-sent events is handed on while it comes: `Wire.stream` yield
 JSON. An inference server repeats in every event all that was generated so far, so of the events that have
 arrived only the newest is read.
 
-Connections belong to an event loop and can only be closed on it, so each loop gets its own (`PerLoop`).
+Connections belong to an event loop and can only be closed on it, so each loop gets its own (`PerLoop`). A thread that
+has no loop makes its calls in one of their own, all at once (`run_all`).
 """
 
 import asyncio
