@@ -75,10 +75,10 @@ class Servers:
 
     def lose(self, server: str, why: Exception) -> None:
         """From now on `server` gets no request, until it is found again."""
+        self._look_at[server] = time.monotonic() + LOOK_AGAIN
         if server not in self.lost:
             self.lost[server] = str(why)
             logger.warning("lost server %s (%s); %d of %d left", server, why, len(self.living()), len(self.workers))
-        self._look_at[server] = time.monotonic() + LOOK_AGAIN
 
     def find(self, server: str) -> None:
         """`server` is back, with weights that may be used."""
@@ -120,9 +120,8 @@ class Servers:
     def refresh(self) -> None:
         """At the start and before each update: a router's workers of now (nobody else knows that path), and the lost
         servers that answer again (with what weights does not matter: they are about to get new ones)."""
-        urls = [address + "/workers" for address in self.addresses] + [
-            server + "/model_info" for server in list(self.lost)
-        ]
+        urls = [address + "/workers" for address in self.addresses]
+        urls += [server + "/model_info" for server in list(self.lost)]
         results = run_all((self._wire.call(url, timeout=LOOK_TIMEOUT) for url in urls), return_exceptions=True)
         answers = {url: result for url, result in zip(urls, results) if isinstance(result, dict)}
         workers = [w for a in self.addresses for w in answers.get(a + "/workers", {}).get("workers", [a])]
