@@ -75,13 +75,14 @@ class StackTransport(httpx.AsyncBaseTransport):
         except BaseException:
             await connection.aclose()
             raise
-        close = response.stream.aclose
+        stream = response.stream
 
         async def close_and_free() -> None:
-            await close()
+            del stream.aclose  # from here on its own
+            await stream.aclose()
             self.idle.append(connection)
 
-        response.stream.aclose = close_and_free
+        stream.aclose = close_and_free
         return response
 
     def _connection(self) -> Any:
