@@ -53,6 +53,8 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from itertools import accumulate
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from messages import Message, canonical
@@ -63,7 +65,7 @@ if TYPE_CHECKING:
     from io_struct import ModelResponse
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class InteractionWithTokenLogpReward:
     """One call of an agent. It is unfinished until it has its tokens and its output messages."""
 
@@ -80,7 +82,6 @@ class InteractionWithTokenLogpReward:
     turn: int = 0  # its depth in the tree
     earlier: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
     # ^ set by an export in style concat: the turns before this one in its row, and whether the row trains them
-    end: Hashable = None  # the place where its conversation ends
     continued: bool = False  # a later interaction goes on from this one
     beside: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
     # ^ calls that were running at the same moment and begin with another message
@@ -92,8 +93,7 @@ class InteractionWithTokenLogpReward:
     @property
     def trains(self) -> bool:
         """Whether its sampled tokens may enter the loss."""
-        unrewarded_side = self.is_side and self.reward is None
-        return self.trainable and self.tokens.trains_exactly and not unrewarded_side
+        return self.trainable and self.tokens.trains_exactly and not (self.is_side and self.reward is None)
 
     @property
     def is_main(self) -> bool:
@@ -108,7 +108,7 @@ class InteractionWithTokenLogpReward:
     @property
     def tokens(self) -> "ModelResponse":
         if self.model_response is None:
-            raise ValueError(f"{self!r} is unfinished: it has no tokens")
+            raise ValueError(f"interaction {self.interaction_id!r} is unfinished: it has no tokens")
         return self.model_response
 
     def continues(self, parent: "InteractionWithTokenLogpReward") -> bool:
@@ -153,46 +153,33 @@ class InteractionWithTokenLogpReward:
         return row
 
     def to_tensor_dict(self) -> "dict[str, Tensor]":
-        """`to_lists` as tensors (1, L), `rewards` (1,): int32, float32, and attention_mask bool."""
-        return to_tensors(self.to_lists())
+        """`to_lists` as tensors (1, L), `rewards` (1,), in the dtypes of trajectory.py."""
+        import torch
+
+        from trajectory import ROW_KEYS, TOKEN_KEYS
+
+        row = self.to_lists()
+        tensors = {key: torch.tensor(row[key], dtype=dtype) for key, (dtype, _) in ROW_KEYS.items() if key in row}
+        return {key: torch.tensor([row[key]], dtype=dtype) for key, (dtype, _) in TOKEN_KEYS.items()} | tensors
 
     def __repr__(self) -> str:
-        size = f"{self.model_response.input_len}+{self.model_response.output_len}" if self.model_response else "?"
         parent = self.parent.interaction_id if self.parent else None
-        return (
-            f"Interaction({self.interaction_id!r}, turn {self.turn}, {size} tokens, "
-            f"reward={self.reward}, parent={parent!r})"
-        )
-
-
-def to_tensors(row: dict[str, list]) -> "dict[str, Tensor]":
-    """The lists of `to_lists` as tensors with a batch of one."""
-    import torch
-
-    floats = ("logprobs", "turn_rewards", "temperatures", "rewards")
-    kinds = {"attention_mask": torch.bool, **dict.fromkeys(floats, torch.float32)}
-    tensors = {key: torch.tensor(values, dtype=kinds.get(key, torch.int32)) for key, values in row.items()}
-    per_row = ("rewards", "truncated", "regenerated")
-    return {key: t if key in per_row else t.unsqueeze(0) for key, t in tensors.items()}  # (1, L)
+        return f"Interaction({self.interaction_id!r}, turn {self.turn}, reward={self.reward}, parent={parent!r})"
 
 
 def finite(reward: Any) -> float:
     """`reward` as a float. Raises ValueError for what is no finite number (a string, nan, inf)."""
     try:
-        value = math.nan if isinstance(reward, str) else float(reward)
-    except (TypeError, OverflowError):
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"reward: a finite number is needed, not {reward!r}")
-    return value
+        if math.isfinite(reward):
+            return float(reward)
+    except (TypeError, OverflowError):  # no number at all, or no float
+        pass
+    raise ValueError(f"reward: a finite number is needed, not {reward!r}")
 
 
 def walk(place: Hashable, messages: list[Message]) -> list[Hashable]:
     """The places from `place` along `messages`, both ends included."""
-    places = [place]
-    for message in messages:
-        places.append(hash((places[-1], canonical(message))))
-    return places
+    return list(accumulate(messages, lambda here, message: hash((here, canonical(message))), initial=place))
 
 
 class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
@@ -242,8 +229,7 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
         """The call came back: from here on it can be a parent, take a reward and be exported."""
         interaction = self[interaction_id]
         interaction.model_response, interaction.output_message_list = response, output
-        interaction.end = walk(self._unfinished.pop(interaction_id), output)[-1]
-        self._ends[interaction.end] = interaction
+        self._ends[walk(self._unfinished.pop(interaction_id), output)[-1]] = interaction
 
     def discard(self, interaction_id: str) -> None:
         """The call failed or was given up: an unfinished interaction leaves no trace. A finished one stays."""
@@ -255,8 +241,7 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
         interaction = self.get(interaction_id)
         if interaction and interaction.complete and not interaction.continued:
             del self[interaction_id]
-            if self._ends[interaction.end] is interaction:
-                del self._ends[interaction.end]
+            self._ends = {walk(i.template_key, i.messages + i.output_message_list)[-1]: i for i in self.finished()}
 
     def set_reward(self, interaction_id: str, reward: Any) -> None:
         """Raises KeyError for an id that is unknown or unfinished, ValueError for what is not finite."""
@@ -286,9 +271,7 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
         for interaction in reversed(self.finished()):
             if interaction.is_side and interaction.reward is None:
                 continue
-            final = below[interaction]
-            mean = math.fsum(final) / len(final) if final else 0.0
-            interaction.reward = (interaction.reward or 0.0) + gamma * mean
+            interaction.reward = (interaction.reward or 0.0) + gamma * fmean(below[interaction] or [0.0])
             below[interaction.parent].append(interaction.reward)
 
     def export_interactions(self, style: str = "individual") -> dict[str, InteractionWithTokenLogpReward]:
@@ -296,20 +279,16 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
         that is neither "individual" nor "concat"."""
         if style not in ("individual", "concat"):
             raise ValueError(f"style: individual or concat is needed, not {style!r}")
-        finished = self.finished()
-        for interaction in finished:
-            interaction.earlier = []
-        if style == "individual":
-            return {i.interaction_id: i for i in finished}
-        before = {i: i.parent for i in finished if i.parent and i.continues(i.parent)}
+        finished, joins = self.finished(), style == "concat"
+        before = {i: i.parent for i in finished if joins and i.parent and i.continues(i.parent)}
         inner, trained = set(before.values()), set()
         leaves = [i for i in finished if i not in inner]
         for leaf in leaves:
-            turn = before.get(leaf)
-            while turn is not None:
+            turn, leaf.earlier = leaf, []
+            while turn in before:
+                turn = before[turn]
                 leaf.earlier.append((turn, turn not in trained))
                 trained.add(turn)
-                turn = before.get(turn)
             leaf.earlier.reverse()
         return {leaf.interaction_id: leaf for leaf in leaves}
 

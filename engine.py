@@ -24,7 +24,7 @@ there are:
 A token's version is **what the server reports**, never a variable of this process that is read when the
 answer arrives (AReaL: a `set_version` during the request retags tokens of the old weights). A server without
 spans (SGLang 0.5.16 to 0.5.18) reports only the version at a segment's end, which is right for all of the
-segment if no segment lives through an update: when the engine sees such a server it falls back to `abort` and
+segment if no segment lives through an update: where `initialize` finds such a server it falls back to `abort` and
 says so.
 
 Streaming. Who wants to hear of tokens as they come gives `agenerate` a function; then the segments are streamed, each
@@ -56,6 +56,7 @@ import itertools
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,8 @@ import httpx
 import orjson
 
 import weights
-from io_struct import ModelRequest, ModelResponse, parse_segment, probe, sampling_params
-from plumbing.wire import CALL_TIMEOUT, EngineError, Wire
+from io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, parse_segment, probe, sampling_params
+from plumbing.wire import EngineError, Wire, run_all
 from servers import Servers
 
 logger = logging.getLogger("nano_areal.engine")
@@ -91,17 +92,6 @@ def read_vocab_size(model_path: str | None) -> int | None:
     return config.get("text_config", config).get("vocab_size")
 
 
-def method_of_executor(name: str) -> Callable[..., Any]:
-    """A method of the engine that is the WorkflowExecutor's method `name`."""
-
-    def method(engine: "RemoteInfEngine", *args: Any, **kwargs: Any) -> Any:
-        if engine.executor is None:
-            raise RuntimeError("this engine runs no rollouts: attach a WorkflowExecutor(engine, ...) first")
-        return getattr(engine.executor, name)(*args, **kwargs)
-
-    return method
-
-
 class RemoteInfEngine:
     """Every inference server of the run, behind one object.
 
@@ -122,8 +112,6 @@ class RemoteInfEngine:
     ) -> None:
         if not addresses:
             raise ValueError("the engine needs the address of at least one server")
-        if pause_mode not in ("retract", "abort", "in_place"):
-            raise ValueError(f"pause_mode is retract, abort or in_place, not {pause_mode!r}")
         self.request_timeout, self.request_retries = request_timeout, request_retries
         self._sleep = sleep
         self._wire = Wire(transport)
@@ -135,11 +123,7 @@ class RemoteInfEngine:
         self.has_grammar = False  # every server can sample by a json_schema
         self.executor: Any = None  # the WorkflowExecutor, attached by itself
         self._version = 0
-        self._servers_paused = self._destroyed = False
-
-    def __repr__(self) -> str:
-        state = "destroyed" if self._destroyed else "paused" if self._servers_paused else "running"
-        return f"RemoteInfEngine({self.servers}, version={self._version}, {self.pause_mode}, {state})"
+        self._servers_paused = False
 
     # Questions
 
@@ -153,25 +137,16 @@ class RemoteInfEngine:
         A server takes no prompt as long as its context, so of a sequence that fills it the last is missing.
         """
 
-        async def score_one(number: int, ids: list[int], attempt: int = 0) -> list[float]:
+        async def score_one(number: int, ids: list[int]) -> list[float]:
             ids = ids[: self.context_length - 1] if self.context_length else ids
             self._check_ids(ids)
-            server = await self.servers.choose(str(number), attempt)
             body = {**probe(ids), "logprob_start_len": 0}
-            try:
-                answer = await self._wire.call(server + "/generate", body, self.request_timeout)
-            except EngineError as error:
-                if error.status != 503 or attempt == self.request_retries:
-                    raise
-                self.servers.lose(server, error)
-                return await score_one(number, ids, attempt + 1)
-            entries = answer["meta_info"]["input_token_logprobs"]
-            return [0.0] + [entry[0] for entry in entries[1:]]
+            answer = await self._ask(
+                str(number), lambda server: self._wire.call(server + "/generate", body, self.request_timeout)
+            )
+            return [0.0] + [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
 
-        async def score_all() -> list[list[float]]:
-            return await asyncio.gather(*map(score_one, itertools.count(), input_ids))
-
-        return asyncio.run(score_all())
+        return run_all(map(score_one, itertools.count(), input_ids))
 
     # Generation
 
@@ -184,45 +159,37 @@ class RemoteInfEngine:
         Raises EngineError: 400 before anything is sent when the request cannot be served, or with the
         server's own message when it refuses; 503 when no server answered; 502 when an answer makes no sense.
         """
-        g, budget = req.gconfig, self._budget(req)
+        g = req.gconfig.new(max_new_tokens=self._budget(req))
         temperature = 1.0 if g.is_greedy else g.temperature
         response = ModelResponse(list(req.input_ids), temperature=temperature, trains_exactly=g.trains_exactly)
-        failures = empty_aborts = 0
-        for k in itertools.count():
+        rids = (f"{req.rid}-{k}" for k in itertools.count())
+        empty_aborts = 0
+        while True:
             done = response.output_len
-            body = {
-                "rid": f"{req.rid}-{k}",
-                "input_ids": response.input_tokens + response.output_tokens,
-                "sampling_params": sampling_params(g, budget - done, done),
-                "return_logprob": True,
-                "stream": on_tokens is not None,
-            }
+            await self._ask(
+                req.session or req.rid,
+                lambda server: self._generate_segment(server, next(rids), g, response, on_tokens),
+            )
+            if response.stop_reason != "abort" or response.output_len >= g.max_new_tokens:
+                response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
+                return response
+            empty_aborts = 0 if response.output_len > done else empty_aborts + 1
+            if empty_aborts:
+                await self._sleep(backoff(empty_aborts, *EMPTY_ABORT_WAIT))
 
-            def on_growth(segment: ModelResponse, done: int = done) -> None:
-                response.replace_from(done, segment)
-                if on_tokens and segment.output_len:
-                    on_tokens(response)
-
-            server = await self.servers.choose(req.session or req.rid, failures)
+    async def _ask(self, key: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
+        """What `ask` gets from the server of conversation `key`; while none answers (503), from the next in its order,
+        as often as there are retries. Raises EngineError."""
+        for failures in itertools.count(1):
+            server = await self.servers.choose(key)
             try:
-                segment = await self._generate_segment(server, body, on_growth)
+                return await ask(server)
             except EngineError as error:
                 if error.status == 503:
                     self.servers.lose(server, error)
-                if error.status != 503 or failures == self.request_retries:
+                if error.status != 503 or failures > self.request_retries:
                     raise
-                failures += 1
-                response.regenerated += 1
-                await self._sleep(backoff(failures, *FAILURE_WAIT) * random.uniform(0.5, 1.0))
-                continue
-            failures = 0
-            if segment.stop_reason != "abort" or response.output_len >= budget:
-                response.stop_reason = "stop" if segment.stop_reason == "stop" else "length"
-                break
-            empty_aborts = 0 if segment.output_len else empty_aborts + 1
-            if empty_aborts:
-                await self._sleep(backoff(empty_aborts, *EMPTY_ABORT_WAIT))
-        return response
+            await self._sleep(backoff(failures, *FAILURE_WAIT) * random.uniform(0.5, 1.0))
 
     def _budget(self, req: ModelRequest) -> int:
         """How many tokens `req` may generate; EngineError (400) if it cannot be served at all."""
@@ -251,39 +218,36 @@ class RemoteInfEngine:
             bad = min(ids) if min(ids) < 0 else max(ids)
             raise EngineError(f"token id {bad} is outside the vocabulary of {self.vocab_size} tokens", 400)
 
-    async def _generate_segment(self, server: str, body: dict[str, Any], on_growth: OnTokens) -> ModelResponse:
-        """One POST /generate; `on_growth` hears of each event of a stream, or of the whole answer. Who gives up on a
+    async def _generate_segment(
+        self, server: str, rid: str, g: GenerationHyperparameters, response: ModelResponse, on_tokens: OnTokens | None
+    ) -> None:
+        """One POST /generate, by which `response` grows: with each event of a stream, or once. Who gives up on a
         request must tell the server, which does not notice a closed connection and would generate to the end."""
-        url, segment = server + "/generate", None
-        sent_after = self.servers.newest
+        url, done, sent_after = server + "/generate", response.output_len, self.servers.newest
+        body = {
+            "rid": rid,
+            "input_ids": response.input_tokens + response.output_tokens,
+            "sampling_params": sampling_params(g, done),
+            "return_logprob": True,
+            "stream": on_tokens is not None,
+        }
+        response.stop_reason = ""
         try:
             async with contextlib.aclosing(self._wire.stream(url, body, self.request_timeout)) as events:
                 async for event in events:
-                    segment = self._read_segment(server, event)
+                    segment = parse_segment(event)
                     self.servers.check_age(server, segment.output_versions, sent_after)
-                    on_growth(segment)
-            if segment is None or not segment.stop_reason:
+                    response.replace_from(done, segment)
+                    if on_tokens and segment.output_len:
+                        on_tokens(response)
+            if not response.stop_reason:
                 raise EngineError(f"{url} broke off in the middle of an answer", 503)
-            return segment
         except (asyncio.CancelledError, EngineError) as error:
+            response.regenerated += isinstance(error, EngineError)  # asked for again, or the response is not wanted
             if getattr(error, "status", None) != 400:
-                await asyncio.shield(self._abort(server, body["rid"]))
+                with contextlib.suppress(EngineError):  # a server that is gone generates nothing
+                    await asyncio.shield(self._wire.call(server + "/abort_request", {"rid": rid}, timeout=5.0))
             raise
-
-    async def _abort(self, server: str, rid: str) -> None:
-        with contextlib.suppress(EngineError):  # a server that is gone generates nothing
-            await self._wire.call(server + "/abort_request", {"rid": rid}, timeout=5.0)
-
-    def _read_segment(self, server: str, answer: dict[str, Any]) -> ModelResponse:
-        segment = parse_segment(answer)
-        if self.pause_mode != "abort" and segment.output_tokens and "weight_versions" not in answer["meta_info"]:
-            logger.warning(
-                "%s reports no weight_versions, so the tokens of a request that lives through a weight "
-                "update could not be told apart: pause_mode is abort from now on (SGLang 0.5.19 has them)",
-                server,
-            )
-            self.pause_mode = "abort"
-        return segment
 
     # Control, from the trainer's main thread: it waits for the servers in event loops of its own
 
@@ -293,18 +257,25 @@ class RemoteInfEngine:
         The token shows before the first step what would otherwise fail in the middle of a run: a version that
         is no number, missing logprobs, missing spans, a server that an earlier run left paused.
         """
-        self.servers.discover()
-        infos = self.post_all("/server_info")
-        self.vocab_size = min((n for info in infos if (n := read_vocab_size(info.get("model_path")))), default=None)
+        self.servers.refresh()
+        infos = self.servers.post_all("/server_info")
+        self.vocab_size = min(filter(None, (read_vocab_size(info.get("model_path")) for info in infos)), default=None)
         if self.vocab_size is None:
             logger.warning("no server's model can be read from here: ids outside its vocabulary are not refused")
-        lengths = [info["max_req_input_len"] for info in infos if info.get("max_req_input_len")]
-        self.context_length = min(lengths, default=None)
+        self.context_length = min(filter(None, (info.get("max_req_input_len") for info in infos)), default=None)
         self.has_grammar = all(info.get("grammar_backend") not in (None, "none") for info in infos)
-        for server, answer in zip(self.servers.workers, self.post_all("/generate", probe([0]))):
-            self._read_segment(server, answer)
+        answers = self.servers.post_all("/generate", probe([0]))
         if self.servers.lost:  # later the run would go on without them
             raise EngineError("; ".join(self.servers.lost.values()), 503)
+        for server, answer in zip(self.servers.workers, answers):
+            parse_segment(answer)
+            if self.pause_mode != "abort" and "weight_versions" not in answer["meta_info"]:
+                logger.warning(
+                    "%s reports no weight_versions, so the tokens of a request that lives through a weight "
+                    "update could not be told apart: pause_mode is abort from now on (SGLang 0.5.19 has them)",
+                    server,
+                )
+                self.pause_mode = "abort"
 
     def pause(self) -> None:
         """Stop admitting rollouts, then interrupt what the servers generate. Weights may change after
@@ -313,11 +284,11 @@ class RemoteInfEngine:
             self.executor.pause()
         self._servers_paused = True
         self.servers.refresh()
-        self.post_all("/pause_generation", {"mode": self.pause_mode})
+        self.servers.post_all("/pause_generation", {"mode": self.pause_mode})
 
     def resume(self) -> None:
         """The reverse of pause: the servers first, or admitted rollouts would meet paused ones."""
-        self.post_all("/continue_generation", {})
+        self.servers.post_all("/continue_generation", {})
         self._servers_paused = False
         if self.executor is not None:
             self.executor.resume()
@@ -326,8 +297,8 @@ class RemoteInfEngine:
         """Have every server take `meta.version`, the model being `buckets` or on disk. Call between pause and resume:
         without a pause a server first finishes everything it runs. RuntimeError names each server that failed and
         why."""
-        keeps_keys = self.pause_mode == "in_place"
-        weights.send(dataclasses.replace(meta, flush_cache=not keeps_keys), self.post_all, buckets)
+        meta = dataclasses.replace(meta, flush_cache=self.pause_mode != "in_place")
+        weights.send(meta, self.servers.post_all, buckets)
         self.servers.newest = meta.version
 
     def set_version(self, version: int) -> None:
@@ -336,19 +307,13 @@ class RemoteInfEngine:
         if self.executor is not None:
             self.executor.on_new_version()
 
-    def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[dict[str, Any]]:
-        """POST (without a body: GET) to every server that lives, a list of bodies one to each: Servers.post_all."""
-        return self.servers.post_all(path, body, timeout)
-
     def destroy(self) -> None:
         """End the executor; may be repeated. Servers that this engine left paused are continued, for the next
         one's sake. Connections end with their event loop."""
-        if self._destroyed:
-            return
-        self._destroyed = True
         if self._servers_paused:
+            self._servers_paused = False
             try:
-                self.post_all("/continue_generation", {}, timeout=5.0)
+                self.servers.post_all("/continue_generation", {}, timeout=5.0)
             except EngineError as error:
                 logger.warning("a server may be left paused: %s", error)
         if self.executor is not None:
@@ -356,9 +321,16 @@ class RemoteInfEngine:
 
     # Rollouts: the executor's methods, reached through the engine
 
-    submit = method_of_executor("submit")  # (data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
-    wait = method_of_executor("wait")  # (count, timeout)
-    wait_for_task = method_of_executor("wait_for_task")  # (task_id, timeout)
-    rollout_batch = method_of_executor("rollout_batch")  # (data, workflow, ...)
-    prepare_batch = method_of_executor("prepare_batch")
+    def _roll_out(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        if self.executor is None:
+            raise RuntimeError("this engine runs no rollouts: attach a WorkflowExecutor(engine, ...) first")
+        return getattr(self.executor, method)(*args, **kwargs)
+
+    submit = partialmethod(
+        _roll_out, "submit"
+    )  # (data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
+    wait = partialmethod(_roll_out, "wait")  # (count, timeout)
+    wait_for_task = partialmethod(_roll_out, "wait_for_task")  # (task_id, timeout)
+    rollout_batch = partialmethod(_roll_out, "rollout_batch")  # (data, workflow, ...)
+    prepare_batch = partialmethod(_roll_out, "prepare_batch")
     # ^ (dataloader, workflow, workflow_kwargs, should_accept_fn, group_size)

@@ -43,9 +43,8 @@ class GenerationHyperparameters:
     json_schema: str | None = None  # only JSON of this schema may be sampled; for servers with a grammar
 
     def new(self, **changes: Any) -> "GenerationHyperparameters":
-        """A copy with `changes`; the lists are copied too."""
-        lists: dict[str, Any] = {"stop": list(self.stop), "stop_token_ids": list(self.stop_token_ids)}
-        return dataclasses.replace(self, **(lists | changes))
+        """A copy with `changes`."""
+        return dataclasses.replace(self, **changes)
 
     @property
     def is_greedy(self) -> bool:
@@ -77,8 +76,8 @@ class ModelResponse:
     """What one request gave. The three output lists have one entry per generated token, the stop token
     included.
 
-    `stop_reason`: "stop" or "length" from agenerate; "tool_calls" is set by who parses the text; "abort"
-    marks the segments of which agenerate makes a response.
+    `stop_reason`: "stop" or "length" from agenerate; "tool_calls" is set by who parses the text; "abort", and "" of a
+    stream that goes on, mark the segments of which agenerate makes a response.
     """
 
     input_tokens: list[int]
@@ -101,10 +100,11 @@ class ModelResponse:
         return len(self.output_tokens)
 
     def replace_from(self, done: int, segment: "ModelResponse") -> None:
-        """Let the output be its first `done` tokens and those of `segment`."""
+        """Let the output be its first `done` tokens and those of `segment`, and end as that does."""
         self.output_tokens[done:] = segment.output_tokens
         self.output_logprobs[done:] = segment.output_logprobs
         self.output_versions[done:] = segment.output_versions
+        self.stop_reason = segment.stop_reason
 
 
 def call_seed(seed: int, episode: str, call: int) -> int:
@@ -116,15 +116,13 @@ def call_seed(seed: int, episode: str, call: int) -> int:
 def segment_seed(seed: int, offset: int) -> int:
     """The seed of the segment that starts after `offset` tokens. A retry with nothing gained repeats itself;
     a resumed segment does not reuse the noise that sampled the segment before it."""
-    if offset == 0:
-        return seed % 2**63  # JSON readers and SGLang know no longer ones
-    return int.from_bytes(hashlib.blake2b(f"{seed}+{offset}".encode(), digest_size=8).digest()) >> 1
+    return call_seed(seed, "resumed", offset) if offset else seed % 2**63  # no longer ones: JSON readers, SGLang
 
 
-def sampling_params(gconfig: GenerationHyperparameters, max_new_tokens: int, offset: int) -> dict[str, Any]:
-    """What a segment sends: every parameter that a generation_config.json could set otherwise."""
+def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict[str, Any]:
+    """What the segment after `offset` tokens sends: all that a generation_config.json could set otherwise."""
     params = {
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": gconfig.max_new_tokens - offset,
         "temperature": 0.0 if gconfig.is_greedy else gconfig.temperature,
         "top_p": gconfig.top_p,
         "top_k": gconfig.top_k,
@@ -145,7 +143,7 @@ def sampling_params(gconfig: GenerationHyperparameters, max_new_tokens: int, off
 
 def probe(input_ids: list[int]) -> dict[str, Any]:
     """A request for one greedy token."""
-    params = sampling_params(GenerationHyperparameters(greedy=True), max_new_tokens=1, offset=0)
+    params = sampling_params(GenerationHyperparameters(greedy=True, max_new_tokens=1))
     return {"input_ids": input_ids, "sampling_params": params, "return_logprob": True}
 
 
@@ -160,9 +158,7 @@ def parse_segment(answer: dict[str, Any]) -> ModelResponse:
         versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
         finish = meta["finish_reason"]["type"] if meta["finish_reason"] else ""
     except (KeyError, TypeError, ValueError) as error:
-        hint = (
-            "is it SGLang's, started with --weight-version 0 (a decimal number), and its last weight update complete?"
-        )
+        hint = "is it SGLang's with --weight-version 0 (a decimal number), and its last weight update complete?"
         raise EngineError(f"an answer that cannot be read ({error!r}): {hint}", 502) from error
     if not len(tokens) == len(logprobs) == len(versions):
         counts = f"{len(tokens)} tokens, {len(logprobs)} logprobs, {len(versions)} versions"

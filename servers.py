@@ -31,7 +31,6 @@ server that hangs with its connections open is lost only after `request_timeout`
 update in mode distributed breaks the process group, and that run ends (with disk and tensor it goes on).
 """
 
-import asyncio
 import hashlib
 import logging
 import time
@@ -39,7 +38,7 @@ from typing import Any
 
 import httpx
 
-from plumbing.wire import CALL_TIMEOUT, EngineError, Wire
+from plumbing.wire import CALL_TIMEOUT, EngineError, Wire, run_all
 
 logger = logging.getLogger("nano_areal.servers")
 
@@ -68,23 +67,18 @@ class Servers:
         self.workers = self.addresses  # where control goes: behind a router, its workers
         self.lost: dict[str, str] = {}  # server -> why
         self.newest = 0  # the newest version of which tokens have come
-        self._routers: list[str] = []  # those of `addresses` that are routers
         self._look_at: dict[str, float] = {}  # when to look at a lost server again, in time.monotonic()'s seconds
 
-    def __repr__(self) -> str:
-        return f"Servers({self.addresses}, lost={list(self.lost)}, newest={self.newest})"
-
-    def living(self, servers: list[str]) -> list[str]:
-        """Those of `servers` that are not lost."""
-        return [server for server in servers if server not in self.lost]
+    def living(self) -> list[str]:
+        """Those of `workers` that are not lost."""
+        return [server for server in self.workers if server not in self.lost]
 
     def lose(self, server: str, why: Exception) -> None:
         """From now on `server` gets no request, until it is found again."""
-        if server not in self.lost:
-            left = len(self.living(self.workers)) - (server in self.workers)
-            logger.warning("lost server %s (%s); %d of %d left", server, why, left, len(self.workers))
-        self.lost[server] = str(why)
         self._look_at[server] = time.monotonic() + LOOK_AGAIN
+        if server not in self.lost:
+            self.lost[server] = str(why)
+            logger.warning("lost server %s (%s); %d of %d left", server, why, len(self.living()), len(self.workers))
 
     def find(self, server: str) -> None:
         """`server` is back, with weights that may be used."""
@@ -99,13 +93,13 @@ class Servers:
             raise EngineError(f"{reason}: it was restarted, and waits for the next weight update", 503)
         self.newest = max([self.newest, *versions])
 
-    async def choose(self, key: str, attempt: int) -> str:
-        """The server for a conversation. Where none is known to live, each in turn is tried."""
+    async def choose(self, key: str) -> str:
+        """The server for a conversation. Where none is known to live, the one lost or looked at longest ago."""
         ranking = rank_servers(self.addresses, key)
         for server in ranking:
             if server not in self.lost or await self._look(server):
                 return server
-        return ranking[attempt % len(ranking)]
+        return min(ranking, key=self._look_at.__getitem__)
 
     async def _look(self, server: str) -> bool:
         """Whether a lost server is back with the current weights; asked of it every LOOK_AGAIN seconds only."""
@@ -123,31 +117,18 @@ class Servers:
 
     # Control: from the trainer's main thread, in event loops of its own
 
-    def discover(self) -> None:
-        """Find out which addresses are routers, and who works behind them."""
-        self._routers = [a for a, answer in self._ask(self.addresses, "/workers").items() if "workers" in answer]
-        self.refresh()
-
     def refresh(self) -> None:
-        """Before an update: a router's workers of now, and the lost servers that answer again (with what weights
-        does not matter: they are about to get new ones). EngineError where a router is gone."""
-        listed = self._ask(self._routers, "/workers")
-        if gone := [router for router in self._routers if router not in listed]:
-            raise EngineError(f"no answer from the router {', '.join(gone)}", 503)
-        workers = [w for a in self.addresses for w in (listed[a]["workers"] if a in listed else [a])]
+        """At the start and before each update: a router's workers of now (nobody else knows that path), and the lost
+        servers that answer again (with what weights does not matter: they are about to get new ones)."""
+        urls = [address + "/workers" for address in self.addresses]
+        urls += [server + "/model_info" for server in list(self.lost)]
+        results = run_all((self._wire.call(url, timeout=LOOK_TIMEOUT) for url in urls), return_exceptions=True)
+        answers = {url: result for url, result in zip(urls, results) if isinstance(result, dict)}
+        workers = [w for a in self.addresses for w in answers.get(a + "/workers", {}).get("workers", [a])]
         self.workers = [(w["url"] if isinstance(w, dict) else w).rstrip("/") for w in workers]
-        for server in self._ask([server for server in self.workers if server in self.lost], "/model_info"):
-            self.find(server)
-
-    def _ask(self, servers: list[str], path: str) -> dict[str, dict[str, Any]]:
-        """The answers of those that give one soon."""
-
-        async def ask_all() -> list[Any]:
-            calls = (self._wire.call(url + path, timeout=LOOK_TIMEOUT) for url in servers)
-            return await asyncio.gather(*calls, return_exceptions=True)
-
-        answers = asyncio.run(ask_all()) if servers else []
-        return {server: answer for server, answer in zip(servers, answers) if isinstance(answer, dict)}
+        for server in self.workers:
+            if server + "/model_info" in answers:
+                self.find(server)
 
     def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[dict[str, Any]]:
         """POST (without a body: GET) to all living servers at once, a list of bodies one to each; the answers of those
@@ -156,18 +137,14 @@ class Servers:
         EngineError names every server that failed, with its reason: when none is left, or when one answered with an
         error, which is nobody's death.
         """
-        living = self.living(self.workers)
+        living = self.living()
         if not living:
             raise EngineError("no inference server is left: " + "; ".join(self.lost.values()), 503)
         bodies = body if isinstance(body, list) else [body] * len(living)
         if len(bodies) != len(living):
             raise EngineError(f"a server was lost meanwhile: {'; '.join(self.lost.values())}", 503)
-
-        async def ask_all() -> list[Any]:
-            calls = (self._wire.call(url + path, one, timeout) for url, one in zip(living, bodies))
-            return await asyncio.gather(*calls, return_exceptions=True)
-
-        answers = dict(zip(living, asyncio.run(ask_all())))
+        calls = (self._wire.call(server + path, one, timeout) for server, one in zip(living, bodies))
+        answers = dict(zip(living, run_all(calls, return_exceptions=True)))
         failed = {server: answer for server, answer in answers.items() if isinstance(answer, Exception)}
         dead = [s for s, error in failed.items() if isinstance(error.__cause__, httpx.TransportError)]
         if len(dead) < len(failed) or len(dead) == len(living):

@@ -80,6 +80,12 @@ def supervised() -> Iterator[None]:
         os._exit(1)
 
 
+def tell(sequences: list[Sequence]) -> None:
+    """Those who wait for them, in the loop."""
+    for seq in sequences:
+        seq.news.set()
+
+
 class Engine:
     """The one thread that touches scheduler and model: an executor's only worker. Its queue holds what the routes want
     to happen between two steps, and while there is something to do the next step."""
@@ -134,7 +140,7 @@ class Engine:
             news += [seq for seq in self.scheduler.at_work() if seq.stream]
             self.thread.submit(self._step)
         if news:
-            self.loop.call_soon_threadsafe(lambda: [seq.news.set() for seq in news])
+            self.loop.call_soon_threadsafe(tell, news)
 
 
 # the HTTP side

@@ -60,7 +60,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-PostAll = Callable[..., list[dict[str, Any]]]  # engine.post_all(path, body or one body a server, timeout)
+PostAll = Callable[..., list[dict[str, Any]]]  # Servers.post_all(path, body or one body a server, timeout)
 Bucket = list[tuple[str, "torch.Tensor"]]  # names as in the Hugging Face checkpoint
 
 LOAD_TIMEOUT = 3600.0  # seconds for the slowest server to load

@@ -12,20 +12,13 @@ from io_struct import ModelRequest
 from plumbing.logger import Logger
 
 
-def ask_greedily(executor: WorkflowExecutor, conversations: list[list[dict]]) -> list[str]:
+def ask_greedily(executor: WorkflowExecutor, messages: list[dict]) -> str:
     """What the trained policy, on its server, answers at temperature 0."""
-    tokenizer, gconfig = executor.tokenizer, executor.gconfig
-
-    async def ask(messages: list[dict]) -> str:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        request = ModelRequest(ids, gconfig=gconfig.new(n_samples=1, greedy=True), tokenizer=tokenizer)
-        response = await executor.engine.agenerate(request)
-        return tokenizer.decode(response.output_tokens, skip_special_tokens=True)
-
-    async def ask_all() -> list[str]:
-        return await asyncio.gather(*map(ask, conversations))
-
-    return asyncio.run(ask_all())
+    tokenizer = executor.tokenizer
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    request = ModelRequest(ids, gconfig=executor.gconfig.new(n_samples=1, greedy=True), tokenizer=tokenizer)
+    response = asyncio.run(executor.engine.agenerate(request))
+    return tokenizer.decode(response.output_tokens, skip_special_tokens=True)
 
 
 def summarise(logger: Logger, task: Any) -> None:
@@ -39,5 +32,5 @@ def summarise(logger: Logger, task: Any) -> None:
     lags = ", ".join(f"lag {lag} {n / total:.0%}" for lag, n in sorted(logger.lag_counts.items()))
     print(f"staleness mean {mean:.2f}, max {oldest:.0f}; {total} trained tokens by version lag: {lags}", flush=True)
     if hasattr(task, "summary"):
-        task.summary(lambda conversations: ask_greedily(logger.executor, conversations), Console())
+        task.summary(lambda messages: ask_greedily(logger.executor, messages), Console())
     print(f"{len(history)} steps in {history[-1]['wall_s']:.0f} s; everything is in {logger.config.run_dir}")

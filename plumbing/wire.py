@@ -12,12 +12,13 @@ An answer in server-sent events is handed on while it comes: `Wire.stream` yield
 JSON. An inference server repeats in every event all that was generated so far, so of the events that have
 arrived only the newest is read.
 
-Connections belong to an event loop and can only be closed on it, so each loop gets its own (`PerLoop`).
+Connections belong to an event loop and can only be closed on it, so each loop gets its own (`PerLoop`). A thread that
+has no loop makes its calls in one of their own, all at once (`run_all`).
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import httpx
@@ -59,50 +60,29 @@ def read_answer(url: str, status: int, content: bytes) -> dict[str, Any]:
     raise EngineError(f"{url} answered {status}: {error}", 400 if 400 <= status < 500 else 503)
 
 
-def is_stream(response: Any) -> bool:
-    return response.headers.get("content-type", "").startswith("text/event-stream")
-
-
-class OpenAnswer:
-    """An answer that is read while it comes; `when_closed` hears when nobody reads it any more."""
-
-    def __init__(self, stream: Any, when_closed: Callable[[], None]) -> None:
-        self._stream, self._when_closed = stream, when_closed
-        self._closed = False
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for chunk in self._stream:
-            yield chunk
-
-    async def aclose(self) -> None:
-        if not self._closed:
-            self._closed = True
-            await self._stream.aclose()
-            self._when_closed()
-
-
 class StackTransport(httpx.AsyncBaseTransport):
-    """A connection of its own for each request in flight, the one used last first. An answer is read to its end before
-    it is handed on, and the connection is free; server-sent events are handed on as they come, and the connection is
-    free when they are closed. `http`: httpx, or httpx2 for the clients of newer openai SDKs."""
+    """A connection of its own for each request in flight, the one used last first. It is free when its answer is
+    closed, as an answer is that was read to its end. `http`: httpx, or httpx2 for the clients of newer openai SDKs."""
 
     def __init__(self, http: Any = httpx) -> None:
         self.http = http
         self.idle: list[Any] = []  # connections, used last last
-        self._open_answer = type("OpenAnswer", (OpenAnswer, http.AsyncByteStream), {})  # clients check for the second
 
     async def handle_async_request(self, request: Any) -> Any:
         connection = self.idle.pop() if self.idle else self._connection()
         try:
             response = await connection.handle_async_request(request)
-            if is_stream(response):
-                response.stream = self._open_answer(response.stream, lambda: self.idle.append(connection))
-                return response
-            await response.aread()
         except BaseException:
             await connection.aclose()
             raise
-        self.idle.append(connection)
+        stream = response.stream
+
+        async def close_and_free() -> None:
+            del stream.aclose  # from here on its own
+            await stream.aclose()
+            self.idle.append(connection)
+
+        stream.aclose = close_and_free
         return response
 
     def _connection(self) -> Any:
@@ -119,25 +99,34 @@ class PerLoop(Generic[T]):
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        # All that changes: each loop's thing, with the generator that closes it.
-        self._kept: dict[asyncio.AbstractEventLoop, tuple[AsyncIterator[T], T]] = {}
+        # All that changes: for each loop the generator that makes its thing, gives it, and closes it.
+        self._keepers: dict[asyncio.AbstractEventLoop, AsyncGenerator[T, None]] = {}
 
     async def get(self) -> T:
         """The running loop's."""
         loop = asyncio.get_running_loop()
-        if loop not in self._kept:
-            keeper = self._keep(loop)
-            self._kept[loop] = keeper, await anext(keeper)
-        return self._kept[loop][1]
+        if loop not in self._keepers:
+            self._keepers[loop] = self._keep(loop)
+        return await anext(self._keepers[loop])
 
-    async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncIterator[T]:
+    async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T, None]:
         # A generator, because a loop that ends cancels its tasks, waits for them, and then closes its generators.
         thing: Any = self._make()
         try:
-            yield thing
+            while True:
+                yield thing
         finally:
-            del self._kept[loop]
+            del self._keepers[loop]
             await thing.aclose()
+
+
+def run_all(calls: Iterable[Awaitable[Any]], return_exceptions: bool = False) -> list[Any]:
+    """The results of all calls, made at once in an event loop of their own: for a thread that has none."""
+
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*calls, return_exceptions=return_exceptions)
+
+    return asyncio.run(gather())
 
 
 class Wire:
@@ -160,8 +149,9 @@ class Wire:
         transport = await self._transports.get()
         try:
             response = await transport.handle_async_request(request)
+            kind = response.headers.get("content-type", "")
             async with contextlib.aclosing(response):
-                if response.status_code != 200 or not is_stream(response):
+                if response.status_code != 200 or not kind.startswith("text/event-stream"):
                     yield read_answer(url, response.status_code, await response.aread())
                     return
                 rest = b""

@@ -20,10 +20,14 @@ equal, 1/2 and 0.5 are not.
 
 import re
 from decimal import Decimal
-from functools import cache
 from typing import Any
 
 from openai import AsyncOpenAI
+
+try:
+    import math_verify
+except ImportError:
+    math_verify = None
 
 INSTRUCTION = "\nThink step by step, and put the final answer into \\boxed{}."
 WRONG = "That is not right. Find the mistake, then give the final answer in \\boxed{} again."
@@ -54,22 +58,12 @@ def last_number(text: str) -> Decimal | None:
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
-@cache
-def math_verify() -> Any:
-    """The module, or None."""
-    try:
-        import math_verify
-    except ImportError:
-        return None
-    return math_verify
-
-
 def is_right(completion: str, answer: str) -> bool:
     """Whether the completion's final answer is `answer`."""
-    if verifier := math_verify():
+    if math_verify:
         # Their clock is a signal, which only a main thread may use; AsyncRewardWrapper has its own.
-        gold, said = (verifier.parse(text, parsing_timeout=None) for text in (answer, completion))
-        return bool(verifier.verify(gold, said, timeout_seconds=None))
+        gold, said = (math_verify.parse(text, parsing_timeout=None) for text in (answer, completion))
+        return bool(math_verify.verify(gold, said, timeout_seconds=None))
     said = last_number(completion)
     return said is not None and said == last_number(answer)
 
@@ -91,13 +85,8 @@ class MathAgent:
     def __init__(self, max_turns: int = 2, discount: float = 0.9) -> None:
         self.max_turns, self.discount = max_turns, discount
 
-    async def run(self, data: dict, **extra_kwargs: Any) -> float:
-        client = AsyncOpenAI(
-            base_url=extra_kwargs["base_url"],
-            api_key=extra_kwargs["api_key"],
-            http_client=extra_kwargs["http_client"],
-            max_retries=0,
-        )
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any) -> float:
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
         messages: list = list(data["messages"])
         for turn in range(self.max_turns):
             reply = await client.chat.completions.create(model="default", messages=messages)

@@ -13,14 +13,15 @@ made in every game, so it is learnt first, and wrongly: a true local optimum, in
 3 and 4 are both optimal, each leaves a pair and a triple, and there is no such trap.
 
 **What it does not promise**: that the greedy policy equals binary search move by move. Several trees find every
-secret; `summary` counts secrets, and draws the tree that was learnt beside the one that also needs the fewest guesses.
+secret; `summary` counts secrets, and draws the tree that was learnt beside that of binary search, which also needs the
+fewest guesses.
 """
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from openai import AsyncOpenAI
 from rich.columns import Columns
@@ -35,7 +36,8 @@ QUESTION = "guess a number"
 START = [{"role": "user", "content": QUESTION}]
 WORDS = (*QUESTION.split(), "higher", "lower", *map(str, SECRETS))
 WORKFLOW_KWARGS: dict = {}
-Ask = Callable[[list[list[dict]]], list[str]]  # conversations -> the greedy answer to each
+Ask = Callable[[list[dict]], str]  # conversation -> the greedy answer
+Play = Callable[[list[dict], Sequence[int]], str]  # conversation, secrets that are still possible -> what is said
 
 
 def parse(answer: str | None) -> int | None:
@@ -48,16 +50,16 @@ def feedback(guess: int, secret: int) -> str:
     return "higher" if secret > guess else "lower"
 
 
+def possible_after(possible: Sequence[int], guess: int, word: str) -> list[int]:
+    """The secrets that are left when `guess` was answered with `word`."""
+    return [secret for secret in possible if secret != guess and feedback(guess, secret) == word]
+
+
 class GuessAgent:
     """Plays one game through a chat-completions endpoint. Returns 1.0 if it found the secret, else 0.0."""
 
-    async def run(self, data: dict, **extra_kwargs) -> float:
-        client = AsyncOpenAI(
-            base_url=extra_kwargs["base_url"],
-            api_key=extra_kwargs["api_key"],
-            http_client=extra_kwargs["http_client"],
-            max_retries=0,
-        )
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any) -> float:
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
         messages: list = list(START)
         for _ in range(GUESSES):
             reply = await client.chat.completions.create(model="default", messages=messages, max_completion_tokens=4)
@@ -80,27 +82,21 @@ def dataset(split: str = "train") -> list[dict]:
     return [{"secret": secret} for secret in SECRETS]
 
 
-def success(reward: float) -> bool:
-    """Found."""
-    return reward > 0.5
-
-
 # ---------------------------------------------------------------- the base model
 
 
 def play_at_random(rng: random.Random) -> list[str]:
     """What is said in one game. Half of the players say any number, half one that the answers have not excluded."""
-    secret, possible, listens, said = rng.choice(SECRETS), SECRETS, rng.random() < 0.5, [QUESTION]
+    secret, listens = rng.choice(SECRETS), rng.random() < 0.5
+    possible: Sequence[int] = SECRETS
+    said = [QUESTION]
     for _ in range(GUESSES):
         guess = rng.choice(possible if listens else SECRETS)
-        said += [str(guess), feedback(guess, secret)]
+        word = feedback(guess, secret)
+        said += [str(guess), word]
         if guess == secret:
             break
-        possible = (
-            range(possible[0], min(guess, possible.stop))
-            if secret < guess
-            else range(max(guess + 1, possible[0]), possible.stop)
-        )
+        possible = possible_after(possible, guess, word)
     return said[:-1]  # the last guess is not answered
 
 
@@ -122,75 +118,38 @@ def make_model(path: Path, seed: int, warmup_steps: int = 600) -> None:
 # ---------------------------------------------------------------- what was learnt
 
 
-@dataclass(frozen=True)
-class Node:
-    """A strategy: the guess (None: no number), whether it can be right, and what follows "lower" and "higher"."""
-
-    guess: int | None
-    hit: bool
-    lower: "Node | None" = None
-    higher: "Node | None" = None
-
-    def found(self, turn: int = 1) -> list[int]:
-        """For each secret that this strategy finds, the number of guesses."""
-        below = [n for child in (self.lower, self.higher) if child for n in child.found(turn + 1)]
-        return [turn] * self.hit + below
+def binary_search(messages: list[dict], possible: Sequence[int]) -> str:
+    """The middle of what is possible."""
+    return str(possible[(len(possible) - 1) // 2])
 
 
-@cache
-def optimal_tree(secrets: range = SECRETS, guesses: int = GUESSES) -> Node | None:
-    """By exhaustion: finds the most of these secrets, with the fewest guesses among equals."""
-    if not secrets or not guesses:
-        return None
-    nodes = [
-        Node(
-            g,
-            True,
-            optimal_tree(range(secrets[0], g), guesses - 1),
-            optimal_tree(range(g + 1, secrets.stop), guesses - 1),
-        )
-        for g in secrets
-    ]
-    return max(nodes, key=lambda node: (len(node.found()), -sum(node.found())))
-
-
-def learnt_tree(
-    ask: Ask, messages: list[dict] = START, secrets: range = SECRETS, guesses: int = GUESSES
-) -> Node | None:
-    """The greedy policy, asked in every situation that it can meet; `secrets` are those still possible in this one."""
-    if not secrets or not guesses:
-        return None
-    [answer] = ask([messages])
+def explore(
+    play: Play, found: list[int], messages: list[dict] = START, possible: Sequence[int] = SECRETS, label: str = ""
+) -> Tree:
+    """How somebody plays in every situation that there can be, as a tree: a guess, and below it what follows each
+    answer to it. `found` gets, for each secret that is found, the number of guesses."""
+    answer, turn = play(messages, possible), len(messages) // 2 + 1
     guess = parse(answer)
+    tree = Tree(f"{label}[bold]{guess or '?'}[/bold]")
     if guess is None:
-        return Node(None, False)
-
-    def after(word: str, rest: range) -> Node | None:
-        more = [{"role": "assistant", "content": answer}, {"role": "user", "content": word}]
-        return learnt_tree(ask, messages + more, rest, guesses - 1)
-
-    lower = after("lower", range(secrets[0], min(guess, secrets.stop)))
-    higher = after("higher", range(max(guess + 1, secrets[0]), secrets.stop))
-    return Node(guess, guess in secrets, lower, higher)
-
-
-def draw(node: Node, label: str = "") -> Tree:
-    """A strategy as a rich tree."""
-    tree = Tree(f"{label}[bold]{node.guess or '?'}[/bold]")
-    for word, child in (("lower", node.lower), ("higher", node.higher)):
-        if child:
-            tree.children.append(draw(child, f"[dim]{word}:[/dim] "))
+        return tree
+    found += [turn] * (guess in possible)
+    for word in ("lower", "higher"):
+        rest = possible_after(possible, guess, word)
+        if rest and turn < GUESSES:
+            more = [{"role": "assistant", "content": answer}, {"role": "user", "content": word}]
+            tree.children.append(explore(play, found, messages + more, rest, f"[dim]{word}:[/dim] "))
     return tree
 
 
 def summary(ask: Ask, console: Console) -> None:
-    """Print the greedy policy as a tree beside the optimal one."""
+    """Print the greedy policy as a tree beside binary search."""
     panels = []
-    for title, tree in (("learnt", learnt_tree(ask)), ("binary search", optimal_tree())):
-        assert tree is not None, "somebody guesses first"
-        found = tree.found()
-        score = f"finds {len(found)} of {len(SECRETS)}" + (
-            f", mean {sum(found) / len(found):.2f} guesses" if found else ""
-        )
-        panels.append(Panel(Group(draw(tree), f"[dim]{score}[/dim]"), title=title, width=36))
+    players: dict[str, Play] = {"learnt": lambda messages, _: ask(messages), "binary search": binary_search}
+    for title, play in players.items():
+        found: list[int] = []
+        tree = explore(play, found)
+        mean = f", mean {sum(found) / len(found):.2f} guesses" if found else ""
+        score = f"finds {len(found)} of {len(SECRETS)}{mean}"
+        panels.append(Panel(Group(tree, f"[dim]{score}[/dim]"), title=title, width=36))
     console.print(Columns(panels))

@@ -17,7 +17,6 @@ instances.
 """
 
 import random
-from collections import deque
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
@@ -70,9 +69,8 @@ def passages(seed: int = MAZE_SEED) -> dict[Cell, frozenset[Cell]]:
 def distances(home: str) -> dict[Cell, int]:
     """Moves from every cell to the home."""
     moves = {CELLS[home]: 0}
-    queue = deque(moves)
-    while queue:
-        here = queue.popleft()
+    queue = [CELLS[home]]
+    for here in queue:  # it grows meanwhile
         for there in passages()[here] - moves.keys():
             moves[there] = moves[here] + 1
             queue.append(there)
@@ -114,11 +112,6 @@ def reward(prompt: str, completions: str, prompt_ids: list[int], completion_ids:
     return spl(completions, data["start"], data["home"])
 
 
-def success(reward: float) -> bool:
-    """Got home."""
-    return reward > 0
-
-
 # ---------------------------------------------------------------- the base model
 
 
@@ -152,44 +145,23 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
 
 # ---------------------------------------------------------------- what was learnt
 
-CORNERS = " ╵╶└╷│┌├╴┘─┴┐┤┬┼"  # by the arms that are walls: 1 up, 2 right, 4 down, 8 left
+
+def square(a: Cell, b: Cell) -> tuple[int, int]:
+    """Column and line of the passage between two cells in the picture; a cell's own is square(cell, cell)."""
+    return a[0] + b[0] + 1, 2 * SIDE - 1 - a[1] - b[1]  # the first line is on top
 
 
 def draw(walk: list[Cell], home: str) -> Text:
-    """The maze in box characters; the walk as dots, its start and the home marked.
-
-    Drawn on a lattice of (2 * SIDE + 1) squared places: cells at odd ones, corners at even ones, walls and passages
-    between. A cell's place is three characters wide, so that squares look square."""
-    size = 2 * SIDE + 1
-
-    def place(cell: Cell) -> tuple[int, int]:
-        return 2 * cell[0] + 1, 2 * (SIDE - 1 - cell[1]) + 1  # column, line; the first line is on top
-
-    open_places = {place(cell) for cell in CELLS.values()}
-    for cell, ways in passages().items():
-        open_places |= {middle(place(cell), place(other)) for other in ways}
-    dots = {place(cell) for cell in walk} | {middle(place(a), place(b)) for a, b in pairwise(walk)}
-    marks = {place(walk[0]): ("S", "bold yellow"), place(CELLS[home]): ("H", "bold green")}
-
-    def is_wall(x: int, y: int) -> bool:
-        return 0 <= x < size and 0 <= y < size and (x, y) not in open_places
-
-    text = Text()
-    for y in range(size):
-        for x in range(size):
-            mark, style = marks.get((x, y), ("•" if (x, y) in dots else " ", "green"))
-            if is_wall(x, y):
-                arms = ((x, y - 1), (x + 1, y), (x, y + 1), (x - 1, y))
-                corner = CORNERS[sum(2**i for i, arm in enumerate(arms) if is_wall(*arm))]
-                text.append("───" if x % 2 else corner, "dim")
-            else:
-                text.append(f" {mark} " if x % 2 else mark, style)
-        text.append("\n")
-    return text
-
-
-def middle(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
-    return (a[0] + b[0]) // 2, (a[1] + b[1]) // 2
+    """The maze in 2 * SIDE + 1 squares a side: cells at the odd ones, passages and walls between them. The walk as
+    dots, its start and the home marked."""
+    picture = {square(cell, other): ("  ", "") for cell, ways in passages().items() for other in (cell, *ways)}
+    steps = [*pairwise(walk), *zip(walk, walk)]
+    picture |= {square(here, there): ("• ", "green") for here, there in steps}
+    for cell, mark, style in ((walk[0], "S ", "bold yellow"), (CELLS[home], "H ", "bold green")):
+        picture[square(cell, cell)] = mark, style
+    size = range(2 * SIDE + 1)
+    lines = (Text.assemble(*(picture.get((x, y), ("██", "dim")) for x in size)) for y in size)
+    return Text("\n").join(lines)
 
 
 def typical() -> dict:
@@ -198,11 +170,11 @@ def typical() -> dict:
     return ways[len(ways) // 2]
 
 
-def summary(ask: Callable[[list[list[dict]]], list[str]], console: Console) -> None:
-    """Draw the greedy walk over a typical way home. `ask`: conversations -> greedy answers."""
+def summary(ask: Callable[[list[dict]], str], console: Console) -> None:
+    """Draw the greedy walk over a typical way home. `ask`: conversation -> greedy answer."""
     instance = typical()
     start, home = instance["start"], instance["home"]
-    [answer] = ask([instance["messages"]])
+    answer = ask(instance["messages"])
     walk = walk_of(answer, start)
     shortest = distances(home)[CELLS[start]]
     console.print(f"A typical way home, from {start} (S) to {home} (H): {shortest} moves at best.")

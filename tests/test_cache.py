@@ -375,6 +375,16 @@ def test_an_orphan_leaves_no_trace() -> None:
     assert cache["again"].parent is cache["0"]
 
 
+def test_an_orphan_leaves_its_twin() -> None:
+    """Of two equal answers the newer one is dropped: what goes on from these words goes on from the older one."""
+    cache = InteractionCache()
+    for name in ("twin", "orphan"):
+        cache[name] = turn([user("q")], "same")
+    cache.drop_orphan("orphan")
+    cache["next"] = turn([user("q"), said("same"), user("r")])
+    assert cache["next"].parent is cache["twin"]
+
+
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, "1", None, [1], 10**400])
 def test_a_reward_is_a_finite_number(reward: Any) -> None:
     """One NaN would poison the whole batch: it is refused at the door."""
@@ -505,4 +515,4 @@ def test_the_state_can_be_read() -> None:
     cache = chain(2)
     cache["open"] = InteractionWithTokenLogpReward([user("x")])
     assert repr(cache) == "InteractionCache(3 interactions, 1 unfinished, 3 unrewarded)"
-    assert repr(cache["1"]) == "Interaction('1', turn 1, 4+2 tokens, reward=None, parent='0')"
+    assert repr(cache["1"]) == "Interaction('1', turn 1, reward=None, parent='0')"

@@ -68,7 +68,7 @@ RINGS = {
     "engine": {"httpx", "orjson", "io_struct", "weights", "servers", "plumbing"},
     "servers": {"httpx", "plumbing"},
     "weights": {"httpx", "torch", "safetensors", "transformers"},
-    "cache": {"torch", "messages", "io_struct"},
+    "cache": {"torch", "trajectory", "messages", "io_struct"},
     "client": {"httpx", "orjson", "cache", "torch", "openai", "plumbing", "proxy"},
     "workers": set(),
     "prompts": {"jinja2", "messages", "tools", "cache", "io_struct"},

@@ -188,6 +188,17 @@ def test_control_goes_around_a_router(tmp_path: Path, form: str) -> None:
     assert {host for host, path in machines.asked if path not in ("/generate", "/workers")} == {"a", "b"}
 
 
+def test_without_its_router_a_run_ends() -> None:
+    """Nobody else can tell who has to take part in an update, so the error names the router."""
+    machines = Machines(a=0)
+    machines.workers = [A]
+    engine = machines.engine(ROUTER)
+    engine.initialize()
+    machines.dead.add("router")
+    with pytest.raises(EngineError, match=ROUTER):
+        engine.pause()
+
+
 def test_at_the_start_every_server_must_be_there() -> None:
     """Later the run goes on without a dead server; at the start one that is missing is a mistake."""
     machines = Machines(a=0, b=0)

@@ -522,7 +522,7 @@ async def test_a_paused_server_holds_requests(real: Harness, tiny_server: str) -
         Connection(real, f"/{session}/v1/chat/completions", {**CHAT, "stream": streams, "max_tokens": 5})
         for streams in (True, False)
     ]
-    while "waiting=2" not in (await asyncio.to_thread(engine.post_all, "/model_info"))[0]["state"]:
+    while "waiting=2" not in (await asyncio.to_thread(engine.servers.post_all, "/model_info"))[0]["state"]:
         pass
     assert not any(call.task.done() for call in calls)
     await asyncio.to_thread(engine.resume)
@@ -540,7 +540,7 @@ async def test_a_hang_up_frees_the_server(real: Harness, tiny_server: str) -> No
     assert await call.status() == 200
     await call.read()
     await call.hang_up()
-    [info] = await asyncio.to_thread(real.app.state.proxy.engine.post_all, "/model_info")
+    [info] = await asyncio.to_thread(real.app.state.proxy.engine.servers.post_all, "/model_info")
     assert "running=0" in info["state"]
     assert (await real.http.get("/health")).json()["sessions"] == 1
     assert (await real.post("/grant_capacity", headers=ADMIN)).status_code == 200

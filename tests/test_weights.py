@@ -29,7 +29,7 @@ def state(tiny_model_dir: Path) -> dict[str, torch.Tensor]:
 
 
 class Servers:
-    """Stands for engine.post_all: notes what was asked, and what the disk held at that moment."""
+    """Stands for Servers.post_all: notes what was asked, and what the disk held at that moment."""
 
     def __init__(self, root: Path, error: str | None = None) -> None:
         self.root, self.error = root, error
