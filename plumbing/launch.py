@@ -37,6 +37,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from plumbing.config import ConfigError, TrainConfig
+from plumbing.serve import listen
 
 logger = logging.getLogger("nano_areal.launch")
 
@@ -261,8 +262,8 @@ def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
             raise ConfigError(f"rollout.server_addrs: {reason}") from error
     for process in planned:
         try:
-            socket.create_server(("127.0.0.1", process.port)).close()
-        except (OSError, OverflowError) as error:
+            listen("127.0.0.1", process.port).close()
+        except OSError as error:
             raise ConfigError(f"server.port: {process.port} cannot be used ({error}); 0 takes any free port") from error
 
 

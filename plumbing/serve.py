@@ -18,10 +18,12 @@ from fastapi import FastAPI
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket, taken before anything slow is done. Raises OSError."""
+    if not 0 <= port < 65536:  # the system would leave an open socket behind
+        raise OSError(f"--port {port}: a number from 0 (any free port) to 65535 is needed")
     try:
         return socket.create_server((host, port))
-    except (OSError, OverflowError) as error:
-        raise OSError(f"--port {port}: cannot listen on {host}: {error.args[-1]}") from error
+    except OSError as error:
+        raise OSError(f"--port {port}: cannot listen on {host}: {error.strerror}") from error
 
 
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
