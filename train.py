@@ -49,7 +49,7 @@ from transformers.utils import logging as transformers_logging
 from actor import FSDPEngine, FSDPPPOActor
 from engine import RemoteInfEngine
 from executor import ProxyAddress, WorkflowExecutor
-from plumbing.config import ConfigError, TrainConfig, load
+from plumbing.config import ConfigError, TrainConfig, changed, load
 from plumbing.evaluate import evaluate, evaluate_endpoint
 from plumbing.inputs import Inputs, load_inputs
 from plumbing.launch import HOLD_SECONDS, Child, Fleet, Planned, ProcessDied, plan_run, revision, start_proxies
@@ -305,8 +305,10 @@ def start(config: TrainConfig, inputs: Inputs, servers: list[Planned], stack: Ex
     trace = Trace(run_dir / "trace.json" if first and training and config.rollout.enable_tracing else None)
     stack.callback(trace.close)
     if first:
-        name = "config.yaml" if training else "eval.yaml"
-        OmegaConf.save({**asdict(config), "revision": revision()}, run_dir / name)
+        path = run_dir / ("config.yaml" if training else "eval.yaml")
+        if training and (before := changed(path, config)):
+            print(f"before, this run had {', '.join(before)}; from here on it has what you give now")
+        OmegaConf.save({**asdict(config), "revision": revision()}, path)
     run = Run(config, inputs, servers, fleet, trace, stack)
     try:
         train(run) if training else evaluate_alone(run)

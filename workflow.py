@@ -52,6 +52,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import openai
+import torch
 
 from cache import InteractionWithTokenLogpReward
 from client import OpenAIProxyClient, sdk_http
@@ -112,10 +113,13 @@ def is_interactions(result: Any) -> bool:
 
 
 def to_tensors(result: Any) -> Trajectory:
-    """An episode's result as tensors: interactions become rows, one under another."""
-    if is_interactions(result):
-        return concat_padded_tensors([interaction.to_tensor_dict() for interaction in result.values()])
-    return result
+    """An episode's result as tensors: interactions become rows, one under another, each with its parent's place."""
+    if not is_interactions(result):
+        return result
+    places = {interaction: k for k, interaction in enumerate(result.values())}
+    rows = concat_padded_tensors([interaction.to_tensor_dict() for interaction in places])
+    parents = [places.get(interaction.parent, -1) for interaction in places]
+    return rows | {"parents": torch.tensor(parents, dtype=torch.int32)}
 
 
 def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:

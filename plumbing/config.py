@@ -337,6 +337,13 @@ def resolve(config: TrainConfig) -> None:
     gconfig.seed = config.seed if gconfig.seed is None else gconfig.seed
 
 
+def changed(path: Path, config: TrainConfig) -> list[str]:
+    """What is set otherwise in the config.yaml of a run that `config` goes on with."""
+    before = flatten(OmegaConf.to_container(OmegaConf.load(path))) if path.exists() else {}
+    now = flatten(dataclasses.asdict(config))
+    return [f"{name}={before[name]}" for name in now if name in before and before[name] != now[name]]
+
+
 class Parser(argparse.ArgumentParser):
     """Its errors are ours."""
 

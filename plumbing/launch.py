@@ -262,7 +262,7 @@ def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
             raise ConfigError(f"rollout.server_addrs: {reason}") from error
     for process in planned:
         try:
-            listen("127.0.0.1", process.port).close()
+            listen("127.0.0.1", process.port or 0).close()
         except OSError as error:
             raise ConfigError(f"server.port: {process.port} cannot be used ({error}); 0 takes any free port") from error
 

@@ -1,10 +1,12 @@
 """Configuration: dataclasses, then a recipe, then words; what is wrong is said in one line, before anything starts."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from plumbing.config import ConfigError, list_keys, load
+from plumbing.config import ConfigError, changed, list_keys, load
 
 
 @pytest.mark.parametrize(
@@ -91,3 +93,11 @@ def test_derived_values_are_written_back() -> None:
     """A run's config.yaml shows every value that was used, the derived ones too."""
     config = load(["rollout.max_head_offpolicyness=2", "train_dataset.batch_size=3"])
     assert (config.rollout.consumer_batch_size, config.rollout.max_concurrent_rollouts) == (3, 9)
+
+
+def test_a_run_that_goes_on_says_what_is_set_otherwise(tmp_path: Path) -> None:
+    """Its config.yaml is compared with what it is given now; a run that is new has nothing to compare."""
+    assert changed(tmp_path / "config.yaml", load([])) == []
+    OmegaConf.save(asdict(load(["actor.eps_clip=0.1"])), tmp_path / "config.yaml")
+    assert changed(tmp_path / "config.yaml", load(["actor.eps_clip=0.1"])) == []
+    assert changed(tmp_path / "config.yaml", load(["actor.eps_clip=0.2"])) == ["actor.eps_clip=0.1"]

@@ -25,6 +25,7 @@ from workflow import (
     WorkflowContext,
     import_string,
     resolve_workflow,
+    to_tensors,
     workflow_context,
 )
 
@@ -394,11 +395,14 @@ async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() 
 
     def calls(context: WorkflowContext, data: dict) -> Any:
         name = data["names"][context.sample_idx]
-        return {name: interaction(3, 4)} if name else interaction(7).to_tensor_dict()
+        return {name: interaction(3, 4)} if name else to_tensors({"alone": interaction(7)})
 
     workflow = GroupedRolloutWorkflow(Function(calls), 2)
     merged: Any = await workflow.arun_episode(None, {"names": ["a", "b"]})
     assert list(merged) == ["a", "b"]
+    merged["c"] = interaction(5)
+    merged["c"].parent = merged["b"]
+    assert to_tensors(merged)["parents"].tolist() == [-1, -1, 1], "places among the rows, for the report"
     mixed: Any = await workflow.arun_episode(None, {"names": ["a", None]})
     assert mixed["input_ids"].tolist() == [[1, 2, 3, 4], [1, 2, 7, 0]]
     with pytest.raises(AssertionError, match="same interaction ids"):
