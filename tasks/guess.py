@@ -10,7 +10,9 @@ versions: it takes a `base_url`, plays, and returns a number. That is the projec
 **Why six numbers.** With seven, binary search has one optimal first guess, and early in training it is the one that
 pays *least* (it leaves triples, which pay only if the next guess is exactly their middle). The first guess is
 made in every game, so it is learnt first, and wrongly: a true local optimum, in which most seeds stay. With six,
-3 and 4 are both optimal, each leaves a pair and a triple, and there is no such trap.
+3 and 4 are both optimal, and each leaves a pair and a triple. Some of the trap is left: 2 or 5 first finds five of
+six, and from some base models that looks best for long. A penalty on the distance to the base model
+(configs/demo.yaml) keeps the others open until they are learnt.
 
 **What it does not promise**: that the greedy policy equals binary search move by move. Several trees find every
 secret; `summary` counts secrets, and draws the tree that was learnt beside that of binary search, which also needs the
