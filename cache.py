@@ -182,6 +182,11 @@ def walk(place: Hashable, messages: list[Message]) -> list[Hashable]:
     return list(accumulate(messages, lambda here, message: hash((here, canonical(message))), initial=place))
 
 
+def end_of(interaction: InteractionWithTokenLogpReward) -> Hashable:
+    """The place at which a finished interaction ends, and its children begin."""
+    return walk(interaction.template_key, interaction.messages + interaction.output_message_list)[-1]
+
+
 class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
     """The interactions of one session, by completion id, in the order in which they were asked for.
 
@@ -241,7 +246,10 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
         interaction = self.get(interaction_id)
         if interaction and interaction.complete and not interaction.continued:
             del self[interaction_id]
-            self._ends = {walk(i.template_key, i.messages + i.output_message_list)[-1]: i for i in self.finished()}
+            place = end_of(interaction)
+            if self._ends[place] is interaction:
+                del self._ends[place]
+                self._ends.update((place, twin) for twin in self.finished() if end_of(twin) == place)
 
     def set_reward(self, interaction_id: str, reward: Any) -> None:
         """Raises KeyError for an id that is unknown or unfinished, ValueError for what is not finite."""

@@ -112,6 +112,8 @@ class RemoteInfEngine:
     ) -> None:
         if not addresses:
             raise ValueError("the engine needs the address of at least one server")
+        if pause_mode not in ("retract", "abort", "in_place"):
+            raise ValueError(f"pause_mode is retract, abort or in_place, not {pause_mode!r}")
         self.request_timeout, self.request_retries = request_timeout, request_retries
         self._sleep = sleep
         self._wire = Wire(transport)
@@ -231,7 +233,9 @@ class RemoteInfEngine:
             "return_logprob": True,
             "stream": on_tokens is not None,
         }
-        response.stop_reason = ""
+        response.stop_reason = "" if done < g.max_new_tokens else "length"  # all came, but for the word that it is all
+        if response.stop_reason:
+            return
         try:
             async with contextlib.aclosing(self._wire.stream(url, body, self.request_timeout)) as events:
                 async for event in events:
@@ -326,11 +330,10 @@ class RemoteInfEngine:
             raise RuntimeError("this engine runs no rollouts: attach a WorkflowExecutor(engine, ...) first")
         return getattr(self.executor, method)(*args, **kwargs)
 
-    submit = partialmethod(
-        _roll_out, "submit"
-    )  # (data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
+    # (data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
+    submit = partialmethod(_roll_out, "submit")
     wait = partialmethod(_roll_out, "wait")  # (count, timeout)
     wait_for_task = partialmethod(_roll_out, "wait_for_task")  # (task_id, timeout)
     rollout_batch = partialmethod(_roll_out, "rollout_batch")  # (data, workflow, ...)
+    # (dataloader, workflow, workflow_kwargs, should_accept_fn, group_size)
     prepare_batch = partialmethod(_roll_out, "prepare_batch")
-    # ^ (dataloader, workflow, workflow_kwargs, should_accept_fn, group_size)

@@ -315,8 +315,10 @@ class WorkflowExecutor:
         self.dispatcher.fail(error)
 
     def destroy(self) -> None:
-        """Cancel what runs, join the thread. May be repeated."""
+        """Cancel what runs, join the thread; the run's own executor also detaches from the engine. May be repeated."""
         self.dispatcher.destroy()
+        if self.engine.executor is self:
+            self.engine.executor = None
 
     # ---- one episode, in the event loop's thread
 

@@ -68,11 +68,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("chat_template", "audio", "web_search_options", "conversation", "prompt", "container"), ()),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "compaction"), ()),
 }
-# What has another name in each protocol is known by all of them in every protocol:
-LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # max_new_tokens
-FORMS = ("response_format", "text.format", "output_config.format", "output_format")  # of the answer's text
-EFFORTS = ("reasoning_effort", "reasoning.effort", "output_config.effort")
-LOGPROBS = "message.output_text.logprobs"  # what `include` of Responses calls them
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # three names of max_new_tokens
 NUMBERS: dict[str, tuple[type, float, float]] = {  # that steer sampling: kind, least, most
     "temperature": (float, 0, 2**31),
     "top_p": (float, 1e-9, 1),
@@ -128,7 +124,8 @@ def normalise(raw: Any, where: str = "message") -> Message:
     if role not in ROLES:
         raise Refusal(f"{where}.role: one of {', '.join(ROLES)} is needed")
     plain: Message = {"role": "system" if role == "developer" else role, "content": _text(raw, "content", where)}
-    if calls := get(raw, "tool_calls", list, where=where):
+    if raw.get("tool_calls"):
+        calls = get(raw, "tool_calls", list, where=where)
         plain["tool_calls"] = [_call(call, f"{where}.tool_calls") for call in calls]
     if role == "tool" and (call_id := raw.get("tool_call_id") or raw.get("id")):
         plain["tool_call_id"] = str(call_id)
@@ -184,7 +181,8 @@ def _text(raw: dict[str, Any], name: str, where: str = "") -> str:
 def parse_chat(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
     """The body of POST /v1/chat/completions. Raises Refusal."""
     messages = [normalise(raw, f"messages[{i}]") for i, raw in enumerate(get(body, "messages", list, []))]
-    return _request(body, messages, most_answers=128)
+    own: dict[str, Any] = {"form": get(body, "response_format", dict, {}), "effort": get(body, "reasoning_effort", str)}
+    return _request(body, messages, **own, logprobs=get(body, "logprobs", bool, False), most_answers=128)
 
 
 def parse_responses(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
@@ -193,7 +191,9 @@ def parse_responses(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
     items = [{"role": "user", "content": raw}] if isinstance(raw, str) else get(body, "input", list, [])
     messages = _merge_items(_item(item, f"input[{i}]", find) for i, item in enumerate(items))
     history, _ = _followed(get(body, "previous_response_id", str), "previous_response_id", find)
-    return _request(body, messages, _text(body, "instructions"), (history, []))
+    own: dict[str, Any] = {"form": get(body, "text.format", dict, {}), "effort": get(body, "reasoning.effort", str)}
+    own["logprobs"] = "message.output_text.logprobs" in get(body, "include", list, [])
+    return _request(body, messages, _text(body, "instructions"), (history, []), **own)
 
 
 def parse_anthropic(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
@@ -205,14 +205,25 @@ def parse_anthropic(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
     if thread not in (None, "create", "continue") or (thread == "continue") != bool(previous):
         raise Refusal("thread: type create, or continue with a previous_message_id, is needed")
     followed = _followed(previous, "thread.previous_message_id", find)
-    return _request(body, messages, _text(body, "system"), followed)
+    form = get(body, "output_config.format", dict) or get(body, "output_format", dict, {})
+    own: dict[str, Any] = {"form": form, "effort": get(body, "output_config.effort", str), "kind_of_tool": "custom"}
+    return _request(body, messages, _text(body, "system"), followed, **own)
 
 
 def _request(
-    body: dict[str, Any], messages: list[Message], system: str = "", previous: Found = ([], []), most_answers: int = 1
+    body: dict[str, Any],
+    messages: list[Message],
+    system: str = "",
+    previous: Found = ([], []),
+    *,
+    form: dict[str, Any],
+    effort: str | None,
+    logprobs: bool = False,
+    most_answers: int = 1,
+    kind_of_tool: str = "function",
 ) -> AgentRequest:
-    """What the three have in common. A conversation that goes on from `previous` keeps its instructions and its tools,
-    unless there are others."""
+    """What the three have in common; what each has its own name for is given. A conversation that goes on from
+    `previous` keeps its instructions and its tools, unless there are others."""
     if not messages:
         raise Refusal(f"{'input' if 'input' in body else 'messages'}: a list of at least one message is needed")
     for name, neutral in NEUTRAL.items():
@@ -224,13 +235,14 @@ def _request(
     if system:
         said = history[1:] if history and history[0]["role"] == "system" else history
         history = [{"role": "system", "content": system}, *said]
-    tools = [t for i, raw in enumerate(get(body, "tools", list, [])) for t in _tool(raw, f"tools[{i}]")] or kept_tools
-    sampling = parse_sampling(body)
+    given = enumerate(get(body, "tools", list, []))
+    tools = [tool for i, raw in given for tool in _tool(raw, f"tools[{i}]", kind_of_tool)] or kept_tools
+    sampling = parse_sampling(body) | _schema(form)
     n = sampling.pop("n", 1)
     if n > most_answers:
         raise Refusal("n: only chat completions give more than one answer")
     kwargs = get(body, "chat_template_kwargs", dict, {})
-    if effort := next(filter(None, (get(body, name, str) for name in EFFORTS)), None):
+    if effort:
         kwargs = kwargs | {"reasoning_effort": effort}
     return AgentRequest(
         messages=history + messages,
@@ -240,7 +252,7 @@ def _request(
         tool_choice=_tool_choice(body.get("tool_choice"), tools),
         template_kwargs=kwargs,
         n=n,
-        logprobs=get(body, "logprobs", bool, False) or LOGPROBS in get(body, "include", list, []),
+        logprobs=logprobs,
         store=get(body, "store", bool, True),
         stream=get(body, "stream", bool, False),
         stream_usage=get(body, "stream_options.include_usage", bool, False),
@@ -266,12 +278,11 @@ def parse_sampling(body: dict[str, Any]) -> dict[str, Any]:
             raise Refusal(f"{name}: a list is needed, each of it {one}, none empty")
         if given:
             sampling.setdefault(name.replace("_sequences", ""), []).extend(given)
-    return sampling | _schema(body)
+    return sampling
 
 
-def _schema(body: dict[str, Any]) -> dict[str, str]:
+def _schema(form: dict[str, Any]) -> dict[str, str]:
     """`response_format` and its cousins as {"json_schema": text}, or nothing for plain text."""
-    form: dict[str, Any] = next(filter(None, (get(body, name, dict) for name in FORMS)), {})
     kind = form.get("type", "text")
     holder = get(form, "json_schema", dict, form)  # chat has it one level deeper
     schema = {"type": "object"} if kind == "json_object" else holder.get("schema")
@@ -283,10 +294,9 @@ def _schema(body: dict[str, Any]) -> dict[str, str]:
     return {"json_schema": json.dumps(schema)}  # keys in the caller's order: a grammar generates them so
 
 
-def _tool(raw: Any, where: str) -> list[dict[str, Any]]:
-    """A tool in chat form; nothing where it is none that we can offer (`web_search`, ...). Anthropic's have a type of
-    their own, if any, and an input_schema."""
-    if as_object(raw, where).get("type") not in (None, "function") and "input_schema" not in raw:
+def _tool(raw: Any, where: str, kind: str) -> list[dict[str, Any]]:
+    """A tool in chat form; nothing where it is none that we can offer (`web_search`, ...)."""
+    if as_object(raw, where).get("type") not in (None, kind):
         return []
     function = as_object(raw.get("function", raw), where)
     name, description = function.get("name"), function.get("description") or ""

@@ -59,7 +59,7 @@ from sessions import Session, SessionTable
 from tools import OutputParser
 from turn import EventStream, Turn, retried
 
-ERRORS = (Refusal, EngineError, HTTPException, ClientDisconnect)
+ERRORS = (Refusal, ValueError, EngineError, HTTPException, ClientDisconnect)
 MAX_BODY = 64 * 2**20  # bytes of a request
 LONG_BODY = 2**18  # bytes from which on a prompt is made in a thread: tokenising it may take seconds
 
@@ -127,7 +127,7 @@ class Proxy:
         return EventStream(frames, headers={"cache-control": "no-store"})
 
     async def begin(self, protocol: Protocol, session: Session, raw: bytes, key: bytes) -> Turn:
-        """A turn in the tree, with its prompt, on its way. Raises Refusal and leaves nothing behind."""
+        """A turn in the tree, with its prompt, on its way. Raises Refusal and leaves nothing behind but its number."""
         ask = protocol.parse(read_object(raw, Refusal), session.finished)
         opening = self.parser.opening(ask.tool_choice, ask.tools)
         gconfigs = [self.gconfig(ask, session, k) for k in range(ask.n)]

@@ -66,6 +66,7 @@ class Servers:
         # All that changes:
         self.workers = self.addresses  # where control goes: behind a router, its workers
         self.lost: dict[str, str] = {}  # server -> why
+        self._routers: set[str] = set()  # those of `addresses` that have said who works behind them
         self.newest = 0  # the newest version of which tokens have come
         self._look_at: dict[str, float] = {}  # when to look at a lost server again, in time.monotonic()'s seconds
 
@@ -125,6 +126,10 @@ class Servers:
         results = run_all((self._wire.call(url, timeout=LOOK_TIMEOUT) for url in urls), return_exceptions=True)
         answers = {url: result for url, result in zip(urls, results) if isinstance(result, dict)}
         workers = [w for a in self.addresses for w in answers.get(a + "/workers", {}).get("workers", [a])]
+        routers = {a for a in self.addresses if "workers" in answers.get(a + "/workers", {})}
+        if gone := self._routers - routers:
+            raise EngineError(f"no answer from the router {', '.join(sorted(gone))}", 503)
+        self._routers = routers
         self.workers = [(w["url"] if isinstance(w, dict) else w).rstrip("/") for w in workers]
         for server in self.workers:
             if server + "/model_info" in answers:

@@ -62,7 +62,7 @@ class RolloutStat:
     failed: int = 0  # rejected because of an exception
     dropped: int = 0  # was accepted, then too old at consumption
     withdrawn: int = 0  # was accepted, then fetched beside the batches
-    failed_members: int = 0  # no groups: members that raised, of whatever group
+    failed_members: int = 0  # no groups: members that raised where others of their group did not
 
 
 @dataclass(eq=False)

@@ -32,6 +32,8 @@ def parse_params(raw: Any, default_seed: int) -> SamplingParams:
     if not isinstance(raw, dict):
         raise Refused("sampling_params must be an object")
     given = {name: value for name, value in raw.items() if value is not None}
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
     try:
         return SamplingParams.model_validate({"sampling_seed": default_seed} | given)
     except ValidationError as error:

@@ -39,7 +39,7 @@ PREFILL_TOKENS = 1024  # fed by one prefill step at most, padding included: more
 
 
 class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
-    """SGLang's sampling_params with what each may hold; the last three are not implemented and may ask for nothing."""
+    """SGLang's sampling_params with what each may hold; the last four are not implemented and may ask for nothing."""
 
     max_new_tokens: int = Field(default=128, ge=1, lt=2**31)
     temperature: float = Field(default=1.0, ge=0, lt=2**31)  # 0 is greedy
@@ -53,6 +53,7 @@ class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
     min_p: float = Field(default=0.0, ge=0, le=0)
     presence_penalty: float = Field(default=0.0, ge=0, le=0)
     repetition_penalty: float = Field(default=1.0, ge=1, le=1)
+    n: Literal[1] = 1
 
 
 @dataclass(eq=False)

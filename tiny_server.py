@@ -30,6 +30,7 @@ lock, and steps that end nothing do not wake the loop.
 **Own choices.** `sampling_seed` is always honoured; with `--seed` a request's tokens and logprobs depend on it, the
 prompt and the weights only, not on what else is in the batch (tiny_model.py, "Bits"; without, batches of one to three
 are faster and differ in the last bit).
+As with SGLang, a client that hangs up does not end its request: send /abort_request.
 An update without a pause waits for what runs, as in SGLang, and forgets the keys of old weights whatever
 flush_cache says.
 
@@ -177,7 +178,10 @@ class Server:
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             self.engine.loop = asyncio.get_running_loop()
             yield
-            await self.engine.call(self.scheduler.pause, "in_place")  # no next step: the process can end
+            self.engine.call(self.scheduler.updates.clear)  # none becomes due by the pause
+            ended = self.engine.call(self.scheduler.pause, "in_place")  # no next step: the process can end
+            if (await asyncio.wait({ended}, timeout=10))[1]:
+                os._exit(1)  # the thread waits for a broadcast that does not come
 
         app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers={Refused: refuse})
         for name, route in inspect.getmembers(self, inspect.iscoroutinefunction):

@@ -30,6 +30,7 @@ costs the steps since the last checkpoint: the same command goes on from there (
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -37,6 +38,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -165,7 +167,7 @@ class PPOTrainer:
             if self.evaluation and config.evaluator.interval and step % config.evaluator.interval == 0:
                 metrics |= evaluate(self.evaluation, inputs)
             if last or (config.saver.interval and step % config.saver.interval == 0):
-                actor.save(config.run_dir / "checkpoints" / f"step{step:05d}")
+                save(actor, config.run_dir / "checkpoints", step, config.saver.keep)
             if logger:
                 metrics |= {"success": inputs.success(batch["rewards"].tolist()), **seconds}
                 logger.log(batch, metrics | {"step_s": time.monotonic() - begin})
@@ -199,6 +201,16 @@ def logp_mismatch(batch: dict[str, Tensor], actor: FSDPPPOActor, rollout: Remote
         for mine, theirs in zip(trainer, rollout.score(ids), strict=True):
             differences.append(mine[1 : len(theirs)] - torch.tensor(theirs[1:]))
     return torch.cat(differences).abs().nan_to_num(torch.inf).max().item()
+
+
+def save(actor: FSDPPPOActor, folder: Path, step: int, keep: int) -> None:
+    """A Hugging Face directory `step00040`; the newest `keep` stay, and none of a lineage that a restart has cut."""
+    actor.save(folder / f"step{step:05d}")
+    if actor.rank == 0:
+        steps = {int(path.name.removeprefix("step")): path for path in folder.glob("step*")}
+        ours = sorted(k for k in steps if k <= step)[-keep:]
+        for old in steps.keys() - set(ours):
+            shutil.rmtree(steps[old])
 
 
 def start_rollout(
@@ -306,8 +318,8 @@ def start(config: TrainConfig, inputs: Inputs, servers: list[Planned], stack: Ex
     stack.callback(trace.close)
     if first:
         path = run_dir / ("config.yaml" if training else "eval.yaml")
-        if training and (before := changed(path, config)):
-            print(f"before, this run had {', '.join(before)}; from here on it has what you give now")
+        if training and (changes := changed(path, config)):
+            print(f"the configuration of this run changes: {', '.join(changes)}")
         OmegaConf.save({**asdict(config), "revision": revision()}, path)
     run = Run(config, inputs, servers, fleet, trace, stack)
     try:

@@ -231,9 +231,13 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         if not episodes:
             return None
         if not all(map(is_interactions, episodes)):
-            return concat_padded_tensors([to_tensors(episode) for episode in episodes])
+            rows = [to_tensors(episode) for episode in episodes]
+            return concat_padded_tensors([{k: x for k, x in row.items() if k != "parents"} for row in rows])
         merged = dict(item for episode in episodes for item in episode.items())
-        assert len(merged) == sum(map(len, episodes)), "two members returned the same interaction ids"
+        if len(merged) < sum(map(len, episodes)):
+            raise ValueError(
+                f"two members returned the same interaction ids: {[list(episode) for episode in episodes]}"
+            )
         return merged
 
     async def _run_member(self, i: int, engine: Any, data: dict[str, Any]) -> EpisodeResult:

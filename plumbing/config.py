@@ -182,6 +182,7 @@ class SaverConfig:
     """Hugging Face checkpoints under checkpoints/."""
 
     interval: int = 0  # save every so many steps; 0: only the last one
+    keep: int = 2  # how many are kept
 
 
 @dataclass
@@ -255,9 +256,9 @@ ALIASES = {
 }
 
 
-# The least that a number may be; null is always allowed.
+# The least that a number may be, where it is not null.
 AT_LEAST = {
-    1: """max_steps recover_interval server.count server.tp_size proxy.workers train_dataset.batch_size
+    1: """max_steps recover_interval saver.keep server.count server.tp_size proxy.workers train_dataset.batch_size
     gconfig.n_samples gconfig.max_new_tokens actor.ppo_n_minibatches actor.ppo_epochs actor.overlong_tokens
     rollout.group_size rollout.max_concurrent_rollouts rollout.openai.subproc_max_workers""",
     0: """rollout.max_head_offpolicyness actor.eps_clip actor.optimizer.lr actor.gamma actor.gae_lambda
@@ -319,8 +320,9 @@ def resolve(config: TrainConfig) -> None:
     if actor.c_clip is not None and actor.c_clip <= 1:
         raise ConfigError(f"actor.c_clip={actor.c_clip}; dual clip needs a value above 1, or null")
     if (actor.overlong_tokens or 1) > actor.max_new_tokens:
-        raise ConfigError(f"actor.overlong_tokens must not exceed max_new_tokens={actor.max_new_tokens}")
-    if max(actor.gamma, actor.gae_lambda) > 1:
+        both = f"actor.overlong_tokens={actor.overlong_tokens} and max_new_tokens={actor.max_new_tokens}"
+        raise ConfigError(f"{both}: the last tokens of a turn are not more than all of it")
+    if actor.gamma == 0 or max(actor.gamma, actor.gae_lambda) > 1:
         raise ConfigError("actor.gamma and actor.gae_lambda must lie between 0 and 1")
     if strange := set(rollout.openai.fixed_sampling) - vars(gconfig).keys():
         raise ConfigError(f"rollout.openai.fixed_sampling: {', '.join(sorted(strange))} is no field of gconfig")
@@ -338,10 +340,10 @@ def resolve(config: TrainConfig) -> None:
 
 
 def changed(path: Path, config: TrainConfig) -> list[str]:
-    """What is set otherwise in the config.yaml of a run that `config` goes on with."""
+    """What was set otherwise in the config.yaml of a run that `config` goes on with: "key=before -> now"."""
     before = flatten(OmegaConf.to_container(OmegaConf.load(path))) if path.exists() else {}
     now = flatten(dataclasses.asdict(config))
-    return [f"{name}={before[name]}" for name in now if name in before and before[name] != now[name]]
+    return [f"{k}={before[k]} -> {now[k]}" for k in now if k in before and before[k] != now[k]]
 
 
 class Parser(argparse.ArgumentParser):
@@ -361,6 +363,8 @@ def load(argv: list[str]) -> TrainConfig:
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
     parser.add_argument("words", nargs="*", metavar="key=value", help="wins over the recipes")
     args = parser.parse_intermixed_args(argv)
+    if bare := [word for word in args.words if "=" not in word]:
+        parser.error(f"cannot read {bare[0]!r}")
     recipes = args.config or [DEMO]
     if missing := [recipe for recipe in recipes if not recipe.is_file()]:
         raise ConfigError(f"no recipe at {missing[0]}; configs/ holds the ones that come with the project")

@@ -41,7 +41,7 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> dict[str, float
 
 def evaluate(executor: WorkflowExecutor, inputs: Inputs) -> dict[str, float | None]:
     """The statistics above, of one episode per validation prompt; `executor` is the one without a gate."""
-    groups = executor.rollout_each(inputs.validation, inputs.workflow, group_size=1, is_eval=True)
+    groups = executor.rollout_each(inputs.validation, inputs.evaluated, group_size=1, is_eval=True)
     return describe([None if group is None else group["rewards"].mean().item() for group in groups], inputs)
 
 

@@ -27,6 +27,7 @@ def read_json(text: str) -> Any:
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     write_json(value, "JSON")
+    json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair cannot be sent: UnicodeEncodeError
     return value
 
 

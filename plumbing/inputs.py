@@ -30,6 +30,7 @@ class Inputs:
     validation: list[dict]
     tokenizer: Any
     workflow: Any
+    evaluated: Any = None  # the same for evaluation, which has an event loop of its own
 
     def success(self, rewards: list[float]) -> float:
         """The share of rewards that the task calls a success; without a task's word, the positive ones."""
@@ -56,9 +57,14 @@ def load_inputs(config: TrainConfig) -> Inputs:
         with users_code(f"should_accept_fn={accept}"):
             if not callable(import_string(accept)):
                 raise TypeError("it is no function")
+    if isinstance(config.workflow, str):
+        with users_code(f"workflow={config.workflow}"):
+            import_string(config.workflow)
     prepare_model(config, task)
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path)
-    return Inputs(task, dataset, validation, tokenizer, load_workflow(config, task, tokenizer))
+    with users_code(f"tokenizer_path={config.tokenizer_path}"):
+        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path)
+    workflow, evaluated = (load_workflow(config, task, tokenizer) for _ in range(2))
+    return Inputs(task, dataset, validation, tokenizer, workflow, evaluated)
 
 
 def load_workflow(config: TrainConfig, task: Any, tokenizer: Any) -> Any:

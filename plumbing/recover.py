@@ -25,6 +25,7 @@ power failure between the write of a file and the disk; the groups that agents s
 Beside AReaL: there in-flight and accepted but untrained rollouts are lost, and before #1345 the gate opened too wide.
 """
 
+import json
 import os
 import pickle
 import random
@@ -39,7 +40,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from plumbing.config import ConfigError
 from plumbing.ranks import share
-from trajectory import Trajectory, tail_version
+from trajectory import Trajectory, complete, tail_version
 
 PARTIAL = ".partial"  # suffix of a file that is being written
 
@@ -68,7 +69,7 @@ class GroupLog:
 
     def read(self, task_ids: Any, version: int) -> dict[int, Trajectory]:
         """Those of `task_ids` that are here and hold no token newer than `version`, in the order given."""
-        groups = {i: load_file(self.path(i)) for i in task_ids if self.path(i).exists()}
+        groups = {i: complete(load_file(self.path(i)), i) for i in task_ids if self.path(i).exists()}
         return {i: group for i, group in groups.items() if (tail_version(group) or 0) <= version}
 
     def keep(self, task_ids: Any, below: float = float("inf")) -> None:
@@ -81,9 +82,9 @@ class GroupLog:
 def cut_metrics(path: Path, last_step: int) -> None:
     """Leave the lines of steps 1 to last_step, which are the first; the last one may be torn."""
     lines = path.read_text().splitlines(keepends=True)[:last_step] if path.exists() else []
-    steps = sum(line.endswith("\n") for line in lines)
-    if steps != last_step:
-        raise ConfigError(f"{path} has {steps} lines up to step {last_step}; it was changed, give another trial_name")
+    steps = [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+    if steps != list(range(1, last_step + 1)):
+        raise ConfigError(f"{path} does not hold steps 1 to {last_step}; it was changed, give another trial_name")
     write_whole(path, "".join(lines).encode())
 
 
@@ -96,7 +97,7 @@ class Recovery:
         self.groups: GroupLog | None = None  # rank 0's
         if self.on and dist.get_rank() == 0:
             whole = [path.parent.name.removeprefix("step") for path in self.folder.glob("step*/state.pickle")]
-            self.step = max(map(int, whole), default=0)
+            self.step = max((int(step) for step in whole if step.isdecimal()), default=0)
             cut_metrics(run_dir / "metrics.jsonl", self.step)
             self.groups = GroupLog(self.folder / "groups")
         self.step = share(self.step)
@@ -107,6 +108,9 @@ class Recovery:
     def save(self, step: int, actor: Any, executor: Any) -> None:
         """The checkpoint of `step`, whose line is in metrics.jsonl; then older ones are deleted."""
         target = self.checkpoint(step)
+        if self.groups:
+            shutil.rmtree(target, ignore_errors=True)  # what a crash has left there
+        dist.barrier()
         actor.save_state(target)
         if self.groups:  # what rank 0 alone knows, when all ranks have written
             rollout = executor.state_dict()

@@ -111,13 +111,15 @@ class PerLoop(Generic[T]):
 
     async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T, None]:
         # A generator, because a loop that ends cancels its tasks, waits for them, and then closes its generators.
-        thing: Any = self._make()
+        thing: Any = None
         try:
+            thing = self._make()
             while True:
                 yield thing
         finally:
             del self._keepers[loop]
-            await thing.aclose()
+            if thing is not None:
+                await thing.aclose()
 
 
 def run_all(calls: Iterable[Awaitable[Any]], return_exceptions: bool = False) -> list[Any]:

@@ -395,7 +395,7 @@ async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() 
 
     def calls(context: WorkflowContext, data: dict) -> Any:
         name = data["names"][context.sample_idx]
-        return {name: interaction(3, 4)} if name else to_tensors({"alone": interaction(7)})
+        return {name: interaction(3, 4)} if name else interaction(7).to_tensor_dict()
 
     workflow = GroupedRolloutWorkflow(Function(calls), 2)
     merged: Any = await workflow.arun_episode(None, {"names": ["a", "b"]})
@@ -405,7 +405,7 @@ async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() 
     assert to_tensors(merged)["parents"].tolist() == [-1, -1, 1], "places among the rows, for the report"
     mixed: Any = await workflow.arun_episode(None, {"names": ["a", None]})
     assert mixed["input_ids"].tolist() == [[1, 2, 3, 4], [1, 2, 7, 0]]
-    with pytest.raises(AssertionError, match="same interaction ids"):
+    with pytest.raises(ValueError, match="same interaction ids"):
         await workflow.arun_episode(None, {"names": ["a", "a"]})
 
 
