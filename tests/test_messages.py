@@ -475,6 +475,13 @@ def test_sampling_parameters_are_translated() -> None:
         parse_chat(body_of(parse_chat, max_tokens=5, max_completion_tokens=6))
 
 
+def test_half_a_surrogate_pair_stays_text() -> None:
+    """Arguments that no JSON writer can send again are no object."""
+    text = '{"a": "\\ud800"}'
+    call = {"id": "1", "function": {"name": "f", "arguments": text}}
+    assert normalise({"role": "assistant", "tool_calls": [call]})["tool_calls"][0]["function"]["arguments"] == text
+
+
 def test_how_the_answer_is_wanted() -> None:
     """Streaming, several answers, logprobs, no training, and what goes to the template."""
     options = {"include_usage": True}
@@ -486,7 +493,8 @@ def test_how_the_answer_is_wanted() -> None:
     assert parse_chat(body_of(parse_chat, reasoning_effort="high")).template_kwargs == asked
     assert parse_responses(body_of(parse_responses, reasoning={"effort": "high"})).template_kwargs == asked
     assert parse_anthropic(body_of(parse_anthropic, output_config={"effort": "high"})).template_kwargs == asked
-    assert parse_chat(body_of(parse_chat, reasoning={"effort": "high"})).template_kwargs == asked  # by any of its names
+    others = {"reasoning": True, "text": "x", "output_format": "json", "include": "x"}  # fields of other protocols
+    assert parse_chat(body_of(parse_chat, **others)).template_kwargs == {}
     kwargs = parse_chat(body_of(parse_chat, chat_template_kwargs={"enable_thinking": False}))
     assert kwargs.template_key != parse_chat(body_of(parse_chat)).template_key
     assert parse_chat(body_of(parse_chat, tools=[TOOL])).template_key != parse_chat(body_of(parse_chat)).template_key

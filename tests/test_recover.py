@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from actor import FSDPPPOActor
 from executor import ProxyAddress, WorkflowExecutor
 from plumbing.config import ConfigError, RolloutConfig, load
 from plumbing.evaluate import evaluate_endpoint
-from plumbing.inputs import Inputs
+from plumbing.inputs import Inputs, load_inputs
 from plumbing.logger import Trace
 from plumbing.recover import GroupLog, Recovery, cut_metrics
 from trajectory import complete
@@ -45,15 +46,18 @@ def group(version: int, task_id: int = 0) -> dict[str, torch.Tensor]:
 
 
 def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
-    """Lines after the checkpoint go, and with them a line that was torn; a missing one is an error."""
+    """Lines after the checkpoint go, and with them a line that was torn; a missing or another one is an error."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": i}) + "\n" for i in range(1, 5)) + '{"step": 5, "rew')
     cut_metrics(path, 3)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
-    with pytest.raises(ConfigError, match="3 lines up to step 4"):
+    with pytest.raises(ConfigError, match="steps 1 to 4"):
         cut_metrics(path, 4)
     cut_metrics(path, 0)
     assert path.read_text() == ""
+    path.write_text('{"step": 2}\n')
+    with pytest.raises(ConfigError, match="steps 1 to 1"):
+        cut_metrics(path, 1)
 
 
 def test_groups_of_weights_that_are_gone_are_not_put_back(tmp_path: Path) -> None:
@@ -149,7 +153,10 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     step(actor)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     recovery.save(1, actor, Executor())
-    (tmp_path / "recover" / "step00009").mkdir()  # died while it was written
+    shutil.copytree(tmp_path / "recover" / "step00001", tmp_path / "recover" / "step00002")
+    (tmp_path / "recover" / "step00002" / "state.pickle").unlink()  # died while it was written
+    (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # of nine ranks
+    (tmp_path / "recover" / "stepping").mkdir()  # somebody's own
     expected = step(actor)
     actor.destroy()
 
@@ -163,7 +170,8 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     assert numbers[0] == expected[2]
     assert torch.equal(numbers[1], expected[3])
     recovery.save(2, again, executor)
-    assert [path.name for path in (tmp_path / "recover").glob("step*")] == ["step00002"]
+    assert [path.name for path in (tmp_path / "recover").glob("step0*")] == ["step00002"]
+    assert not (tmp_path / "recover" / "step00002" / "__9_0.distcp").exists()
     again.destroy()
 
 
@@ -306,6 +314,13 @@ def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddres
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "e/t/eval.json").read_text())
     assert (found["eval_episodes"], found["eval_rejected"]) == (6, 0)
+
+
+def test_evaluation_has_a_workflow_of_its_own(tiny_model_dir: Path) -> None:
+    """It runs in an event loop of its own, and what an agent makes in its __init__ may belong to one."""
+    inputs = load_inputs(load([f"model_path={tiny_model_dir}"]))
+    assert type(inputs.workflow) is type(inputs.evaluated)
+    assert inputs.workflow is not inputs.evaluated
 
 
 def test_statistics_of_an_evaluation() -> None:

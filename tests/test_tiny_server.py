@@ -623,10 +623,10 @@ def test_what_cannot_start_says_so_in_one_line(tiny_model_dir: Path, tmp_path: P
     assert ended.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("how", ["parent", "interrupt"])
+@pytest.mark.parametrize("how", ["parent", "interrupt", "update"])
 def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
     """It leaves no orphan: it ends when its parent's end of the pipe closes, and on Ctrl-C,
-    also with work in flight."""
+    also with work in flight, and with an update that waits for the end of that work."""
     port = str(free_port())
     command = [sys.executable, "tiny_server.py", "--model-path", str(tiny_model_dir), "--port", port]
     process = subprocess.Popen(
@@ -639,11 +639,16 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
     long = {"input_ids": PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
     with httpx.stream("POST", url + "/generate", json=long, timeout=60) as response:
         next(response.iter_lines())
-        if how == "parent":
-            process.stdin.close()
-        else:
+        if how == "update":
+            with pytest.raises(httpx.ReadTimeout):  # who asked for it gives up
+                httpx.post(url + "/update_weights_from_disk", json={"model_path": str(tiny_model_dir)}, timeout=0.2)
+        if how == "interrupt":
             os.kill(process.pid, signal.SIGINT)
+        else:
+            process.stdin.close()
         process.wait(timeout=20)
-    assert "Traceback" not in process.stderr.read()
+    said = process.stderr.read()
+    assert "Traceback" not in said or how == "update"  # uvicorn tells of the request that it cancelled
+    assert "RuntimeError" not in said
     process.stdin.close()
     process.stderr.close()
