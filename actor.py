@@ -4,7 +4,7 @@ One step, as the loop of train.py drives it:
 
     batch = actor.prepare_batch(...)                    trajectories, from the rollout side
     batch["prox_logp"] = actor.compute_logp(batch)      pi_prox: the weights as they are now
-    batch["ref_logp"] = ref.compute_logp(batch)         a frozen copy, where the reward has a KL penalty
+    batch["ref_logp"] = ref.compute_logp(batch)         a frozen copy, where there is a KL penalty
     actor.compute_advantages(batch)                     ppo.py
     actor.ppo_update(batch)                             a few optimizer steps
     actor.update_weights(meta)                          the servers follow

@@ -6,7 +6,7 @@ Turn 2 of a conversation extends turn 1; best-of-n draws siblings; a side questi
 The parent of an interaction is the finished one whose messages + output are the longest prefix of its own
 messages, equal in meaning (messages.canonical), under the same tools and template arguments. A conversation stands
 at a *place* after each of its messages: a running hash of their canonical forms, begun with tools and template. The
-places of a request are computed in one pass, when it is read; the cache remembers which interaction ended at which
+places of a request are computed in one pass, when it is entered; the cache remembers which interaction ended at which
 place. So a parent is found by looking back from the last message: that costs a look for each new message, however
 long the history and however many interactions there are. (Two places are equal by chance once in 2^64.) A child
 takes its history's messages from its parent, so that a conversation of n turns is kept once and not n times.

@@ -20,9 +20,9 @@ within max_head_offpolicyness; take() checks it.
 
 **Failure.** A task that returns None is rejected; one that raises is rejected and counted as failed. When max_failures
 tasks raise and none returns in between, the run stops with the first traceback as the cause: a bug that hits every
-episode ends the run instead of being refilled for ever. As many rejected in a row are a warning in the log, once a row:
-a filter may be strict and right. fail() stops the run from outside (a watcher sees a dead server), and so does what our
-own code raises in the thread. In each case every waiting and every later call raises RuntimeError.
+episode ends the run instead of being refilled for ever. As many rejected in a row are a warning in the log, once for
+each such series: a filter may be strict and right. fail() stops the run from outside (a watcher sees a dead server),
+and so does what our own code raises in the thread. In each case every waiting and every later call raises RuntimeError.
 
 **Locks.** One lock, the runner's, re-entrant; inside it the staleness manager's and whatever get_version() takes.
 So: never call the dispatcher while holding a lock that get_version() needs; set the version, let go, then
@@ -149,7 +149,7 @@ class DispatchState(Generic[TInput, TResult]):
             if failed:
                 self.trace("fail", task_id)
             self.trace("reject", task_id)
-        self._count_rows(result)
+        self._count_in_a_row(result)
 
     def take(self, count: int) -> list[TResult]:
         """The `count` oldest by start, consumed; [] while one of them is not finished.
@@ -191,7 +191,7 @@ class DispatchState(Generic[TInput, TResult]):
         """Nothing starts any more; the first failure is the one that is reported."""
         self.failure = self.failure or (message, cause)
 
-    def _count_rows(self, result: TimedResult[TResult]) -> None:
+    def _count_in_a_row(self, result: TimedResult[TResult]) -> None:
         """How many failed, and were rejected, one after another."""
         if result.error is None:
             self.errors_in_a_row, self.first_error = 0, None

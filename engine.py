@@ -233,9 +233,10 @@ class RemoteInfEngine:
             "return_logprob": True,
             "stream": on_tokens is not None,
         }
-        response.stop_reason = "" if done < g.max_new_tokens else "length"  # all came, but for the word that it is all
-        if response.stop_reason:
+        if done >= g.max_new_tokens:  # a stream broke off behind its last token, before it said so
+            response.stop_reason = "length"
             return
+        response.stop_reason = ""
         try:
             async with contextlib.aclosing(self._wire.stream(url, body, self.request_timeout)) as events:
                 async for event in events:

@@ -24,8 +24,8 @@ where something must outlive it.
 
 Evaluation is a sibling, `for_evaluation()`: the same engine and proxy, no staleness gate, task ids of its own.
 
-What it does not promise: `rollout_batch` on a gated executor takes no more prompts than the gate admits at this
-version; the others would wait for the next one. Evaluate on the sibling.
+What it does not promise: that `rollout_batch` on a gated executor ends while groups that are not yet trained on hold
+all places of the gate; it would wait for a new version. Evaluate on the sibling.
 
 How it differs from AReaL: prepare_batch there keeps the first call's arguments for ever, returns groups in random
 order and in a list, and a workflow that always raises is refilled for ever.

@@ -39,7 +39,7 @@ class GenerationHyperparameters:
     frequency_penalty: float = 0.0  # logit penalty per earlier occurrence of a token in this turn; 0 is none
     presence_penalty: float = 0.0  # logit penalty of every token that occurred in this turn; 0 is none
     greedy: bool = False  # take the likeliest token always (the same as temperature 0)
-    seed: int | None = None  # seed of the sampling noise; none: the server draws its own
+    seed: int | None = None  # seed of the sampling noise; none: in a run its seed, else the server draws its own
     json_schema: str | None = None  # only JSON of this schema may be sampled; for servers with a grammar
 
     def new(self, **changes: Any) -> "GenerationHyperparameters":

@@ -20,12 +20,12 @@ The rule. Two messages are equal when these four are:
 
     role            `developer` is `system` under its newer name
     text            null == "" == absent; a list of text parts == their concatenation
-    tool calls      id first, then name and arguments as parsed JSON (2.0 is 2, as in JavaScript), in order
+    tool calls      id, name, and arguments as parsed JSON (2.0 is 2, as in JavaScript), in order
     tool_call_id    of a tool's result (some clients call it `id`)
 
 and everything else (`name`, reasoning, annotations, cache markers, ids of items, unknown keys) is ignored. The rule
-is `normalise`: it makes the one plain message that the tree compares and the chat template reads. Equal in meaning
-is not equal in tokens: nothing here is ever tokenised again once it has been generated.
+is `normalise`, which makes the plain message that the chat template reads, and `canonical`, which the tree compares.
+Equal in meaning is not equal in tokens: nothing here is ever tokenised again once it has been generated.
 
 Some clients send references instead of a history (`previous_response_id`, `item_reference`, Anthropic's `thread`).
 What they name is put in: `find` knows the finished interactions of the session. The caller keeps the instructions that

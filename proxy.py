@@ -16,14 +16,15 @@ Sampling. What an agent sets holds, the rest is the recipe's (`sampling`); a rec
 the logprobs' back (top_p, penalties, a grammar) is honoured, and such a turn is masked out of the loss (cache.py).
 
 Errors. What a caller did wrong is a 4xx in its protocol's own form, never a 500 (which SDKs would retry, and so
-generate again), never a 409 or 429 (likewise). An engine's 4xx is passed on; 503 says that no server answered, and to
-try again. A weight update is no error: paused servers hold what is asked of them, so a proxy need not be told.
+generate again), nor to an agent a 409 or 429 (likewise). An engine's 4xx is passed on; 503 says that no server
+answered, and to try again. A weight update is no error: paused servers hold what is asked of them, so a proxy need not
+be told.
 
 Several proxies (`proxy.workers`) share nothing: each has its sessions, and an episode keeps to one of them. What may
 start is the dispatcher's decision, and a grant is how it reaches a proxy.
 
 It does not promise repeatable tokens to an agent that calls concurrently in one session: the seed of a call comes
-from the server's seed, the task and its place among the session's calls.
+from the proxy's seed, the task and its place among the session's calls.
 
 AReaL keys sessions by API key only, accepts work after the end, sweeps them by the age of the last request's
 start (in the midst of a long generation, too), leaks grants, and leaves five management routes open to anybody. It

@@ -11,7 +11,7 @@ tokens in a second process, the proxy turns agents' HTTP requests into token-exa
 is trained here, the next episodes are already being generated there, by weights that are up to
 `rollout.max_head_offpolicyness` versions older.
 
-The loop (`train`, appendix A.1 of the write-up). Each step takes a batch in the order in which its episodes
+The loop (`PPOTrainer.train`, appendix A.1 of the write-up). Each step takes a batch in the order in which its episodes
 started, recomputes the log-probabilities of its tokens under the current weights (the proximal policy), makes
 advantages of rewards, takes a few optimizer steps of decoupled PPO, and pushes the weights: pause, push, version + 1,
 resume. Running generations are interrupted at that moment and go on afterwards; every token keeps the version of
@@ -246,7 +246,7 @@ def start_rollout(
     return rollout, evaluation
 
 
-def train(run: Run) -> None:
+def run_training(run: Run) -> None:
     """mode=train, from the first word to the summary."""
     if dist.get_rank():
         return PPOTrainer(run).train(None)
@@ -260,7 +260,7 @@ def train(run: Run) -> None:
     summarise(logger, run.inputs.task)
 
 
-def evaluate_alone(run: Run) -> None:
+def run_evaluation(run: Run) -> None:
     """mode=eval: print the statistics and write them to eval.json. Rank 0 does it."""
     if dist.get_rank():
         return
@@ -323,7 +323,7 @@ def start(config: TrainConfig, inputs: Inputs, servers: list[Planned], stack: Ex
         OmegaConf.save({**asdict(config), "revision": revision()}, path)
     run = Run(config, inputs, servers, fleet, trace, stack)
     try:
-        train(run) if training else evaluate_alone(run)
+        run_training(run) if training else run_evaluation(run)
     except Exception as error:
         fleet.raise_death(error)  # the reason behind a refused connection
         raise

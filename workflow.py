@@ -34,7 +34,7 @@ that lost a member stays a group.
 Seeds. With a seed for the run, every request's sampling noise is derived from (seed, task, member, turn) and from
 nothing else, so that the order in which episodes happen to run does not change what they sample.
 
-How this differs from AReaL: a failing member takes its whole group along; `return 1` from an agent is an error;
+How this differs from AReaL: there a failing member takes its whole group along; `return 1` from an agent is an error;
 groups are found again by position; workflow_kwargs beside an instance are ignored with a warning.
 """
 

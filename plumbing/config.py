@@ -2,7 +2,8 @@
 
 A run is configured by these dataclasses, then by a YAML recipe (`--config configs/maze.yaml`), then by
 `key=value` words on the command line; later ones win. An unknown key is an error that names the nearest
-known one. `python train.py --help` prints this file's comments, so there is one place where a key is explained.
+known one. `python train.py --help` prints these comments (those of gconfig stand in io_struct.py), so there is one
+place where a key is explained.
 
 The names are AReaL's where AReaL has the key; docs/differences.md lists what is named otherwise.
 """
@@ -57,7 +58,7 @@ class RolloutConfig:
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how an update interrupts
     request_timeout: float = 3600.0  # seconds for one generation request
     request_retries: int = 3  # tries after a connection error or a 5xx
-    enable_tracing: bool = True  # write every submit, start, finish, accept, reject to trace.json
+    enable_tracing: bool = True  # write every submit, start, finish, accept, reject, fail, drop to trace.json
     check_trajectory_format: bool = True  # verify keys and shapes of what workflows return
     dump_to_file: bool = True  # write every trajectory as text to rollout/{version}/{task_id}.jsonl
     server_addrs: list[str] = field(default_factory=list)  # servers that are already up; empty: launch our own
@@ -89,7 +90,7 @@ class ProxyConfig:
 
 @dataclass
 class NormConfig:
-    """A - mean over mean_level, divided by std over std_level (AReaL: NormConfig)."""
+    """A = (R - mean over mean_level) / std over std_level (AReaL: NormConfig)."""
 
     mean_level: Literal["group", "batch", "none"] = "group"  # over what the baseline is taken
     std_level: Literal["group", "batch", "constant", "none"] = "group"  # and the spread
@@ -127,7 +128,7 @@ class PPOActorConfig:
     enable_tree_training: bool = False  # what rows share at their beginning is computed once (tree_attention.py)
     offload: bool = False  # true: parameters, gradients and optimizer live in host memory (FSDP2 CPU offload)
     use_decoupled_loss: bool = True  # the paper's objective; false: standard PPO
-    recompute_logprob: bool = True  # pi_old (or pi_prox) by a forward pass before the update; alias recompute_logprobs
+    recompute_logprob: bool = True  # standard PPO: pi_old by a forward pass; else the server's (recompute_logprobs)
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"  # pi_prox: asked, guessed, or compared
     eps_clip: float = 0.2  # the ratio pi_theta/pi_prox is clipped below at 1 - eps_clip
     eps_clip_higher: float | None = None  # and above at 1 + eps_clip_higher; default eps_clip
@@ -167,6 +168,13 @@ class DatasetConfig:
     path: str | None = None  # file.jsonl or "module.function"; default: what the task offers
     batch_size: int = 8  # prompt groups per training step
     shuffle: bool = True  # a new order every epoch, from the run's seed
+
+
+@dataclass
+class ValidDatasetConfig:
+    """Prompts of the evaluation."""
+
+    path: str | None = None  # as train_dataset.path; default: that one, else what the task offers
 
 
 @dataclass
@@ -228,7 +236,7 @@ class TrainConfig:
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
     ref: RefConfig = field(default_factory=RefConfig)
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
-    valid_dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    valid_dataset: ValidDatasetConfig = field(default_factory=ValidDatasetConfig)
     evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
     saver: SaverConfig = field(default_factory=SaverConfig)
     weight_update: WeightUpdateConfig = field(default_factory=WeightUpdateConfig)
@@ -369,13 +377,16 @@ def load(argv: list[str]) -> TrainConfig:
     if missing := [recipe for recipe in recipes if not recipe.is_file()]:
         raise ConfigError(f"no recipe at {missing[0]}; configs/ holds the ones that come with the project")
     merged = OmegaConf.structured(TrainConfig)
+    source = ""
     try:
         for recipe in recipes:
-            set_keys(merged, OmegaConf.load(recipe), str(recipe))
-        set_keys(merged, OmegaConf.from_dotlist(args.words), "the command line")
+            source = str(recipe)
+            set_keys(merged, OmegaConf.load(recipe), source)
+        source = "the command line"
+        set_keys(merged, OmegaConf.from_dotlist(args.words), source)
         config: Any = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, YAMLError) as error:
-        where = getattr(error, "full_key", None) or recipe
+        where = getattr(error, "full_key", None) or source
         raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
     config.dry_run = config.dry_run or args.dry_run
     resolve(config)

@@ -317,7 +317,8 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     check_addresses(config, servers)
     trainer, server, parameters = estimate_memory(config, int(os.environ.get("WORLD_SIZE", 1)), bool(gpus))
     needs = [(Planned(f"rank {k}", ["train.py"], gpus[k : k + 1], port=None), trainer) for k in range(ranks)]
-    needs += [(planned, server) for planned in servers] + [(Planned("proxy", ["proxy.py"]), 0.3)]
+    needs += [(planned, server) for planned in servers]
+    needs += [(Planned(f"proxy-{k}", ["proxy.py"]), 0.3) for k in range(config.proxy.workers)]
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     check_memory(needs, gpus, (torch.cuda.mem_get_info()[1] if gpus else machine) / GIB)
     rows = [("process", "GPUs", "port", "GiB", "command")]

@@ -103,7 +103,7 @@ def play_at_random(rng: random.Random) -> list[str]:
 
 
 def make_model(path: Path, seed: int, warmup_steps: int = 600) -> None:
-    """Write a two-layer Qwen3 (135k parameters) that plays at random to `path`, the same for the same seed."""
+    """Write a two-layer Qwen3 (134k parameters) that plays at random to `path`, the same for the same seed."""
     tokenizer = base_model.make_tokenizer(WORDS)
     model = base_model.make_qwen3(tokenizer, layers=2, context=64, seed=seed)
     rng = random.Random(seed)

@@ -164,7 +164,7 @@ def test_dry_run_starts_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
     done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     names = [line.split()[0] for line in done.stdout.splitlines()]
-    assert names[:4] == ["process", "rank", "server-0", "proxy"]
+    assert names[:4] == ["process", "rank", "server-0", "proxy-0"]
     assert f" {port} " in done.stdout
     assert "tiny_server.py" in done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -139,6 +139,7 @@ def test_guess_staleness(guess_run, eta: int) -> None:
     check_metrics(metrics, eta)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("eta", [0, 2])
 def test_maze_staleness(tmp_path: Path, eta: int) -> None:
     """Long answers straddle weight updates at eta = 2, never at 0, and the age bound holds for every token."""
