@@ -226,6 +226,10 @@ class RemoteInfEngine:
         """One POST /generate, by which `response` grows: with each event of a stream, or once. Who gives up on a
         request must tell the server, which does not notice a closed connection and would generate to the end."""
         url, done, sent_after = server + "/generate", response.output_len, self.servers.newest
+        if done >= g.max_new_tokens:  # a stream broke off behind its last token, before it said so
+            response.stop_reason = "length"
+            return
+        response.stop_reason = ""
         body = {
             "rid": rid,
             "input_ids": response.input_tokens + response.output_tokens,
@@ -233,10 +237,6 @@ class RemoteInfEngine:
             "return_logprob": True,
             "stream": on_tokens is not None,
         }
-        if done >= g.max_new_tokens:  # a stream broke off behind its last token, before it said so
-            response.stop_reason = "length"
-            return
-        response.stop_reason = ""
         try:
             async with contextlib.aclosing(self._wire.stream(url, body, self.request_timeout)) as events:
                 async for event in events:

@@ -129,7 +129,7 @@ class Proxy:
 
     async def begin(self, protocol: Protocol, session: Session, raw: bytes, key: bytes) -> Turn:
         """A turn in the tree, with its prompt, on its way. Raises Refusal and leaves nothing behind but its number."""
-        ask = protocol.parse(read_object(raw, Refusal), session.finished)
+        ask = protocol.parse(read_object(raw), session.finished)
         opening = self.parser.opening(ask.tool_choice, ask.tools)
         gconfigs = [self.gconfig(ask, session, k) for k in range(ask.n)]
         session.calls += ask.n
@@ -256,7 +256,7 @@ async def read_body(request: Request) -> bytes:
 
 
 async def read_json(request: Request) -> dict[str, Any]:
-    return read_object(await read_body(request), Refusal)
+    return read_object(await read_body(request))
 
 
 def reply(body: Any, status: int = 200) -> Response:

@@ -119,17 +119,19 @@ class Servers:
     # Control: from the trainer's main thread, in event loops of its own
 
     def refresh(self) -> None:
-        """At the start and before each update: a router's workers of now (nobody else knows that path), and the lost
-        servers that answer again (with what weights does not matter: they are about to get new ones)."""
+        """At the start and before each update: a router's workers of now (a server answers 404 there), and the lost
+        servers that answer again (with what weights does not matter: they are about to get new ones). EngineError
+        where a router no longer answers."""
         urls = [address + "/workers" for address in self.addresses]
         urls += [server + "/model_info" for server in list(self.lost)]
         results = run_all((self._wire.call(url, timeout=LOOK_TIMEOUT) for url in urls), return_exceptions=True)
         answers = {url: result for url, result in zip(urls, results) if isinstance(result, dict)}
-        workers = [w for a in self.addresses for w in answers.get(a + "/workers", {}).get("workers", [a])]
-        routers = {a for a in self.addresses if "workers" in answers.get(a + "/workers", {})}
+        told = {a: answers.get(a + "/workers", {}).get("workers") for a in self.addresses}
+        routers = {a for a, behind in told.items() if behind is not None}
         if gone := self._routers - routers:
             raise EngineError(f"no answer from the router {', '.join(sorted(gone))}", 503)
         self._routers = routers
+        workers = [w for a, behind in told.items() for w in ([a] if behind is None else behind)]
         self.workers = [(w["url"] if isinstance(w, dict) else w).rstrip("/") for w in workers]
         for server in self.workers:
             if server + "/model_info" in answers:

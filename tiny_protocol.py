@@ -20,24 +20,21 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from plumbing.fields import Refusal
 from tiny_scheduler import SamplingParams, Sequence
 
 
-class Refused(ValueError):
-    """What the caller did wrong: a 400 with this message."""
-
-
 def parse_params(raw: Any, default_seed: int) -> SamplingParams:
-    """The request's sampling_params, checked. Raises Refused naming the field."""
+    """The request's sampling_params, checked. Raises Refusal naming the field."""
     if not isinstance(raw, dict):
-        raise Refused("sampling_params must be an object")
+        raise Refusal("sampling_params must be an object")
     given = {name: value for name, value in raw.items() if value is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     try:
         return SamplingParams.model_validate({"sampling_seed": default_seed} | given)
     except ValidationError as error:
-        raise Refused("; ".join(f"{wrong['loc'][0]}: {wrong['msg']}" for wrong in error.errors())) from error
+        raise Refusal("; ".join(f"{wrong['loc'][0]}: {wrong['msg']}" for wrong in error.errors())) from error
 
 
 @dataclass
@@ -51,21 +48,21 @@ class Protocol:
     seeds: random.Random
 
     def parse(self, body: dict[str, Any]) -> tuple[list[Sequence], bool]:
-        """A /generate body as sequences, and whether input_ids was a list of prompts. Raises Refused."""
+        """A /generate body as sequences, and whether input_ids was a list of prompts. Raises Refusal."""
         ids = body.get("input_ids")
         if body.get("text") is not None or not isinstance(ids, list):
-            raise Refused("give the prompt as input_ids, a list of token ids, not as text")
+            raise Refusal("give the prompt as input_ids, a list of token ids, not as text")
         batch = bool(ids) and isinstance(ids[0], list)
         rid = body.get("rid") or uuid.uuid4().hex
         if not isinstance(rid, str):
-            raise Refused("rid must be a string")
+            raise Refusal("rid must be a string")
         start = body.get("logprob_start_len", -1)
         if start not in (-1, 0):
-            raise Refused("logprob_start_len must be 0, for logprobs of the whole prompt, or -1, for none of it")
+            raise Refusal("logprob_start_len must be 0, for logprobs of the whole prompt, or -1, for none of it")
         stream, return_logprob = bool(body.get("stream")), bool(body.get("return_logprob"))
         scored = return_logprob and start == 0
         if stream and batch:
-            raise Refused("stream takes one prompt")
+            raise Refusal("stream takes one prompt")
         sequences = []
         for i, prompt in enumerate(ids if batch else [ids]):
             params = parse_params(body.get("sampling_params") or {}, self.seeds.getrandbits(64))
@@ -78,12 +75,12 @@ class Protocol:
     def check(self, prompt: Any, params: SamplingParams) -> None:
         """Refuse what cannot be generated."""
         if not isinstance(prompt, list) or not prompt:
-            raise Refused("input_ids must be a list of token ids, not empty")
+            raise Refusal("input_ids must be a list of token ids, not empty")
         for token in prompt:
             if type(token) is not int or not 0 <= token < self.vocab_size:
-                raise Refused(f"input_ids holds {token!r}; token ids are integers from 0 to {self.vocab_size - 1}")
+                raise Refusal(f"input_ids holds {token!r}; token ids are integers from 0 to {self.vocab_size - 1}")
         if len(prompt) + params.max_new_tokens > self.max_length:
-            raise Refused(
+            raise Refusal(
                 f"prompt ({len(prompt)} tokens) and max_new_tokens ({params.max_new_tokens}) together exceed "
                 f"{self.max_length}, the lesser of the model's context length and --max-total-tokens"
             )

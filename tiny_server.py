@@ -59,9 +59,10 @@ from fastapi.responses import StreamingResponse
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from plumbing.fields import Refusal
 from plumbing.serve import listen, load_tokenizer, read_object, serve
 from tiny_model import TinyModel, read_weights, receive_weights, run_step, unpack_weights
-from tiny_protocol import Protocol, Refused
+from tiny_protocol import Protocol
 from tiny_scheduler import Scheduler, Sequence
 from weights import join_group
 
@@ -183,18 +184,18 @@ class Server:
             if (await asyncio.wait({ended}, timeout=10))[1]:
                 os._exit(1)  # the thread waits for a broadcast that does not come
 
-        app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers={Refused: refuse})
+        app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers={Refusal: refuse})
         for name, route in inspect.getmembers(self, inspect.iscoroutinefunction):
             if not name.startswith("_"):
                 app.add_route(f"/{name}", route, methods=["GET", "POST"])
         return app
 
     async def _body(self, request: Request, **kinds: type) -> dict[str, Any]:
-        """The request's body; Refused where a field is missing or of another kind."""
-        body = read_object(await request.body(), Refused)
+        """The request's body; Refusal where a field is missing or of another kind."""
+        body = read_object(await request.body())
         for name, kind in kinds.items():
             if not isinstance(body.get(name), kind):
-                raise Refused(f"{name} must be given, as {kind.__name__}")
+                raise Refusal(f"{name} must be given, as {kind.__name__}")
         return body
 
     # generation
@@ -230,7 +231,7 @@ class Server:
     async def pause_generation(self, request: Request) -> Response:
         mode = (await self._body(request)).get("mode", "abort")
         if mode not in MODES:
-            raise Refused(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+            raise Refusal(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
         await self.engine.call(self.scheduler.pause, mode)
         return reply({"message": f"Generation paused, mode {mode}.", "status": "ok"})
 
@@ -257,7 +258,7 @@ class Server:
         """Have the engine take what `read` returns; a part only inside a session."""
         version = body.get("weight_version")
         if not isinstance(version, str | None):
-            raise Refused("weight_version must be a string")
+            raise Refusal("weight_version must be a string")
         if not (whole or self.in_session):
             return told("weights in parts come between begin_weight_update and end_weight_update")
         if body.get("abort_all_requests"):

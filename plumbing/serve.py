@@ -15,6 +15,8 @@ import orjson
 import uvicorn
 from fastapi import FastAPI
 
+from plumbing.fields import Refusal
+
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket, taken before anything slow is done. Raises OSError."""
@@ -45,14 +47,14 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
         server.run(sockets=[listener])
 
 
-def read_object(raw: bytes, refusal: type[Exception]) -> dict[str, Any]:
-    """A request's body as a JSON object, whatever its content type says; no body is an empty one. Raises `refusal`."""
+def read_object(raw: bytes) -> dict[str, Any]:
+    """A request's body as a JSON object, whatever its content type says; no body is an empty one. Raises Refusal."""
     try:
         body = orjson.loads(raw) if raw else {}
     except orjson.JSONDecodeError as error:
-        raise refusal(f"body: malformed JSON: {error}") from error
+        raise Refusal(f"body: malformed JSON: {error}") from error
     if not isinstance(body, dict):
-        raise refusal("body: a JSON object is needed")
+        raise Refusal("body: a JSON object is needed")
     return body
 
 

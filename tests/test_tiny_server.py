@@ -26,8 +26,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config
 
+from plumbing.fields import Refusal
 from tiny_model import ModelError, TinyModel, key_length, read_weights, run_step, sample, uniforms
-from tiny_protocol import Refused, parse_params
+from tiny_protocol import parse_params
 from tiny_scheduler import SamplingParams, Scheduler, Sequence, common_prefix
 from weights import serialise
 
@@ -443,7 +444,7 @@ def test_admission_never_exceeds_the_token_budget() -> None:
 )
 def test_a_number_that_no_tensor_holds_is_refused(name: str, value: int) -> None:
     """It would overflow in the engine's thread, which ends the server; the refusal names the field."""
-    with pytest.raises(Refused, match=f"^{name}"):
+    with pytest.raises(Refusal, match=f"^{name}"):
         parse_params({name: value}, 0)
 
 
