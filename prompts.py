@@ -118,7 +118,9 @@ class TextReader:
         # All that changes:
         self._text = opening  # of the tokens before `_read`, which is final
         self._cut = sys.maxsize  # characters before the first stop string
-        self._context, self._read = 0, 0  # tokens; those between the two are decoded again, as the context of the next
+        # Tokens; those between the two are decoded again, as the context of the next: they have text, for a decoder
+        # that drops or adds a space at the beginning must do so before them.
+        self._context, self._read = 0, 0
 
     def whole(self, tokens: list[int]) -> str:
         """Without the end-of-turn token, and without a stop string and what follows it."""
@@ -132,7 +134,7 @@ class TextReader:
         fresh = self._decode(tokens[self._context :])[len(before) :]
         complete = fresh.rstrip("\ufffd")
         text = self._text + complete
-        if complete == fresh or len(tokens) - self._read > WINDOW:
+        if fresh and (complete == fresh or len(tokens) - self._read > WINDOW):
             text = self._text = self._text + fresh
             self._context, self._read = self._read, len(tokens)
         longest = max(map(len, self._stop), default=0)
