@@ -225,7 +225,7 @@ class Scheduler:
         self.finished.append(request)
 
     def _stop_string(self, request: Sequence) -> str | None:
-        tail = max(map(len, request.params.stop)) + 8  # a character is at least part of a token
+        tail = max(len(stop.encode()) for stop in request.params.stop) + 8  # a token is at least a byte
         text = self.decode(request.output[-tail:])
         return next((stop for stop in request.params.stop if stop in text), None)
 

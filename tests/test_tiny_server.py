@@ -436,6 +436,29 @@ def test_admission_never_exceeds_the_token_budget() -> None:
     assert repr(scheduler) == "Scheduler(version='0', paused=None, running=3, waiting=3, updates=0)"
 
 
+TEXT = st.text(
+    st.one_of(st.sampled_from("ab終🎉é"), st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"))
+)
+
+
+@settings(deadline=None)
+@given(TEXT, st.lists(TEXT.filter(bool), min_size=1, max_size=2), TEXT)
+def test_a_stop_string_ends_the_text_where_it_is_complete(
+    tiny_tokenizer: Any, before: str, stops: list[str], after: str
+) -> None:
+    """Also where each of its characters takes several tokens: no text holds a stop string but at its end."""
+    text = before + stops[0] + after
+    scheduler = Scheduler(1, 10_000, "0", tiny_tokenizer.decode)
+    one = sequence("a", [1], 5_000, stop=stops)
+    scheduler.submit(one)
+    for token in tiny_tokenizer.encode(text):
+        if one.finish is None:
+            scheduler.advance(scheduler.plan()[1], [token], [0.0])
+    end = min(text.index(stop) + len(stop) for stop in stops if stop in text)
+    assert tiny_tokenizer.decode(one.output) == text[:end]
+    assert one.finish == {"type": "stop", "matched": next(stop for stop in stops if text[:end].endswith(stop))}
+
+
 # the protocol
 
 
