@@ -86,12 +86,13 @@ class Protocol:
             )
 
     def answer(self, seq: Sequence) -> dict[str, Any]:
-        """The body for what a sequence has by now. Its list of logprobs grows last, so it says how much there is."""
-        n = len(seq.logprobs)
+        """The body for what a sequence has by now. Meanwhile it grows, its list of logprobs last, and then it ends: so
+        that list says how much there is, and the end is looked at first."""
+        finish, n = seq.finish, len(seq.logprobs)
         ids = seq.tokens[seq.prompt_tokens : seq.prompt_tokens + n]
         meta: dict[str, Any] = {
             "id": seq.rid,
-            "finish_reason": seq.finish,
+            "finish_reason": finish,
             "prompt_tokens": seq.prompt_tokens,
             "weight_version": seq.marks[-1][0],
             "num_retractions": seq.retractions,
@@ -104,7 +105,7 @@ class Protocol:
                 [lp, t, None] for lp, t in zip(seq.input_logprobs, seq.tokens, strict=False)
             ]
             meta["output_token_logprobs"] = [[lp, t, None] for lp, t in zip(seq.logprobs[:n], ids, strict=True)]
-        return {"text": self.text(ids, (seq.finish or {}).get("matched")), "output_ids": ids, "meta_info": meta}
+        return {"text": self.text(ids, (finish or {}).get("matched")), "output_ids": ids, "meta_info": meta}
 
     def text(self, ids: list[int], matched: int | str | None) -> str:
         """The output as text, without the token or string that ended it."""

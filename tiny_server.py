@@ -217,8 +217,9 @@ class Server:
         while not ended:
             await seq.news.wait()
             seq.news.clear()
-            ended = seq.finish is not None
-            yield b"data: " + orjson.dumps(self.protocol.answer(seq)) + b"\n\n"
+            answer = self.protocol.answer(seq)
+            ended = answer["meta_info"]["finish_reason"] is not None
+            yield b"data: " + orjson.dumps(answer) + b"\n\n"
         yield b"data: [DONE]\n\n"
 
     # control

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -28,7 +29,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from plumbing.fields import Refusal
 from tiny_model import ModelError, TinyModel, key_length, read_weights, run_step, sample, uniforms
-from tiny_protocol import parse_params
+from tiny_protocol import Protocol, parse_params
 from tiny_scheduler import SamplingParams, Scheduler, Sequence, common_prefix
 from weights import serialise
 
@@ -477,6 +478,33 @@ def test_any_integer_is_a_seed(seed: int) -> None:
     params = parse_params({"sampling_seed": seed, "top_k": 2**31 - 1, "temperature": 2**31 - 1}, 0)
     tokens, _ = sample(torch.zeros(1, 8), [Sequence("a", 0, [], params)])
     assert 0 <= tokens[0] < 8
+
+
+def overtaken(last: int) -> dict[str, Any]:
+    """An answer while the engine's thread takes the last step, just before the answer's look number `last`."""
+    scheduler, looks = make_scheduler(slots=1), itertools.count()
+    one = Sequence("a", 1, [7], SamplingParams(), stop_ids=frozenset({2}), return_logprob=True)
+    scheduler.submit(one)
+    scheduler.advance(scheduler.plan()[1], [1], [0.0])
+
+    class Looked(Sequence):
+        def __getattribute__(self, name: str) -> Any:
+            if next(looks) == last:
+                scheduler.advance(scheduler.plan()[1], [2], [0.0])
+            return super().__getattribute__(name)
+
+    one.__class__ = Looked
+    return Protocol(9, 99, frozenset(), lambda ids, **_: str(ids), Random(0)).answer(one)
+
+
+def test_an_answer_that_tells_the_end_has_the_last_token() -> None:
+    """Whenever the last step falls between its looks at the sequence, an answer tells the end late, never early."""
+    answers = [overtaken(last) for last in range(20)]
+    ended = [answer["meta_info"]["finish_reason"] is not None for answer in answers]
+    assert set(ended) == {True, False}
+    for end, answer in zip(ended, answers, strict=True):
+        assert answer["output_ids"] == [1, 2] or not end
+        assert answer["text"] == str([1] if end else answer["output_ids"])
 
 
 def test_the_context_that_is_told_is_the_one_that_is_honoured(start_tiny_server: StartServer) -> None:
