@@ -188,9 +188,11 @@ class TinyModel:
         )
         return output.logits[:n]
 
+    @torch.inference_mode()
     def replace_weights(self, named: Mapping[str, Tensor], whole: bool = True) -> None:
         """Copy new weights over the old; an error, and nothing copied, when names or shapes do not match, or when it
-        should be the `whole` model and is not."""
+        should be the `whole` model and is not. What is NaN or infinite in the cache becomes 0: a row's next sequence
+        masks it by adding -inf and weighs it with 0, and NaN stays NaN under both."""
         own = self.model.state_dict()
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         if unknown := named.keys() - own.keys():
@@ -202,6 +204,7 @@ class TinyModel:
                 raise ModelError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}")
         for name, tensor in named.items():
             own[name].copy_(tensor)
+        self.cache.kv.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def read_weights(path: str) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ import torch
 from conftest import ROOT, StartServer, free_port, wait_until_up
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config
 
 from plumbing.fields import Refusal
@@ -156,6 +157,25 @@ def test_keys_of_old_weights_are_not_reused(tiny: TinyModel, other_model_dir: Pa
     assert again.cached_tokens == 0
     expected = by_forward(other_model_dir, again.tokens)[len(PROMPT) - 1 :]
     assert again.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), 3e38])
+def test_weights_that_are_not_finite_leave_nothing_behind(
+    tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path, factor: float
+) -> None:
+    """A row that held NaN or infinity under bad weights serves a shorter sequence under good ones: what is masked there
+    counts for nothing."""
+    named = read_weights(str(tiny_model_dir))
+    bad = {name: tensor * factor if "v_proj" in name else tensor for name, tensor in named.items()}
+    save_file(bad, tmp_path / "model.safetensors")
+    scheduler = make_scheduler(slots=1)
+    update(tiny, scheduler, tmp_path, "1")
+    run(tiny, sequence("long", PROMPT, 8), scheduler=scheduler)
+    assert not tiny.cache.kv.isfinite().all()
+    update(tiny, scheduler, tiny_model_dir, "2")
+    short = sequence("short", PROMPT[:3], 4)
+    run(tiny, short, scheduler=scheduler)
+    assert short.logprobs == pytest.approx(by_forward(tiny_model_dir, short.tokens)[2:], abs=1e-4)
 
 
 def test_weights_that_do_not_fit_change_nothing(tiny: TinyModel) -> None:
