@@ -597,6 +597,8 @@ def pickled(content: Any) -> str:
     return base64.b64encode(pickle.dumps(content)).decode()
 
 
+MEETING = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "group_name": "g"}
+
 BAD_WEIGHTS: list[tuple[str, dict[str, Any]]] = [
     ("/update_weights_from_distributed", {}),
     ("/update_weights_from_distributed", {"group_name": 5, "names": [], "dtypes": [], "shapes": []}),
@@ -610,6 +612,8 @@ BAD_WEIGHTS: list[tuple[str, dict[str, Any]]] = [
     ("/update_weights_from_tensor", {"serialized_named_tensors": [pickled([("a", "no tensor")])]}),
     ("/update_weights_from_tensor", {"serialized_named_tensors": [serialise([])], "weight_version": 3}),
     ("/init_weights_update_group", {}),
+    ("/init_weights_update_group", MEETING | {"master_port": 70000}),
+    ("/init_weights_update_group", MEETING | {"master_port": -1}),
     ("/destroy_weights_update_group", {"group_name": ["g"]}),
     ("/update_weight_version", {"new_version": 4}),
 ]
