@@ -280,6 +280,8 @@ class Server:
         address, port, rank, world, name = (body[key] for key in kinds)
         try:
             self.groups[name] = await asyncio.to_thread(join_group, address, port, rank, world, name, "gloo")
+        except asyncio.CancelledError:
+            os._exit(1)  # the server ends, and would wait for the thread, which waits for a group that does not come
         except Exception as error:  # what the binding raises for a bad number, or the other side, is anything
             return told(f"no group came together: {error}")
         return told(None)

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -699,10 +700,11 @@ def test_what_cannot_start_says_so_in_one_line(tiny_model_dir: Path, tmp_path: P
     assert ended.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("how", ["parent", "interrupt", "update"])
+@pytest.mark.parametrize("how", ["parent", "interrupt", "update", "group"])
 def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
     """It leaves no orphan: it ends when its parent's end of the pipe closes, and on Ctrl-C,
-    also with work in flight, and with an update that waits for the end of that work."""
+    also with work in flight, with an update that waits for the end of that work, and with a weight group whose rank 0
+    is mute."""
     port = str(free_port())
     command = [sys.executable, "tiny_server.py", "--model-path", str(tiny_model_dir), "--port", port]
     process = subprocess.Popen(
@@ -713,11 +715,18 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
     url = f"http://127.0.0.1:{port}"
     wait_until_up(url, process)
     long = {"input_ids": PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
-    with httpx.stream("POST", url + "/generate", json=long, timeout=60) as response:
+    with httpx.stream("POST", url + "/generate", json=long, timeout=60) as response, ExitStack() as stack:
         next(response.iter_lines())
         if how == "update":
             with pytest.raises(httpx.ReadTimeout):  # who asked for it gives up
                 httpx.post(url + "/update_weights_from_disk", json={"model_path": str(tiny_model_dir)}, timeout=0.2)
+        if how == "group":
+            mute = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            mute.settimeout(60)
+            meeting = MEETING | {"master_port": mute.getsockname()[1]}
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(url + "/init_weights_update_group", json=meeting, timeout=0.2)
+            stack.enter_context(mute.accept()[0])
         if how == "interrupt":
             os.kill(process.pid, signal.SIGINT)
         else:
