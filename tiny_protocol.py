@@ -101,9 +101,7 @@ class Protocol:
             "weight_versions": seq.spans(n),
         }
         if seq.return_logprob:
-            meta["input_token_logprobs"] = [
-                [lp, t, None] for lp, t in zip(seq.input_logprobs, seq.tokens, strict=False)
-            ]
+            meta["input_token_logprobs"] = [[lp, t, None] for lp, t in zip(seq.input_logprobs, seq.tokens)]
             meta["output_token_logprobs"] = [[lp, t, None] for lp, t in zip(seq.logprobs[:n], ids, strict=True)]
         return {"text": self.text(ids, (finish or {}).get("matched")), "output_ids": ids, "meta_info": meta}
 
