@@ -248,6 +248,8 @@ class RemoteInfEngine:
             if not response.stop_reason:
                 raise EngineError(f"{url} broke off in the middle of an answer", 503)
         except (asyncio.CancelledError, EngineError) as error:
+            if isinstance(error, EngineError) and response.stop_reason:
+                return  # the stream broke off behind its end
             response.regenerated += isinstance(error, EngineError)  # asked for again, or the response is not wanted
             if getattr(error, "status", None) != 400:
                 with contextlib.suppress(EngineError):  # a server that is gone generates nothing
