@@ -753,14 +753,39 @@ async def test_who_stops_listening_tells_the_server():
     assert script.sent("/abort_request") == [{"rid": "r-0"}]
 
 
+def refused(status: int, tokens: int = 0) -> httpx.Response:
+    """How SGLang's scheduler ends a stream that it cannot serve (any more), maybe after some tokens."""
+    reason = {"type": "abort", "message": "no such thing", "status_code": status, "err_type": None}
+    return generated(list(range(tokens)), finish_reason=reason, output_token_logprobs=[])
+
+
+def error_event(status: int) -> httpx.Response:
+    """The same before the scheduler has seen the request."""
+    error = {"message": "no such thing", "type": "invalid_request_error", "code": status, "retryable": False}
+    return httpx.Response(200, json={"error": error})
+
+
 @pytest.mark.anyio
-async def test_a_stream_is_refused_as_a_whole_answer_is():
-    """A server's 400 to a stream is an error with its words, and not tried again."""
-    script = Script(httpx.Response(400, json={"error": {"message": "no such thing"}}))
+@pytest.mark.parametrize("on_tokens", [None, lambda _: None])
+@pytest.mark.parametrize("event", [error_event(400), refused(400), refused(400, tokens=1)])
+async def test_a_stream_is_refused_as_a_whole_answer_is(event: httpx.Response, on_tokens: Any):
+    """SGLang says its 400 in an event when the stream's 200 is out: an error with its words, and not tried again."""
+    script = Script(streamed(event) if on_tokens else event, generated([9]))
     with pytest.raises(EngineError, match="no such thing") as caught:
-        await script.engine().agenerate(request(), lambda r: None)
+        await script.engine().agenerate(request(), on_tokens)
     assert caught.value.status == 400
     assert len(script.requests) == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("event", [error_event(503), refused(503), refused(500, tokens=1)])
+async def test_a_server_that_has_no_room_is_no_pause(event: httpx.Response):
+    """A full queue or memory is an `abort` too, but with a status: tokens are kept, tries counted, waits grow."""
+    script = Script(streamed(partial([4]), event), streamed(event), streamed(event), generated([9]))
+    with pytest.raises(EngineError, match="no such thing") as caught:
+        await script.engine(request_retries=2).agenerate(request(), lambda _: None)
+    assert caught.value.status == 503
+    assert [body["input_ids"] for body in script.sent()] == [[1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4]]
 
 
 @pytest.mark.anyio
