@@ -294,8 +294,9 @@ class RemoteInfEngine:
         self.servers.post_all("/pause_generation", {"mode": self.pause_mode})
 
     def resume(self) -> None:
-        """The reverse of pause: the servers first, or admitted rollouts would meet paused ones."""
-        self.servers.post_all("/continue_generation", {})
+        """The reverse of pause: the servers first, or admitted rollouts would meet paused ones. Also the lost: one that
+        lives may be paused."""
+        self.servers.post_all("/continue_generation", {}, lost=True)
         self._servers_paused = False
         if self.executor is not None:
             self.executor.resume()
@@ -320,7 +321,7 @@ class RemoteInfEngine:
         if self._servers_paused:
             self._servers_paused = False
             try:
-                self.servers.post_all("/continue_generation", {}, timeout=5.0)
+                self.servers.post_all("/continue_generation", {}, timeout=5.0, lost=True)
             except EngineError as error:
                 logger.warning("a server may be left paused: %s", error)
         if self.executor is not None:

@@ -150,7 +150,7 @@ def probe(input_ids: list[int]) -> dict[str, Any]:
 
 def parse_segment(answer: dict[str, Any]) -> ModelResponse:
     """One answer of a server, or the event of a stream: then its stop_reason is "" until the last. EngineError (502)
-    when it does not say what training needs to know, and when it is a refusal."""
+    when it does not say what training needs to know, and when it is a refusal or of an update that is not complete."""
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]
         finish = {"type": "", "status_code": None} | (meta["finish_reason"] or {})
@@ -162,7 +162,8 @@ def parse_segment(answer: dict[str, Any]) -> ModelResponse:
         versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
     except (KeyError, TypeError, ValueError) as error:
         hint = "is it SGLang's with --weight-version 0 (a decimal number), and its last weight update complete?"
-        raise EngineError(f"an answer that cannot be read ({error!r}): {hint}", 502) from error
+        status = 503 if "-incomplete" in str(error) else 502  # another server may have all of the update
+        raise EngineError(f"an answer that cannot be read ({error!r}): {hint}", status) from error
     if not len(tokens) == len(logprobs) == len(versions):
         counts = f"{len(tokens)} tokens, {len(logprobs)} logprobs, {len(versions)} versions"
         raise EngineError(f"an answer that does not fit together: {counts}", 502)

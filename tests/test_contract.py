@@ -491,7 +491,7 @@ def test_an_update_that_failed_is_never_served(server: Server, other: Other, mod
         other.send(mode, other.model, new, fail=True)
     server.post("/continue_generation", {})
     assert server.version() == f"{new}-incomplete"
-    engine = RemoteInfEngine([server.url])
+    engine = RemoteInfEngine([server.url], request_retries=0)
     with pytest.raises(EngineError, match="cannot be read"):
         asyncio.run(engine.agenerate(ModelRequest(PROMPT)))
     assert old != new
