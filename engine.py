@@ -252,8 +252,10 @@ class RemoteInfEngine:
                 return  # the stream broke off behind its end
             response.regenerated += isinstance(error, EngineError)  # asked for again, or the response is not wanted
             if getattr(error, "status", None) != 400:
-                with contextlib.suppress(EngineError):  # a server that is gone generates nothing
-                    await asyncio.shield(self._wire.call(server + "/abort_request", {"rid": rid}, timeout=5.0))
+                # a router answers 404 and does not tell who generates; who is gone generates nothing
+                told = [server] if server in self.servers.workers else self.servers.workers
+                calls = (self._wire.call(worker + "/abort_request", {"rid": rid}, timeout=5.0) for worker in told)
+                await asyncio.shield(asyncio.gather(*calls, return_exceptions=True))
             raise
 
     # Control, from the trainer's main thread: it waits for the servers in event loops of its own

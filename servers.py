@@ -25,8 +25,9 @@ finds out by itself, with the request that failed. That costs no protocol betwee
   above, and with half an update ("7-incomplete") none is taken, and another server is asked.
 
 **Through sglang-router** generation goes to the router's address, whose own policy chooses (cache_aware does what
-affinity does). The router answers 404 to pause, continue and weight updates, so those go to each of its workers
-(GET /workers), asked anew before each update: a worker that joins gets the weights then.
+affinity does). The router answers 404 to abort, pause, continue and weight updates, so those go to each of its workers
+(GET /workers), asked anew before each update: a worker that joins gets the weights then. (A proxy asks once: a request
+that was given up at a worker which joined later is generated to its end.)
 
 Not promised. A server cut off by the network for the length of an update, alive all the while, may still be sent
 requests by a process that has not yet seen a token of the new version; those tokens bear the old version, truly. A

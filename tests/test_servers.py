@@ -232,6 +232,27 @@ def test_control_goes_around_a_router(tmp_path: Path, form: str) -> None:
     assert {host for host, path in machines.asked if path not in ("/generate", "/workers")} == {"a", "b"}
 
 
+@pytest.mark.anyio
+async def test_behind_a_router_a_request_ends_as_well() -> None:
+    """The router answers 404 to an abort and does not tell who generates, so each of its workers hears of it."""
+    machines, in_flight = Machines(a=0, b=0), asyncio.Event()
+    machines.workers = [A, B]
+    engine = machines.engine(ROUTER)
+    await asyncio.to_thread(engine.initialize)
+
+    async def hang(_: str) -> httpx.Response:
+        in_flight.set()
+        return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    machines.generate = hang  # type: ignore[method-assign]
+    task = asyncio.create_task(engine.agenerate(ModelRequest([1])))
+    await in_flight.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert {host for host, path in machines.asked if path == "/abort_request"} == {"a", "b"}
+
+
 def test_without_its_router_a_run_ends() -> None:
     """Nobody else can tell who has to take part in an update, so the error names the router."""
     machines = Machines(a=0)
