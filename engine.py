@@ -226,9 +226,6 @@ class RemoteInfEngine:
         """One POST /generate, by which `response` grows: with each event of a stream, or once. Who gives up on a
         request must tell the server, which does not notice a closed connection and would generate to the end."""
         url, done, sent_after = server + "/generate", response.output_len, self.servers.newest
-        if done >= g.max_new_tokens:  # a stream broke off behind its last token, before it said so
-            response.stop_reason = "length"
-            return
         response.stop_reason = ""
         body = {
             "rid": rid,
@@ -248,8 +245,8 @@ class RemoteInfEngine:
             if not response.stop_reason:
                 raise EngineError(f"{url} broke off in the middle of an answer", 503)
         except (asyncio.CancelledError, EngineError) as error:
-            if isinstance(error, EngineError) and response.stop_reason:
-                return  # the stream broke off behind its end
+            if isinstance(error, EngineError) and (response.stop_reason or response.output_len >= g.max_new_tokens):
+                return  # the stream broke off behind its end, or behind the last token allowed
             response.regenerated += isinstance(error, EngineError)  # asked for again, or the response is not wanted
             if getattr(error, "status", None) != 400:
                 # a router answers 404 and does not tell who generates; who is gone generates nothing

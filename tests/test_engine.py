@@ -714,21 +714,26 @@ async def test_what_was_streamed_is_kept(cut: str):
     assert script.sent()[1]["input_ids"] == [1, 2, 3, 4, 5]
 
 
-WHOLE = in_events(partial([4]), partial([4, 5]), generated([4, 5, 6]))
+WHOLE = {  # how an answer ends -> the answer
+    "stop": in_events(partial([4]), partial([4, 5]), generated([4, 5, 6], "stop")),
+    "length": in_events(partial([4]), partial([4, 5, 6]), generated([4, 5, 6], "length")),
+}
 
 
-@given(st.integers(0, len(WHOLE)), st.sampled_from([None, httpx.ReadError("reset")]))
-def test_a_stream_may_break_anywhere(cut: int, failure: Exception | None):
+@given(st.sampled_from(["stop", "length"]), st.data(), st.sampled_from([None, httpx.ReadError("reset")]))
+def test_a_stream_may_break_anywhere(end: str, data: st.DataObject, failure: Exception | None):
     """Before its first event, between two, behind the last: no token is lost, doubled or generated behind the end."""
+    content = WHOLE[end][: data.draw(st.integers(0, len(WHOLE[end])))]
+    wanted = request(max_new_tokens=3 if end == "length" else 64)
 
     async def rest() -> httpx.Response:
         tokens = [4, 5, 6][len(script.sent()[-1]["input_ids"]) - 3 :]
-        return streamed(generated(tokens or [7, 8]))  # a server that is asked once more says more
+        return streamed(generated(tokens or [7, 8], end))  # a server that is asked once more says more
 
-    script = Script(answered(WHOLE[:cut], failure), rest)
+    script = Script(answered(content, failure), rest)
     heard: list[list[int]] = []
-    response = asyncio.run(script.engine().agenerate(request(), lambda r: heard.append(list(r.output_tokens))))
-    assert (response.output_tokens, response.stop_reason) == (heard[-1], "stop") == ([4, 5, 6], "stop")
+    response = asyncio.run(script.engine().agenerate(wanted, lambda r: heard.append(list(r.output_tokens))))
+    assert (response.output_tokens, response.stop_reason) == (heard[-1], end) == ([4, 5, 6], end)
     assert all(later[: len(before)] == before for before, later in itertools.pairwise(heard))
 
 

@@ -233,7 +233,7 @@ def test_control_goes_around_a_router(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_behind_a_router_a_request_ends_as_well() -> None:
+async def test_behind_a_router_a_request_ends_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router answers 404 to an abort and does not tell who generates, so each of its workers hears of it."""
     machines, in_flight = Machines(a=0, b=0), asyncio.Event()
     machines.workers = [A, B]
@@ -244,7 +244,7 @@ async def test_behind_a_router_a_request_ends_as_well() -> None:
         in_flight.set()
         return await asyncio.Event().wait()  # type: ignore[return-value]
 
-    machines.generate = hang  # type: ignore[method-assign]
+    monkeypatch.setattr(machines, "generate", hang)
     task = asyncio.create_task(engine.agenerate(ModelRequest([1])))
     await in_flight.wait()
     task.cancel()
