@@ -226,9 +226,6 @@ class RemoteInfEngine:
         """One POST /generate, by which `response` grows: with each event of a stream, or once. Who gives up on a
         request must tell the server, which does not notice a closed connection and would generate to the end."""
         url, done, sent_after = server + "/generate", response.output_len, self.servers.newest
-        if done >= g.max_new_tokens:  # a stream broke off behind its last token, before it said so
-            response.stop_reason = "length"
-            return
         response.stop_reason = ""
         body = {
             "rid": rid,
@@ -248,10 +245,14 @@ class RemoteInfEngine:
             if not response.stop_reason:
                 raise EngineError(f"{url} broke off in the middle of an answer", 503)
         except (asyncio.CancelledError, EngineError) as error:
+            if isinstance(error, EngineError) and (response.stop_reason or response.output_len >= g.max_new_tokens):
+                return  # the stream broke off behind its end, or behind the last token allowed
             response.regenerated += isinstance(error, EngineError)  # asked for again, or the response is not wanted
             if getattr(error, "status", None) != 400:
-                with contextlib.suppress(EngineError):  # a server that is gone generates nothing
-                    await asyncio.shield(self._wire.call(server + "/abort_request", {"rid": rid}, timeout=5.0))
+                # a router answers 404 and does not tell who generates; who is gone generates nothing
+                told = [server] if server in self.servers.workers else self.servers.workers
+                calls = (self._wire.call(worker + "/abort_request", {"rid": rid}, timeout=5.0) for worker in told)
+                await asyncio.shield(asyncio.gather(*calls, return_exceptions=True))
             raise
 
     # Control, from the trainer's main thread: it waits for the servers in event loops of its own
@@ -292,8 +293,9 @@ class RemoteInfEngine:
         self.servers.post_all("/pause_generation", {"mode": self.pause_mode})
 
     def resume(self) -> None:
-        """The reverse of pause: the servers first, or admitted rollouts would meet paused ones."""
-        self.servers.post_all("/continue_generation", {})
+        """The reverse of pause: the servers first, or admitted rollouts would meet paused ones. Also the lost: one that
+        lives may be paused."""
+        self.servers.post_all("/continue_generation", {}, lost=True)
         self._servers_paused = False
         if self.executor is not None:
             self.executor.resume()
@@ -318,7 +320,7 @@ class RemoteInfEngine:
         if self._servers_paused:
             self._servers_paused = False
             try:
-                self.servers.post_all("/continue_generation", {}, timeout=5.0)
+                self.servers.post_all("/continue_generation", {}, timeout=5.0, lost=True)
             except EngineError as error:
                 logger.warning("a server may be left paused: %s", error)
         if self.executor is not None:

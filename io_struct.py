@@ -5,7 +5,8 @@
 Every sampling parameter is sent, because a server's own defaults come from the model's generation_config.json. Every
 answer is read with suspicion: training needs of each token its id, its log-probability under the policy that sampled
 it, and the version of the weights that computed it, and an answer that does not say all three, or says them of another
-number of tokens, is an error and never a guess.
+number of tokens, is an error and never a guess. So is an `abort` with a status: the request is wrong (4xx) or the
+server has no room for it (5xx). One without is a pause, after which the request goes on.
 
 `weight_versions` are spans [start, end) over the output tokens; a server before SGLang 0.5.19 reports only
 `weight_version`, that at the answer's end. A logprob entry is [logprob, token id, text or null], of
@@ -149,18 +150,21 @@ def probe(input_ids: list[int]) -> dict[str, Any]:
 
 def parse_segment(answer: dict[str, Any]) -> ModelResponse:
     """One answer of a server, or the event of a stream: then its stop_reason is "" until the last. EngineError (502)
-    when it does not say what training needs to know."""
+    when it does not say what training needs to know, and when it is a refusal or of an update that is not complete."""
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]
+        finish = {"type": "", "status_code": None} | (meta["finish_reason"] or {})
+        if (status := finish["status_code"] or 0) >= 400:
+            raise EngineError(f"the server answered {status}: {finish['message']}", 400 if status < 500 else 503)
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]] if tokens else []
         whole = [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
         spans = meta.get("weight_versions") or whole
         versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-        finish = meta["finish_reason"]["type"] if meta["finish_reason"] else ""
     except (KeyError, TypeError, ValueError) as error:
         hint = "is it SGLang's with --weight-version 0 (a decimal number), and its last weight update complete?"
-        raise EngineError(f"an answer that cannot be read ({error!r}): {hint}", 502) from error
+        status = 503 if "-incomplete" in str(error) else 502  # another server may have all of the update
+        raise EngineError(f"an answer that cannot be read ({error!r}): {hint}", status) from error
     if not len(tokens) == len(logprobs) == len(versions):
         counts = f"{len(tokens)} tokens, {len(logprobs)} logprobs, {len(versions)} versions"
         raise EngineError(f"an answer that does not fit together: {counts}", 502)
-    return ModelResponse([], tokens, logprobs, versions, stop_reason=finish)
+    return ModelResponse([], tokens, logprobs, versions, stop_reason=finish["type"])

@@ -20,10 +20,14 @@ finds out by itself, with the request that failed. That costs no protocol betwee
 - A server can die and return while nobody looks. So each answer is checked, too: an update pauses all servers before
   it changes the first, hence a request that was *sent after* tokens of version v had come from anywhere gets no token
   below v, unless from a server that was restarted. Such tokens are thrown away, and the server is lost.
+- A server can be lost and live: it obeyed, and only its answer did not arrive. Left paused, it would keep waiting all
+  who have not lost it. So after an update the lost are continued, too: with the old weights their tokens are judged as
+  above, and with half an update ("7-incomplete") none is taken, and another server is asked.
 
 **Through sglang-router** generation goes to the router's address, whose own policy chooses (cache_aware does what
-affinity does). The router answers 404 to pause, continue and weight updates, so those go to each of its workers
-(GET /workers), asked anew before each update: a worker that joins gets the weights then.
+affinity does). The router answers 404 to abort, pause, continue and weight updates, so those go to each of its workers
+(GET /workers), asked anew before each update: a worker that joins gets the weights then. (A proxy asks once: a request
+that was given up at a worker which joined later is generated to its end.)
 
 Not promised. A server cut off by the network for the length of an update, alive all the while, may still be sent
 requests by a process that has not yet seen a token of the new version; those tokens bear the old version, truly. A
@@ -137,25 +141,25 @@ class Servers:
             if server + "/model_info" in answers:
                 self.find(server)
 
-    def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[dict[str, Any]]:
+    def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT, lost: bool = False) -> list[Any]:
         """POST (without a body: GET) to all living servers at once, a list of bodies one to each; the answers of those
-        that still live, in the order of `workers`. Waits for all.
+        that still live, in the order of `workers`. Waits for all. `lost`: the lost are told, too, for some may live;
+        what they answer does not matter.
 
         EngineError names every server that failed, with its reason: when none is left, or when one answered with an
         error, which is nobody's death.
         """
         living = self.living()
-        if not living:
-            raise EngineError("no inference server is left: " + "; ".join(self.lost.values()), 503)
         bodies = body if isinstance(body, list) else [body] * len(living)
         if len(bodies) != len(living):
             raise EngineError(f"a server was lost meanwhile: {'; '.join(self.lost.values())}", 503)
-        calls = (self._wire.call(server + path, one, timeout) for server, one in zip(living, bodies))
+        calls = [self._wire.call(server + path, one, timeout) for server, one in zip(living, bodies)]
+        calls += [self._wire.call(server + path, body, LOOK_TIMEOUT) for server in list(self.lost) if lost]
         answers = dict(zip(living, run_all(calls, return_exceptions=True)))
         failed = {server: answer for server, answer in answers.items() if isinstance(answer, Exception)}
         dead = [s for s, error in failed.items() if isinstance(error.__cause__, httpx.TransportError)]
         if len(dead) < len(failed) or len(dead) == len(living):
-            raise EngineError("; ".join(map(str, failed.values())), 503)
+            raise EngineError("; ".join(map(str, (failed or self.lost).values())), 503)
         for server in dead:
             self.lose(server, failed[server])
         return [answer for server, answer in answers.items() if server not in failed]

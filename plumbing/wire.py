@@ -46,16 +46,18 @@ class EngineError(RuntimeError):
 
 def read_answer(url: str, status: int, content: bytes) -> dict[str, Any]:
     """The body of a successful answer; EngineError with the server's own words, in any of the shapes that
-    SGLang and FastAPI give to an error."""
+    SGLang and FastAPI give to an error. A stream's status is out before its error, which so has a `code`."""
     try:
         body = orjson.loads(content or b"{}")
     except ValueError:
         body = content.decode(errors="replace")[:500]
     fields = body if isinstance(body, dict) else {}
-    if status == 200 and isinstance(body, dict) and fields.get("success") is not False:
-        return fields
     error = fields.get("error") or fields
+    if status == 200 and error is body and fields.get("success") is not False:
+        return fields
     if isinstance(error, dict):
+        if isinstance(code := error.get("code"), int):
+            status = code
         error = error.get("message") or error.get("detail") or body
     raise EngineError(f"{url} answered {status}: {error}", 400 if 400 <= status < 500 else 503)
 

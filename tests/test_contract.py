@@ -366,6 +366,19 @@ def test_a_request_that_cannot_be_served_is_a_400(server: Server, change: dict[s
     assert len(server.generate(2)["output_ids"]) == 2
 
 
+@pytest.mark.parametrize("on_tokens", [None, lambda _: None], ids=["whole", "streamed"])
+@pytest.mark.parametrize("change", [{"top_p": 2.0}, {"json_schema": '{"type": "bogus"}'}], ids=["top_p", "schema"])
+def test_a_refusal_is_a_400_in_any_form(server: Server, change: dict[str, Any], on_tokens: Any) -> None:
+    """As the answer's status or as an event of a stream that began with 200: the engine raises the same."""
+    engine = RemoteInfEngine([server.url])
+    engine.initialize()
+    gconfig = GenerationHyperparameters(max_new_tokens=4, **change)
+    with pytest.raises(EngineError) as caught:
+        asyncio.run(engine.agenerate(ModelRequest(PROMPT, gconfig=gconfig), on_tokens))
+    assert caught.value.status == 400
+    assert len(server.generate(2)["output_ids"]) == 2
+
+
 # what a server tells of itself
 
 
@@ -478,7 +491,7 @@ def test_an_update_that_failed_is_never_served(server: Server, other: Other, mod
         other.send(mode, other.model, new, fail=True)
     server.post("/continue_generation", {})
     assert server.version() == f"{new}-incomplete"
-    engine = RemoteInfEngine([server.url])
+    engine = RemoteInfEngine([server.url], request_retries=0)
     with pytest.raises(EngineError, match="cannot be read"):
         asyncio.run(engine.agenerate(ModelRequest(PROMPT)))
     assert old != new

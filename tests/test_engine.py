@@ -658,16 +658,26 @@ def test_one_seed_one_answer(real_engine: RemoteInfEngine):
 # Streaming
 
 
-def streamed(*events: httpx.Response, done: bool = True) -> httpx.Response:
+def in_events(*events: httpx.Response) -> bytes:
     """Answers of `generated` as one answer in server-sent events, each with all tokens so far."""
-    content = b"".join(b"data: " + event.content + b"\n\n" for event in events) + b"data: [DONE]\n\n" * done
-    pieces = [content[i : i + 7] for i in range(0, len(content), 7)]  # wherever the network cuts
+    return b"".join(b"data: " + event.content + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+
+
+def answered(content: bytes, failure: Exception | None = None) -> httpx.Response:
+    """The answer of these events, which ends with `failure`."""
 
     async def body() -> Any:
-        for piece in pieces:
-            yield piece
+        for i in range(0, len(content), 7):  # wherever the network cuts
+            yield content[i : i + 7]
+        if failure:
+            raise failure
 
     return httpx.Response(200, content=body(), headers={"content-type": "text/event-stream"})
+
+
+def streamed(*events: httpx.Response) -> httpx.Response:
+    """The answer of these events, whole."""
+    return answered(in_events(*events))
 
 
 def partial(tokens: list[int], **meta: Any) -> httpx.Response:
@@ -688,12 +698,11 @@ async def test_a_stream_tells_every_token_as_it_comes():
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("cut", ["abort", "broken off", "503"])
+@pytest.mark.parametrize("cut", ["abort", "503"])
 async def test_what_was_streamed_is_kept(cut: str):
-    """Somebody has read it: an interrupted or broken stream is resumed behind the last token that came."""
+    """Somebody has read it: an interrupted stream is resumed behind the last token that came."""
     first = {
         "abort": streamed(partial([4]), generated([4, 5], "abort")),
-        "broken off": streamed(partial([4]), partial([4, 5]), done=False),
         "503": streamed(partial([4]), partial([4, 5]), httpx.Response(200, json={"success": False})),
     }[cut]
     script = Script(first, streamed(partial([6]), generated([6, 7], spans=[(1, 2)])))
@@ -703,6 +712,29 @@ async def test_what_was_streamed_is_kept(cut: str):
     assert response.output_versions == [0, 0, 1, 1]
     assert all(later[: len(before)] == before for before, later in itertools.pairwise(heard))
     assert script.sent()[1]["input_ids"] == [1, 2, 3, 4, 5]
+
+
+WHOLE = {  # how an answer ends -> the answer
+    "stop": in_events(partial([4]), partial([4, 5]), generated([4, 5, 6], "stop")),
+    "length": in_events(partial([4]), partial([4, 5, 6]), generated([4, 5, 6], "length")),
+}
+
+
+@given(st.sampled_from(["stop", "length"]), st.data(), st.sampled_from([None, httpx.ReadError("reset")]))
+def test_a_stream_may_break_anywhere(end: str, data: st.DataObject, failure: Exception | None):
+    """Before its first event, between two, behind the last: no token is lost, doubled or generated behind the end."""
+    content = WHOLE[end][: data.draw(st.integers(0, len(WHOLE[end])))]
+    wanted = request(max_new_tokens=3 if end == "length" else 64)
+
+    async def rest() -> httpx.Response:
+        tokens = [4, 5, 6][len(script.sent()[-1]["input_ids"]) - 3 :]
+        return streamed(generated(tokens or [7, 8], end))  # a server that is asked once more says more
+
+    script = Script(answered(content, failure), rest)
+    heard: list[list[int]] = []
+    response = asyncio.run(script.engine().agenerate(wanted, lambda r: heard.append(list(r.output_tokens))))
+    assert (response.output_tokens, response.stop_reason) == (heard[-1], end) == ([4, 5, 6], end)
+    assert all(later[: len(before)] == before for before, later in itertools.pairwise(heard))
 
 
 @pytest.mark.anyio
@@ -726,14 +758,39 @@ async def test_who_stops_listening_tells_the_server():
     assert script.sent("/abort_request") == [{"rid": "r-0"}]
 
 
+def refused(status: int, tokens: int = 0) -> httpx.Response:
+    """How SGLang's scheduler ends a stream that it cannot serve (any more), maybe after some tokens."""
+    reason = {"type": "abort", "message": "no such thing", "status_code": status, "err_type": None}
+    return generated(list(range(tokens)), finish_reason=reason, output_token_logprobs=[])
+
+
+def error_event(status: int) -> httpx.Response:
+    """The same before the scheduler has seen the request."""
+    error = {"message": "no such thing", "type": "invalid_request_error", "code": status, "retryable": False}
+    return httpx.Response(200, json={"error": error})
+
+
 @pytest.mark.anyio
-async def test_a_stream_is_refused_as_a_whole_answer_is():
-    """A server's 400 to a stream is an error with its words, and not tried again."""
-    script = Script(httpx.Response(400, json={"error": {"message": "no such thing"}}))
+@pytest.mark.parametrize("on_tokens", [None, lambda _: None])
+@pytest.mark.parametrize("event", [error_event(400), refused(400), refused(400, tokens=1)])
+async def test_a_stream_is_refused_as_a_whole_answer_is(event: httpx.Response, on_tokens: Any):
+    """SGLang says its 400 in an event when the stream's 200 is out: an error with its words, and not tried again."""
+    script = Script(streamed(event) if on_tokens else event, generated([9]))
     with pytest.raises(EngineError, match="no such thing") as caught:
-        await script.engine().agenerate(request(), lambda r: None)
+        await script.engine().agenerate(request(), on_tokens)
     assert caught.value.status == 400
     assert len(script.requests) == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("event", [error_event(503), refused(503), refused(500, tokens=1)])
+async def test_a_server_that_has_no_room_is_no_pause(event: httpx.Response):
+    """A full queue or memory is an `abort` too, but with a status: tokens are kept, tries counted, waits grow."""
+    script = Script(streamed(partial([4]), event), streamed(event), streamed(event), generated([9]))
+    with pytest.raises(EngineError, match="no such thing") as caught:
+        await script.engine(request_retries=2).agenerate(request(), lambda _: None)
+    assert caught.value.status == 503
+    assert [body["input_ids"] for body in script.sent()] == [[1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4]]
 
 
 @pytest.mark.anyio
@@ -759,6 +816,7 @@ def test_streaming_is_not_streaming(real_engine: RemoteInfEngine):
     lengths: list[int] = []
 
     async def both() -> None:
+        await real_engine.agenerate(ask)  # from here on the prompt is cached, which may show in a last bit
         whole = await real_engine.agenerate(ask)
         for _ in range(3):
             lengths.append(0)

@@ -31,18 +31,21 @@ from servers import Servers, rank_servers, read_version
 from weights import WeightUpdateMeta
 
 A, B, ROUTER = "http://a", "http://b", "http://router"
+CONTROL = ("/pause_generation", "/update_weight_version", "/update_weights_from_disk", "/continue_generation")
 
 
 class Machines:
-    """Servers by host name. Each has a version, may be dead, and generates one token: that of its version."""
+    """Servers by host name. Each has a version, may be dead or paused, and generates one token under its version."""
 
     def __init__(self, **versions: int) -> None:
-        self.versions: dict[str, int] = dict(versions)
+        self.versions: dict[str, Any] = dict(versions)
         self.dead: set[str] = set()
+        self.paused: set[str] = set()
+        self.mute: dict[str, int] = {}  # host -> how many answers to control come before the one that is lost
         self.workers: list[Any] = []  # behind the host "router", which generates by the first
         self.asked: list[tuple[str, str]] = []  # (host, path)
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
+    def __call__(self, request: httpx.Request) -> Any:
         host, path = request.url.host, request.url.path
         self.asked.append((host, path))
         if host in self.dead:
@@ -50,17 +53,30 @@ class Machines:
         if host == "router":
             if path == "/workers":
                 return httpx.Response(200, json={"workers": self.workers})
-            if path not in ("/generate", "/model_info", "/abort_request"):
+            if path not in ("/generate", "/model_info"):
                 return httpx.Response(404, json={"error": "not found"})
             host = "a"
         if path == "/workers":
             return httpx.Response(404, json={"detail": "Not Found"})
         if path == "/generate":
-            version = self.versions[host]
-            return generated([version], spans=[(version, 1)])
-        if path == "/update_weight_version" and (label := json.loads(request.content)["new_version"]).isdecimal():
-            self.versions[host] = int(label)
+            return self.generate(host)
+        if path == "/pause_generation":
+            self.paused.add(host)
+        if path == "/continue_generation":
+            self.paused.discard(host)
+        if path == "/update_weight_version":
+            label = json.loads(request.content)["new_version"]
+            self.versions[host] = int(label) if label.isdecimal() else label
+        if path in CONTROL and host in self.mute:
+            self.mute[host] -= 1
+            if self.mute[host] < 0:
+                del self.mute[host]
+                raise httpx.ReadTimeout("it did what it was told, but the answer was lost")
         return httpx.Response(200, json={"success": True, "weight_version": str(self.versions[host])})
+
+    def generate(self, host: str) -> Any:
+        assert host not in self.paused, "this request would wait for ever"
+        return generated([7], spans=[(self.versions[host], 1)])
 
     def engine(self, *addresses: str) -> RemoteInfEngine:
         async def sleep(_: float) -> None:
@@ -121,6 +137,34 @@ def test_an_update_goes_on_without_the_dead(tmp_path: Path) -> None:
     machines.dead.add("a")
     with pytest.raises(EngineError, match=r"http://a/pause"):
         engine.pause()
+
+
+@pytest.mark.parametrize("answers", range(5))
+def test_a_lost_answer_leaves_no_server_paused(tmp_path: Path, answers: int) -> None:
+    """b obeys each of an update's calls, and the answer to one is lost: its requests go on, or are sent elsewhere."""
+    machines = Machines(a=0, b=0)
+    trainer, proxy = machines.engine(A, B), machines.engine(A, B)
+    session = next(f"{k}" for k in range(100) if home(f"{k}")[0] == "b")
+    assert ask(proxy, session) == [0]
+    machines.mute["b"] = answers
+    update(trainer, tmp_path, 1)
+    assert machines.mute == {}
+    assert machines.paused == set()
+    assert ask(trainer) == [1]
+    assert ask(proxy, session) == [min(answers, 1)]  # lost at the pause, b goes on with version 0, and says so
+    update(trainer, tmp_path, 2)
+    assert ask(trainer, session) == ask(proxy, session) == [2]
+    assert machines.generated_at()[-1] == "b"
+
+
+def test_destroy_continues_also_the_lost() -> None:
+    """The trainer's only server fails a request during a pause: it is not left paused to the next run."""
+    machines = Machines(a=0)
+    engine = machines.engine(A)
+    engine.pause()
+    engine.servers.lose(A, EngineError("an answer of 500"))
+    engine.destroy()
+    assert machines.paused == set()
 
 
 def test_who_returns_takes_part_in_the_next_update(tmp_path: Path) -> None:
@@ -188,6 +232,27 @@ def test_control_goes_around_a_router(tmp_path: Path, form: str) -> None:
     assert {host for host, path in machines.asked if path not in ("/generate", "/workers")} == {"a", "b"}
 
 
+@pytest.mark.anyio
+async def test_behind_a_router_a_request_ends_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router answers 404 to an abort and does not tell who generates, so each of its workers hears of it."""
+    machines, in_flight = Machines(a=0, b=0), asyncio.Event()
+    machines.workers = [A, B]
+    engine = machines.engine(ROUTER)
+    await asyncio.to_thread(engine.initialize)
+
+    async def hang(_: str) -> httpx.Response:
+        in_flight.set()
+        return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    monkeypatch.setattr(machines, "generate", hang)
+    task = asyncio.create_task(engine.agenerate(ModelRequest([1])))
+    await in_flight.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert {host for host, path in machines.asked if path == "/abort_request"} == {"a", "b"}
+
+
 def test_without_its_router_a_run_ends() -> None:
     """Nobody else can tell who has to take part in an update, so the error names the router."""
     machines = Machines(a=0)
@@ -214,33 +279,34 @@ def test_versions_are_numbers(version: int) -> None:
     assert read_version(f"{version}-incomplete") == read_version("default") == read_version(None) == -1
 
 
-EVENTS = st.lists(st.tuples(st.sampled_from(["die", "return", "update", "ask"]), st.sampled_from("abc")), max_size=40)
+KINDS = st.sampled_from(["die", "return", "mute", "update", "ask"])
+EVENTS = st.lists(st.tuples(KINDS, st.sampled_from("abc"), st.integers(0, 4)), max_size=40)
 
 
 @settings(deadline=None, max_examples=40)
 @given(EVENTS)
 def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPathFactory, events: list) -> None:
-    """While one server lives every request is answered, and by the current weights;
-    whoever restarts is at version 0."""
+    """While one server lives every request is answered, and by the current weights, and nobody stays paused;
+    whoever restarts is at version 0, and of an update's five answers of a server any may be lost."""
     machines = Machines(a=0, b=0, c=0)
     trainer, proxy = (machines.engine(A, B, "http://c") for _ in range(2))
     folder, version = tmp_path_factory.mktemp("weights"), 0
-    for k, (event, host) in enumerate(events):
-        if (
-            event == "die"
-            and len(machines.dead) < 2
-            and any(machines.versions[h] == version for h in "abc" if h not in machines.dead | {host})
-        ):
+    for k, (event, host, answers) in enumerate(events):
+        others = set("abc") - machines.dead - {host}
+        if event == "die" and any(machines.versions[h] == version for h in others - machines.mute.keys()):
             machines.dead.add(host)
+        elif event == "mute" and others and not machines.mute and host not in machines.dead:
+            machines.mute[host] = answers
         elif event == "return" and host in machines.dead:
             machines.dead.discard(host)
             machines.versions[host] = 0
         elif event == "update":
             version += 1
             update(trainer, folder, version)
+            assert machines.paused <= machines.dead
             assert ask(trainer) == [version]
             # Every process has a conversation with a server that did not restart.
-            survivor = next(h for h in "abc" if h not in machines.dead)
+            survivor = next(h for h in "abc" if h not in machines.dead and machines.versions[h] == version)
             proxy.servers.check_age(survivor, [version], 0)
         else:
             assert ask(trainer, session=f"{k}") == ask(proxy, session=f"{k}") == [version]
