@@ -6,8 +6,9 @@ The rule of order: an interaction is in the tree before the first byte of its re
 logprobs, versions, message) before the last. So whatever a client does with what it reads, the tree knows it already.
 
 A turn is not a connection. It runs as a task of its own, and connections listen: usually one, two after a retry. When
-the last listener hangs up the generation is aborted. What had not been read is forgotten; of a stream somebody has
-read the beginning, so it stays in the tree as a turn that ended there: its tokens were sampled like any other.
+the last listener hangs up the generation is aborted. What had not been read is forgotten, and so is one of n answers
+that waits for the others; of a stream somebody has read the beginning, so it stays in the tree as a turn that ended
+there: its tokens were sampled like any other.
 
 Retries. An SDK that times out, or gets a 5xx, sends the same body again, and says so (x-stainless-retry-count). Without
 care the first generation becomes a sibling that nobody reads and that is trained all the same. The rule (`retried`),
@@ -88,12 +89,17 @@ class Turn:
     async def _run(self, engine: Any, calls: list[ModelRequest]) -> tuple[dict[str, Any], list[Answer]]:
         tasks = [asyncio.ensure_future(self._generate(engine, k, call)) for k, call in enumerate(calls)]
         try:
-            answers = await asyncio.gather(*tasks)
+            answers = [self._finish(k, response) for k, response in enumerate(await asyncio.gather(*tasks))]
         except BaseException:
-            self.gone = True
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            if self.gone and not self.session.ended:  # the caller hung up, and has not asked anew
+                for k, streamed in enumerate(self.so_far):
+                    if streamed:
+                        streamed.stop_reason = streamed.stop_reason or "abort"
+                        self._finish(k, streamed)
+            self.gone = True
             raise
         finally:
             self.forget()
@@ -102,21 +108,13 @@ class Turn:
             self.session.cache[answer.interaction_id].completion = reply
         return reply, answers
 
-    async def _generate(self, engine: Any, k: int, call: ModelRequest) -> Answer:
+    async def _generate(self, engine: Any, k: int, call: ModelRequest) -> ModelResponse:
         def on_tokens(response: ModelResponse) -> None:
             self.so_far[k] = response
             news, self.news = self.news, asyncio.get_running_loop().create_future()
             news.set_result(None)
 
-        try:
-            response = await (engine.agenerate(call, on_tokens) if self.ask.stream else engine.agenerate(call))
-        except asyncio.CancelledError:
-            streamed = self.so_far[k]
-            if streamed and self.gone and not self.session.ended:
-                streamed.stop_reason = "abort"
-                self._finish(k, streamed)
-            raise
-        return self._finish(k, response)
+        return await (engine.agenerate(call, on_tokens) if self.ask.stream else engine.agenerate(call))
 
     def _finish(self, k: int, response: ModelResponse) -> Answer:
         reader = self._reader()

@@ -216,6 +216,48 @@ async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
     assert parents == [None, None, None, list(exported)[1]]
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("end", ["the caller hangs up", "an answer fails", "the session ends"])
+async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: bool, end: str) -> None:
+    """While one of them is out, one that is there has no reader: it stays for the beginning that a stream has sent."""
+    harness = start("my", "hello you")
+    session = await harness.start()
+    asked = harness.engine.agenerate
+    first_is_done = asyncio.Event()
+    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
+
+    async def in_turn(request: Any, on_tokens: Any = None) -> Any:
+        is_second = bool(harness.engine.requests)
+        if is_second:
+            await first_is_done.wait()
+        answer = await asked(request, on_tokens or (lambda _: None))
+        if is_second:
+            raise EngineError("no server answered", 503)
+        first_is_done.set()
+        return answer
+
+    harness.engine.agenerate = in_turn  # type: ignore[method-assign]
+    body: dict[str, Any] = {**CHAT, "n": 2, "stream": streams}
+    call = Connection(harness, f"/{session}/v1/chat/completions", body)
+    await first_is_done.wait()
+    if streams:
+        await call.status()
+        while b'"o"' not in await call.read():
+            pass
+    cache = cache_of(harness, session)
+    assert not cache.finished()
+    if end == "the caller hangs up":
+        await call.hang_up()
+    elif end == "an answer fails":
+        harness.engine.hold.set()
+        await call.rest()
+    else:
+        await harness.post(f"/{session}/rl/end_session")
+        await call.rest()
+    left = [i.output_message_list[0]["content"] for i in cache.values()]
+    assert left == (["my", "hello"] if streams and end == "the caller hangs up" else [])
+
+
 async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
     """seed=5, n=2: 5 and 6; the same request again is the same noise."""
     harness = start()
@@ -348,6 +390,35 @@ async def test_an_orphan_is_dropped(start: Start, says_so: bool, streams: bool) 
     harness.engine.hold = None
     answer = await harness.post(path, body, headers=RETRY if says_so else {})
     assert answer.status_code == 200
+    (only,) = (await harness.export(session)).values()
+    assert only["output"] == [{"role": "assistant", "content": "hello me"}]
+
+
+async def test_an_orphan_is_dropped_while_it_is_aborted(start: Start) -> None:
+    """The same body comes before the server has heard of the hang-up: the beginning of the first does not come back."""
+    harness = start("hello you", "hello me")
+    session = await harness.start()
+    asked = harness.engine.agenerate
+    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
+    aborted = asyncio.Event()
+
+    async def slow_to_abort(request: Any, on_tokens: Any = None) -> Any:
+        try:
+            return await asked(request, on_tokens)
+        except asyncio.CancelledError:
+            await aborted.wait()
+            raise
+
+    harness.engine.agenerate = slow_to_abort  # type: ignore[method-assign]
+    path = f"/{session}/v1/chat/completions"
+    first = Connection(harness, path, STREAM)
+    await first.status()
+    first.gone.set()
+    await harness.engine.cancelled.wait()
+    harness.engine.hold = None
+    assert (await harness.post(path, STREAM)).status_code == 200
+    aborted.set()
+    await first.rest()
     (only,) = (await harness.export(session)).values()
     assert only["output"] == [{"role": "assistant", "content": "hello me"}]
 
