@@ -79,6 +79,7 @@ class Turn:
         self.task = asyncio.ensure_future(self._run(engine, calls))
         self.session.running.add(self.task)
         self.task.add_done_callback(self.session.running.discard)
+        self.task.add_done_callback(lambda _: self.forget())  # also where it was cancelled before its first step
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # somebody may have read it
 
     def forget(self) -> None:
@@ -101,8 +102,6 @@ class Turn:
                         self._finish(k, streamed)
             self.gone = True
             raise
-        finally:
-            self.forget()
         reply = self.protocol.render(self.ask, answers)
         for answer in answers:
             self.session.cache[answer.interaction_id].completion = reply

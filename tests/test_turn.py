@@ -153,6 +153,25 @@ async def test_the_end_of_a_session_ends_its_streams(start: Start) -> None:
     assert "ended" in events(await call.rest())[-1]["error"]["message"]
 
 
+async def test_a_turn_that_never_ran_leaves_the_tree(start: Start) -> None:
+    """The session ends in the very step in which a turn begins."""
+    harness = start("hello")
+    session = await harness.start()
+    cache, proxy = cache_of(harness, session), harness.app.state.proxy
+    begin = proxy.begin
+
+    async def end_at_once(*args: Any) -> Any:
+        turn = await begin(*args)
+        assert not turn.session.cache[turn.ids[0]].complete
+        harness.sessions.end(turn.session)
+        return turn
+
+    proxy.begin = end_at_once
+    assert (await harness.post(f"/{session}/v1/chat/completions", CHAT)).status_code == 410
+    assert not harness.engine.requests
+    assert len(cache) == 0
+
+
 # Tools, n, references
 
 
