@@ -20,7 +20,8 @@ for a body that equals an earlier one of the session byte by byte:
     3. otherwise                                            -> a new turn: best of n, asked n times on purpose, is n
 
 Streaming is real: the tokens come from the server as they are sampled, become text (prompts.py), and of the text what
-is certain (tools.py) is sent on. Streamed or not, the reply is made of the same answer.
+is certain (tools.py) is sent on; while nothing is, a comment now and then. Streamed or not, the reply is
+made of the same answer.
 
 It does not promise that a turn survives its session: at the end of that everything in flight is given up.
 """
@@ -30,6 +31,7 @@ import contextlib
 import dataclasses
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from time import monotonic
 from typing import Any
 
 from starlette.requests import Request
@@ -45,7 +47,7 @@ from sessions import Session
 from tools import OutputParser
 
 Reader = Callable[[], TextReader]  # a new one
-PING_SECONDS = 15.0  # a stream that has nothing to say sends a comment, so that clients do not give up on it
+PING_SECONDS = 15.0  # a stream that has said nothing for so long sends a comment: clients do not give up on it
 
 
 class Turn:
@@ -162,11 +164,12 @@ class Turn:
         streams = [self.protocol.stream(self.ask, self.ids[0], k) for k in n]
         readers = [self._reader() for _ in n]
         async with self._listening(request) as hangup:
-            await self._wait(hangup, self.news)
+            await self._wait(PING_SECONDS, hangup, self.news)
             if self.task.done() or hangup.done():
                 self.result()
             yield b""
             yield b"".join(stream.start(self.input_len) for stream in streams)
+            due = monotonic() + PING_SECONDS
             try:
                 while not self.task.done() and not hangup.done():
                     news, frames = self.news, b""
@@ -174,10 +177,10 @@ class Turn:
                         if response is not None:
                             text = reader.read(response.output_tokens)
                             frames += stream.grow(parts_of(self._parser.certain(text, self.ask.callable_tools)))
-                    if frames:
-                        yield frames
-                    if not await self._wait(hangup, news):
-                        yield b": still generating\n\n"
+                    if frames or monotonic() >= due:
+                        yield frames or b": still generating\n\n"
+                        due = monotonic() + PING_SECONDS
+                    await self._wait(due - monotonic(), hangup, news)
                 _, answers = self.result()
                 frames = b"".join(stream.finish(answer) for stream, answer in zip(streams, answers))
                 yield frames + streams[0].end(answers)
@@ -186,10 +189,9 @@ class Turn:
                 if not isinstance(error, Refusal | EngineError):
                     raise
 
-    async def _wait(self, *others: asyncio.Future) -> set[asyncio.Future]:
-        """Until the turn or one of the others is done, or it is time to say something: then nothing."""
-        waited = {self.task, *others}
-        return (await asyncio.wait(waited, timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED))[0]
+    async def _wait(self, seconds: float, *others: asyncio.Future) -> None:
+        """Until the turn or one of the others is done, but so long at most."""
+        await asyncio.wait({self.task, *others}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
 
 def retried(session: Session, body: bytes, says_so: bool) -> Turn | None:

@@ -13,12 +13,13 @@ import httpx2
 import openai
 import pytest
 from conftest import ROOT
-from harness import ADMIN, HELLO, Connection, Harness, claude, reply_message, sdk
+from harness import ADMIN, HELLO, Clock, Connection, Harness, claude, reply_message, sdk
 
 from engine import EngineError, RemoteInfEngine
 from plumbing.wire import StackTransport
 from proxy import create_app
 from tools import OutputParser
+from turn import PING_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -109,6 +110,47 @@ async def test_who_hangs_up_on_a_stream_leaves_what_was_read(start: Start, tiny_
     (row,) = [i["tensors"] for i in (await harness.export(session, style="concat")).values()]
     trained = [t for t, mask in zip(row["input_ids"], row["loss_mask"], strict=True) if mask]
     assert trained == [*tiny_tokenizer.encode("hello"), *tiny_tokenizer.encode("more"), tiny_tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("pace", [0.0, PING_SECONDS])
+async def test_a_stream_that_holds_back_what_comes_is_not_silent(
+    start: Start, monkeypatch: pytest.MonkeyPatch, pace: float
+) -> None:
+    """A long call of a tool is sent when it is whole. Its tokens keep coming, and comments say so in good time."""
+    harness, clock = start(CALL), Clock()
+    session = await harness.start()
+    monkeypatch.setattr("turn.monotonic", clock)
+    asked = harness.engine.agenerate
+
+    async def at_a_pace(request: Any, on_tokens: Any = None) -> Any:
+        def heard(response: Any) -> None:
+            clock.now += pace
+            on_tokens(response)
+
+        return await asked(request, heard)
+
+    harness.engine.agenerate = at_a_pace  # type: ignore[method-assign]
+    answer = await harness.post(f"/{session}/v1/chat/completions", {**STREAM, "tools": TOOLS})
+    assert answer.content.count(b"look") == 1
+    before, _, after = answer.content.partition(b"look")
+    assert (b"\n: still generating\n\n" in before) == (pace > 0)
+    assert b"still generating" not in after
+
+
+async def test_a_stream_without_tokens_is_not_silent(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A paused server, say: comments, as long as it takes."""
+    monkeypatch.setattr("turn.PING_SECONDS", 0.0)
+    harness = start("hello")
+    session = await harness.start()
+    harness.engine.hold = asyncio.Event()
+    call = Connection(harness, f"/{session}/v1/chat/completions", STREAM)
+    await call.status()
+    for _ in range(3):
+        while not (await call.read()).startswith(b": still generating"):
+            pass
+    harness.engine.hold.set()
+    rest = await call.rest()
+    assert ENDS["chat/completions"](rest)
 
 
 @pytest.mark.parametrize("streams", [True, False])
