@@ -82,7 +82,7 @@ class InteractionWithTokenLogpReward:
     turn: int = 0  # its depth in the tree
     earlier: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
     # ^ set by an export in style concat: the turns before this one in its row, and whether the row trains them
-    continued: bool = False  # a later interaction goes on from this one
+    children: int = 0  # interactions in the tree that go on from this one
     beside: list["InteractionWithTokenLogpReward"] = field(default_factory=list)
     # ^ calls that were running at the same moment and begin with another message
 
@@ -98,7 +98,7 @@ class InteractionWithTokenLogpReward:
     @property
     def is_main(self) -> bool:
         """Whether it has tools or belongs to a conversation of more than one turn."""
-        return bool(self.tools) or self.continued or self.parent is not None
+        return bool(self.tools or self.children or self.parent)
 
     @property
     def is_side(self) -> bool:
@@ -218,7 +218,8 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
         interaction.interaction_id = interaction_id
         interaction.parent = parent = self.find_parent(places)
         if parent:
-            parent.continued, interaction.turn = True, parent.turn + 1
+            parent.children += 1
+            interaction.turn = parent.turn + 1
             history = parent.messages + parent.output_message_list
             interaction.messages = history + interaction.messages[len(history) :]
         for other in map(self.__getitem__, self._unfinished):
@@ -229,6 +230,12 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
         self._unfinished[interaction_id] = places[-1]
         if interaction.model_response:
             self.finish(interaction_id, interaction.model_response, interaction.output_message_list)
+
+    def __delitem__(self, interaction_id: str) -> None:
+        """It leaves no trace: its parent has a child less."""
+        if parent := self[interaction_id].parent:
+            parent.children -= 1
+        super().__delitem__(interaction_id)
 
     def finish(self, interaction_id: str, response: "ModelResponse", output: list[Message]) -> None:
         """The call came back: from here on it can be a parent, take a reward and be exported."""
@@ -242,9 +249,9 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
             del self[interaction_id]
 
     def drop_orphan(self, interaction_id: str) -> None:
-        """Nobody reads this turn, its caller asks anew: it leaves no trace, unless something went on from it."""
+        """Nobody reads this turn, its caller asks anew: it leaves no trace, unless something goes on from it."""
         interaction = self.get(interaction_id)
-        if interaction and interaction.complete and not interaction.continued:
+        if interaction and interaction.complete and not interaction.children:
             del self[interaction_id]
             place = end_of(interaction)
             if self._ends[place] is interaction:

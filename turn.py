@@ -6,8 +6,9 @@ The rule of order: an interaction is in the tree before the first byte of its re
 logprobs, versions, message) before the last. So whatever a client does with what it reads, the tree knows it already.
 
 A turn is not a connection. It runs as a task of its own, and connections listen: usually one, two after a retry. When
-the last listener hangs up the generation is aborted. What had not been read is forgotten; of a stream somebody has
-read the beginning, so it stays in the tree as a turn that ended there: its tokens were sampled like any other.
+the last listener hangs up the generation is aborted. What had not been read is forgotten, and so is one of n answers
+that waits for the others; of a stream somebody has read the beginning, so it stays in the tree as a turn that ended
+there: its tokens were sampled like any other.
 
 Retries. An SDK that times out, or gets a 5xx, sends the same body again, and says so (x-stainless-retry-count). Without
 care the first generation becomes a sibling that nobody reads and that is trained all the same. The rule (`retried`),
@@ -19,7 +20,8 @@ for a body that equals an earlier one of the session byte by byte:
     3. otherwise                                            -> a new turn: best of n, asked n times on purpose, is n
 
 Streaming is real: the tokens come from the server as they are sampled, become text (prompts.py), and of the text what
-is certain (tools.py) is sent on. Streamed or not, the reply is made of the same answer.
+is certain (tools.py) is sent on; while nothing is, a comment now and then. Streamed or not, the reply is
+made of the same answer.
 
 It does not promise that a turn survives its session: at the end of that everything in flight is given up.
 """
@@ -29,6 +31,7 @@ import contextlib
 import dataclasses
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from time import monotonic
 from typing import Any
 
 from starlette.requests import Request
@@ -44,7 +47,7 @@ from sessions import Session
 from tools import OutputParser
 
 Reader = Callable[[], TextReader]  # a new one
-PING_SECONDS = 15.0  # a stream that has nothing to say sends a comment, so that clients do not give up on it
+PING_SECONDS = 15.0  # a stream that has said nothing for so long sends a comment: clients do not give up on it
 
 
 class Turn:
@@ -78,6 +81,7 @@ class Turn:
         self.task = asyncio.ensure_future(self._run(engine, calls))
         self.session.running.add(self.task)
         self.task.add_done_callback(self.session.running.discard)
+        self.task.add_done_callback(lambda _: self.forget())  # also where it was cancelled before its first step
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # somebody may have read it
 
     def forget(self) -> None:
@@ -88,35 +92,30 @@ class Turn:
     async def _run(self, engine: Any, calls: list[ModelRequest]) -> tuple[dict[str, Any], list[Answer]]:
         tasks = [asyncio.ensure_future(self._generate(engine, k, call)) for k, call in enumerate(calls)]
         try:
-            answers = await asyncio.gather(*tasks)
+            answers = [self._finish(k, response) for k, response in enumerate(await asyncio.gather(*tasks))]
         except BaseException:
-            self.gone = True
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            if self.gone and not self.session.ended:  # the caller hung up, and has not asked anew
+                for k, streamed in enumerate(self.so_far):
+                    if streamed:
+                        streamed.stop_reason = streamed.stop_reason or "abort"
+                        self._finish(k, streamed)
+            self.gone = True
             raise
-        finally:
-            self.forget()
         reply = self.protocol.render(self.ask, answers)
         for answer in answers:
             self.session.cache[answer.interaction_id].completion = reply
         return reply, answers
 
-    async def _generate(self, engine: Any, k: int, call: ModelRequest) -> Answer:
+    async def _generate(self, engine: Any, k: int, call: ModelRequest) -> ModelResponse:
         def on_tokens(response: ModelResponse) -> None:
             self.so_far[k] = response
             news, self.news = self.news, asyncio.get_running_loop().create_future()
             news.set_result(None)
 
-        try:
-            response = await (engine.agenerate(call, on_tokens) if self.ask.stream else engine.agenerate(call))
-        except asyncio.CancelledError:
-            streamed = self.so_far[k]
-            if streamed and self.gone and not self.session.ended:
-                streamed.stop_reason = "abort"
-                self._finish(k, streamed)
-            raise
-        return self._finish(k, response)
+        return await (engine.agenerate(call, on_tokens) if self.ask.stream else engine.agenerate(call))
 
     def _finish(self, k: int, response: ModelResponse) -> Answer:
         reader = self._reader()
@@ -165,11 +164,12 @@ class Turn:
         streams = [self.protocol.stream(self.ask, self.ids[0], k) for k in n]
         readers = [self._reader() for _ in n]
         async with self._listening(request) as hangup:
-            await self._wait(hangup, self.news)
+            await self._wait(PING_SECONDS, hangup, self.news)
             if self.task.done() or hangup.done():
                 self.result()
             yield b""
             yield b"".join(stream.start(self.input_len) for stream in streams)
+            due = monotonic() + PING_SECONDS
             try:
                 while not self.task.done() and not hangup.done():
                     news, frames = self.news, b""
@@ -177,10 +177,10 @@ class Turn:
                         if response is not None:
                             text = reader.read(response.output_tokens)
                             frames += stream.grow(parts_of(self._parser.certain(text, self.ask.callable_tools)))
-                    if frames:
-                        yield frames
-                    if not await self._wait(hangup, news):
-                        yield b": still generating\n\n"
+                    if frames or monotonic() >= due:
+                        yield frames or b": still generating\n\n"
+                        due = monotonic() + PING_SECONDS
+                    await self._wait(due - monotonic(), hangup, news)
                 _, answers = self.result()
                 frames = b"".join(stream.finish(answer) for stream, answer in zip(streams, answers))
                 yield frames + streams[0].end(answers)
@@ -189,10 +189,9 @@ class Turn:
                 if not isinstance(error, Refusal | EngineError):
                     raise
 
-    async def _wait(self, *others: asyncio.Future) -> set[asyncio.Future]:
-        """Until the turn or one of the others is done, or it is time to say something: then nothing."""
-        waited = {self.task, *others}
-        return (await asyncio.wait(waited, timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED))[0]
+    async def _wait(self, seconds: float, *others: asyncio.Future) -> None:
+        """Until the turn or one of the others is done, but so long at most."""
+        await asyncio.wait({self.task, *others}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
 
 def retried(session: Session, body: bytes, says_so: bool) -> Turn | None:

@@ -366,13 +366,31 @@ def test_what_comes_later_is_no_side_conversation() -> None:
 
 
 def test_an_orphan_leaves_no_trace() -> None:
-    """A turn whose reader is gone and asks again is dropped; one that something went on from is no orphan."""
+    """A turn whose reader is gone and asks again is dropped; one that something goes on from is no orphan."""
     cache = chain(2)
     for name in ("0", "1", "unknown"):
         cache.drop_orphan(name)
     assert list(cache) == ["0"]
-    cache["again"] = turn([user("0"), said("0"), user("1"), said("1"), user("2")])
+    cache["again"] = InteractionWithTokenLogpReward([user("0"), said("0"), user("1"), said("1"), user("2")])
     assert cache["again"].parent is cache["0"]
+    cache.drop_orphan("0")
+    assert list(cache) == ["0", "again"]
+    cache.discard("again")
+    cache.drop_orphan("0")
+    assert not cache
+
+
+@given(calls, st.lists(st.integers(0, 11)))
+def test_what_failed_leaves_no_trace(session: list[Call], orphans: list[int]) -> None:
+    """A session is what it would be without its failed calls, whichever of its turns are then dropped."""
+    caches = play(session), play([call for call in session if call.finishes])
+    for cache in caches:
+        for name in list(cache):
+            cache.discard(name)
+        for k in orphans:
+            cache.drop_orphan([*cache, ""][k % (len(cache) + 1)])
+    one, other = ([(i.messages, i.output_message_list, i.is_main) for i in cache.values()] for cache in caches)
+    assert one == other
 
 
 def test_an_orphan_leaves_its_twin() -> None:

@@ -13,12 +13,13 @@ import httpx2
 import openai
 import pytest
 from conftest import ROOT
-from harness import ADMIN, HELLO, Connection, Harness, claude, reply_message, sdk
+from harness import ADMIN, HELLO, Clock, Connection, Harness, claude, reply_message, sdk
 
 from engine import EngineError, RemoteInfEngine
 from plumbing.wire import StackTransport
 from proxy import create_app
 from tools import OutputParser
+from turn import PING_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -111,6 +112,47 @@ async def test_who_hangs_up_on_a_stream_leaves_what_was_read(start: Start, tiny_
     assert trained == [*tiny_tokenizer.encode("hello"), *tiny_tokenizer.encode("more"), tiny_tokenizer.eos_token_id]
 
 
+@pytest.mark.parametrize("pace", [0.0, PING_SECONDS])
+async def test_a_stream_that_holds_back_what_comes_is_not_silent(
+    start: Start, monkeypatch: pytest.MonkeyPatch, pace: float
+) -> None:
+    """A long call of a tool is sent when it is whole. Its tokens keep coming, and comments say so in good time."""
+    harness, clock = start(CALL), Clock()
+    session = await harness.start()
+    monkeypatch.setattr("turn.monotonic", clock)
+    asked = harness.engine.agenerate
+
+    async def at_a_pace(request: Any, on_tokens: Any = None) -> Any:
+        def heard(response: Any) -> None:
+            clock.now += pace
+            on_tokens(response)
+
+        return await asked(request, heard)
+
+    harness.engine.agenerate = at_a_pace  # type: ignore[method-assign]
+    answer = await harness.post(f"/{session}/v1/chat/completions", {**STREAM, "tools": TOOLS})
+    assert answer.content.count(b"look") == 1
+    before, _, after = answer.content.partition(b"look")
+    assert (b"\n: still generating\n\n" in before) == (pace > 0)
+    assert b"still generating" not in after
+
+
+async def test_a_stream_without_tokens_is_not_silent(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A paused server, say: comments, as long as it takes."""
+    monkeypatch.setattr("turn.PING_SECONDS", 0.0)
+    harness = start("hello")
+    session = await harness.start()
+    harness.engine.hold = asyncio.Event()
+    call = Connection(harness, f"/{session}/v1/chat/completions", STREAM)
+    await call.status()
+    for _ in range(3):
+        while not (await call.read()).startswith(b": still generating"):
+            pass
+    harness.engine.hold.set()
+    rest = await call.rest()
+    assert ENDS["chat/completions"](rest)
+
+
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_error_before_the_first_token_is_a_status(start: Start, streams: bool) -> None:
     """Headers wait for the first token, so that a refusal is a 4xx and not the event of a stream."""
@@ -151,6 +193,25 @@ async def test_the_end_of_a_session_ends_its_streams(start: Start) -> None:
     await call.read()
     assert await harness.export(session) == {}
     assert "ended" in events(await call.rest())[-1]["error"]["message"]
+
+
+async def test_a_turn_that_never_ran_leaves_the_tree(start: Start) -> None:
+    """The session ends in the very step in which a turn begins."""
+    harness = start("hello")
+    session = await harness.start()
+    cache, proxy = cache_of(harness, session), harness.app.state.proxy
+    begin = proxy.begin
+
+    async def end_at_once(*args: Any) -> Any:
+        turn = await begin(*args)
+        assert not turn.session.cache[turn.ids[0]].complete
+        harness.sessions.end(turn.session)
+        return turn
+
+    proxy.begin = end_at_once
+    assert (await harness.post(f"/{session}/v1/chat/completions", CHAT)).status_code == 410
+    assert not harness.engine.requests
+    assert len(cache) == 0
 
 
 # Tools, n, references
@@ -214,6 +275,48 @@ async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
     exported = await harness.export(session)
     parents = [i["parent"] for i in exported.values()]
     assert parents == [None, None, None, list(exported)[1]]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("end", ["the caller hangs up", "an answer fails", "the session ends"])
+async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: bool, end: str) -> None:
+    """While one of them is out, one that is there has no reader: it stays for the beginning that a stream has sent."""
+    harness = start("my", "hello you")
+    session = await harness.start()
+    asked = harness.engine.agenerate
+    first_is_done = asyncio.Event()
+    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
+
+    async def in_turn(request: Any, on_tokens: Any = None) -> Any:
+        is_second = bool(harness.engine.requests)
+        if is_second:
+            await first_is_done.wait()
+        answer = await asked(request, on_tokens or (lambda _: None))
+        if is_second:
+            raise EngineError("no server answered", 503)
+        first_is_done.set()
+        return answer
+
+    harness.engine.agenerate = in_turn  # type: ignore[method-assign]
+    body: dict[str, Any] = {**CHAT, "n": 2, "stream": streams}
+    call = Connection(harness, f"/{session}/v1/chat/completions", body)
+    await first_is_done.wait()
+    if streams:
+        await call.status()
+        while b'"o"' not in await call.read():
+            pass
+    cache = cache_of(harness, session)
+    assert not cache.finished()
+    if end == "the caller hangs up":
+        await call.hang_up()
+    elif end == "an answer fails":
+        harness.engine.hold.set()
+        await call.rest()
+    else:
+        await harness.post(f"/{session}/rl/end_session")
+        await call.rest()
+    left = [i.output_message_list[0]["content"] for i in cache.values()]
+    assert left == (["my", "hello"] if streams and end == "the caller hangs up" else [])
 
 
 async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
@@ -348,6 +451,35 @@ async def test_an_orphan_is_dropped(start: Start, says_so: bool, streams: bool) 
     harness.engine.hold = None
     answer = await harness.post(path, body, headers=RETRY if says_so else {})
     assert answer.status_code == 200
+    (only,) = (await harness.export(session)).values()
+    assert only["output"] == [{"role": "assistant", "content": "hello me"}]
+
+
+async def test_an_orphan_is_dropped_while_it_is_aborted(start: Start) -> None:
+    """The same body comes before the server has heard of the hang-up: the beginning of the first does not come back."""
+    harness = start("hello you", "hello me")
+    session = await harness.start()
+    asked = harness.engine.agenerate
+    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
+    aborted = asyncio.Event()
+
+    async def slow_to_abort(request: Any, on_tokens: Any = None) -> Any:
+        try:
+            return await asked(request, on_tokens)
+        except asyncio.CancelledError:
+            await aborted.wait()
+            raise
+
+    harness.engine.agenerate = slow_to_abort  # type: ignore[method-assign]
+    path = f"/{session}/v1/chat/completions"
+    first = Connection(harness, path, STREAM)
+    await first.status()
+    first.gone.set()
+    await harness.engine.cancelled.wait()
+    harness.engine.hold = None
+    assert (await harness.post(path, STREAM)).status_code == 200
+    aborted.set()
+    await first.rest()
     (only,) = (await harness.export(session)).values()
     assert only["output"] == [{"role": "assistant", "content": "hello me"}]
 
