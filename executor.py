@@ -339,7 +339,9 @@ class WorkflowExecutor:
                 await asyncio.to_thread(self._dump, trajectory, task.task_id, folder, version)
             if accepted and self.keep is not None:
                 await asyncio.to_thread(self.keep, task.task_id, trajectory)
-        except (Exception, SystemExit) as error:
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:
             await self._hold()
             logger.warning("%s task %d failed: %r", workflow_context.stat_scope(), task.task_id, error)
             raise

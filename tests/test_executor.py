@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -182,6 +183,31 @@ def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
     batch = executor.prepare_batch(loader(SAMPLES), OneFails(), group_size=3)
     assert batch["input_ids"][:, :2].tolist() == [[1, 0], [1, 2], [2, 0], [2, 2]]
     assert replace(executor.stats, enqueued=0) == RolloutStat(accepted=2, failed_members=2)
+
+
+class Panic(BaseException):
+    """What a library in Rust raises: no Exception."""
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("error", [ValueError("broken"), SystemExit("broken"), Panic("broken")], ids=repr)
+def test_whatever_an_episode_raises_is_its_failure(
+    make: Make, caplog: pytest.LogCaptureFixture, error: BaseException, group_size: int
+) -> None:
+    """By itself or from all members of a group: the prompt is replaced, and the failure counted and logged."""
+
+    class Raises(Echo):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            if data["n"] == 0:
+                raise error
+            return await super().arun_episode(engine, data)
+
+    executor = make()
+    executor.submit(SAMPLES[0], Raises(), group_size=group_size)
+    executor.submit(SAMPLES[1], Raises(), group_size=group_size)
+    assert executor.wait(1, timeout=30)["rewards"].tolist() == [1.0] * group_size
+    assert executor.stats == RolloutStat(accepted=1, rejected=1, failed=1)
+    assert re.search("rollout task 0 failed: .*broken", caplog.text)
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
