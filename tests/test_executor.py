@@ -137,6 +137,32 @@ def test_the_order_of_the_data_is_the_loaders_own_generator(make: Make) -> None:
     assert first[:5] != first[5:]
 
 
+def test_every_loader_begins_at_its_own_beginning(make: Make) -> None:
+    """Loaders in turn, as in a curriculum: each goes on where it stood, whatever was drawn from the others."""
+    executor, loaders, seen = make(), [loader(SAMPLES), loader([{"n": n} for n in range(10, 15)])], []
+    for data in (*loaders, *loaders):
+        for _ in range(2):
+            seen += executor.prepare_batch(data, Echo())["rewards"].tolist()
+            next_version(executor)
+    assert [n for n in seen if n < 10] == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
+    assert [n for n in seen if n >= 10] == [10, 11, 12, 13, 14, 10]
+
+
+def test_a_loader_that_raises_says_so_at_every_call(make: Make) -> None:
+    """Its own error is what one sees, not that its iterator has ended; mended, it begins anew."""
+    samples = [{"n": 0}, {}]
+
+    def collate(batch: list[dict]) -> list[dict]:
+        return [{"n": sample["n"]} for sample in batch]
+
+    executor, data = make(), DataLoader(samples, batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(KeyError, match="n"):
+            executor.prepare_batch(data, Echo())
+    samples[1]["n"] = 1
+    assert executor.prepare_batch(data, Echo())["rewards"].tolist() == [0.0, 1.0]
+
+
 def test_every_call_is_served_by_its_own_arguments(make: Make) -> None:
     """A later call's workflow, its arguments and group size are used,
     not the first call's (AReaL keeps those for ever)."""
