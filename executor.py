@@ -253,14 +253,19 @@ class WorkflowExecutor:
     def load_state_dict(self, state: dict[str, Any], finished: dict[int, Trajectory], version: int) -> None:
         """Go on from `state`, of a step that made `version`; `finished`: groups of its open tasks that are to be kept.
 
-        The other open tasks start again, under their ids and before new ones. One dataloader, and nothing
-        submitted yet.
+        The other open tasks start again, under their ids and before new ones; so do groups that would be too old when
+        their turn comes, where eta or the batch is smaller now. One dataloader, and nothing submitted yet.
         """
+        gate, kept = self.staleness_manager, dict[int, Trajectory]()
+        for task_id, group in finished.items():
+            head, turn = head_version(group), version + len(kept) // gate.consumer_batch_size
+            if head is None or turn - head <= gate.max_staleness:
+                kept[task_id] = group
         self._next_id, self._open = state["next_id"], dict(state["open"])
         self._drawn = self._skip = state["drawn"]
-        self._reopened = [task_id for task_id in self._open if task_id not in finished]
-        self.staleness_manager.on_version_recovered(version, len(finished))
-        self.dispatcher.restore(finished)
+        self._reopened = [task_id for task_id in self._open if task_id not in kept]
+        gate.on_version_recovered(version, len(kept))
+        self.dispatcher.restore(kept)
 
     def _tasks(
         self,

@@ -78,10 +78,10 @@ def test_groups_of_weights_that_are_gone_are_not_put_back(tmp_path: Path) -> Non
 def make_executor(tiny_tokenizer):
     made = []
 
-    def make(version: int = 0, eta: int = 2, keep=None) -> WorkflowExecutor:
+    def make(version: int = 0, eta: int = 2, keep=None, batch: int = 2) -> WorkflowExecutor:
         engine = ScriptedEngine(tiny_tokenizer)
         engine.version = version
-        config = RolloutConfig(max_head_offpolicyness=eta, consumer_batch_size=2, dump_to_file=False)
+        config = RolloutConfig(max_head_offpolicyness=eta, consumer_batch_size=batch, dump_to_file=False)
         made.append(WorkflowExecutor(engine, config, keep=keep))
         return made[-1]
 
@@ -125,6 +125,36 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
     replay = loader(samples, seed=3)
     order = [sample["n"] for _ in range(4) for batch in replay for sample in batch]
     assert [n for _, n in sorted(zip(trained, seen, strict=True))] == order[:16]
+
+
+@pytest.mark.parametrize(
+    ("eta", "batch", "kept"),
+    [(0, 1, 1), (0, 2, 2), (0, 4, 2), (1, 1, 2), (1, 2, 4), (2, 1, 3), (2, 2, 6), (2, 4, 6), (3, 2, 6)],
+)
+def test_a_run_goes_on_with_another_eta_or_batch(
+    make_executor, tmp_path: Path, eta: int, batch: int, kept: int
+) -> None:
+    """Groups that would be too old when their turn comes are rolled out again; no step fails, and nothing is lost."""
+    log, samples = GroupLog(tmp_path / "groups"), [{"n": n} for n in range(40)]
+    first, data = make_executor(eta=2, batch=2, keep=log.write), loader(samples)
+    for version in (1, 2, 3):
+        first.prepare_batch(data, Echo())
+        first.engine.set_version(version)
+        first.dispatcher.runner.wait_for(lambda: first.stats.running == 0, 60)
+    state = first.state_dict()
+    finished = log.read(state["open"], 3)
+    assert [int(group["versions"].max()) for group in finished.values()] == [1, 1, 2, 2, 3, 3]
+
+    second, data, trained = make_executor(version=3, eta=eta, batch=batch), loader(samples, batch), []
+    second.load_state_dict(state, finished, 3)
+    assert second.stats.accepted == 3 * batch + kept
+    assert second.staleness_manager.get_capacity() >= 0
+    for version in range(4, 14):
+        trained += second.prepare_batch(data, Echo())["task_ids"].tolist()
+        second.engine.set_version(version)
+    assert sorted(trained) == list(range(6, 6 + 10 * batch))
+    assert trained[:kept] == sorted(trained[:kept])
+    assert trained[kept:] == sorted(trained[kept:])
 
 
 def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path) -> None:
