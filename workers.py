@@ -14,8 +14,8 @@ computing; the next one starts afresh. A worker that dies by itself fails the ca
 
 How a worker ends. Its parent holds the other end of a socket, and the worker has a thread that reads it: at its end
 it kills its whole process group, itself included. So a worker is gone when its parent is, however that ended (kill -9
-too) and whatever the worker computes, together with all processes that its code has started. Of these none holds the
-worker's end, so that its parent sees it die, too. A group of its own also keeps Ctrl-C away from it: the parent decides.
+too) and whatever the worker computes, together with all processes that its code has started. None of these holds the
+worker's end, so its parent sees it die, too. A group of its own also keeps Ctrl-C away from it: the parent decides.
 
 What crosses the socket is pickled: the function by its name, arguments and result by value. An exception comes back
 as itself with the worker's traceback as a note, or as a RuntimeError with its text where it cannot be pickled. A worker

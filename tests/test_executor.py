@@ -150,12 +150,12 @@ def test_every_loader_begins_at_its_own_beginning(make: Make) -> None:
 
 def test_a_loader_that_raises_says_so_at_every_call(make: Make) -> None:
     """Its own error is what one sees, not that its iterator has ended; mended, it begins anew."""
-    samples = [{"n": 0}, {}]
+    samples: list[dict] = [{"n": 0}, {}]
 
     def collate(batch: list[dict]) -> list[dict]:
         return [{"n": sample["n"]} for sample in batch]
 
-    executor, data = make(), DataLoader(samples, batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    executor, data = make(), DataLoader[Any](samples, batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
     for _ in range(2):
         with pytest.raises(KeyError, match="n"):
             executor.prepare_batch(data, Echo())
@@ -391,15 +391,22 @@ class Bad(RolloutWorkflow):
         return data["returns"]
 
 
-def test_a_malformed_trajectory_is_a_failure_that_is_explained(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """The check names what is wrong; a change of keys between episodes of one workflow counts as wrong."""
-    executor = make(config={"consumer_batch_size": 8})
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_a_malformed_trajectory_is_a_failure_that_is_explained(
+    make: Make, caplog: pytest.LogCaptureFixture, group_size: int
+) -> None:
+    """The check names what is wrong, in a group too; a change of keys between episodes of one workflow counts as
+    wrong."""
+    executor = make(config={"consumer_batch_size": 9})
     good = {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
-    for returns in (good, {"input_ids": torch.ones(2)}, good | {"hint": torch.ones(1)}, {}):
-        executor.wait_for_task(executor.submit({"returns": returns}, Bad()), timeout=30)
-    assert executor.stats.failed == 3
-    assert "lacks attention_mask" in caplog.text
-    assert "adds ['hint']" in caplog.text
+    flat = {key: value[0] for key, value in good.items()}
+    for returns in (good, {"input_ids": torch.ones(2)}, good | {"hint": torch.ones(1)}, {}, flat, 1.0):
+        executor.wait_for_task(executor.submit({"returns": returns}, Bad(), group_size=group_size), timeout=30)
+    assert executor.stats.failed == 5
+    said = [record.getMessage() for record in caplog.records if "rollout task" in record.getMessage()]
+    explained = ["lacks attention_mask; it has", r"adds \['hint'\]", "it has no keys", "its shape is", "not float"]
+    for message, words in zip(said, explained, strict=True):
+        assert re.search(words, message)
 
 
 def test_the_tokens_age_is_taken_from_the_trajectory(make: Make) -> None:

@@ -307,6 +307,22 @@ async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.L
     assert "the tool is down" in caplog.text
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("bad", [1.0, {}, [1], row(), {"input_ids": torch.ones(3), "attention_mask": torch.ones(3)}])
+async def test_a_member_that_returns_no_trajectory_is_a_failed_member(
+    bad: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is wrong with what it returned is explained, and the others are kept."""
+
+    def member(context: WorkflowContext, data: dict) -> Any:
+        return [row(1, 2), bad, row(3)][context.sample_idx]
+
+    traj: Any = await GroupedRolloutWorkflow(Function(member), 3).arun_episode(None, {})
+    assert traj["input_ids"].tolist() == [[1, 2], [3, 0]]
+    assert "ValueError: " in caplog.text
+    assert "traj" in caplog.text
+
+
 def test_a_member_that_exits_is_a_failed_member(caplog: pytest.LogCaptureFixture) -> None:
     """sys.exit() in an agent is its own failure: neither the others nor the loop of all episodes end with it."""
 
