@@ -311,7 +311,9 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
                 elif rewards is not None:
                     await client.set_last_reward(rewards)
         interactions = await client.export_interactions(discount=self.discount, style=self.export_style)
-        return interactions if client.rewarded_count else None
+        # What nobody rewarded, a side conversation (cache.py), comes first: the last row's reward is the episode's.
+        ordered = dict(sorted(interactions.items(), key=lambda item: item[1].reward is not None))
+        return ordered if client.rewarded_count else None
 
     def _choose_proxy(self) -> str:
         addresses = (self.proxy_addr,) if isinstance(self.proxy_addr, str) else self.proxy_addr

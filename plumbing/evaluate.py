@@ -40,9 +40,10 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> dict[str, float
 
 
 def evaluate(executor: WorkflowExecutor, inputs: Inputs) -> dict[str, float | None]:
-    """The statistics above, of one episode per validation prompt; `executor` is the one without a gate."""
+    """The statistics above, of one episode per validation prompt; `executor` is the one without a gate. An episode of
+    several rows has the reward of the last: the turns before it have their discounted shares of the same reward."""
     groups = executor.rollout_each(inputs.validation, inputs.evaluated, group_size=1, is_eval=True)
-    return describe([None if group is None else group["rewards"].mean().item() for group in groups], inputs)
+    return describe([None if group is None else group["rewards"][-1].item() for group in groups], inputs)
 
 
 def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | None]:

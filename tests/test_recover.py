@@ -25,7 +25,7 @@ from test_executor import Echo, loader
 from actor import FSDPPPOActor
 from executor import ProxyAddress, WorkflowExecutor
 from plumbing.config import ConfigError, RolloutConfig, load
-from plumbing.evaluate import evaluate_endpoint
+from plumbing.evaluate import evaluate, evaluate_endpoint
 from plumbing.inputs import Inputs, load_inputs
 from plumbing.logger import Trace
 from plumbing.recover import GroupLog, Recovery, cut_metrics
@@ -371,6 +371,21 @@ def test_statistics_of_an_evaluation() -> None:
         "eval_episodes": 5,
         "eval_rejected": 3,
     }
+
+
+@pytest.mark.parametrize("rewards", [[1.0], [0.5, 1.0], [0.0, 1.0], [1.0, 0.0]])
+def test_an_episode_of_several_rows_has_the_reward_of_the_last(make_executor, rewards: list[float]) -> None:
+    """Turns before it have a discounted share of that reward; a mean over all rows would be no reward of a prompt."""
+
+    class Turns(Echo):
+        async def arun_episode(self, engine, data):
+            ids = torch.ones(len(rewards), 3, dtype=torch.int32)
+            return {"input_ids": ids, "attention_mask": ids.bool(), "rewards": torch.tensor(rewards)}
+
+    executor = make_executor().for_evaluation()
+    found = evaluate(executor, Inputs(None, [], [{"n": 0}, {"n": 1}], None, None, Turns()))
+    executor.destroy()
+    assert found["eval_reward"] == rewards[-1]
 
 
 def test_an_evaluation_that_nobody_answered_has_failed(tmp_path: Path) -> None:

@@ -425,6 +425,34 @@ async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() 
         await workflow.arun_episode(None, {"names": ["a", "a"]})
 
 
+@pytest.mark.anyio
+async def test_the_last_row_of_an_episode_is_of_the_conversation_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A side conversation that nobody rewarded comes first, whenever it was asked for: the last row's reward is the
+    episode's (plumbing/evaluate.py)."""
+
+    class Client:
+        rewarded_count, session_url, api_key = 1, "", ""
+
+        def __init__(self, *args: Any) -> None: ...
+
+        async def __aenter__(self) -> None: ...
+
+        async def __aexit__(self, *args: Any) -> None: ...
+
+        async def grant_capacity(self) -> None: ...
+
+        async def set_last_reward(self, reward: float) -> None: ...
+
+        async def export_interactions(self, **options: Any) -> dict[str, Any]:
+            turns = {"first": interaction(3, reward=0.5), "last": interaction(3, reward=0.0), "title": interaction(3)}
+            turns["title"].reward = None
+            return turns
+
+    monkeypatch.setattr("workflow.OpenAIProxyClient", Client)
+    episode: Any = await resolve_workflow(Agent, proxy=PROXY).arun_episode(None, {})
+    assert list(episode) == ["title", "first", "last"]
+
+
 # ---------------------------------------------------------------- resolution
 
 
