@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import mode_agents
 import pytest
 import torch
 from conftest import make_byte_model
@@ -386,6 +387,17 @@ def test_an_episode_of_several_rows_has_the_reward_of_the_last(make_executor, re
     found = evaluate(executor, Inputs(None, [], [{"n": 0}, {"n": 1}], None, None, Turns()))
     executor.destroy()
     assert found["eval_reward"] == rewards[-1]
+
+
+@pytest.mark.parametrize("mode", ["inline", "subproc"])
+def test_an_agent_is_evaluated_where_it_is_trained(mode: str) -> None:
+    """In mode subproc it has a process, with the endpoint in the environment of SDKs; who exits or dies there has
+    failed, alone."""
+    words = ["evaluator.base_url=http://nowhere/v1", f"rollout.openai.mode={mode}"]
+    samples = [{"then": "tells"}, {"then": "exits"}, {"then": "leaves_at_once" if mode == "subproc" else "raises"}]
+    found = evaluate_endpoint(load(words), Inputs(None, [], samples, None, mode_agents.Endpoint()))
+    assert found["eval_reward"] == float(mode == "subproc")
+    assert (found["eval_episodes"], found["eval_rejected"]) == (3, 2)
 
 
 def test_an_evaluation_that_nobody_answered_has_failed(tmp_path: Path) -> None:
