@@ -132,7 +132,8 @@ class WorkflowExecutor:
         # All mutable state of this object:
         self._next_id = 0
         self._streams: dict[Any, Iterator[Numbered]] = {}  # where each dataloader stands
-        self._drawn = 0  # samples taken from it
+        self._drawn = 0  # samples taken from them
+        self._skip = 0  # samples that an earlier process has drawn
         self._open: dict[int, dict] = {}  # sample by task id: drawn, and not yet seen to be consumed or rejected
         self._reopened: list[int] = []  # those of them that a recovery has still to start again
         self._keys: dict[type, frozenset[str]] = {}  # what each kind of workflow returned first
@@ -216,15 +217,19 @@ class WorkflowExecutor:
         return concat_padded_tensors(groups)
 
     def _stream(self, dataloader: Any) -> Iterator[Numbered]:
-        """Task ids and samples: what a recovery reopened,
-        then the dataloader from where it stood, epoch after epoch."""
+        """Task ids and samples: what a recovery reopened, then the dataloader, epoch after epoch, the first one from
+        where it stood. After an error of the dataloader the next stream begins anew."""
         while self._reopened:
             task_id = self._reopened.pop(0)
             yield task_id, self._open[task_id]
-        for task_id, sample in self._number(itertools.islice(cycle(dataloader), self._drawn, None)):
-            self._drawn += 1
-            self._open[task_id] = sample
-            yield task_id, sample
+        skip, self._skip = self._skip, 0
+        try:
+            for task_id, sample in self._number(itertools.islice(cycle(dataloader), skip, None)):
+                self._drawn += 1
+                self._open[task_id] = sample
+                yield task_id, sample
+        finally:
+            self._streams.pop(dataloader, None)
 
     def _number(self, samples: Iterable[dict[str, Any]]) -> Iterator[Numbered]:
         for sample in samples:
@@ -248,13 +253,19 @@ class WorkflowExecutor:
     def load_state_dict(self, state: dict[str, Any], finished: dict[int, Trajectory], version: int) -> None:
         """Go on from `state`, of a step that made `version`; `finished`: groups of its open tasks that are to be kept.
 
-        The other open tasks start again, under their ids and before new ones. One dataloader, and nothing
-        submitted yet.
+        The other open tasks start again, under their ids and before new ones; so do groups that would be too old when
+        their turn comes, where eta or the batch is smaller now. One dataloader, and nothing submitted yet.
         """
-        self._next_id, self._drawn, self._open = state["next_id"], state["drawn"], dict(state["open"])
-        self._reopened = [task_id for task_id in self._open if task_id not in finished]
-        self.staleness_manager.on_version_recovered(version, len(finished))
-        self.dispatcher.restore(finished)
+        gate, kept = self.staleness_manager, dict[int, Trajectory]()
+        for task_id, group in finished.items():
+            head, turn = head_version(group), version + len(kept) // gate.consumer_batch_size
+            if head is None or turn - head <= gate.max_staleness:
+                kept[task_id] = group
+        self._next_id, self._open = state["next_id"], dict(state["open"])
+        self._drawn = self._skip = state["drawn"]
+        self._reopened = [task_id for task_id in self._open if task_id not in kept]
+        gate.on_version_recovered(version, len(kept))
+        self.dispatcher.restore(kept)
 
     def _tasks(
         self,
@@ -339,7 +350,9 @@ class WorkflowExecutor:
                 await asyncio.to_thread(self._dump, trajectory, task.task_id, folder, version)
             if accepted and self.keep is not None:
                 await asyncio.to_thread(self.keep, task.task_id, trajectory)
-        except (Exception, SystemExit) as error:
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:
             await self._hold()
             logger.warning("%s task %d failed: %r", workflow_context.stat_scope(), task.task_id, error)
             raise

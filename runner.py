@@ -133,7 +133,9 @@ class AsyncTaskRunner:
         create_time = time.monotonic_ns()
         try:
             result = TimedResult(task_id, create_time, await async_fn(*args))
-        except (Exception, asyncio.CancelledError, SystemExit) as error:
+        except (KeyboardInterrupt, GeneratorExit):  # the interpreter's: the loop ends, or has ended
+            raise
+        except BaseException as error:  # sys.exit(), and what libraries raise that is no Exception (Rust's panics)
             result = TimedResult(task_id, create_time, None, error)
         with self.lock:
             del self._active[task_id]

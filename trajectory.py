@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 REQUIRED_KEYS = ("input_ids", "attention_mask")
 
@@ -153,24 +153,24 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
 def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad every trajectory to the longest and put their rows one under another, in order.
 
-    A tensor of shape [B, L, ...] is padded along L with its PADDING (a key of the user's own with 0); any other tensor
-    is concatenated as it is. Raises ValueError when there is nothing to concatenate or the keys differ.
+    A key whose tensors are all of shape [B, L, ...] is padded along L with its PADDING (one of the user's own with 0);
+    any other is concatenated as it is. Raises ValueError when there is nothing to concatenate or the keys differ.
     """
     if not trajectories:
         raise ValueError("no trajectories to concatenate")
     keys = trajectories[0].keys()
     if partial := {key for traj in trajectories for key in keys ^ traj.keys()}:
         raise ValueError(f"trajectories with different keys cannot be concatenated: only some have {sorted(partial)}")
-    longest = max(traj["input_ids"].shape[1] for traj in trajectories)
-    return {key: torch.cat([_pad(traj, key, longest) for traj in trajectories]) for key in keys}
-
-
-def _pad(traj: Trajectory, key: str, length: int) -> Tensor:
-    value, own = traj[key], traj["input_ids"].shape[1]
-    if value.ndim < 2 or value.shape[1] != own:
-        return value
-    trailing = (0, 0) * (value.ndim - 2)  # pad() counts dimensions from the last one
-    return pad(value, (*trailing, 0, length - own), value=PADDING.get(key, 0))
+    lengths = [traj["input_ids"].shape[1:] for traj in trajectories]
+    batch = {}
+    for key in keys:
+        values = [traj[key] for traj in trajectories]
+        if [value.shape[1:2] for value in values] == lengths:  # one alone may be a feature as wide as it is long
+            rows = [row for value in values for row in value]
+            batch[key] = pad_sequence(rows, batch_first=True, padding_value=PADDING.get(key, 0))
+        else:
+            batch[key] = torch.cat(values)
+    return batch
 
 
 def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> list[dict[str, Any]]:

@@ -14,8 +14,8 @@ computing; the next one starts afresh. A worker that dies by itself fails the ca
 
 How a worker ends. Its parent holds the other end of a socket, and the worker has a thread that reads it: at its end
 it kills its whole process group, itself included. So a worker is gone when its parent is, however that ended (kill -9
-too) and whatever the worker computes, together with all processes that its code has started. A group of its own also
-keeps Ctrl-C away from it: the parent decides.
+too) and whatever the worker computes, together with all processes that its code has started. None of these holds the
+worker's end, so its parent sees it die, too. A group of its own also keeps Ctrl-C away from it: the parent decides.
 
 What crosses the socket is pickled: the function by its name, arguments and result by value. An exception comes back
 as itself with the worker's traceback as a note, or as a RuntimeError with its text where it cannot be pickled. A worker
@@ -91,7 +91,8 @@ class Worker:
         with theirs:
             streams = await asyncio.open_unix_connection(sock=ours)
             fd = theirs.fileno()
-            code = f"import sys; sys.path[:] = {sys.path!r}; import workers; workers.serve({fd})"
+            paths = [path for path in sys.path if isinstance(path, str)]  # import passes over what is none
+            code = f"import sys; sys.path[:] = {paths}; import workers; workers.serve({fd})"
             process = subprocess.Popen(
                 [sys.executable, "-c", code], pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -168,6 +169,8 @@ def serve(fd: int) -> None:
     """A worker's life: calls come in by the socket `fd`, outcomes go out in the same order, until it is closed."""
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
+    # A child that holds the socket would hide our death. (The close() of socket.socket waits for the listener's file.)
+    os.register_at_fork(after_in_child=functools.partial(socket.SocketType.close, channel))
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def listen() -> None:

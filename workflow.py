@@ -27,9 +27,9 @@ time.sleep) blocks everybody. In mode subproc each episode has a process for its
 the session's URL and key in the environment, synchronous code welcome. The price is pickling and some 50 MB a process.
 
 Groups. The members of a group run concurrently, each with a copy of `data` of its own. A member that returns None is
-left out; one that raises is counted, logged and left out; the others are kept. Only when every member raised does
-the group raise, the first exception. Which group a row belongs to is written on the row (`group_ids`), so a group
-that lost a member stays a group.
+left out; one that raises, or returns what is no trajectory, is counted, logged and left out; the others are kept. Only
+when every member raised does the group raise, the first exception. Which group a row belongs to is written on the row
+(`group_ids`), so a group that lost a member stays a group.
 
 Seeds. With a seed for the run, every request's sampling noise is derived from (seed, task, member, turn) and from
 nothing else, so that the order in which episodes happen to run does not change what they sample.
@@ -61,7 +61,7 @@ from messages import AgentRequest
 from plumbing.wire import PerLoop, StackTransport
 from prompts import PromptBuilder
 from reward import AsyncRewardWrapper, parse_rewards
-from trajectory import Trajectory, concat_padded_tensors
+from trajectory import Trajectory, check_trajectory_format, concat_padded_tensors
 from workers import WorkerPool, check_importable, run_agent, time_limit
 
 logger = logging.getLogger("nano_areal.workflow")
@@ -243,9 +243,12 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
     async def _run_member(self, i: int, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         workflow_context.set(replace(_context.get(), sample_idx=i))
         try:
-            return await self.workflow.arun_episode(engine, copy.deepcopy(data))
+            result = await self.workflow.arun_episode(engine, copy.deepcopy(data))
         except SystemExit as error:  # a task of ours that raised it would end the event loop, and every episode
             raise RuntimeError(f"the episode called sys.exit({error.code!r})") from error
+        if result is not None and not is_interactions(result):
+            check_trajectory_format(result)
+        return result
 
 
 def make_agents_client() -> Any:
@@ -308,7 +311,9 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
                 elif rewards is not None:
                     await client.set_last_reward(rewards)
         interactions = await client.export_interactions(discount=self.discount, style=self.export_style)
-        return interactions if client.rewarded_count else None
+        # What nobody rewarded, a side conversation (cache.py), comes first: the last row's reward is the episode's.
+        ordered = dict(sorted(interactions.items(), key=lambda item: item[1].reward is not None))
+        return ordered if client.rewarded_count else None
 
     def _choose_proxy(self) -> str:
         addresses = (self.proxy_addr,) if isinstance(self.proxy_addr, str) else self.proxy_addr

@@ -3,6 +3,7 @@
 During training the episodes run on the executor's ungated sibling, by the newest weights. `python train.py mode=eval
 model_path=DIR ...` does the same for a model by itself, and with `evaluator.base_url=URL` agents are sent to any
 endpoint that speaks their protocol, trained by us or not: then there is no proxy and nothing but their word for it.
+They run where they do in training, inline or in processes (`rollout.openai.mode`).
 An episode that fails or is rejected is counted; none of them ends a run.
 """
 
@@ -12,6 +13,7 @@ import math
 import os
 from collections.abc import Sequence
 from statistics import fmean, stdev
+from typing import Any
 
 import openai
 
@@ -19,7 +21,8 @@ from executor import WorkflowExecutor
 from plumbing.config import ConfigError, TrainConfig
 from plumbing.inputs import Inputs
 from reward import parse_rewards
-from workflow import RolloutWorkflow, WorkflowContext, workflow_context
+from workers import run_agent
+from workflow import RolloutWorkflow, WorkflowContext, agents_pool, workflow_context
 
 logger = logging.getLogger("nano_areal.evaluate")
 
@@ -40,9 +43,10 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> dict[str, float
 
 
 def evaluate(executor: WorkflowExecutor, inputs: Inputs) -> dict[str, float | None]:
-    """The statistics above, of one episode per validation prompt; `executor` is the one without a gate."""
+    """The statistics above, of one episode per validation prompt; `executor` is the one without a gate. An episode of
+    several rows has the reward of the last: the turns before it have their discounted shares of the same reward."""
     groups = executor.rollout_each(inputs.validation, inputs.evaluated, group_size=1, is_eval=True)
-    return describe([None if group is None else group["rewards"].mean().item() for group in groups], inputs)
+    return describe([None if group is None else group["rewards"][-1].item() for group in groups], inputs)
 
 
 def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | None]:
@@ -52,15 +56,23 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
         raise ConfigError("evaluator.base_url is for agents; this workflow needs the tokens of an inference server")
     where = {"base_url": config.evaluator.base_url, "api_key": os.environ.get("OPENAI_API_KEY", "DUMMY")}
     places = asyncio.Semaphore(config.rollout.max_concurrent_rollouts or 1)
-    timeout = config.rollout.openai.episode_timeout_seconds
+    options, timeout = config.rollout.openai, config.rollout.openai.episode_timeout_seconds
+
+    async def play(sample: dict, http_client: openai.DefaultAsyncHttpxClient) -> Any:
+        if options.mode == "inline":
+            async with asyncio.timeout(timeout):
+                return await agent.run(sample, http_client=http_client, **where)
+        pool = await agents_pool(options.subproc_max_workers).get()
+        async with pool.worker() as worker, asyncio.timeout(timeout):
+            return await worker.call(run_agent, agent, sample, **where)
 
     async def run(i: int, sample: dict, http_client: openai.DefaultAsyncHttpxClient) -> float | None:
         workflow_context.set(WorkflowContext(is_eval=True, task_id=i))
         try:
-            async with places, asyncio.timeout(timeout):
-                reward = parse_rewards(await agent.run(sample, http_client=http_client, **where))
+            async with places:
+                reward = parse_rewards(await play(sample, http_client))
             return list(reward.values())[-1] if isinstance(reward, dict) else reward
-        except Exception as error:  # an agent may raise anything; the episode is counted
+        except (Exception, SystemExit) as error:  # an agent may raise anything; the episode is counted
             logger.warning("eval-rollout task %d failed: %r", i, error)
             return None
 

@@ -17,7 +17,8 @@ A run that is started again under its name goes on (`recover: auto`). The rule o
   out again. Older tokens are as good as ever: their weights are this lineage's, too.
 
 Why the age bound of staleness.py still holds: groups that are put back stand in front, in their old order, so each is
-consumed no later than it would have been; the gate is told version * B + (groups put back) places are taken.
+consumed no later than it would have been; the gate is told version * B + (groups put back) places are taken. With a
+smaller eta or batch than before it would not hold: a group that would be too old at its turn is rolled out again.
 
 Not promised: that the order of starts is the same as without the crash, unless the run is synchronous; survival of a
 power failure between the write of a file and the disk; the groups that agents submit beside prepare_batch.

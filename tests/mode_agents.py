@@ -82,6 +82,14 @@ class CountsSessions:
         return httpx.get(data["proxy"] + "/health").json()["sessions"]
 
 
+class Endpoint:
+    """Looks at where it runs, then ends as `data["then"]` says."""
+
+    async def run(self, data: dict, base_url: str, **extra_kwargs: Any) -> float:
+        alone = os.environ.get("OPENAI_BASE_URL") == base_url
+        return float(alone) if data["then"] == "tells" else globals()[data["then"]](data)
+
+
 class Unpicklable:
     def __init__(self) -> None:
         self.client = openai.OpenAI(api_key="DUMMY")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -136,6 +137,32 @@ def test_the_order_of_the_data_is_the_loaders_own_generator(make: Make) -> None:
     assert first[:5] != first[5:]
 
 
+def test_every_loader_begins_at_its_own_beginning(make: Make) -> None:
+    """Loaders in turn, as in a curriculum: each goes on where it stood, whatever was drawn from the others."""
+    executor, loaders, seen = make(), [loader(SAMPLES), loader([{"n": n} for n in range(10, 15)])], []
+    for data in (*loaders, *loaders):
+        for _ in range(2):
+            seen += executor.prepare_batch(data, Echo())["rewards"].tolist()
+            next_version(executor)
+    assert [n for n in seen if n < 10] == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
+    assert [n for n in seen if n >= 10] == [10, 11, 12, 13, 14, 10]
+
+
+def test_a_loader_that_raises_says_so_at_every_call(make: Make) -> None:
+    """Its own error is what one sees, not that its iterator has ended; mended, it begins anew."""
+    samples: list[dict] = [{"n": 0}, {}]
+
+    def collate(batch: list[dict]) -> list[dict]:
+        return [{"n": sample["n"]} for sample in batch]
+
+    executor, data = make(), DataLoader[Any](samples, batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(KeyError, match="n"):
+            executor.prepare_batch(data, Echo())
+    samples[1]["n"] = 1
+    assert executor.prepare_batch(data, Echo())["rewards"].tolist() == [0.0, 1.0]
+
+
 def test_every_call_is_served_by_its_own_arguments(make: Make) -> None:
     """A later call's workflow, its arguments and group size are used,
     not the first call's (AReaL keeps those for ever)."""
@@ -182,6 +209,31 @@ def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
     batch = executor.prepare_batch(loader(SAMPLES), OneFails(), group_size=3)
     assert batch["input_ids"][:, :2].tolist() == [[1, 0], [1, 2], [2, 0], [2, 2]]
     assert replace(executor.stats, enqueued=0) == RolloutStat(accepted=2, failed_members=2)
+
+
+class Panic(BaseException):
+    """What a library in Rust raises: no Exception."""
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("error", [ValueError("broken"), SystemExit("broken"), Panic("broken")], ids=repr)
+def test_whatever_an_episode_raises_is_its_failure(
+    make: Make, caplog: pytest.LogCaptureFixture, error: BaseException, group_size: int
+) -> None:
+    """By itself or from all members of a group: the prompt is replaced, and the failure counted and logged."""
+
+    class Raises(Echo):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            if data["n"] == 0:
+                raise error
+            return await super().arun_episode(engine, data)
+
+    executor = make()
+    executor.submit(SAMPLES[0], Raises(), group_size=group_size)
+    executor.submit(SAMPLES[1], Raises(), group_size=group_size)
+    assert executor.wait(1, timeout=30)["rewards"].tolist() == [1.0] * group_size
+    assert executor.stats == RolloutStat(accepted=1, rejected=1, failed=1)
+    assert re.search("rollout task 0 failed: .*broken", caplog.text)
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
@@ -339,15 +391,22 @@ class Bad(RolloutWorkflow):
         return data["returns"]
 
 
-def test_a_malformed_trajectory_is_a_failure_that_is_explained(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """The check names what is wrong; a change of keys between episodes of one workflow counts as wrong."""
-    executor = make(config={"consumer_batch_size": 8})
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_a_malformed_trajectory_is_a_failure_that_is_explained(
+    make: Make, caplog: pytest.LogCaptureFixture, group_size: int
+) -> None:
+    """The check names what is wrong, in a group too; a change of keys between episodes of one workflow counts as
+    wrong."""
+    executor = make(config={"consumer_batch_size": 9})
     good = {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
-    for returns in (good, {"input_ids": torch.ones(2)}, good | {"hint": torch.ones(1)}, {}):
-        executor.wait_for_task(executor.submit({"returns": returns}, Bad()), timeout=30)
-    assert executor.stats.failed == 3
-    assert "lacks attention_mask" in caplog.text
-    assert "adds ['hint']" in caplog.text
+    flat = {key: value[0] for key, value in good.items()}
+    for returns in (good, {"input_ids": torch.ones(2)}, good | {"hint": torch.ones(1)}, {}, flat, 1.0):
+        executor.wait_for_task(executor.submit({"returns": returns}, Bad(), group_size=group_size), timeout=30)
+    assert executor.stats.failed == 5
+    said = [record.getMessage() for record in caplog.records if "rollout task" in record.getMessage()]
+    explained = ["lacks attention_mask; it has", r"adds \['hint'\]", "it has no keys", "its shape is", "not float"]
+    for message, words in zip(said, explained, strict=True):
+        assert re.search(words, message)
 
 
 def test_the_tokens_age_is_taken_from_the_trajectory(make: Make) -> None:

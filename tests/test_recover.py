@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import mode_agents
 import pytest
 import torch
 from conftest import make_byte_model
@@ -25,7 +26,7 @@ from test_executor import Echo, loader
 from actor import FSDPPPOActor
 from executor import ProxyAddress, WorkflowExecutor
 from plumbing.config import ConfigError, RolloutConfig, load
-from plumbing.evaluate import evaluate_endpoint
+from plumbing.evaluate import evaluate, evaluate_endpoint
 from plumbing.inputs import Inputs, load_inputs
 from plumbing.logger import Trace
 from plumbing.recover import GroupLog, Recovery, cut_metrics
@@ -78,10 +79,10 @@ def test_groups_of_weights_that_are_gone_are_not_put_back(tmp_path: Path) -> Non
 def make_executor(tiny_tokenizer):
     made = []
 
-    def make(version: int = 0, eta: int = 2, keep=None) -> WorkflowExecutor:
+    def make(version: int = 0, eta: int = 2, keep=None, batch: int = 2) -> WorkflowExecutor:
         engine = ScriptedEngine(tiny_tokenizer)
         engine.version = version
-        config = RolloutConfig(max_head_offpolicyness=eta, consumer_batch_size=2, dump_to_file=False)
+        config = RolloutConfig(max_head_offpolicyness=eta, consumer_batch_size=batch, dump_to_file=False)
         made.append(WorkflowExecutor(engine, config, keep=keep))
         return made[-1]
 
@@ -125,6 +126,36 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
     replay = loader(samples, seed=3)
     order = [sample["n"] for _ in range(4) for batch in replay for sample in batch]
     assert [n for _, n in sorted(zip(trained, seen, strict=True))] == order[:16]
+
+
+@pytest.mark.parametrize(
+    ("eta", "batch", "kept"),
+    [(0, 1, 1), (0, 2, 2), (0, 4, 2), (1, 1, 2), (1, 2, 4), (2, 1, 3), (2, 2, 6), (2, 4, 6), (3, 2, 6)],
+)
+def test_a_run_goes_on_with_another_eta_or_batch(
+    make_executor, tmp_path: Path, eta: int, batch: int, kept: int
+) -> None:
+    """Groups that would be too old when their turn comes are rolled out again; no step fails, and nothing is lost."""
+    log, samples = GroupLog(tmp_path / "groups"), [{"n": n} for n in range(40)]
+    first, data = make_executor(eta=2, batch=2, keep=log.write), loader(samples)
+    for version in (1, 2, 3):
+        first.prepare_batch(data, Echo())
+        first.engine.set_version(version)
+        first.dispatcher.runner.wait_for(lambda: first.stats.running == 0, 60)
+    state = first.state_dict()
+    finished = log.read(state["open"], 3)
+    assert [int(group["versions"].max()) for group in finished.values()] == [1, 1, 2, 2, 3, 3]
+
+    second, data, trained = make_executor(version=3, eta=eta, batch=batch), loader(samples, batch), []
+    second.load_state_dict(state, finished, 3)
+    assert second.stats.accepted == 3 * batch + kept
+    assert second.staleness_manager.get_capacity() >= 0
+    for version in range(4, 14):
+        trained += second.prepare_batch(data, Echo())["task_ids"].tolist()
+        second.engine.set_version(version)
+    assert sorted(trained) == list(range(6, 6 + 10 * batch))
+    assert trained[:kept] == sorted(trained[:kept])
+    assert trained[kept:] == sorted(trained[kept:])
 
 
 def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -341,6 +372,32 @@ def test_statistics_of_an_evaluation() -> None:
         "eval_episodes": 5,
         "eval_rejected": 3,
     }
+
+
+@pytest.mark.parametrize("rewards", [[1.0], [0.5, 1.0], [0.0, 1.0], [1.0, 0.0]])
+def test_an_episode_of_several_rows_has_the_reward_of_the_last(make_executor, rewards: list[float]) -> None:
+    """Turns before it have a discounted share of that reward; a mean over all rows would be no reward of a prompt."""
+
+    class Turns(Echo):
+        async def arun_episode(self, engine, data):
+            ids = torch.ones(len(rewards), 3, dtype=torch.int32)
+            return {"input_ids": ids, "attention_mask": ids.bool(), "rewards": torch.tensor(rewards)}
+
+    executor = make_executor().for_evaluation()
+    found = evaluate(executor, Inputs(None, [], [{"n": 0}, {"n": 1}], None, None, Turns()))
+    executor.destroy()
+    assert found["eval_reward"] == rewards[-1]
+
+
+@pytest.mark.parametrize("mode", ["inline", "subproc"])
+def test_an_agent_is_evaluated_where_it_is_trained(mode: str) -> None:
+    """In mode subproc it has a process, with the endpoint in the environment of SDKs; who exits or dies there has
+    failed, alone."""
+    words = ["evaluator.base_url=http://nowhere/v1", f"rollout.openai.mode={mode}"]
+    samples = [{"then": "tells"}, {"then": "exits"}, {"then": "leaves_at_once" if mode == "subproc" else "raises"}]
+    found = evaluate_endpoint(load(words), Inputs(None, [], samples, None, mode_agents.Endpoint()))
+    assert found["eval_reward"] == float(mode == "subproc")
+    assert (found["eval_episodes"], found["eval_rejected"]) == (3, 2)
 
 
 def test_an_evaluation_that_nobody_answered_has_failed(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from conftest import ROOT
 
 from reward import AsyncRewardWrapper, parse_rewards
+from workers import WorkerDied, WorkerPool, time_limit
 
 REWARDS = '''
 import os, signal, sys
@@ -53,6 +54,13 @@ def compute(fifo):
         file.flush()
         while True:
             pass
+
+def forks_and_dies(fifo, generations):
+    """Its process is gone at once; one that it has forked, or the child of that one, lives on."""
+    for _ in range(generations):
+        if os.fork():
+            os._exit(7)
+    hang(fifo)
 '''
 
 
@@ -73,7 +81,7 @@ def fifo(tmp_path: Path) -> str:
     return str(tmp_path / "fifo")
 
 
-def read_until_gone(fifo: str) -> str:
+def read_until_gone(fifo: str | int) -> str:
     with open(fifo) as file:
         return file.read()
 
@@ -180,6 +188,29 @@ async def test_a_cancelled_episode_takes_its_reward_with_it(rewards: ModuleType,
         assert await asyncio.wait_for(asyncio.to_thread(file.read), 30) == ""
     with pytest.raises(asyncio.CancelledError):
         await running
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("generations", [1, 2])
+async def test_a_death_is_noticed_whoever_lives_on(rewards: ModuleType, fifo: str, generations: int) -> None:
+    """A process that the worker forked does not hold its socket, and is ended with it."""
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(WorkerDied, match="forks_and_dies ended with code 7"):
+        await AsyncRewardWrapper(rewards.forks_and_dies, timeout_seconds=60)(fifo, generations)
+    os.set_blocking(reader, True)
+    assert await asyncio.wait_for(asyncio.to_thread(read_until_gone, reader), 30) in ("", "alive")
+
+
+@pytest.mark.anyio
+async def test_what_is_no_text_in_sys_path_is_passed_over(
+    rewards: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python's own import passes over it."""
+    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])
+    async with time_limit(60, "no worker came up"):
+        async with (pool := WorkerPool(1)).worker() as worker:
+            assert await worker.call(rewards.equals, "", "4", [], [], answer="4")
+        await pool.aclose()
 
 
 TRAINER = """

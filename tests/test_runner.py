@@ -106,22 +106,33 @@ def test_our_own_error_in_the_thread_is_told(runner):
         assert failures.get(timeout=DEADLINE) is error
 
 
-def test_a_loop_that_ends_is_told(runner):
-    """sys.exit() in what an episode has left running ends asyncio's loop: on_failure hears it."""
+async def leaves_an_exit() -> None:
+    asyncio.get_running_loop().call_soon(sys.exit, 3)
+
+
+async def interrupts() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("episode", "error"), [(leaves_an_exit, SystemExit), (interrupts, KeyboardInterrupt)])
+def test_a_loop_that_ends_is_told(runner, episode, error):
+    """sys.exit() in what an episode has left running ends asyncio's loop, as does KeyboardInterrupt anywhere:
+    on_failure hears it."""
     failures: queue.Queue[BaseException] = queue.Queue()
     runner.on_failure = failures.put
-
-    async def leaves_a_task() -> None:
-        asyncio.get_running_loop().call_soon(sys.exit, 3)
-
-    runner.submit(leaves_a_task, task_id=0)
-    assert isinstance(failures.get(timeout=DEADLINE), SystemExit)
+    runner.submit(episode, task_id=0)
+    assert isinstance(failures.get(timeout=DEADLINE), error)
 
 
-def test_a_task_that_exits_is_a_failed_task(runner, ended):
-    """sys.exit() in an agent ends that episode, not the thread of all the others."""
-    runner.submit(crash, SystemExit(3), task_id=0)
-    assert isinstance(ended.next().error, SystemExit)
+class Panic(BaseException):
+    """What a library in Rust raises (pyo3's PanicException); others have such errors, too."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), Panic("unwrap on None"), asyncio.CancelledError()], ids=repr)
+def test_whatever_a_task_raises_ends_that_task_alone(runner, ended, error):
+    """sys.exit() in an agent, or an error that is no Exception, ends that episode, not the thread of all the others."""
+    runner.submit(crash, error, task_id=0)
+    assert ended.next().error is error
     runner.submit(value, "alive", task_id=1)
     assert ended.data() == ["alive"]
 

@@ -3,6 +3,8 @@ and padding is never a token."""
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from trajectory import (
@@ -153,11 +155,19 @@ def test_concat_pads_to_the_longest_with_values_that_mean_nothing() -> None:
     assert (head_version(both), tail_version(both)) == (1, 5)
 
 
-def test_concat_keeps_features_that_are_no_tokens() -> None:
-    """A key of the user's own with another second dimension is put together as it is."""
-    short, long = documented(), two_turns()
-    short["embedding"], long["embedding"] = torch.zeros(1, 3), torch.ones(1, 3)
-    assert concat_padded_tensors([short, long])["embedding"].tolist() == [[0, 0, 0], [1, 1, 1]]
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 2))
+def test_concat_knows_features_from_tokens(lengths: list[int], width: int, more: int) -> None:
+    """A key of the user's own is of tokens where its second dimension is the length, in every trajectory; a feature
+    that is as wide as some of them are long is put together as it is."""
+    trajectories = []
+    for length in lengths:
+        ids = torch.ones(1, length, dtype=torch.int32)
+        features = {"embedding": torch.ones(1, width, *[2] * more), "of_tokens": torch.ones(1, length, *[2] * more)}
+        trajectories.append({"input_ids": ids, "attention_mask": ids.bool()} | features)
+    both = concat_padded_tensors(trajectories)
+    assert torch.equal(both["embedding"], torch.ones(len(lengths), width, *[2] * more))
+    assert both["of_tokens"].shape == (len(lengths), max(lengths), *[2] * more)
+    assert both["of_tokens"].sum() == sum(lengths) * 2**more
 
 
 def test_concat_names_the_keys_that_differ() -> None:

@@ -307,6 +307,22 @@ async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.L
     assert "the tool is down" in caplog.text
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("bad", [1.0, {}, [1], row(), {"input_ids": torch.ones(3), "attention_mask": torch.ones(3)}])
+async def test_a_member_that_returns_no_trajectory_is_a_failed_member(
+    bad: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is wrong with what it returned is explained, and the others are kept."""
+
+    def member(context: WorkflowContext, data: dict) -> Any:
+        return [row(1, 2), bad, row(3)][context.sample_idx]
+
+    traj: Any = await GroupedRolloutWorkflow(Function(member), 3).arun_episode(None, {})
+    assert traj["input_ids"].tolist() == [[1, 2], [3, 0]]
+    assert "ValueError: " in caplog.text
+    assert "traj" in caplog.text
+
+
 def test_a_member_that_exits_is_a_failed_member(caplog: pytest.LogCaptureFixture) -> None:
     """sys.exit() in an agent is its own failure: neither the others nor the loop of all episodes end with it."""
 
@@ -407,6 +423,34 @@ async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() 
     assert mixed["input_ids"].tolist() == [[1, 2, 3, 4], [1, 2, 7, 0]]
     with pytest.raises(ValueError, match="same interaction ids"):
         await workflow.arun_episode(None, {"names": ["a", "a"]})
+
+
+@pytest.mark.anyio
+async def test_the_last_row_of_an_episode_is_of_the_conversation_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A side conversation that nobody rewarded comes first, whenever it was asked for: the last row's reward is the
+    episode's (plumbing/evaluate.py)."""
+
+    class Client:
+        rewarded_count, session_url, api_key = 1, "", ""
+
+        def __init__(self, *args: Any) -> None: ...
+
+        async def __aenter__(self) -> None: ...
+
+        async def __aexit__(self, *args: Any) -> None: ...
+
+        async def grant_capacity(self) -> None: ...
+
+        async def set_last_reward(self, reward: float) -> None: ...
+
+        async def export_interactions(self, **options: Any) -> dict[str, Any]:
+            turns = {"first": interaction(3, reward=0.5), "last": interaction(3, reward=0.0), "title": interaction(3)}
+            turns["title"].reward = None
+            return turns
+
+    monkeypatch.setattr("workflow.OpenAIProxyClient", Client)
+    episode: Any = await resolve_workflow(Agent, proxy=PROXY).arun_episode(None, {})
+    assert list(episode) == ["title", "first", "last"]
 
 
 # ---------------------------------------------------------------- resolution
