@@ -6,10 +6,10 @@ messages. The prompt of a later turn is
     parent's prompt ids + parent's output ids + the tail: what the template puts after an assistant's text
 
 so one turn costs its own length, not the conversation's. The tail is cut from a rendering of [user, assistant:
-SENTINEL] + the new messages: what stands behind the sentinel. It begins with the *closing* of an assistant's turn
-(<|im_end|> and a newline, say). Of the closing the parent has sampled the part up to its own last token, if it ended
-by itself; that part is left out. A parent that was cut by length, or ended with another of the model's end tokens, did
-not sample it, and there it stays, in the prompt, untrained.
+SENTINEL] + the new messages: what stands behind the sentinel. Its first token that is no blank is the *end mark* of an
+assistant's turn (<|im_end|>, or where nothing closes a turn, the mark of the next role). A parent that ended by itself
+has sampled it, as its own last token; then the tail up to there is left out. A parent that was cut by length, or ended
+with another of the model's end tokens, did not sample it, and there it stays, in the prompt, untrained.
 
 Templates. Many render a history otherwise than the model wrote it: they drop the reasoning of earlier turns, strip
 whitespace, add an empty <think> to the prompt. With the rule above the model keeps seeing what it wrote, and the
@@ -54,7 +54,6 @@ class PromptBuilder:
             raise ValueError("the tokenizer has no chat template")
         self._tokenizer = tokenizer
         self._reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
-        self._closing: list[int] = []  # what ends an assistant's turn
         self.splices = chat_template_type == "concat" and self._is_local()
 
     def _is_local(self) -> bool:
@@ -62,7 +61,6 @@ class PromptBuilder:
         new: list[Message] = [{"role": "user", "content": "c"}]
         longer: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
-            self._closing = self._tail([], {"add_generation_prompt": False})
             return self._tail(new, {}) == self._tail(new, {}, longer)
         except Refusal:
             return False
@@ -84,8 +82,8 @@ class PromptBuilder:
             tail = self._tail(messages[known:], variables)
         except Refusal:  # of the stub; a rendering in full says whether the messages are at fault
             return None
-        closing = self._closing if tail[: len(self._closing)] == self._closing else []
-        sampled = closing.index(tokens.output_tokens[-1]) + 1 if {*tokens.output_tokens[-1:]} & {*closing} else 0
+        end = next((i for i, token in enumerate(tail) if self._tokenizer.decode([token]).strip()), 0)
+        sampled = end + 1 if tokens.output_tokens[-1:] == tail[end : end + 1] else 0
         return tokens.input_tokens + tokens.output_tokens + tail[sampled:]
 
     def _tail(self, new: list[Message], variables: dict[str, Any], before: Iterable[Message] = ()) -> list[int]:

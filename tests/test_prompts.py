@@ -31,6 +31,10 @@ TEMPLATES = {
     "another end of a user's turn": HEAD
     + "{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% else %}<|endoftext|>{% endif %}"
     + TAIL,
+    "another end of the whole": HEAD
+    + "{{ m.content }}<|im_end|>"
+    + TAIL.replace("{% endif", "{% else %}<|endoftext|>{% endif"),
+    "nothing at the end": HEAD + "{{ m.content }}" + TAIL,  # what the model says last is the mark of the next role
 }
 
 
@@ -70,13 +74,16 @@ class Talk:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("ends", ["<|im_end|>", "<|endoftext|>", ""])
-def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name: str, ends: str) -> None:
-    """Reasoning that the template would drop, newlines that it adds, a second end token, a cut turn: in concat all
-    sampled tokens are in one row, trained once, and each turn is closed once before the next begins."""
+@pytest.mark.parametrize("ends", ["the mark", "<|endoftext|>", ""])
+@pytest.mark.parametrize("last", ["", "\n", "\n\n"])
+def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name: str, ends: str, last: str) -> None:
+    """Reasoning that the template would drop, newlines that it adds or the model says last, a second end token, a cut
+    turn: in concat all sampled tokens are in one row, trained once, and each turn is closed once before the next."""
     talk = Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]))
     assert talk.prompts.splices
-    said = [f"<think>\nhm {k}\n</think>\n\nanswer {k}" for k in range(4)]
+    mark = "<|im_start|>" if name == "nothing at the end" else "<|im_end|>"
+    ends = mark if ends == "the mark" else ends
+    said = [f"<think>\nhm {k}\n</think>\n\nanswer {k}{last}" for k in range(4)]
     for k, text in enumerate(said):
         talk.say(user(f"question {k}"), text, ends)
     [row] = [leaf.to_lists() for leaf in talk.cache.export_interactions("concat").values()]
@@ -85,8 +92,8 @@ def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name:
     assert trained == [t for text in said for t in [*tiny_tokenizer.encode(text), *end]]
     whole = tiny_tokenizer.decode(row["input_ids"])
     assert whole.count("<|im_start|>assistant") == 4
-    per_turn = whole.split("<|im_start|>")[2::2]
-    assert all(turn.count("<|im_end|>") == 1 for turn in per_turn[:-1]), per_turn
+    closed = [whole.split(text)[1].split("user\n")[0] for text in said[:-1]]
+    assert [end.count(mark) for end in closed] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["plain", "no newline", "newlines behind the end"])
