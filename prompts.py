@@ -18,8 +18,8 @@ is checked at the start with two histories of different length. Where it does no
 stub (some want to see a call before its result), the turn is rendered in full, and so it always is with
 chat_template_type "hf"; concat then forks the row where the tokens differ.
 
-A forced tool call (tool_choice) is an *opening*: text that is put before the model's own, in the prompt, untrained,
-and before what the parser reads.
+An *opening* is text before the model's own, in the prompt, untrained, that belongs to the answer, so that its reader
+begins with it: a <think> with which the prompt ends, and the first words of a forced tool call (tool_choice).
 
 Text (`TextReader`). A piece of a stream is final when no later token can change it: a character whose bytes are not all
 there is held back, and so is what may be the beginning of a stop string. Each token is decoded a bounded number of
@@ -65,14 +65,14 @@ class PromptBuilder:
         except Refusal:
             return False
 
-    def prompt(self, ask: AgentRequest, parent: InteractionWithTokenLogpReward | None, opening: str = "") -> list[int]:
+    def prompt(self, ask: AgentRequest, parent: InteractionWithTokenLogpReward | None) -> list[int]:
         """The prompt ids of a call. Raises Refusal where the template refuses the messages."""
         if taken := ask.template_kwargs.keys() & self._reserved:
             names = ", ".join(sorted(taken))
             raise Refusal(f"chat_template_kwargs: {names} cannot be set, variables of the template can")
         variables = ask.template_kwargs | ({"tools": ask.tools} if ask.tools else {})
         ids = self._spliced(ask.messages, parent, variables) if parent and self.splices else None
-        return (ids or self._encode(self._render(ask.messages, variables))) + (self._encode(opening) if opening else [])
+        return ids or self.encode(self._render(ask.messages, variables))
 
     def _spliced(
         self, messages: list[Message], parent: InteractionWithTokenLogpReward, variables: dict[str, Any]
@@ -91,7 +91,7 @@ class PromptBuilder:
         _, found, tail = text.partition(SENTINEL)
         if not found:
             raise Refusal("messages: the chat template leaves out what an assistant said")
-        return self._encode(tail)
+        return self.encode(tail)
 
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
         options = {"tokenize": False, "add_generation_prompt": True} | variables
@@ -100,7 +100,7 @@ class PromptBuilder:
         except (TemplateError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise Refusal(f"messages: the chat template refuses them: {error}") from error
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 

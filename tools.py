@@ -14,6 +14,9 @@ Streaming. `certain(p)` is the part of the text that no continuation of p can ch
 mark is held back, and so is blank space, which a call may follow. So certain(p) is a prefix of parse(whole), and it
 only grows with p. Calls come with the end of the text.
 
+Reasoning that the prompt begins. Whether it does may depend on a variable of the template or on the last message, so
+each call's own prompt is looked at: a <think> at its end is put before the model's text (`begun`).
+
 Forcing a call. Without a grammar in the engine a call can be forced all the same: the first words of the call are put
 before the model's own (`opening`), as part of the prompt, untrained. The model fills in the arguments, or the name too
 where several tools are there. A model that then writes no valid JSON has written text.
@@ -61,10 +64,10 @@ def without_partial(text: str, marks: list[str]) -> str:
     return text[: len(text) - max(ends, default=0)]
 
 
-def split_thinking(text: str, inside: bool) -> tuple[str, str, bool]:
-    """(reasoning, what follows it, whether it is over); `inside`: the prompt has begun it already."""
+def split_thinking(text: str) -> tuple[str, str, bool]:
+    """(reasoning, what follows it, whether it is over)."""
     bare = text.lstrip()
-    if not bare.startswith(THINK) and not inside:
+    if not bare.startswith(THINK):
         return "", text, True
     reasoning, mark, rest = bare.removeprefix(THINK).partition(END_OF_THINK)
     return reasoning.strip(), rest.lstrip(), bool(mark)
@@ -115,7 +118,6 @@ class OutputParser:
         if getattr(tokenizer, "chat_template", None):
             talk = [{"role": "user", "content": "x"}]
             self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
-        self._inside = self._prompt.rstrip().endswith(THINK)
         template = getattr(tokenizer, "response_template", None)
         self.special_tokens = tool_call_parser is None and template is not None  # parse wants them in the text
 
@@ -126,7 +128,7 @@ class OutputParser:
                 return self._foreign(text, tools)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 return Parsed(text)  # a form that is not kept: all of it is text
-        reasoning, rest, _ = split_thinking(text, self._inside)
+        reasoning, rest, _ = split_thinking(text)
         rest, calls, _ = split_calls(rest, tools)
         return Parsed(rest, reasoning, calls)
 
@@ -135,9 +137,9 @@ class OutputParser:
         text = text.rstrip("\ufffd")  # the bytes of a character that is not yet complete
         if self.special_tokens or (self._sglang and tools) or THINK.startswith(text.lstrip()):
             return Parsed("")
-        reasoning, rest, over = split_thinking(text, self._inside)
+        reasoning, rest, over = split_thinking(text)
         if not over:
-            return Parsed("", split_thinking(without_partial(text, [END_OF_THINK]), self._inside)[0])
+            return Parsed("", split_thinking(without_partial(text, [END_OF_THINK]))[0])
         if not tools:
             return Parsed(rest, reasoning)
         read = split_calls(rest, tools)[2]
@@ -145,8 +147,12 @@ class OutputParser:
         decided = rest[:opened] if opened >= 0 else rest[:read] + without_partial(rest[read:], [CALL])
         return Parsed(split_calls(decided, tools)[0].rstrip(), reasoning)
 
-    def opening(self, tool_choice: str, tools: Tools) -> str:
-        """The text that begins a call, to be put before the model's own; "" where none is forced.
+    def begun(self, prompt: str) -> str:
+        """What a prompt that ends so has begun of the answer: <think> or nothing. It belongs to what `parse` gets."""
+        return THINK if prompt.rstrip().endswith(THINK) and not self.special_tokens else ""
+
+    def opening(self, tool_choice: str, tools: Tools, begun: str) -> str:
+        """The text that begins a call, to be put between what is `begun` and the model's own; "" where none is forced.
 
         It belongs to the text that `parse` gets. Raises Refusal for a form in which a call cannot be forced.
         """
@@ -155,13 +161,13 @@ class OutputParser:
         if self.special_tokens or self._sglang:
             raise Refusal("tool_choice: this model's form of tool calls cannot be forced; use auto")
         names = [tool["function"]["name"] for tool in tools] if tool_choice == "required" else [tool_choice]
-        head = f"{END_OF_THINK}\n\n" * self._inside + f'{CALL}\n{{"name": '
+        head = f"{END_OF_THINK}\n\n" * bool(begun) + f'{CALL}\n{{"name": '
         return head + (f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"')
 
     def _foreign(self, text: str, tools: Tools) -> Parsed:
         """By SGLang's parser or the tokenizer's response template. Raises ValueError for a form that is not kept."""
         if self._sglang:
-            reasoning, rest, _ = split_thinking(text, self._inside)
+            reasoning, rest, _ = split_thinking(text)
             rest, functions = self._sglang(rest, tools)
         else:
             message = self._tokenizer.parse_response(text, prefix=self._prompt, tools=tools)

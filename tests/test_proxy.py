@@ -119,10 +119,10 @@ async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
     prompts, go_on = harness.app.state.proxy.prompts, threading.Event()
     build = prompts.prompt
 
-    def slow(ask: AgentRequest, parent: Any, opening: str = "") -> list[int]:
+    def slow(ask: AgentRequest, parent: Any) -> list[int]:
         if len(ask.messages[0]["content"]) > 10**5:
             assert go_on.wait(30)
-        return build(ask, parent, opening)
+        return build(ask, parent)
 
     prompts.prompt = slow
     path, long = f"/{session}/v1/chat/completions", [{"role": "user", "content": "x" * 2**19}]
@@ -135,6 +135,49 @@ async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
     go_on.set()
     assert (await call).status_code == (410 if ends else 200)
     assert len(await harness.export(session)) == (not ends)
+
+
+THINKS = (  # as Qwen's templates, DeepSeek's, and one that leaves the mark out behind a tool's result
+    ("{% if enable_thinking is false %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}", "enable_thinking"),
+    ("{% if thinking %}<think>{% else %}</think>{% endif %}", "thinking"),
+    ("{% if messages[-1].role != 'tool' %}<think>\n{% endif %}", "unknown"),
+)
+
+
+@pytest.mark.parametrize(("begins", "switch"), THINKS)
+@pytest.mark.parametrize("on", [None, True, False])
+@pytest.mark.parametrize("forced", [True, False])
+async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
+    tiny_tokenizer: Any, begins: str, switch: str, on: bool | None, forced: bool
+) -> None:
+    """A variable of the template or the last message may decide it, so every call's own prompt is looked at: its answer
+    is read so, and a forced call closes what is open."""
+    template = tiny_tokenizer.chat_template.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n" + begins)
+    own = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
+    own.chat_template = template
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    harness = Harness(own)
+    session, messages = await harness.start(), list(HELLO)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    message: dict[str, Any]
+    variables = {} if on is None else {switch: on}
+    forces = {"tool_choice": "required"} if forced else {}
+    for _ in range(2):
+        prompt = own.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
+        inside = prompt.rstrip().endswith("<think>")
+        harness.engine.texts = ["{}}\n</tool_call>" if forced else f"hm</think>ok{call}" if inside else f"ok{call}"]
+        async with sdk(harness, f"/{session}/v1") as client:
+            options: Any = {"tools": tools, "extra_body": {"chat_template_kwargs": variables}, **forces}
+            async with client.chat.completions.stream(model="m", messages=messages, **options) as events:
+                message = (await events.get_final_completion()).choices[0].message.to_dict()
+        assert message["tool_calls"][0]["function"]["name"] == "f"
+        assert message.get("content") == (None if forced else "ok")
+        assert message.get("reasoning_content") == ("hm" if inside and not forced else None)
+        text = own.decode(harness.engine.requests[-1].input_ids).rpartition("<|im_start|>assistant\n")[2]
+        rendered = prompt.rpartition("<|im_start|>assistant\n")[2]
+        assert text.count("</think>") == rendered.count("</think>") + (inside and forced)
+        messages += [message, {"role": "tool", "content": "r", "tool_call_id": message["tool_calls"][0]["id"]}]
+    await harness.http.aclose()
 
 
 async def test_a_stop_string_ends_the_text_but_not_the_tokens(start: Start, tiny_tokenizer: Any) -> None:

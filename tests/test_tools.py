@@ -20,15 +20,6 @@ TOOLS = [tool("f"), tool("g")]
 PARSER = OutputParser()
 
 
-class Thinker:
-    """A tokenizer whose template begins the reasoning itself, as Qwen's thinking models have it."""
-
-    chat_template = "{{ messages }}"
-
-    def apply_chat_template(self, messages: Any, **options: Any) -> str:
-        return "<|im_start|>assistant\n<think>\n"
-
-
 def call(name: str = "f", arguments: str = "{}") -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
@@ -100,13 +91,13 @@ PIECES = st.sampled_from(
 
 
 @settings(deadline=None)
-@given(st.lists(PIECES, max_size=8).map("".join), st.booleans(), st.booleans())
-def test_what_is_certain_is_never_taken_back(text: str, inside: bool, offered: bool) -> None:
+@given(st.lists(PIECES, max_size=8).map("".join), st.booleans())
+def test_what_is_certain_is_never_taken_back(text: str, offered: bool) -> None:
     """certain() of every prefix only grows, and is a prefix of what the whole text turns out to be."""
-    parser, tools = OutputParser(Thinker() if inside else None), TOOLS if offered else []
-    whole, before = parser.parse(text, tools), Parsed("")
+    tools = TOOLS if offered else []
+    whole, before = PARSER.parse(text, tools), Parsed("")
     for end in range(len(text) + 1):
-        sure = parser.certain(text[:end], tools)
+        sure = PARSER.certain(text[:end], tools)
         assert sure.calls == []
         for now, then, last in (
             (sure.text, before.text, whole.text),
@@ -129,7 +120,7 @@ def test_a_stream_says_what_it_can() -> None:
     assert PARSER.certain("<thin", TOOLS) == Parsed("")
     assert PARSER.certain("<think>so </thi", TOOLS) == Parsed("", "so")
     assert PARSER.certain("Z\ufffd", TOOLS) == Parsed("Z")
-    assert OutputParser(Thinker()).certain("so it", TOOLS) == Parsed("", "so it")
+    assert PARSER.certain("<think>so it", TOOLS) == Parsed("", "so it")
 
 
 @settings(deadline=None)
@@ -143,7 +134,15 @@ def test_the_beginning_of_a_mark_is_held_back(text: str, marks: list[str]) -> No
 # Forced calls
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "begun"),
+    [
+        ("<|im_start|>assistant\n", ""),
+        ("<|im_start|>assistant\n<think>\n", "<think>"),
+        ("assistant<think>", "<think>"),
+        ("assistant\n<think>\n\n</think>\n\n", ""),
+    ],
+)
 @pytest.mark.parametrize(
     ("choice", "tools", "written"),
     [
@@ -152,13 +151,14 @@ def test_the_beginning_of_a_mark_is_held_back(text: str, marks: list[str]) -> No
         ("required", TOOLS, 'f", "arguments": {"a": 1}}</tool_call>'),
     ],
 )
-def test_a_forced_call_is_begun_for_the_model(inside: bool, choice: str, tools: list, written: str) -> None:
-    """The opening and what the model adds to it are a call; a thinking model's reasoning is closed first."""
-    parser = OutputParser(Thinker() if inside else None)
-    opening = parser.opening(choice, tools)
-    assert parser.parse(opening + written, tools) == Parsed("", calls=[Call("f", '{"a": 1}')])
-    assert parser.parse(opening + "nonsense", tools).calls == []
-    assert [parser.opening(word, tools) for word in ("auto", "none")] == ["", ""]
+def test_a_forced_call_is_begun_for_the_model(prompt: str, begun: str, choice: str, tools: list, written: str) -> None:
+    """The opening and what the model adds to it are a call; reasoning that the prompt has begun is closed first."""
+    assert PARSER.begun(prompt) == begun
+    opening = PARSER.opening(choice, tools, begun)
+    assert (begun + opening).count("</think>") == bool(begun)
+    assert PARSER.parse(begun + opening + written, tools) == Parsed("", calls=[Call("f", '{"a": 1}')])
+    assert PARSER.parse(begun + opening + "nonsense", tools).calls == []
+    assert [PARSER.opening(word, tools, begun) for word in ("auto", "none")] == ["", ""]
 
 
 # Other forms
@@ -190,9 +190,9 @@ def test_a_tokenizers_own_template_is_used(templated: Any) -> None:
     assert parser.certain(text, TOOLS) == Parsed("")
     for broken in ("[CALL]f(1)[/CALL]", '[CALL]{"name": "unknown", "arguments": {}}[/CALL]', "[CALL][1][/CALL]"):
         assert parser.parse(broken, TOOLS) == Parsed(broken)
-    assert parser.opening("auto", TOOLS) == ""
+    assert parser.opening("auto", TOOLS, "") == ""
     with pytest.raises(Refusal, match=r"^tool_choice"):
-        parser.opening("required", TOOLS)
+        parser.opening("required", TOOLS, "")
     assert not OutputParser(templated, "hermes").special_tokens
 
 
@@ -213,4 +213,4 @@ def test_sglangs_parsers_serve_other_forms() -> None:
     assert parser.parse("<|python_tag|>nonsense", TOOLS).calls == []
     assert parser.certain("Hello", TOOLS) == Parsed("")
     with pytest.raises(Refusal, match=r"^tool_choice"):
-        parser.opening("f", TOOLS)
+        parser.opening("f", TOOLS, "")
