@@ -159,7 +159,6 @@ async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
     harness = Harness(own)
     session, messages = await harness.start(), list(HELLO)
     tools = [{"type": "function", "function": {"name": "f"}}]
-    message: dict[str, Any]
     variables = {} if on is None else {switch: on}
     forces = {"tool_choice": "required"} if forced else {}
     for _ in range(2):
@@ -169,7 +168,7 @@ async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
         async with sdk(harness, f"/{session}/v1") as client:
             options: Any = {"tools": tools, "extra_body": {"chat_template_kwargs": variables}, **forces}
             async with client.chat.completions.stream(model="m", messages=messages, **options) as events:
-                message = (await events.get_final_completion()).choices[0].message.to_dict()
+                message: Any = (await events.get_final_completion()).choices[0].message.to_dict()
         assert message["tool_calls"][0]["function"]["name"] == "f"
         assert message.get("content") == (None if forced else "ok")
         assert message.get("reasoning_content") == ("hm" if inside and not forced else None)
