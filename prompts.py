@@ -22,7 +22,8 @@ An *opening* is text before the model's own, in the prompt, untrained, that belo
 begins with it: a <think> with which the prompt ends, and the first words of a forced tool call (tool_choice).
 
 Text (`TextReader`). A piece of a stream is final when no later token can change it: a character whose bytes are not all
-there is held back, and so is what may be the beginning of a stop string. Each token is decoded a bounded number of
+there is held back, and so is what may be the beginning of a stop string. A byte that never becomes a character is
+U+FFFD by itself. Each token is decoded a bounded number of
 times, in a window of few tokens, so the work is linear in the answer.
 
 It does not promise what a model makes of a history that its template would have shortened; AReaL renders the whole
@@ -32,6 +33,7 @@ history again at every turn, and its `concat` looks for the end-of-turn token in
 import inspect
 import sys
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 from jinja2 import TemplateError
@@ -148,8 +150,24 @@ class TextReader:
         return tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=self._skips)
+        text = self._tokenizer.decode(tokens, skip_special_tokens=self._skips)
+        if "\ufffd" in text and (mended := spoiling_no_other(self._tokenizer, tokens)) != tokens:
+            text = self._tokenizer.decode(mended, skip_special_tokens=self._skips)
+        return text
 
     def _end(self, text: str, start: int) -> int:
         """Where the first stop string begins, from `start` on; else the length of the text."""
         return min((i for stop in self._stop if (i := text.find(stop, start)) >= 0), default=len(text))
+
+
+def spoiling_no_other(tokenizer: Any, tokens: list[int]) -> list[int]:
+    """Tokens for bytes (<0x0A>) in a row are decoded as one text or not at all. Here those that are no character are
+    replaced by those of U+FFFD, so that they spoil no other."""
+    pieces: list[str] = []
+    known = filter(None, tokenizer.convert_ids_to_tokens(tokens))
+    for is_byte, run in groupby(known, lambda piece: len(piece) == 6 and piece.startswith("<0x")):
+        if is_byte:
+            text = bytes(int(piece[3:5], 16) for piece in run).decode(errors="replace")
+            run = (f"<0x{byte:02X}>" for byte in text.encode())
+        pieces.extend(run)
+    return tokenizer.convert_tokens_to_ids(pieces)

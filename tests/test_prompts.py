@@ -180,20 +180,25 @@ def read_all(reader: TextReader, tokens: list[int]) -> list[str]:
 
 
 def tokenizer_of(kind: str, of_bytes: Any) -> Any:
-    """Whose decoder joins tokens otherwise: with a space between words, or with one that the first of a text loses."""
+    """Whose decoder joins tokens otherwise: with a space between words, with one that the first of a text loses, or
+    that and a token for each byte of a rare character, as Llama 2 and Gemma."""
     if kind == "bytes":
         return of_bytes
     if kind == "words":
         return make_tokenizer(["a", "b", ",", "ab"])
-    raw = Tokenizer(models.BPE({"<unk>": 0, "a": 1, "b": 2, "\u2581": 3, "\u2581a": 4, "\u2581b": 5}, []))
-    raw.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    vocab = {"<unk>": 0, "a": 1, "b": 2, "\u2581": 3, "\u2581a": 4, "\u2581b": 5}
+    if kind == "pieces and bytes":
+        vocab |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    raw = Tokenizer(models.BPE(vocab, []))
+    raw.decoder = decoders.Sequence(steps)
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<unk>")
 
 
 @settings(max_examples=300, deadline=None)
 @given(
     st.data(),
-    st.sampled_from(["bytes", "words", "pieces"]),
+    st.sampled_from(["bytes", "words", "pieces", "pieces and bytes"]),
     st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2),
 )
 def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind: str, stop: list[str]) -> None:
@@ -203,6 +208,10 @@ def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind
     if kind == "bytes":
         raw = data.draw(st.one_of(st.text(max_size=40).map(str.encode), st.binary(max_size=60)))
         tokens = [tokenizer.convert_tokens_to_ids(bytes_to_unicode()[b]) for b in raw]
+    elif kind == "pieces and bytes":
+        rare = st.one_of(st.text("é€😀", max_size=40).map(str.encode), st.binary(max_size=3))
+        runs = st.one_of(rare.map(lambda raw: [6 + byte for byte in raw]), st.lists(st.integers(0, 5), max_size=3))
+        tokens = [token for run in data.draw(st.lists(runs, max_size=5)) for token in run]
     else:
         tokens = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=20))
     looks = [*sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=30))), len(tokens)]
@@ -215,6 +224,18 @@ def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind
     assert not any(s in whole for s in stop)
     if not stop and not whole.endswith("\ufffd"):
         assert texts[-1] == whole
+
+
+def test_a_bad_byte_spoils_no_other(tiny_tokenizer: Any) -> None:
+    """A tokenizer with tokens for bytes decodes those in a row as one, or not at all; here only what is no character
+    becomes U+FFFD, in the stream as in the whole: of two emojis that a length cuts the first is kept."""
+    tokenizer = tokenizer_of("pieces and bytes", tiny_tokenizer)
+    tokens = [1, *(6 + byte for byte in "😀😀".encode()[:6]), 4]
+    reader = TextReader(tokenizer, GenerationHyperparameters())
+    assert tokenizer.decode(tokens) == "a" + 6 * "\ufffd" + " a"
+    assert read_all(reader, tokens) == ["a"] * 4 + ["a😀"] * 3 + ["a😀\ufffd a"]
+    assert reader.whole(tokens) == "a😀\ufffd a"
+    assert reader.whole(tokens[:-1]) == "a😀\ufffd"
 
 
 def test_reading_a_stream_is_linear(tiny_tokenizer: Any) -> None:
