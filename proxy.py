@@ -139,8 +139,10 @@ class Proxy:
         ask = protocol.parse(read_object(raw), session.finished)
         gconfigs = [self.gconfig(ask, session, k) for k in range(ask.n)]
         session.calls += ask.n
-        reader = functools.partial(TextReader, self.tokenizer, gconfigs[0], special_tokens=self.parser.special_tokens)
-        turn = Turn(session, protocol, ask, self.parser, lambda: reader(opening))
+        marks = self.parser.foreign(ask.callable_tools)
+        turn = Turn(
+            session, protocol, ask, self.parser, lambda: TextReader(self.tokenizer, gconfigs[0], opening, marks)
+        )
         try:
             build = functools.partial(self.prompt, ask, turn.parent)
             prompt, opening = await asyncio.to_thread(build) if len(raw) > LONG_BODY else build()

@@ -121,9 +121,13 @@ class OutputParser:
         template = getattr(tokenizer, "response_template", None)
         self.special_tokens = tool_call_parser is None and template is not None  # parse wants them in the text
 
+    def foreign(self, tools: Tools) -> bool:
+        """Whether the form is not ours. Its marks may be special tokens, so they must be in the text."""
+        return self.special_tokens or bool(self._sglang and tools)
+
     def parse(self, text: str, tools: Tools) -> Parsed:
         """A whole text. Only `tools` can be called: without them nothing is a call. Never raises."""
-        if self.special_tokens or (self._sglang and tools):
+        if self.foreign(tools):
             try:
                 return self._foreign(text, tools)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -135,7 +139,7 @@ class OutputParser:
     def certain(self, text: str, tools: Tools) -> Parsed:
         """The beginnings of text and reasoning that no continuation of `text` can change; no calls."""
         text = text.rstrip("\ufffd")  # the bytes of a character that is not yet complete
-        if self.special_tokens or (self._sglang and tools) or THINK.startswith(text.lstrip()):
+        if self.foreign(tools) or THINK.startswith(text.lstrip()):
             return Parsed("")
         reasoning, rest, over = split_thinking(text)
         if not over:

@@ -19,6 +19,7 @@ from conftest import ROOT, free_port, wait_until_up
 from harness import ADMIN, HELLO, Clock, Connection, Harness, reply_message, sdk
 
 import proxy
+import tools
 from engine import EngineError
 from io_struct import ModelRequest, ModelResponse, call_seed
 from messages import AgentRequest, Refusal
@@ -137,6 +138,18 @@ async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
     assert len(await harness.export(session)) == (not ends)
 
 
+@pytest.mark.parametrize("choice", ["auto", "none"])
+async def test_another_form_is_read_with_its_marks(start: Start, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
+    """The marks of a form of SGLang may be special tokens: they stay in the text where there are tools to call."""
+    read: list[str] = []
+    monkeypatch.setattr(tools, "sglang_parser", lambda name: lambda text, offered: (read.append(text) or text, []))
+    harness = start("ok<|im_start|>[]", tool_call_parser="marks")
+    offered = [{"type": "function", "function": {"name": "f"}}]
+    reply = await harness.chat(await harness.start(), HELLO, tools=offered, tool_choice=choice)
+    assert reply_message(reply)["content"] == ("ok<|im_start|>[]" if choice == "auto" else "ok[]")
+    assert read == (["ok<|im_start|>[]"] if choice == "auto" else [])
+
+
 THINKS = (  # as Qwen's templates, DeepSeek's, and one that leaves the mark out behind a tool's result
     ("{% if enable_thinking is false %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}", "enable_thinking"),
     ("{% if thinking %}<think>{% else %}</think>{% endif %}", "thinking"),
@@ -158,7 +171,7 @@ async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     harness = Harness(own)
     session, messages = await harness.start(), list(HELLO)
-    tools = [{"type": "function", "function": {"name": "f"}}]
+    offered = [{"type": "function", "function": {"name": "f"}}]
     variables = {} if on is None else {switch: on}
     forces = {"tool_choice": "required"} if forced else {}
     for _ in range(2):
@@ -166,7 +179,7 @@ async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
         inside = prompt.rstrip().endswith("<think>")
         harness.engine.texts = ["{}}\n</tool_call>" if forced else f"hm</think>ok{call}" if inside else f"ok{call}"]
         async with sdk(harness, f"/{session}/v1") as client:
-            options: Any = {"tools": tools, "extra_body": {"chat_template_kwargs": variables}, **forces}
+            options: Any = {"tools": offered, "extra_body": {"chat_template_kwargs": variables}, **forces}
             async with client.chat.completions.stream(model="m", messages=messages, **options) as events:
                 message: Any = (await events.get_final_completion()).choices[0].message.to_dict()
         assert message["tool_calls"][0]["function"]["name"] == "f"
