@@ -28,6 +28,7 @@ before the end where tools are offered, and a call in them cannot be forced: `op
 It does not promise to repair anything. AReaL takes SGLang's parser or vLLM's, else warns and parses nothing.
 """
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -77,9 +78,10 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call], int]:
     """(the text beside the calls, the calls, how far `text` is read: behind the last mark that closes a call)."""
     pieces: list[str] = []
     calls: list[Call] = []
+    names = frozenset(tool["function"]["name"] for tool in tools)
     begin = end = 0  # of the piece, of what is read
     while tools and (opened := text.find(CALL, end)) >= 0 and (closed := text.find(END_OF_CALL, opened)) >= 0:
-        call = read_call(text[opened + len(CALL) : closed], tools)
+        call = read_call(text[opened + len(CALL) : closed], names)
         end = closed + len(END_OF_CALL)
         if call is not None:
             pieces.append(text[begin:opened].rstrip())
@@ -89,9 +91,9 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call], int]:
     return "".join(pieces), calls, end
 
 
-def read_call(body: str, tools: Tools) -> Call | None:
-    """What stands between the marks as a call of one of the tools, or None."""
-    names = {tool["function"]["name"] for tool in tools}
+@functools.lru_cache(4096)
+def read_call(body: str, names: frozenset[str]) -> Call | None:
+    """What stands between the marks as a call of one of the tools, or None. A stream asks again at each token."""
     try:
         call = read_json(body)
         arguments = json.dumps(call["arguments"], ensure_ascii=False)
@@ -178,7 +180,8 @@ class OutputParser:
             reasoning = message.get("reasoning_content") or message.get("thinking") or ""
             rest = message.get("content") or ""
             functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
-        calls = [read_call(json.dumps(function), tools) for function in functions]
+        names = frozenset(tool["function"]["name"] for tool in tools)
+        calls = [read_call(json.dumps(function), names) for function in functions]
         if None in calls:
             raise ValueError("a call of no tool")
         return Parsed(rest, reasoning, [call for call in calls if call])

@@ -11,7 +11,8 @@ from conftest import ROOT, SGLANG
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plumbing.fields import Refusal
+import tools
+from plumbing.fields import Refusal, read_json
 from tools import Call, OutputParser, Parsed, without_partial
 
 
@@ -124,6 +125,17 @@ def test_a_stream_says_what_it_can() -> None:
     assert PARSER.certain("<think>so </thi", TOOLS) == Parsed("", "so")
     assert PARSER.certain("Z\ufffd", TOOLS) == Parsed("Z")
     assert PARSER.certain("<think>so it", TOOLS) == Parsed("", "so it")
+
+
+def test_a_call_in_a_stream_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a stream looks at what there is so far: the work is linear in the answer."""
+    read: list[str] = []
+    monkeypatch.setattr(tools, "read_json", lambda body: read.append(body) or read_json(body))
+    text = "".join(call("f", f'{{"once": {k}}}') + call("no such tool", str(k)) for k in range(50))
+    for end in range(len(text) + 1):
+        PARSER.certain(text[:end], TOOLS)
+    assert len(PARSER.parse(text, TOOLS).calls) == 50
+    assert len(read) == len({*read}) == 100
 
 
 @settings(deadline=None)
