@@ -106,8 +106,8 @@ class Proxy:
         """Of the k-th answer: what the agent set, else our defaults. The engine clips max_new_tokens to the context."""
         chosen = self.sampling | ask.sampling | self._fixed
         chosen["stop_token_ids"] = [*self._stop_token_ids, *chosen.get("stop_token_ids", [])]
-        if (seed := ask.sampling.get("seed")) is not None:
-            chosen["seed"] = seed + k
+        if "seed" in ask.sampling.keys() - self._fixed.keys():
+            chosen["seed"] += k
         elif self.seed is not None:
             chosen["seed"] = call_seed(self.seed, session.task_id, session.calls + k)
         return GenerationHyperparameters(**chosen)

@@ -222,6 +222,15 @@ async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> N
     assert [sum(interaction["tensors"]["loss_mask"]) > 0 for interaction in exported] == [True, False]
 
 
+async def test_a_seed_that_is_fixed_is_the_runs(start: Start) -> None:
+    """An agent's own seed changes nothing then: each call's comes from the server's, or where it has none, is the
+    recipe's."""
+    for seed, expected in ((1, [call_seed(1, "task", 0), call_seed(1, "task", 1)]), (None, [7, 7])):
+        harness = start(seed=seed, sampling={"seed": 7}, fixed_sampling=["seed"])
+        await harness.chat(await harness.start(), HELLO, seed=99, n=2)
+        assert [request.gconfig.seed for request in harness.engine.requests] == expected
+
+
 async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
     """A call's seed comes from the server's seed, the task and the call's place in its session, nothing else."""
 
