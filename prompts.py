@@ -143,8 +143,8 @@ class TextReader:
         return without_partial(text, self._stop)[: self._cut]
 
     def token(self, token: int) -> str:
-        """The text of one token by itself."""
-        return self._tokenizer.decode([token])
+        """The text of one token, with the space that the first token of a text would lose."""
+        return self._tokenizer.decode([token, token])[len(self._tokenizer.decode([token])) :]
 
     def _own(self, tokens: list[int]) -> list[int]:
         return tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens

@@ -259,3 +259,12 @@ def test_the_end_token_is_no_text(tiny_tokenizer: Any) -> None:
     reader = TextReader(tiny_tokenizer, GenerationHyperparameters(stop_token_ids=[b], stop=["ax"]))
     assert read_all(reader, [a, a, b]) == ["", "a", "a"]
     assert reader.whole([a, a, b]) == "aa"
+@pytest.mark.parametrize("kind", ["bytes", "words", "pieces", "pieces and bytes"])
+def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
+    """Also with a decoder that drops the first space of a text: put together, the texts of tokens are the whole."""
+    tokenizer = tokenizer_of(kind, tiny_tokenizer)
+    reader = TextReader(tokenizer, GenerationHyperparameters())
+    tokens = {"bytes": tokenizer.encode("ab b a"), "words": tokenizer.encode("a b ab , a")}.get(kind, [4, 5, 1, 3, 2])
+    assert "".join(map(reader.token, tokens)).removeprefix(" ") == reader.whole(tokens)
+
+
