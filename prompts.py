@@ -30,7 +30,11 @@ It does not promise what a model makes of a history that its template would have
 history again at every turn, and its `concat` looks for the end-of-turn token in it and gives up where there are two.
 """
 
+import contextlib
+import copy
+import hashlib
 import inspect
+import json
 import sys
 from collections.abc import Iterable
 from itertools import groupby
@@ -45,6 +49,7 @@ from tools import without_partial
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
+REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # how a chat template does
 WINDOW = 64  # tokens without a whole character at their end after which one no longer waits for it
 
 
@@ -99,11 +104,27 @@ class PromptBuilder:
         options = {"tokenize": False, "add_generation_prompt": True} | variables
         try:
             return self._tokenizer.apply_chat_template(messages, **options)
-        except (TemplateError, LookupError, TypeError, ValueError, RecursionError) as error:
+        except REFUSES as error:
+            for other in other_forms(messages):
+                with contextlib.suppress(*REFUSES):
+                    return self._tokenizer.apply_chat_template(other, **options)
             raise Refusal(f"messages: the chat template refuses them: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def other_forms(messages: list[Message]) -> list[list[Message]]:
+    """Calls as some templates want them: with ids of nine letters or digits (Mistral's), with arguments that are text
+    (DeepSeek's). Nothing where there are none."""
+    short, texts = copy.deepcopy(messages), copy.deepcopy(messages)
+    ids = [(call, "id") for message in short for call in message.get("tool_calls", ())]
+    for holder, key in ids + [(message, "tool_call_id") for message in short if "tool_call_id" in message]:
+        holder[key] = hashlib.blake2b(str(holder[key]).encode()).hexdigest()[:9]
+    for function in (call["function"] for message in texts for call in message.get("tool_calls", ())):
+        if not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return [form for form in (short, texts) if form != messages]
 
 
 class TextReader:

@@ -159,6 +159,45 @@ def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(tiny_tokeni
         PromptBuilder(tiny_tokenizer).prompt(AgentRequest([user("q")], template_kwargs={name: 1}), None)
 
 
+CALL = "{% for c in m.tool_calls %}{{ '<call>' + c.function.name + c.function.arguments }}{% endfor %}"
+IDS = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("wants", "says"),
+    [
+        (
+            "{% for c in m.tool_calls %}{{ c.id }}{{ c.function.arguments.a }}{% endfor %}{{ m.tool_call_id }}",
+            "{0}1/{0}",
+        ),
+        (CALL, '<call>f{{"a": 1}}/'),
+        (IDS + "{% for c in m.tool_calls %}{{ c.id }}{% endfor %}{{ m.tool_call_id }}", "{1}/{1}"),
+        (IDS + CALL, None),
+    ],
+)
+def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: str, says: str | None) -> None:
+    """As they are; where a template refuses them, with ids of nine letters or digits, as Mistral's want them; where it
+    refuses these too, with arguments that are text, as DeepSeek's. A call and its result keep one id."""
+    prompts = PromptBuilder(tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL))
+    call = {"id": "call_ab12_0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        user("q"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "r", "tool_call_id": "call_ab12_0"},
+    ]
+    before = json.dumps(messages)
+    if says is None:
+        with pytest.raises(Refusal, match="concatenate"):
+            prompts.prompt(AgentRequest(messages), None)
+    else:
+        whole = tiny_tokenizer.decode(prompts.prompt(AgentRequest(messages), None))
+        said, result = [turn.partition("<|im_end|>")[0].split("\n")[-1] for turn in whole.split("<|im_start|>")[2:4]]
+        short = said[:9]
+        assert f"{said}/{result}" == says.format("call_ab12_0", short) + "r"
+        assert "{1}" not in says or short.isalnum()
+    assert json.dumps(messages) == before
+
+
 def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
     """Some templates put them before the last question: the tail is rendered with tools, too."""
     tokenizer = tokenizer_with(
@@ -253,12 +292,6 @@ def test_reading_a_stream_is_linear(tiny_tokenizer: Any) -> None:
         assert sum(decoded) < 200 * len(tokens)
 
 
-def test_the_end_token_is_no_text(tiny_tokenizer: Any) -> None:
-    """Neither a special one nor one that the caller named; a beginning of a stop string waits for what follows."""
-    a, b = tiny_tokenizer.encode("ab")
-    reader = TextReader(tiny_tokenizer, GenerationHyperparameters(stop_token_ids=[b], stop=["ax"]))
-    assert read_all(reader, [a, a, b]) == ["", "a", "a"]
-    assert reader.whole([a, a, b]) == "aa"
 @pytest.mark.parametrize("kind", ["bytes", "words", "pieces", "pieces and bytes"])
 def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
     """Also with a decoder that drops the first space of a text: put together, the texts of tokens are the whole."""
@@ -268,3 +301,9 @@ def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
     assert "".join(map(reader.token, tokens)).removeprefix(" ") == reader.whole(tokens)
 
 
+def test_the_end_token_is_no_text(tiny_tokenizer: Any) -> None:
+    """Neither a special one nor one that the caller named; a beginning of a stop string waits for what follows."""
+    a, b = tiny_tokenizer.encode("ab")
+    reader = TextReader(tiny_tokenizer, GenerationHyperparameters(stop_token_ids=[b], stop=["ax"]))
+    assert read_all(reader, [a, a, b]) == ["", "a", "a"]
+    assert reader.whole([a, a, b]) == "aa"
