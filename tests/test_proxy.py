@@ -142,7 +142,12 @@ async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
 async def test_another_form_is_read_with_its_marks(start: Start, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
     """The marks of a form of SGLang may be special tokens: they stay in the text where there are tools to call."""
     read: list[str] = []
-    monkeypatch.setattr(tools, "sglang_parser", lambda name: lambda text, offered: (read.append(text) or text, []))
+
+    def parse(text: str, offered: Any) -> tuple[str, list]:
+        read.append(text)
+        return text, []
+
+    monkeypatch.setattr(tools, "sglang_parser", lambda name: parse)
     harness = start("ok<|im_start|>[]", tool_call_parser="marks")
     offered = [{"type": "function", "function": {"name": "f"}}]
     reply = await harness.chat(await harness.start(), HELLO, tools=offered, tool_choice=choice)
