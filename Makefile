@@ -15,8 +15,8 @@ test: $(VENV)/ready            ## every concept, minutes; a file's tests share s
 test-runs: $(VENV)/ready       ## whole runs: several ranks, restarts after kills, recipes, slurm
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m runs
 
-test-sglang: $(VENV)/ready .venv-sglang/ready   ## the wire contract and a training run with the real SGLang, on a CPU
-	NANO_AREAL_SGLANG=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -vv tests/test_contract.py tests/test_sglang_run.py
+test-sglang: $(VENV)/ready .venv-sglang/ready   ## the wire contract, its parsers and a training run with the real SGLang, on a CPU
+	NANO_AREAL_SGLANG=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -vv tests/test_contract.py tests/test_tools.py tests/test_sglang_run.py
 
 lint: $(VENV)/ready            ## format, style, types
 	$(BIN)/ruff format --check .

@@ -106,8 +106,8 @@ class Proxy:
         """Of the k-th answer: what the agent set, else our defaults. The engine clips max_new_tokens to the context."""
         chosen = self.sampling | ask.sampling | self._fixed
         chosen["stop_token_ids"] = [*self._stop_token_ids, *chosen.get("stop_token_ids", [])]
-        if (seed := ask.sampling.get("seed")) is not None:
-            chosen["seed"] = seed + k
+        if "seed" in ask.sampling.keys() - self._fixed.keys():
+            chosen["seed"] += k
         elif self.seed is not None:
             chosen["seed"] = call_seed(self.seed, session.task_id, session.calls + k)
         return GenerationHyperparameters(**chosen)
@@ -127,17 +127,25 @@ class Proxy:
         await anext(frames)
         return EventStream(frames, headers={"cache-control": "no-store"})
 
+    def prompt(self, ask: AgentRequest, parent: InteractionWithTokenLogpReward | None) -> tuple[list[int], str]:
+        """The prompt ids of a call, and the text at their end that belongs to its answer. Raises Refusal."""
+        ids = self.prompts.prompt(ask, parent)
+        begun = self.parser.begun(self.tokenizer.decode(ids[-16:]))  # enough for <think>, if each letter is a token
+        opening = self.parser.opening(ask.tool_choice, ask.tools, begun)
+        return ids + self.prompts.encode(opening), begun + opening
+
     async def begin(self, protocol: Protocol, session: Session, raw: bytes, key: bytes) -> Turn:
         """A turn in the tree, with its prompt, on its way. Raises Refusal and leaves nothing behind but its number."""
         ask = protocol.parse(read_object(raw), session.finished)
-        opening = self.parser.opening(ask.tool_choice, ask.tools)
         gconfigs = [self.gconfig(ask, session, k) for k in range(ask.n)]
         session.calls += ask.n
-        reader = functools.partial(TextReader, self.tokenizer, gconfigs[0], opening, self.parser.special_tokens)
-        turn = Turn(session, protocol, ask, self.parser, reader)
+        marks = self.parser.foreign(ask.callable_tools)
+        turn = Turn(
+            session, protocol, ask, self.parser, lambda: TextReader(self.tokenizer, gconfigs[0], opening, marks)
+        )
         try:
-            build = functools.partial(self.prompts.prompt, ask, turn.parent, opening)
-            prompt = await asyncio.to_thread(build) if len(raw) > LONG_BODY else build()
+            build = functools.partial(self.prompt, ask, turn.parent)
+            prompt, opening = await asyncio.to_thread(build) if len(raw) > LONG_BODY else build()
             if session.ended:
                 raise Refusal("session: it ended while this call was read", 410)
         except BaseException:
@@ -154,8 +162,7 @@ class Proxy:
         session = self.sessions.open(session_id_of(request))
         ask = PROTOCOLS["messages"].parse(body, session.finished)
         parent = session.cache.find_parent(walk(ask.template_key, ask.messages))
-        opening = self.parser.opening(ask.tool_choice, ask.tools)
-        return reply({"input_tokens": len(self.prompts.prompt(ask, parent, opening))})
+        return reply({"input_tokens": len(self.prompt(ask, parent)[0])})
 
     async def models(self, request: Request) -> Response:
         """The one model there is, in OpenAI's form and in Anthropic's; any name reaches it."""

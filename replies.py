@@ -78,9 +78,12 @@ class Answer:
 
     @property
     def logprobs(self) -> list[dict[str, Any]]:
-        """Of the sampled tokens, in OpenAI's form."""
-        pairs = zip(self.token_texts, self.response.output_logprobs, strict=False)
-        return [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]
+        """Of the sampled tokens, in OpenAI's form; without the bytes of one that is no whole character."""
+        entries = []
+        for text, logprob in zip(self.token_texts, self.response.output_logprobs, strict=False):
+            known = {} if "\ufffd" in text else {"bytes": list(text.encode())}
+            entries.append({"token": text, "logprob": logprob, **known, "top_logprobs": []})
+        return entries
 
     @property
     def parts(self) -> list[Part]:

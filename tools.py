@@ -14,6 +14,9 @@ Streaming. `certain(p)` is the part of the text that no continuation of p can ch
 mark is held back, and so is blank space, which a call may follow. So certain(p) is a prefix of parse(whole), and it
 only grows with p. Calls come with the end of the text.
 
+Reasoning that the prompt begins. Whether it does may depend on a variable of the template or on the last message, so
+each call's own prompt is looked at: a <think> at its end is put before the model's text (`begun`).
+
 Forcing a call. Without a grammar in the engine a call can be forced all the same: the first words of the call are put
 before the model's own (`opening`), as part of the prompt, untrained. The model fills in the arguments, or the name too
 where several tools are there. A model that then writes no valid JSON has written text.
@@ -25,6 +28,7 @@ before the end where tools are offered, and a call in them cannot be forced: `op
 It does not promise to repair anything. AReaL takes SGLang's parser or vLLM's, else warns and parses nothing.
 """
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -61,10 +65,10 @@ def without_partial(text: str, marks: list[str]) -> str:
     return text[: len(text) - max(ends, default=0)]
 
 
-def split_thinking(text: str, inside: bool) -> tuple[str, str, bool]:
-    """(reasoning, what follows it, whether it is over); `inside`: the prompt has begun it already."""
+def split_thinking(text: str) -> tuple[str, str, bool]:
+    """(reasoning, what follows it, whether it is over)."""
     bare = text.lstrip()
-    if not bare.startswith(THINK) and not inside:
+    if not bare.startswith(THINK):
         return "", text, True
     reasoning, mark, rest = bare.removeprefix(THINK).partition(END_OF_THINK)
     return reasoning.strip(), rest.lstrip(), bool(mark)
@@ -74,9 +78,10 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call], int]:
     """(the text beside the calls, the calls, how far `text` is read: behind the last mark that closes a call)."""
     pieces: list[str] = []
     calls: list[Call] = []
+    names = frozenset(tool["function"]["name"] for tool in tools)
     begin = end = 0  # of the piece, of what is read
     while tools and (opened := text.find(CALL, end)) >= 0 and (closed := text.find(END_OF_CALL, opened)) >= 0:
-        call = read_call(text[opened + len(CALL) : closed], tools)
+        call = read_call(text[opened + len(CALL) : closed], names)
         end = closed + len(END_OF_CALL)
         if call is not None:
             pieces.append(text[begin:opened].rstrip())
@@ -86,9 +91,9 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call], int]:
     return "".join(pieces), calls, end
 
 
-def read_call(body: str, tools: Tools) -> Call | None:
-    """What stands between the marks as a call of one of the tools, or None."""
-    names = {tool["function"]["name"] for tool in tools}
+@functools.lru_cache(4096)
+def read_call(body: str, names: frozenset[str]) -> Call | None:
+    """What stands between the marks as a call of one of the tools, or None. A stream asks again at each token."""
     try:
         call = read_json(body)
         arguments = json.dumps(call["arguments"], ensure_ascii=False)
@@ -115,29 +120,32 @@ class OutputParser:
         if getattr(tokenizer, "chat_template", None):
             talk = [{"role": "user", "content": "x"}]
             self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
-        self._inside = self._prompt.rstrip().endswith(THINK)
         template = getattr(tokenizer, "response_template", None)
         self.special_tokens = tool_call_parser is None and template is not None  # parse wants them in the text
 
+    def foreign(self, tools: Tools) -> bool:
+        """Whether the form is not ours. Its marks may be special tokens, so they must be in the text."""
+        return self.special_tokens or bool(self._sglang and tools)
+
     def parse(self, text: str, tools: Tools) -> Parsed:
         """A whole text. Only `tools` can be called: without them nothing is a call. Never raises."""
-        if self.special_tokens or (self._sglang and tools):
+        if self.foreign(tools):
             try:
                 return self._foreign(text, tools)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 return Parsed(text)  # a form that is not kept: all of it is text
-        reasoning, rest, _ = split_thinking(text, self._inside)
+        reasoning, rest, _ = split_thinking(text)
         rest, calls, _ = split_calls(rest, tools)
         return Parsed(rest, reasoning, calls)
 
     def certain(self, text: str, tools: Tools) -> Parsed:
         """The beginnings of text and reasoning that no continuation of `text` can change; no calls."""
         text = text.rstrip("\ufffd")  # the bytes of a character that is not yet complete
-        if self.special_tokens or (self._sglang and tools) or THINK.startswith(text.lstrip()):
+        if self.foreign(tools) or THINK.startswith(text.lstrip()):
             return Parsed("")
-        reasoning, rest, over = split_thinking(text, self._inside)
+        reasoning, rest, over = split_thinking(text)
         if not over:
-            return Parsed("", split_thinking(without_partial(text, [END_OF_THINK]), self._inside)[0])
+            return Parsed("", split_thinking(without_partial(text, [END_OF_THINK]))[0])
         if not tools:
             return Parsed(rest, reasoning)
         read = split_calls(rest, tools)[2]
@@ -145,8 +153,12 @@ class OutputParser:
         decided = rest[:opened] if opened >= 0 else rest[:read] + without_partial(rest[read:], [CALL])
         return Parsed(split_calls(decided, tools)[0].rstrip(), reasoning)
 
-    def opening(self, tool_choice: str, tools: Tools) -> str:
-        """The text that begins a call, to be put before the model's own; "" where none is forced.
+    def begun(self, prompt: str) -> str:
+        """What a prompt that ends so has begun of the answer: <think> or nothing. It belongs to what `parse` gets."""
+        return THINK if prompt.rstrip().endswith(THINK) and not self.special_tokens else ""
+
+    def opening(self, tool_choice: str, tools: Tools, begun: str) -> str:
+        """The text that begins a call, to be put between what is `begun` and the model's own; "" where none is forced.
 
         It belongs to the text that `parse` gets. Raises Refusal for a form in which a call cannot be forced.
         """
@@ -155,20 +167,21 @@ class OutputParser:
         if self.special_tokens or self._sglang:
             raise Refusal("tool_choice: this model's form of tool calls cannot be forced; use auto")
         names = [tool["function"]["name"] for tool in tools] if tool_choice == "required" else [tool_choice]
-        head = f"{END_OF_THINK}\n\n" * self._inside + f'{CALL}\n{{"name": '
+        head = f"{END_OF_THINK}\n\n" * bool(begun) + f'{CALL}\n{{"name": '
         return head + (f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"')
 
     def _foreign(self, text: str, tools: Tools) -> Parsed:
         """By SGLang's parser or the tokenizer's response template. Raises ValueError for a form that is not kept."""
         if self._sglang:
-            reasoning, rest, _ = split_thinking(text, self._inside)
+            reasoning, rest, _ = split_thinking(text)
             rest, functions = self._sglang(rest, tools)
         else:
             message = self._tokenizer.parse_response(text, prefix=self._prompt, tools=tools)
             reasoning = message.get("reasoning_content") or message.get("thinking") or ""
             rest = message.get("content") or ""
             functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
-        calls = [read_call(json.dumps(function), tools) for function in functions]
+        names = frozenset(tool["function"]["name"] for tool in tools)
+        calls = [read_call(json.dumps(function), names) for function in functions]
         if None in calls:
             raise ValueError("a call of no tool")
         return Parsed(rest, reasoning, [call for call in calls if call])

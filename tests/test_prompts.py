@@ -31,6 +31,10 @@ TEMPLATES = {
     "another end of a user's turn": HEAD
     + "{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% else %}<|endoftext|>{% endif %}"
     + TAIL,
+    "another end of the whole": HEAD
+    + "{{ m.content }}<|im_end|>"
+    + TAIL.replace("{% endif", "{% else %}<|endoftext|>{% endif"),
+    "nothing at the end": HEAD + "{{ m.content }}" + TAIL,  # what the model says last is the mark of the next role
 }
 
 
@@ -70,13 +74,16 @@ class Talk:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("ends", ["<|im_end|>", "<|endoftext|>", ""])
-def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name: str, ends: str) -> None:
-    """Reasoning that the template would drop, newlines that it adds, a second end token, a cut turn: in concat all
-    sampled tokens are in one row, trained once, and each turn is closed once before the next begins."""
+@pytest.mark.parametrize("ends", ["the mark", "<|endoftext|>", ""])
+@pytest.mark.parametrize("last", ["", "\n", "\n\n"])
+def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name: str, ends: str, last: str) -> None:
+    """Reasoning that the template would drop, newlines that it adds or the model says last, a second end token, a cut
+    turn: in concat all sampled tokens are in one row, trained once, and each turn is closed once before the next."""
     talk = Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]))
     assert talk.prompts.splices
-    said = [f"<think>\nhm {k}\n</think>\n\nanswer {k}" for k in range(4)]
+    mark = "<|im_start|>" if name == "nothing at the end" else "<|im_end|>"
+    ends = mark if ends == "the mark" else ends
+    said = [f"<think>\nhm {k}\n</think>\n\nanswer {k}{last}" for k in range(4)]
     for k, text in enumerate(said):
         talk.say(user(f"question {k}"), text, ends)
     [row] = [leaf.to_lists() for leaf in talk.cache.export_interactions("concat").values()]
@@ -85,8 +92,8 @@ def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name:
     assert trained == [t for text in said for t in [*tiny_tokenizer.encode(text), *end]]
     whole = tiny_tokenizer.decode(row["input_ids"])
     assert whole.count("<|im_start|>assistant") == 4
-    per_turn = whole.split("<|im_start|>")[2::2]
-    assert all(turn.count("<|im_end|>") == 1 for turn in per_turn[:-1]), per_turn
+    closed = [whole.split(text)[1].split("user\n")[0] for text in said[:-1]]
+    assert [end.count(mark) for end in closed] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["plain", "no newline", "newlines behind the end"])
@@ -152,6 +159,45 @@ def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(tiny_tokeni
         PromptBuilder(tiny_tokenizer).prompt(AgentRequest([user("q")], template_kwargs={name: 1}), None)
 
 
+CALL = "{% for c in m.tool_calls %}{{ '<call>' + c.function.name + c.function.arguments }}{% endfor %}"
+IDS = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("wants", "says"),
+    [
+        (
+            "{% for c in m.tool_calls %}{{ c.id }}{{ c.function.arguments.a }}{% endfor %}{{ m.tool_call_id }}",
+            "{0}1/{0}",
+        ),
+        (CALL, '<call>f{{"a": 1}}/'),
+        (IDS + "{% for c in m.tool_calls %}{{ c.id }}{% endfor %}{{ m.tool_call_id }}", "{1}/{1}"),
+        (IDS + CALL, None),
+    ],
+)
+def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: str, says: str | None) -> None:
+    """As they are; where a template refuses them, with ids of nine letters or digits, as Mistral's want them; where it
+    refuses these too, with arguments that are text, as DeepSeek's. A call and its result keep one id."""
+    prompts = PromptBuilder(tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL))
+    call = {"id": "call_ab12_0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        user("q"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "r", "tool_call_id": "call_ab12_0"},
+    ]
+    before = json.dumps(messages)
+    if says is None:
+        with pytest.raises(Refusal, match="concatenate"):
+            prompts.prompt(AgentRequest(messages), None)
+    else:
+        whole = tiny_tokenizer.decode(prompts.prompt(AgentRequest(messages), None))
+        said, result = [turn.partition("<|im_end|>")[0].split("\n")[-1] for turn in whole.split("<|im_start|>")[2:4]]
+        short = said[:9]
+        assert f"{said}/{result}" == says.format("call_ab12_0", short) + "r"
+        assert "{1}" not in says or short.isalnum()
+    assert json.dumps(messages) == before
+
+
 def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
     """Some templates put them before the last question: the tail is rendered with tools, too."""
     tokenizer = tokenizer_with(
@@ -173,20 +219,25 @@ def read_all(reader: TextReader, tokens: list[int]) -> list[str]:
 
 
 def tokenizer_of(kind: str, of_bytes: Any) -> Any:
-    """Whose decoder joins tokens otherwise: with a space between words, or with one that the first of a text loses."""
+    """Whose decoder joins tokens otherwise: with a space between words, with one that the first of a text loses, or
+    that and a token for each byte of a rare character, as Llama 2 and Gemma."""
     if kind == "bytes":
         return of_bytes
     if kind == "words":
         return make_tokenizer(["a", "b", ",", "ab"])
-    raw = Tokenizer(models.BPE({"<unk>": 0, "a": 1, "b": 2, "\u2581": 3, "\u2581a": 4, "\u2581b": 5}, []))
-    raw.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    vocab = {"<unk>": 0, "a": 1, "b": 2, "\u2581": 3, "\u2581a": 4, "\u2581b": 5}
+    if kind == "pieces and bytes":
+        vocab |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    raw = Tokenizer(models.BPE(vocab, []))
+    raw.decoder = decoders.Sequence(steps)
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<unk>")
 
 
 @settings(max_examples=300, deadline=None)
 @given(
     st.data(),
-    st.sampled_from(["bytes", "words", "pieces"]),
+    st.sampled_from(["bytes", "words", "pieces", "pieces and bytes"]),
     st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2),
 )
 def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind: str, stop: list[str]) -> None:
@@ -196,6 +247,10 @@ def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind
     if kind == "bytes":
         raw = data.draw(st.one_of(st.text(max_size=40).map(str.encode), st.binary(max_size=60)))
         tokens = [tokenizer.convert_tokens_to_ids(bytes_to_unicode()[b]) for b in raw]
+    elif kind == "pieces and bytes":
+        rare = st.one_of(st.text("é€😀", max_size=40).map(str.encode), st.binary(max_size=3))
+        runs = st.one_of(rare.map(lambda raw: [6 + byte for byte in raw]), st.lists(st.integers(0, 5), max_size=3))
+        tokens = [token for run in data.draw(st.lists(runs, max_size=5)) for token in run]
     else:
         tokens = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=20))
     looks = [*sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=30))), len(tokens)]
@@ -208,6 +263,18 @@ def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind
     assert not any(s in whole for s in stop)
     if not stop and not whole.endswith("\ufffd"):
         assert texts[-1] == whole
+
+
+def test_a_bad_byte_spoils_no_other(tiny_tokenizer: Any) -> None:
+    """A tokenizer with tokens for bytes decodes those in a row as one, or not at all; here only what is no character
+    becomes U+FFFD, in the stream as in the whole: of two emojis that a length cuts the first is kept."""
+    tokenizer = tokenizer_of("pieces and bytes", tiny_tokenizer)
+    tokens = [1, *(6 + byte for byte in "😀😀".encode()[:6]), 4]
+    reader = TextReader(tokenizer, GenerationHyperparameters())
+    assert tokenizer.decode(tokens) == "a" + 6 * "\ufffd" + " a"
+    assert read_all(reader, tokens) == ["a"] * 4 + ["a😀"] * 3 + ["a😀\ufffd a"]
+    assert reader.whole(tokens) == "a😀\ufffd a"
+    assert reader.whole(tokens[:-1]) == "a😀\ufffd"
 
 
 def test_reading_a_stream_is_linear(tiny_tokenizer: Any) -> None:
@@ -223,6 +290,15 @@ def test_reading_a_stream_is_linear(tiny_tokenizer: Any) -> None:
         own.decode = counting
         read_all(TextReader(own, GenerationHyperparameters(stop=["xyz"])), tokens)
         assert sum(decoded) < 200 * len(tokens)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words", "pieces", "pieces and bytes"])
+def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
+    """Also with a decoder that drops the first space of a text: put together, the texts of tokens are the whole."""
+    tokenizer = tokenizer_of(kind, tiny_tokenizer)
+    reader = TextReader(tokenizer, GenerationHyperparameters())
+    tokens = {"bytes": tokenizer.encode("ab b a"), "words": tokenizer.encode("a b ab , a")}.get(kind, [4, 5, 1, 3, 2])
+    assert "".join(map(reader.token, tokens)).removeprefix(" ") == reader.whole(tokens)
 
 
 def test_the_end_token_is_no_text(tiny_tokenizer: Any) -> None:

@@ -19,6 +19,7 @@ from conftest import ROOT, free_port, wait_until_up
 from harness import ADMIN, HELLO, Clock, Connection, Harness, reply_message, sdk
 
 import proxy
+import tools
 from engine import EngineError
 from io_struct import ModelRequest, ModelResponse, call_seed
 from messages import AgentRequest, Refusal
@@ -119,10 +120,10 @@ async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
     prompts, go_on = harness.app.state.proxy.prompts, threading.Event()
     build = prompts.prompt
 
-    def slow(ask: AgentRequest, parent: Any, opening: str = "") -> list[int]:
+    def slow(ask: AgentRequest, parent: Any) -> list[int]:
         if len(ask.messages[0]["content"]) > 10**5:
             assert go_on.wait(30)
-        return build(ask, parent, opening)
+        return build(ask, parent)
 
     prompts.prompt = slow
     path, long = f"/{session}/v1/chat/completions", [{"role": "user", "content": "x" * 2**19}]
@@ -135,6 +136,65 @@ async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
     go_on.set()
     assert (await call).status_code == (410 if ends else 200)
     assert len(await harness.export(session)) == (not ends)
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+async def test_another_form_is_read_with_its_marks(start: Start, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
+    """The marks of a form of SGLang may be special tokens: they stay in the text where there are tools to call."""
+    read: list[str] = []
+
+    def parse(text: str, offered: Any) -> tuple[str, list]:
+        read.append(text)
+        return text, []
+
+    monkeypatch.setattr(tools, "sglang_parser", lambda name: parse)
+    harness = start("ok<|im_start|>[]", tool_call_parser="marks")
+    offered = [{"type": "function", "function": {"name": "f"}}]
+    reply = await harness.chat(await harness.start(), HELLO, tools=offered, tool_choice=choice)
+    assert reply_message(reply)["content"] == ("ok<|im_start|>[]" if choice == "auto" else "ok[]")
+    assert read == (["ok<|im_start|>[]"] if choice == "auto" else [])
+
+
+THINKS = (  # as Qwen's templates, DeepSeek's, and one that leaves the mark out behind a tool's result
+    ("{% if enable_thinking is false %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}", "enable_thinking"),
+    ("{% if thinking %}<think>{% else %}</think>{% endif %}", "thinking"),
+    ("{% if messages[-1].role != 'tool' %}<think>\n{% endif %}", "unknown"),
+)
+
+
+@pytest.mark.parametrize(("begins", "switch"), THINKS)
+@pytest.mark.parametrize("on", [None, True, False])
+@pytest.mark.parametrize("forced", [True, False])
+async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
+    tiny_tokenizer: Any, begins: str, switch: str, on: bool | None, forced: bool
+) -> None:
+    """A variable of the template or the last message may decide it, so every call's own prompt is looked at: its answer
+    is read so, and a forced call closes what is open."""
+    template = tiny_tokenizer.chat_template.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n" + begins)
+    own = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
+    own.chat_template = template
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    harness = Harness(own)
+    session, messages = await harness.start(), list(HELLO)
+    offered = [{"type": "function", "function": {"name": "f"}}]
+    variables = {} if on is None else {switch: on}
+    forces = {"tool_choice": "required"} if forced else {}
+    for _ in range(2):
+        prompt = own.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
+        inside = prompt.rstrip().endswith("<think>")
+        harness.engine.texts = ["{}}\n</tool_call>" if forced else f"hm</think>ok{call}" if inside else f"ok{call}"]
+        async with sdk(harness, f"/{session}/v1") as client:
+            options: Any = {"tools": offered, "extra_body": {"chat_template_kwargs": variables}, **forces}
+            async with client.chat.completions.stream(model="m", messages=messages, **options) as events:
+                message: Any = (await events.get_final_completion()).choices[0].message.to_dict()
+        assert message["tool_calls"][0]["function"]["name"] == "f"
+        assert message.get("content") == (None if forced else "ok")
+        assert message.get("reasoning_content") == ("hm" if inside and not forced else None)
+        text = own.decode(harness.engine.requests[-1].input_ids).rpartition("<|im_start|>assistant\n")[2]
+        rendered = prompt.rpartition("<|im_start|>assistant\n")[2]
+        assert text.count("</think>") == rendered.count("</think>") + (inside and forced)
+        messages += [message, {"role": "tool", "content": "r", "tool_call_id": message["tool_calls"][0]["id"]}]
+    await harness.http.aclose()
 
 
 async def test_a_stop_string_ends_the_text_but_not_the_tokens(start: Start, tiny_tokenizer: Any) -> None:
@@ -165,6 +225,15 @@ async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> N
     assert (asked.seed, asked.stop) == (5, ["x"])
     exported = (await harness.export(session)).values()
     assert [sum(interaction["tensors"]["loss_mask"]) > 0 for interaction in exported] == [True, False]
+
+
+async def test_a_seed_that_is_fixed_is_the_runs(start: Start) -> None:
+    """An agent's own seed changes nothing then: each call's comes from the server's, or where it has none, is the
+    recipe's."""
+    for seed, expected in ((1, [call_seed(1, "task", 0), call_seed(1, "task", 1)]), (None, [7, 7])):
+        harness = start(seed=seed, sampling={"seed": 7}, fixed_sampling=["seed"])
+        await harness.chat(await harness.start(), HELLO, seed=99, n=2)
+        assert [request.gconfig.seed for request in harness.engine.requests] == expected
 
 
 async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
