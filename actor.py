@@ -63,7 +63,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import weights
 from advantages import kl_estimate
-from layout import LAYOUTS, Batch, Piece, Places, row_lengths, split_minibatches
+from layout import LAYOUTS, Batch, Piece, Places, refuse_layers, row_lengths, split_minibatches
 from logprobs import add_read_hidden, token_logprobs
 from plumbing.config import OptimizerConfig, PPOActorConfig
 from plumbing.ranks import join_ranks, leave_ranks, share
@@ -117,6 +117,8 @@ class FSDPEngine:
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=self.layout.attention
             )
+        if self.layout is not LAYOUTS["padded"]:
+            refuse_layers(model)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         on_host = self.config.offload

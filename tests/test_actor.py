@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from actor import FSDPEngine, FSDPPPOActor, lr_factor, split_minibatches
 from layout import row_lengths, split_microbatches, split_packs
@@ -56,13 +56,56 @@ def make_config(**changes) -> PPOActorConfig:
     return PPOActorConfig(**(defaults | changes))
 
 
+SHAPE = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# What Qwen3 has not: experts, windows, capped attention, sinks, layers that are no attention.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "qwen3_moe": EXPERTS,
+    "mixtral": {"num_local_experts": 4},
+    "mistral": {"sliding_window": 4},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
+    "gemma3_text": {"sliding_window": 4, "head_dim": 8},
+    "qwen3_next": EXPERTS | LINEAR | {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "falcon_h1": MAMBA,
+    "gemma2": {"attn_logit_softcapping": 1.0, "final_logit_softcapping": None, "head_dim": 8},
+    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8},
+    "bloom": {"n_head": 4},
+}
+PLAIN = ("llama", "gpt_neox", "opt", "qwen3_moe", "mixtral")  # causal attention and nothing else
+NEVER = ("gemma2", "gpt_oss", "bloom")  # transformers has no sdpa for these
+
+
+def make_family(path: Path, name: str, **changes) -> Path:
+    """A random model of another family, as a Hugging Face directory without a tokenizer."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **SHAPE | FAMILIES.get(name, {}) | changes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    return path
+
+
 @pytest.fixture
 def make_actor(tiny_model_dir: Path):
-    """make_actor(key=value...) -> an initialised actor over the tiny model, in a world of one."""
+    """make_actor(key=value...) -> an initialised actor over the tiny model or that at `path`, in a world of one."""
     actors = []
 
-    def make(**changes) -> FSDPPPOActor:
-        actor = FSDPPPOActor(make_config(**changes), tiny_model_dir)
+    def make(path: Path = tiny_model_dir, **changes) -> FSDPPPOActor:
+        actor = FSDPPPOActor(make_config(**changes), path)
         actors.append(actor)
         actor.create_process_group()
         actor.initialize(max_steps=10)
@@ -128,6 +171,23 @@ def test_packed_rows_do_not_see_each_other(make_actor, plain, mb_tokens):
     logp = make_actor(mb_tokens=mb_tokens, layout="packed").compute_logp(batch)
     torch.testing.assert_close(logp, expected, atol=2e-5, rtol=0)
     assert not logp[~batch["attention_mask"]].any()
+
+
+@pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"enable_tree_training": True}], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_layout_is_right_for_a_family_or_refuses_it(make_actor, tmp_path, name, changes):
+    """Log-probabilities are those of the plain model alone, or there are none: windows, capped attention, sinks,
+    convolutions and recurrent states are computed right or not at all."""
+    path, batch = make_family(tmp_path, name), make_batch()
+    if name in NEVER or (changes and name not in PLAIN):
+        with pytest.raises(ValueError, match="actor.layout=padded" if changes else "not support"):
+            make_actor(path, **changes).compute_logp(batch)
+        return
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        expected = plain_logp(model.eval(), batch)
+    logp = make_actor(path, **changes).compute_logp(batch)
+    torch.testing.assert_close(logp, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"gradient_checkpointing": True}], ids=str)
