@@ -132,6 +132,7 @@ class FSDPEngine:
         if self.rank == 0:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
+            model._weight_conversions = whole._weight_conversions  # how the files name what memory holds (weights.py)
         model.to_empty(device="cpu" if on_host else self.device)
         everything = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=on_host)
         sharded.set_model_state_dict(model, state, options=everything)
