@@ -141,12 +141,11 @@ class FSDPEngine:
             buffer.data = buffers[name].to(self.device)
 
         # 3. What it does: predict, and keep only the input of a layer where the backward pass is to compute the rest
-        # again. A layer does so in training mode; only its own flag is set, so that dropout stays off.
+        # again. transformers' own switch needs layers in training mode, in which some drop out.
         model.eval()
         if self.config.gradient_checkpointing:
             for layer in layers:
-                layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-                layer.gradient_checkpointing = layer.training = True
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         add_read_hidden(model)
         self.model = model
 

@@ -205,6 +205,16 @@ def test_the_sharded_gradient_is_the_plain_models(make_actor, plain, changes):
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # OPT's layers return views, checkpointed or not
+@pytest.mark.parametrize("name", ["opt", "falcon"])
+def test_a_checkpointed_layer_drops_nothing_out(make_actor, tmp_path, name):
+    """Families whose layers call dropout themselves, with a share of their own or of the configuration."""
+    path, batch = make_family(tmp_path, name, dropout=0.5, hidden_dropout=0.5), make_batch()
+    actor = make_actor(path, gradient_checkpointing=True)
+    assert torch.equal(actor.compute_logp(batch), actor.compute_logp(batch))
+    assert actor.ppo_update(prepare(actor, batch, drift=0.0))["clip_frac"] == 0
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_checkpointed_layer_computes_again_in_the_backward_pass(make_actor, checkpointed):
     """gradient_checkpointing keeps a layer's input only, so each layer is entered twice in a step, else once."""
