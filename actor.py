@@ -333,7 +333,7 @@ class FSDPPPOActor(FSDPEngine):
             parts.append(part)
 
         # 2. Clip, check, step.
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.optimizer.gradient_clipping)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.optimizer.gradient_clipping or math.inf)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         stats = {key: float(self.all_reduce(torch.stack([p[key] for p in parts]).sum())) for key in parts[0]}
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):

@@ -533,6 +533,15 @@ def test_gradients_are_clipped_to_their_norm(make_actor):
     assert stats["grad_norm"] > 0.02
 
 
+def test_no_clipping_is_0(make_actor):
+    """gradient_clipping=0 leaves the gradients as they are, with the norm that is reported."""
+    actor = make_actor(gradient_clipping=0.0)
+    stats = actor.ppo_update(prepare(actor, make_batch()))
+    norm = math.sqrt(sum(g.square().sum().item() for g in gradients(actor.model).values()))
+    assert norm == pytest.approx(stats["grad_norm"], rel=1e-3)
+    assert norm > 0.02
+
+
 def test_saved_weights_are_a_hugging_face_model(make_actor, tmp_path):
     """save() writes what AutoModel and AutoTokenizer load, and the loaded model gives the actor's logprobs."""
     actor = make_actor()
