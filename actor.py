@@ -387,9 +387,9 @@ class FSDPPPOActor(FSDPEngine):
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
 
     def load_state(self, path: Path) -> None:
-        """The reverse; the number of ranks may be another one."""
+        """The reverse; the number of ranks may be another one, and the optimizer's keys are those of this run."""
         model, optimizer = sharded.get_state_dict(self.model, self.optimizer)
-        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        dcp.load({"model": model, "optimizer": {"state": optimizer["state"]}}, checkpoint_id=path)
         sharded.set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:

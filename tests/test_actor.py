@@ -542,6 +542,21 @@ def test_no_clipping_is_0(make_actor):
     assert norm > 0.02
 
 
+def test_a_resumed_optimizer_obeys_its_own_keys(make_actor, tmp_path):
+    """Moments come from the checkpoint, learning rate, betas, eps and weight decay from the configuration."""
+    actor = make_actor()
+    actor.ppo_update(prepare(actor, make_batch()))
+    actor.save_state(tmp_path)
+    moments = [state["exp_avg"].full_tensor() for state in actor.optimizer.state.values()]
+    changed = OptimizerConfig(lr=3e-3, beta1=0.5, beta2=0.6, eps=1e-2, weight_decay=0.3)
+    again = make_actor(optimizer=changed)
+    again.load_state(tmp_path)
+    loaded = [state["exp_avg"].full_tensor() for state in again.optimizer.state.values()]
+    assert all(map(torch.equal, loaded, moments))
+    [group] = again.optimizer.param_groups
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (3e-3, (0.5, 0.6), 1e-2, 0.3)
+
+
 def test_saved_weights_are_a_hugging_face_model(make_actor, tmp_path):
     """save() writes what AutoModel and AutoTokenizer load, and the loaded model gives the actor's logprobs."""
     actor = make_actor()
