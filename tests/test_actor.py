@@ -19,7 +19,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from actor import FSDPEngine, FSDPPPOActor, lr_factor, split_minibatches
 from layout import row_lengths, split_microbatches, split_packs
-from logprobs import add_read_hidden
 from plumbing.config import NormConfig, OptimizerConfig, PPOActorConfig
 from ppo import describe_mode, ppo_actor_loss_fn
 from weights import WeightUpdateMeta
@@ -470,11 +469,22 @@ def test_half_precision_trains_float32_weights(make_actor):
     assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=0.1)
 
 
-def test_a_model_that_bends_its_logits_is_refused(plain):
-    """Soft-capped or scaled logits are not hidden @ weight.T: said at the start, not computed wrongly."""
-    plain.config.final_logit_softcapping = 30.0
-    with pytest.raises(ValueError, match="softcapping"):
-        add_read_hidden(plain)
+BENT: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"final_logit_softcapping": 30.0},
+    "granite": {"logits_scaling": 2.0},
+    "cohere": {"logit_scale": 0.25},
+    "falcon_h1": {"lm_head_multiplier": 0.5},
+    "recurrent_gemma": {"logits_soft_cap": 5.0, "lru_width": 32, "block_types": ["recurrent", "attention"]},
+    "phi": {},
+}
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_a_model_that_bends_its_logits_is_refused(make_actor, tmp_path, name):
+    """Soft-capped, scaled or shifted logits are not hidden @ weight.T: said at the start, not computed wrongly."""
+    path = make_family(tmp_path, name, **BENT[name])
+    with pytest.raises(ValueError, match=f"{[*BENT[name], 'a bias'][0]}.*logprobs.py"):
+        make_actor(path)
 
 
 def test_the_mode_is_said_in_words():
