@@ -63,7 +63,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import weights
 from advantages import kl_estimate
-from layout import LAYOUTS, Batch, Piece, Places, row_lengths, split_minibatches
+from layout import LAYOUTS, Batch, Piece, Places, refuse_layers, row_lengths, split_minibatches
 from logprobs import add_read_hidden, token_logprobs
 from plumbing.config import OptimizerConfig, PPOActorConfig
 from plumbing.ranks import join_ranks, leave_ranks, share
@@ -117,6 +117,8 @@ class FSDPEngine:
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=self.layout.attention
             )
+        if self.layout is not LAYOUTS["padded"]:
+            refuse_layers(model)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         on_host = self.config.offload
@@ -130,6 +132,7 @@ class FSDPEngine:
         if self.rank == 0:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
+            model._weight_conversions = whole._weight_conversions  # how the files name what memory holds (weights.py)
         model.to_empty(device="cpu" if on_host else self.device)
         everything = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=on_host)
         sharded.set_model_state_dict(model, state, options=everything)
@@ -138,12 +141,11 @@ class FSDPEngine:
             buffer.data = buffers[name].to(self.device)
 
         # 3. What it does: predict, and keep only the input of a layer where the backward pass is to compute the rest
-        # again. A layer does so in training mode; only its own flag is set, so that dropout stays off.
+        # again. transformers' own switch needs layers in training mode, in which some drop out.
         model.eval()
         if self.config.gradient_checkpointing:
             for layer in layers:
-                layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-                layer.gradient_checkpointing = layer.training = True
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         add_read_hidden(model)
         self.model = model
 
@@ -331,7 +333,7 @@ class FSDPPPOActor(FSDPEngine):
             parts.append(part)
 
         # 2. Clip, check, step.
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.optimizer.gradient_clipping)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.optimizer.gradient_clipping or math.inf)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         stats = {key: float(self.all_reduce(torch.stack([p[key] for p in parts]).sum())) for key in parts[0]}
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
@@ -385,9 +387,9 @@ class FSDPPPOActor(FSDPEngine):
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
 
     def load_state(self, path: Path) -> None:
-        """The reverse; the number of ranks may be another one."""
+        """The reverse; the number of ranks may be another one, and the optimizer's keys are those of this run."""
         model, optimizer = sharded.get_state_dict(self.model, self.optimizer)
-        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        dcp.load({"model": model, "optimizer": {"state": optimizer["state"]}}, checkpoint_id=path)
         sharded.set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:

@@ -18,12 +18,16 @@ Why not a mask, or position_ids alone, for packed rows. Models read position_ids
 kernels do and some do not, and with a cache none does: then neighbours leak into each other and nothing says so
 (AReaL #1442). A dense mask is right, and costs T * T for work that is nearly all masked.
 
+What keeps rows apart in a packed row or a tree is the attention function, so causal attention has to be all by which
+tokens see one another. A model with sliding windows, capped attention, attention sinks, convolutions or recurrent
+states is refused there; padded rows go through any model.
+
 What a layout does not decide: which rows make an optimizer step (split_minibatches), what the loss divides by.
 
 Different from AReaL: there packed rows are the only kind, and depend on the attention kernel for being kept apart.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +37,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 Batch = dict[str, Tensor]
+BEYOND = ("sliding_window", "softcap", "s_aux")  # what transformers may ask of an attention function beside causality
 Places = tuple[Tensor, Tensor]  # rows (N,) and columns (N,) of a batch: batch[key][places] is (N,)
 
 
@@ -131,11 +136,24 @@ def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]
     return pieces
 
 
+def refuse(more: Iterable[str]) -> None:
+    """Raise ValueError where a model has `more` than causal attention: packed rows and trees would get it wrong."""
+    if names := ", ".join(sorted(more)):
+        raise ValueError(f"packed rows and trees have no {names}; set actor.layout=padded, enable_tree_training=false")
+
+
+def refuse_layers(model: Any) -> None:
+    """The same for what an attention function never sees: windows in a mask, convolutions, recurrent states."""
+    kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - {"full_attention"}
+    refuse(kinds if model._supports_sdpa else kinds | {"attention of its own"})
+
+
 def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any):
     """Causal attention within each sequence of a packed row.
 
     query (1, heads, t, d); key, value (1, groups, t, d); sequence_lengths add up to t. Returns (1, t, heads, d).
     """
+    refuse(name for name in BEYOND if kwargs.get(name) is not None)
     parts = zip(*(x.split(kwargs["sequence_lengths"], dim=2) for x in (query, key, value)))
     how: dict[str, Any] = {"is_causal": True, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     out = [F.scaled_dot_product_attention(q, k, v, **how) for q, k, v in parts]

@@ -99,8 +99,9 @@ def add_read_hidden(model: Any) -> None:
     Raises ValueError for a model that does more to its logits than multiply by one matrix.
     """
     config = model.config.get_text_config()
-    bends = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-    more = [name for name in bends if getattr(config, name, None) not in (None, 1)]
+    bends = """final_logit_softcapping logits_soft_cap output_logit_soft_cap logits_scaling logit_scale
+    lm_head_multiplier output_multiplier logits_mup_width_multiplier"""
+    more = [name for name in bends.split() if getattr(config, name, None) not in (None, 1)]
     more += ["a bias"] if getattr(model.get_output_embeddings(), "bias", None) is not None else []
     if more:
         raise ValueError(f"{type(model).__name__} has {more}: its logits are not hidden @ weight.T; see logprobs.py")

@@ -157,8 +157,8 @@ def compute_advantages(batch: Batch, config: PPOActorConfig) -> Tensor:
 
 def behaviour_weight(log_weight: Tensor, cap: float | None, action: str) -> tuple[Tensor, Tensor]:
     """pi_prox / pi_behav as a constant, and where it exceeds the cap: there it is 0 (mask) or the cap (clamp)."""
-    weight = torch.exp(log_weight).detach()
-    above = weight > (torch.inf if cap is None else cap)
+    weight, cap = torch.exp(log_weight).detach(), torch.inf if cap is None else cap
+    above = weight > cap
     return weight.clamp(max=cap) if action == "clamp" else torch.where(above, 0.0, weight), above
 
 

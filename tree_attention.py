@@ -42,8 +42,8 @@ through. A 4-D mask would need no function, but attention over it costs three to
 What this does not promise: bits. Sums are taken in another order, so losses agree to 1e-6 and gradients to 1e-5, not
 exactly. Nor a gain where little is shared: the metric `tree_token_ratio` (tokens of the trees / tokens of the rows)
 says what there is to gain, and a group that is dealt over four minibatches shares a quarter as well in each. The last
-layer is computed for every row's tokens, shared or not. Sliding windows and attention sinks are refused. A shared token
-that two rows train gets both gradients, as it does when they are trained apart.
+layer is computed for every row's tokens, shared or not. A model that is more than causal attention is refused
+(layout.py). A shared token that two rows train gets both gradients, as it does when they are trained apart.
 
 Different from AReaL: it fills tries first-fit in the order of the input, so that interleaved groups share nothing
 (four interleaved groups of 8 rows: 8,000 tokens, here 3,200); its compression recurses (a 1,200-turn conversation
@@ -64,7 +64,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 
-from layout import Batch, Layout, Piece, row_lengths, split_packs
+from layout import BEYOND, Batch, Layout, Piece, refuse, row_lengths, split_packs
 
 BLOCK = 128  # queries that look for their keys together; also FlexAttention's block
 
@@ -217,8 +217,7 @@ def tree_attention(
     tree: PackedTree | None = kwargs.get("tree")
     if tree is None:
         raise ValueError(f"no tree reached {type(module).__name__}: call the model with tree=PackedTree")
-    if unknown := [name for name in ("sliding_window", "softcap", "s_aux") if kwargs.get(name) is not None]:
-        raise ValueError(f"tree attention has no {', '.join(unknown)}; set actor.enable_tree_training=false")
+    refuse(name for name in BEYOND if kwargs.get(name) is not None)
     if query.is_cuda:
         return flex_attention_forward(module, query, key, value, block_mask(tree, query.device), scaling=scaling)
     out = []

@@ -97,9 +97,12 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
     """The whole model in pieces: lists of (name, whole tensor), `bucket_mb` MiB or one tensor each, tied names once.
 
     Every rank iterates, to the end: a sharded tensor is gathered by all. Floating-point tensors come as `dtype`,
-    converted before they are gathered. A bucket is emptied when the next one is asked for.
+    converted before they are gathered. A bucket is emptied when the next one is asked for. Names and shapes are those
+    of the files that the model came from: transformers fuses experts in memory, and a server skips names it does not
+    know. What the files hold as one and memory as several (hrm_text) is not put together.
     """
     from torch.distributed.tensor import DTensor
+    from transformers.core_model_loading import revert_weight_conversion as revert
 
     state = model.state_dict()
     named = [*model.named_parameters(), *model.named_buffers()]  # the second of two tied names is not among them
@@ -113,7 +116,7 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
             yield bucket
             bucket.clear()
             size = 0.0
-        bucket.append((name, shard.full_tensor() if isinstance(shard, DTensor) else shard))
+        bucket += revert(model, {name: shard.full_tensor() if isinstance(shard, DTensor) else shard}).items()
         size += mb
     yield bucket
     bucket.clear()

@@ -112,7 +112,7 @@ class OptimizerConfig:
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
     warmup_steps: int = 0  # training steps of linear warm-up from 0
     min_lr_ratio: float = 0.0  # where the schedule ends, as a share of lr
-    gradient_clipping: float = 1.0  # largest gradient norm
+    gradient_clipping: float = 1.0  # largest gradient norm; 0: no clipping
 
 
 @dataclass

@@ -15,11 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from actor import FSDPEngine, FSDPPPOActor, lr_factor, split_minibatches
 from layout import row_lengths, split_microbatches, split_packs
-from logprobs import add_read_hidden
 from plumbing.config import NormConfig, OptimizerConfig, PPOActorConfig
 from ppo import describe_mode, ppo_actor_loss_fn
 from weights import WeightUpdateMeta
@@ -56,13 +55,56 @@ def make_config(**changes) -> PPOActorConfig:
     return PPOActorConfig(**(defaults | changes))
 
 
+SHAPE = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# What Qwen3 has not: experts, windows, capped attention, sinks, layers that are no attention.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "qwen3_moe": EXPERTS,
+    "mixtral": {"num_local_experts": 4},
+    "mistral": {"sliding_window": 4},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
+    "gemma3_text": {"sliding_window": 4, "head_dim": 8},
+    "qwen3_next": EXPERTS | LINEAR | {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "falcon_h1": MAMBA,
+    "gemma2": {"attn_logit_softcapping": 1.0, "final_logit_softcapping": None, "head_dim": 8},
+    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8},
+    "bloom": {"n_head": 4},
+}
+PLAIN = ("llama", "gpt_neox", "opt", "qwen3_moe", "mixtral")  # causal attention and nothing else
+NEVER = ("gemma2", "gpt_oss", "bloom")  # transformers has no sdpa for these
+
+
+def make_family(path: Path, name: str, **changes) -> Path:
+    """A random model of another family, as a Hugging Face directory without a tokenizer."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **SHAPE | FAMILIES.get(name, {}) | changes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    return path
+
+
 @pytest.fixture
 def make_actor(tiny_model_dir: Path):
-    """make_actor(key=value...) -> an initialised actor over the tiny model, in a world of one."""
+    """make_actor(key=value...) -> an initialised actor over the tiny model or that at `path`, in a world of one."""
     actors = []
 
-    def make(**changes) -> FSDPPPOActor:
-        actor = FSDPPPOActor(make_config(**changes), tiny_model_dir)
+    def make(path: Path = tiny_model_dir, **changes) -> FSDPPPOActor:
+        actor = FSDPPPOActor(make_config(**changes), path)
         actors.append(actor)
         actor.create_process_group()
         actor.initialize(max_steps=10)
@@ -130,6 +172,23 @@ def test_packed_rows_do_not_see_each_other(make_actor, plain, mb_tokens):
     assert not logp[~batch["attention_mask"]].any()
 
 
+@pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"enable_tree_training": True}], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_layout_is_right_for_a_family_or_refuses_it(make_actor, tmp_path, name, changes):
+    """Log-probabilities are those of the plain model alone, or there are none: windows, capped attention, sinks,
+    convolutions and recurrent states are computed right or not at all."""
+    path, batch = make_family(tmp_path, name), make_batch()
+    if name in NEVER or (changes and name not in PLAIN):
+        with pytest.raises(ValueError, match="actor.layout=padded" if changes else "not support"):
+            make_actor(path, **changes).compute_logp(batch)
+        return
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        expected = plain_logp(model.eval(), batch)
+    logp = make_actor(path, **changes).compute_logp(batch)
+    torch.testing.assert_close(logp, expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"gradient_checkpointing": True}], ids=str)
 def test_the_sharded_gradient_is_the_plain_models(make_actor, plain, changes):
     """FSDP2 on a mesh of one, cut, laid out and accumulated, gives the gradient of the loss on the unmodified model."""
@@ -143,6 +202,16 @@ def test_the_sharded_gradient_is_the_plain_models(make_actor, plain, changes):
     assert stats["loss"] == pytest.approx(loss.item(), abs=1e-6)
     for name, gradient in gradients(actor.model).items():
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # OPT's layers return views, checkpointed or not
+@pytest.mark.parametrize("name", ["opt", "falcon"])
+def test_a_checkpointed_layer_drops_nothing_out(make_actor, tmp_path, name):
+    """Families whose layers call dropout themselves, with a share of their own or of the configuration."""
+    path, batch = make_family(tmp_path, name, dropout=0.5, hidden_dropout=0.5), make_batch()
+    actor = make_actor(path, gradient_checkpointing=True)
+    assert torch.equal(actor.compute_logp(batch), actor.compute_logp(batch))
+    assert actor.ppo_update(prepare(actor, batch, drift=0.0))["clip_frac"] == 0
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -400,11 +469,22 @@ def test_half_precision_trains_float32_weights(make_actor):
     assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=0.1)
 
 
-def test_a_model_that_bends_its_logits_is_refused(plain):
-    """Soft-capped or scaled logits are not hidden @ weight.T: said at the start, not computed wrongly."""
-    plain.config.final_logit_softcapping = 30.0
-    with pytest.raises(ValueError, match="softcapping"):
-        add_read_hidden(plain)
+BENT: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"final_logit_softcapping": 30.0},
+    "granite": {"logits_scaling": 2.0},
+    "cohere": {"logit_scale": 0.25},
+    "falcon_h1": {"lm_head_multiplier": 0.5},
+    "recurrent_gemma": {"logits_soft_cap": 5.0, "lru_width": 32, "block_types": ["recurrent", "attention"]},
+    "phi": {},
+}
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_a_model_that_bends_its_logits_is_refused(make_actor, tmp_path, name):
+    """Soft-capped, scaled or shifted logits are not hidden @ weight.T: said at the start, not computed wrongly."""
+    path = make_family(tmp_path, name, **BENT[name])
+    with pytest.raises(ValueError, match=f"{[*BENT[name], 'a bias'][0]}.*logprobs.py"):
+        make_actor(path)
 
 
 def test_the_mode_is_said_in_words():
@@ -461,6 +541,30 @@ def test_gradients_are_clipped_to_their_norm(make_actor):
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients(actor.model).values()))
     assert norm == pytest.approx(0.01, rel=1e-3)
     assert stats["grad_norm"] > 0.02
+
+
+def test_no_clipping_is_0(make_actor):
+    """gradient_clipping=0 leaves the gradients as they are, with the norm that is reported."""
+    actor = make_actor(gradient_clipping=0.0)
+    stats = actor.ppo_update(prepare(actor, make_batch()))
+    norm = math.sqrt(sum(g.square().sum().item() for g in gradients(actor.model).values()))
+    assert norm == pytest.approx(stats["grad_norm"], rel=1e-3)
+    assert norm > 0.02
+
+
+def test_a_resumed_optimizer_obeys_its_own_keys(make_actor, tmp_path):
+    """Moments come from the checkpoint, learning rate, betas, eps and weight decay from the configuration."""
+    actor = make_actor()
+    actor.ppo_update(prepare(actor, make_batch()))
+    actor.save_state(tmp_path)
+    moments = [state["exp_avg"].full_tensor() for state in actor.optimizer.state.values()]
+    changed = OptimizerConfig(lr=3e-3, beta1=0.5, beta2=0.6, eps=1e-2, weight_decay=0.3)
+    again = make_actor(optimizer=changed)
+    again.load_state(tmp_path)
+    loaded = [state["exp_avg"].full_tensor() for state in again.optimizer.state.values()]
+    assert all(map(torch.equal, loaded, moments))
+    [group] = again.optimizer.param_groups
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (3e-3, (0.5, 0.6), 1e-2, 0.3)
 
 
 def test_saved_weights_are_a_hugging_face_model(make_actor, tmp_path):

@@ -411,12 +411,13 @@ def test_a_broken_trajectory_says_what_is_wrong():
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("action", ["mask", "clamp"])
+@pytest.mark.parametrize("cap", [1.6, None])
 @pytest.mark.parametrize("how", ["token", "sequence", "constant"])
-def test_weights_and_aggregation_by_the_loop(level, action, how):
-    """Each level and action of the behaviour weight and each aggregation, summed row by row and token by token."""
+def test_weights_and_aggregation_by_the_loop(level, action, cap, how):
+    """Each level, action and cap of the behaviour weight and each aggregation, summed row by row and token by token."""
     theta, prox, behav, A, mask = random_tokens(11, spread=0.5)
     prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]  # rows that differ as a whole, so that sequences cross the cap
-    cap, eps, C = 1.6, 0.2, 50
+    eps, C = 0.2, 50
     mask[2] = 0  # a row in which nothing is trained
     total, capped, n_tokens, n_rows, weights = 0.0, 0, int(mask.sum()), 0, []
     for i in range(len(mask)):
@@ -429,14 +430,15 @@ def test_weights_and_aggregation_by_the_loop(level, action, how):
         for t in trained:
             u = math.exp(theta[i, t] - prox[i, t])
             w = math.exp(mean_log if level == "sequence" else prox[i, t] - behav[i, t])
-            capped += w > cap
-            w = w if w <= cap else (cap if action == "clamp" else 0.0)
+            if cap is not None and w > cap:
+                capped, w = capped + 1, cap if action == "clamp" else 0.0
             weights.append(w)
             a = A[i, t].item()
             row += w * min(u * a, min(max(u, 1 - eps), 1 + eps) * a)
         total += row / {"token": 1, "sequence": len(trained), "constant": C}[how]
     expected = total / (n_tokens if how == "token" else n_rows)
-    assert 0 < capped < n_tokens
+    assert (capped > 0) == (cap is not None)
+    assert capped < n_tokens
 
     lengths = mask.sum(1)
     shares = aggregation_weights(lengths, how, C)

@@ -15,11 +15,14 @@ import safetensors.torch
 import torch
 from conftest import ROOT, free_port, make_byte_model, wait_until_up
 from safetensors.torch import load_file
+from test_actor import make_family
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 import weights
+from actor import FSDPEngine
 from engine import RemoteInfEngine
 from io_struct import GenerationHyperparameters, ModelRequest
+from plumbing.config import PPOActorConfig
 from weights import WeightUpdateMeta, named_buckets, send, write_checkpoint
 
 
@@ -152,6 +155,26 @@ def test_what_is_missing_is_said(tmp_path: Path):
 
 
 # in buckets
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3_moe", "mixtral", "qwen3_next"])
+def test_names_and_numbers_are_those_of_the_checkpoint(tmp_path: Path, name: str):
+    """transformers renames and fuses weights in memory (experts, above all); servers and files know them as they came,
+    and a server skips a name that it does not know."""
+    path = make_family(tmp_path / "model", name)
+    source = load_file(path / "model.safetensors")
+    engine = FSDPEngine(PPOActorConfig(), path)
+    engine.create_process_group()
+    engine.initialize()
+    engine.save(tmp_path / "saved")
+    sent = [
+        (name, tensor.clone()) for bucket in named_buckets(engine.model, torch.float32, 0.01) for name, tensor in bucket
+    ]
+    engine.destroy()
+    assert sorted(name for name, _ in sent) == sorted(source)
+    for written in (load_file(tmp_path / "saved" / "model.safetensors"), dict(sent)):
+        assert written.keys() == source.keys()
+        assert all(torch.equal(written[name], source[name]) for name in source)
 
 
 def test_buckets_hold_the_model_once(tmp_path: Path):
