@@ -23,8 +23,8 @@ begins with it: a <think> with which the prompt ends, and the first words of a f
 
 Text (`TextReader`). A piece of a stream is final when no later token can change it: a character whose bytes are not all
 there is held back, and so is what may be the beginning of a stop string. A byte that never becomes a character is
-U+FFFD by itself. Each token is decoded a bounded number of
-times, in a window of few tokens, so the work is linear in the answer.
+U+FFFD by itself. Each token is decoded a bounded number of times, in a window of few tokens, so the work is linear in
+the answer.
 
 It does not promise what a model makes of a history that its template would have shortened; AReaL renders the whole
 history again at every turn, and its `concat` looks for the end-of-turn token in it and gives up where there are two.

@@ -92,7 +92,7 @@ class StalenessManager:
     # ---- questions
 
     def get_capacity(self) -> int:
-        """How many prompt groups may start now; negative where a run goes on with a smaller eta than it had.
+        """How many prompt groups may start now; none when it is not positive.
 
         capacity = min(max_concurrent - running, (eta + v + 1) * B - (accepted + running))    (section 1.2)
         """

@@ -36,7 +36,8 @@ flush_cache says.
 
 **What it does not promise.** Speed beyond model.generate's (bench/engine.py compares them), more than one request's
 worth of patience with a client that never reads, authentication, text prompts, several samples of one prompt (`n`),
-grammars, LoRA.
+grammars, LoRA. A mixture of experts is served, but refuses an update, which has its files' names: transformers holds
+the experts fused.
 """
 
 import argparse

@@ -20,8 +20,8 @@ for a body that equals an earlier one of the session byte by byte:
     3. otherwise                                            -> a new turn: best of n, asked n times on purpose, is n
 
 Streaming is real: the tokens come from the server as they are sampled, become text (prompts.py), and of the text what
-is certain (tools.py) is sent on; while nothing is, a comment now and then. Streamed or not, the reply is
-made of the same answer.
+is certain (tools.py) is sent on; while nothing is, a comment now and then. Streamed or not, the reply is made of the
+same answer.
 
 It does not promise that a turn survives its session: at the end of that everything in flight is given up.
 """
