@@ -122,9 +122,9 @@ class PPOTrainer:
             collate_fn=list,
         )
 
-        # 3. Where the run was when it was killed; the servers, too.
+        # 3. Where the run was when it was killed; the servers, too, and those that were up before it began.
         self.step = self.recovery.load(actor, self.rollout.executor)
-        if self.step:
+        if self.step or config.rollout.server_addrs:
             self.push_weights(self.step)
 
     def train(self, logger: Logger | None) -> None:
@@ -227,6 +227,10 @@ def start_rollout(
         request_retries=config.rollout.request_retries,
     )
     stack.callback(rollout.destroy)
+    if config.mode == "train" and config.rollout.server_addrs:  # an earlier run may have died in an update
+        rollout.servers.refresh()
+        rollout.servers.post_all("/update_weight_version", {"new_version": "0", "abort_all_requests": True})
+        rollout.resume()
     rollout.initialize()
     executor = WorkflowExecutor(
         rollout,

@@ -30,6 +30,7 @@ from plumbing.inputs import Inputs, load_inputs
 from plumbing.logger import Trace
 from plumbing.recover import GroupLog, Recovery, cut_metrics
 from trajectory import complete
+from weights import write_checkpoint
 
 pytestmark = pytest.mark.runs
 
@@ -263,6 +264,24 @@ def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
     check_lineage(tmp_path / "e/t", metrics, batch=6, eta=2)
     said, again = finish(tmp_path, "max_steps=8", "rollout.max_head_offpolicyness=2")
     assert again == metrics, "a finished run that is started again has nothing to do"
+
+
+@pytest.mark.parametrize("left", ["ready", "in the middle of an update"])
+def test_servers_that_outlive_their_run_get_the_weights_of_the_next(
+    tmp_path: Path, start_tiny_server, left: str
+) -> None:
+    """A server that is up has the weights of whoever used it last, or half of them, and may be paused. Training starts
+    from its own all the same: every token is of version 0, and the server computes what the trainer does."""
+    base = load_inputs(load(["seed=1"])).tokenizer.name_or_path
+    of_another_run = {name: 1.1 * tensor for name, tensor in load_file(f"{base}/model.safetensors").items()}
+    other = write_checkpoint(of_another_run, base, tmp_path / "other")
+    url = start_tiny_server("--model-path", str(other), "--weight-version", "3")
+    if left != "ready":
+        httpx.post(f"{url}/pause_generation", json={"mode": "retract"})
+        httpx.post(f"{url}/update_weight_version", json={"new_version": "4-incomplete"})
+    _, [line] = finish(tmp_path, "max_steps=1", f"rollout.server_addrs=[{url}]")
+    assert line["staleness_mean"] == line["staleness_max"] == 0
+    assert line["logp_mismatch"] < 1e-4
 
 
 def test_recover_off_does_not_touch_a_run(tmp_path: Path) -> None:
