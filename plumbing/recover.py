@@ -2,6 +2,7 @@
 
 A run that is started again under its name goes on (`recover: auto`). The rule of what it goes on *from*:
 
+- **One process writes a run.** Who wants to go on with one that is still alive, as after a lost connection, is refused.
 - **A checkpoint is a step.** recover/step00040 holds all that step 41 depends on: model and optimizer (sharded, by
   torch.distributed.checkpoint, so that any number of ranks reads it), schedules, random state, the place in the data,
   and which groups were open: drawn from the data, not yet trained on. Of its files state.pickle comes last, and all at
@@ -25,13 +26,14 @@ power failure between the write of a file and the disk; the groups that agents s
 Beside AReaL: there in-flight and accepted but untrained rollouts are lost, and before #1345 the gate opened too wide.
 """
 
+import fcntl
 import json
 import os
 import pickle
 import random
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -50,6 +52,21 @@ def write_whole(path: Path, content: bytes) -> None:
     partial = path.with_suffix(PARTIAL)
     partial.write_bytes(content)
     os.replace(partial, path)
+
+
+def claim(run_dir: Path) -> TextIO:
+    """Make the run's folder this process's own while the returned file is open; however it ends, the kernel lets go.
+    ConfigError where another process has it. A file system without locks protects nobody."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock = (run_dir / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        reason = "is being written by another process"
+        raise ConfigError(f"{run_dir} {reason}: wait for its end, or give another trial_name") from error
+    except OSError:  # no locks here
+        pass
+    return lock
 
 
 class GroupLog:

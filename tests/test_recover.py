@@ -28,7 +28,7 @@ from plumbing.config import ConfigError, RolloutConfig, load
 from plumbing.evaluate import evaluate_endpoint
 from plumbing.inputs import Inputs, load_inputs
 from plumbing.logger import Trace
-from plumbing.recover import GroupLog, Recovery, cut_metrics
+from plumbing.recover import GroupLog, Recovery, claim, cut_metrics
 from trajectory import complete
 from weights import write_checkpoint
 
@@ -264,6 +264,19 @@ def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
     check_lineage(tmp_path / "e/t", metrics, batch=6, eta=2)
     said, again = finish(tmp_path, "max_steps=8", "rollout.max_head_offpolicyness=2")
     assert again == metrics, "a finished run that is started again has nothing to do"
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_run_that_is_alive_is_left_alone(tmp_path: Path, mode: str) -> None:
+    """Started again while the first process lives (here: this one), it is refused in one line and writes nothing."""
+    again = command(tmp_path, f"mode={mode}", "max_steps=1")
+    with claim(tmp_path / "e/t"):
+        done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2, done.stdout[-2000:]
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"error: {tmp_path}/e/t is being written by another process")
+    assert [path.name for path in (tmp_path / "e/t").iterdir()] == ["lock"]
+    claim(tmp_path / "e/t").close()
 
 
 @pytest.mark.parametrize("left", ["ready", "in the middle of an update"])
