@@ -57,7 +57,7 @@ from plumbing.inputs import Inputs, load_inputs
 from plumbing.launch import HOLD_SECONDS, Child, Fleet, Planned, ProcessDied, plan_run, revision, start_proxies
 from plumbing.logger import Logger, Trace, describe_batch
 from plumbing.ranks import join_ranks, leave_ranks, share
-from plumbing.recover import Recovery, claim
+from plumbing.recover import Recovery, claim, folders_of_steps
 from plumbing.report import summarise
 from ppo import describe_mode
 from trajectory import Trajectory
@@ -207,7 +207,7 @@ def save(actor: FSDPPPOActor, folder: Path, step: int, keep: int) -> None:
     """A Hugging Face directory `step00040`; the newest `keep` stay, and none of a lineage that a restart has cut."""
     actor.save(folder / f"step{step:05d}")
     if actor.rank == 0:
-        steps = {int(path.name.removeprefix("step")): path for path in folder.glob("step*")}
+        steps = folders_of_steps(folder)
         ours = sorted(k for k in steps if k <= step)[-keep:]
         for old in steps.keys() - set(ours):
             shutil.rmtree(steps[old])

@@ -69,6 +69,12 @@ def claim(run_dir: Path) -> TextIO:
     return lock
 
 
+def folders_of_steps(folder: Path) -> dict[int, Path]:
+    """Those named step00040 and so on; what somebody keeps beside them has another name."""
+    named = {path.name.removeprefix("step"): path for path in folder.glob("step*")}
+    return {int(step): path for step, path in named.items() if step.isdecimal()}
+
+
 class GroupLog:
     """Finished groups that no checkpoint has trained on, a file each. Written by the rollout's threads."""
 
@@ -113,8 +119,8 @@ class Recovery:
         self.step = 0  # of the checkpoint that the run goes on from
         self.groups: GroupLog | None = None  # rank 0's
         if self.on and dist.get_rank() == 0:
-            whole = [path.parent.name.removeprefix("step") for path in self.folder.glob("step*/state.pickle")]
-            self.step = max((int(step) for step in whole if step.isdecimal()), default=0)
+            found = folders_of_steps(self.folder)
+            self.step = max((step for step in found if (found[step] / "state.pickle").exists()), default=0)
             cut_metrics(run_dir / "metrics.jsonl", self.step)
             self.groups = GroupLog(self.folder / "groups")
         self.step = share(self.step)
@@ -133,7 +139,7 @@ class Recovery:
             rollout = executor.state_dict()
             state = {"steps": actor.steps, "rollout": rollout, "random": (random.getstate(), torch.get_rng_state())}
             write_whole(target / "state.pickle", pickle.dumps(state))
-            for old in self.folder.glob("step*"):
+            for old in folders_of_steps(self.folder).values():
                 if old != target:
                     shutil.rmtree(old)
             self.groups.keep(rollout["open"], below=rollout["next_id"])

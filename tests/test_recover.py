@@ -29,6 +29,7 @@ from plumbing.evaluate import evaluate_endpoint
 from plumbing.inputs import Inputs, load_inputs
 from plumbing.logger import Trace
 from plumbing.recover import GroupLog, Recovery, claim, cut_metrics
+from train import save
 from trajectory import complete
 from weights import write_checkpoint
 
@@ -157,7 +158,9 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     shutil.copytree(tmp_path / "recover" / "step00001", tmp_path / "recover" / "step00002")
     (tmp_path / "recover" / "step00002" / "state.pickle").unlink()  # died while it was written
     (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # of nine ranks
-    (tmp_path / "recover" / "stepping").mkdir()  # somebody's own
+    own = {"stepping", "step00001-before-I-changed-lr", "step00000"}  # somebody's, and one of an earlier step
+    for name in own:
+        (tmp_path / "recover" / name).mkdir()
     expected = step(actor)
     actor.destroy()
 
@@ -171,9 +174,25 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     assert numbers[0] == expected[2]
     assert torch.equal(numbers[1], expected[3])
     recovery.save(2, again, executor)
-    assert [path.name for path in (tmp_path / "recover").glob("step0*")] == ["step00002"]
+    assert {path.name for path in (tmp_path / "recover").glob("step*")} == own - {"step00000"} | {"step00002"}
     assert not (tmp_path / "recover" / "step00002" / "__9_0.distcp").exists()
     again.destroy()
+
+
+def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
+    """Of its own folders the newest `keep` stay, and none that a lost step has left; somebody's own all stay."""
+
+    class Actor:
+        rank = 0
+
+        def save(self, path: Path) -> None:
+            path.mkdir()
+
+    for name in ("step00001", "step00002", "step00009", "step00001-best", "stepping"):
+        (tmp_path / name).mkdir()
+    save(Actor(), tmp_path, 3, keep=2)  # type: ignore[arg-type]
+    left = ["step00001-best", "step00002", "step00003", "stepping"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
