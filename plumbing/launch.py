@@ -253,13 +253,18 @@ def check_sglang() -> None:
 
 
 def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
-    """ConfigError for a server that does not answer, and for a port that is taken."""
+    """ConfigError for a server that does not answer as an inference server or a router does, and for a port that is
+    taken."""
     for url in config.rollout.server_addrs:
         try:
-            httpx.get(f"{url}/model_info", timeout=10, trust_env=False)
+            paths = ("/model_info", "/workers")
+            answers = [httpx.get(url.rstrip("/") + path, timeout=10, trust_env=False) for path in paths]
         except (httpx.TransportError, httpx.InvalidURL) as error:
             reason = f"{url} cannot be reached ({error}): is it up, is it right?"
             raise ConfigError(f"rollout.server_addrs: {reason}") from error
+        if 200 not in [answer.status_code for answer in answers]:
+            reason = f"{url} is no inference server: it answered {answers[0].status_code} to /model_info"
+            raise ConfigError(f"rollout.server_addrs: {reason}")
     for process in planned:
         try:
             listen("127.0.0.1", process.port or 0).close()

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -129,6 +131,31 @@ def test_a_server_that_does_not_answer_is_refused(url: str) -> None:
     """An address in rollout.server_addrs must answer before the run begins."""
     with pytest.raises(ConfigError, match=f"rollout.server_addrs: {url} cannot be reached"):
         check_addresses(config("DIR", f"rollout.server_addrs=['{url}']"), [])
+
+
+@pytest.mark.parametrize(
+    ("routes", "end", "fits"),
+    [(set(), "", False), ({"/health"}, "", False), ({"/model_info"}, "", True), ({"/workers"}, "/", True)],
+)
+def test_a_server_of_another_kind_is_refused(routes: set[str], end: str, fits: bool) -> None:
+    """Whatever else listens there is named; a router, which need not answer /model_info, lists its workers."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path in routes else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}{end}"
+        refused = pytest.raises(ConfigError, match=f"server_addrs: {url} is no inference server: it answered 404")
+        try:
+            with nullcontext() if fits else refused:
+                check_addresses(config("DIR", f"rollout.server_addrs=[{url}]"), [])
+        finally:
+            server.shutdown()
 
 
 def test_too_little_memory_says_what_to_turn_down() -> None:
