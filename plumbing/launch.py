@@ -346,6 +346,7 @@ def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> tupl
         "--seed": gconfig.seed,
         "--sampling": json.dumps(asdict(gconfig.new(n_samples=1))),
         "--request-timeout": config.rollout.request_timeout,
+        "--request-retries": config.rollout.request_retries,
         "--session-timeout-seconds": openai.session_timeout_seconds,
         "--chat-template-type": openai.chat_template_type,
         "--tool-call-parser": openai.tool_call_parser,

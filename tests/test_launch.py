@@ -18,8 +18,10 @@ import pytest
 from conftest import ROOT, free_port
 from test_run import SMALL_GUESS, assert_gone, command, is_alive, start_and_wait_for_step, wait_gone
 
+import proxy
 from plumbing.config import ConfigError, TrainConfig, load
 from plumbing.launch import (
+    Child,
     Fleet,
     Planned,
     ProcessDied,
@@ -28,6 +30,7 @@ from plumbing.launch import (
     check_sglang,
     estimate_memory,
     plan_servers,
+    start_proxies,
 )
 
 
@@ -212,6 +215,30 @@ def test_an_unreachable_server_is_one_line(tmp_path: Path, tiny_model_dir: Path)
 
 def python(code: str, *words: str) -> list[str]:
     return [sys.executable, "-c", code, *words]
+
+
+def test_agents_requests_are_as_patient_as_configured(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy has an engine of its own: what rollout.* says about requests reaches it by the proxy's command line."""
+    planned, given = list[Planned](), {}
+
+    class Recorder:
+        def __init__(self, addresses: list[str], **options: object) -> None:
+            given.update(options)
+            raise ValueError("that is all")
+
+    def start(self: Fleet, process: Planned) -> Child:
+        planned.append(process)
+        return Child(process.name, "", tmp_path, None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Fleet, "start", start)
+    monkeypatch.setattr(Child, "wait_ready", lambda child: child.url)
+    monkeypatch.setattr(proxy, "RemoteInfEngine", Recorder)
+    words = ["rollout.request_timeout=7", "rollout.request_retries=5", f"tokenizer_path={tiny_model_dir}"]
+    start_proxies(config("DIR", *words), Fleet(tmp_path), ["http://up"])
+    assert proxy.main([*planned[0].command[2:], "--port", "0"]) == 2
+    assert given == {"request_timeout": 7.0, "request_retries": 5}
 
 
 def test_a_leash_ends_all_that_the_command_started(tmp_path: Path) -> None:
