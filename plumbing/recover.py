@@ -88,7 +88,7 @@ class GroupLog:
         return self.folder / f"{task_id}.safetensors"
 
     def write(self, task_id: int, group: Trajectory) -> None:
-        write_whole(self.path(task_id), save({k: v.contiguous() for k, v in group.items()}))
+        write_whole(self.path(task_id), save({k: v.contiguous().clone() for k, v in group.items()}))
 
     def read(self, task_ids: Any, version: int) -> dict[int, Trajectory]:
         """Those of `task_ids` that are here and hold no token newer than `version`, in the order given."""

@@ -76,6 +76,16 @@ def test_groups_of_weights_that_are_gone_are_not_put_back(tmp_path: Path) -> Non
     assert list(log.read([5, 6, 7, 9], version=9)) == [6, 7, 9]
 
 
+def test_a_group_may_name_a_tensor_twice(tmp_path: Path) -> None:
+    """What a workflow returns may share memory (two keys, views of one tensor); its file holds each key's values."""
+    both = torch.arange(6.0).view(2, 3)
+    shared = group(1) | {"logprobs": both[:1], "turn_rewards": both[:1], "advantages": both[1:], "across": both.T}
+    log = GroupLog(tmp_path / "groups")
+    log.write(0, shared)
+    found = log.read([0], version=1)[0]
+    assert all(torch.equal(found[key], value) for key, value in shared.items())
+
+
 @pytest.fixture
 def make_executor(tiny_tokenizer):
     made = []
