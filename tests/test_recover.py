@@ -11,7 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -29,6 +31,7 @@ from plumbing.evaluate import evaluate_endpoint
 from plumbing.inputs import Inputs, load_inputs
 from plumbing.logger import Trace
 from plumbing.recover import GroupLog, Recovery, claim, cut_metrics
+from plumbing.report import summarise
 from train import save
 from trajectory import complete
 from weights import write_checkpoint
@@ -225,6 +228,23 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_model_dir: Path, tmp_path
             with pytest.raises(ConfigError, match=r"does not fit .*another trial_name"):
                 recovery.load(actor, Executor())
         actor.destroy()
+
+
+@pytest.mark.parametrize(
+    ("counted", "says"),
+    [
+        ({1: 12, 0: 4}, "; 16 trained tokens by version lag: lag 0 25%, lag 1 75%\n"),
+        ({0: 6}, "; 6 trained tokens since the restart by version lag: lag 0 100%\n"),
+        ({}, "\n"),
+    ],
+)
+def test_a_summary_says_what_it_has_counted(capsys, counted: dict[int, int], says: str) -> None:
+    """Metrics outlive a kill, the count of lags does not: in between it is of the rest of the run, or of nothing."""
+    line = {"success": 0.5, "staleness_max": 1.0, "staleness_mean": 0.75, "wall_s": 2.0}
+    history = [line | {"tokens": 10}, line | {"tokens": 6}]
+    run = SimpleNamespace(history=history, lag_counts=Counter(counted), config=SimpleNamespace(run_dir="here"))
+    summarise(run, None)  # type: ignore[arg-type]
+    assert f"staleness mean 0.75, max 1{says}" in capsys.readouterr().out
 
 
 # ---- real runs
