@@ -257,14 +257,13 @@ def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
     taken."""
     for url in config.rollout.server_addrs:
         try:
-            paths = ("/model_info", "/workers")
-            answers = [httpx.get(url.rstrip("/") + path, timeout=10, trust_env=False) for path in paths]
+            urls = [url.rstrip("/") + path for path in ("/model_info", "/workers")]
+            status = [httpx.get(each, timeout=10, trust_env=False).status_code for each in urls]
         except (httpx.TransportError, httpx.InvalidURL) as error:
             reason = f"{url} cannot be reached ({error}): is it up, is it right?"
             raise ConfigError(f"rollout.server_addrs: {reason}") from error
-        if 200 not in [answer.status_code for answer in answers]:
-            reason = f"{url} is no inference server: it answered {answers[0].status_code} to /model_info"
-            raise ConfigError(f"rollout.server_addrs: {reason}")
+        if 200 not in status:
+            raise ConfigError(f"rollout.server_addrs: {url} is no inference server: it answered {status[0]}")
     for process in planned:
         try:
             listen("127.0.0.1", process.port or 0).close()

@@ -62,8 +62,7 @@ def claim(run_dir: Path) -> TextIO:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        reason = "is being written by another process"
-        raise ConfigError(f"{run_dir} {reason}: wait for its end, or give another trial_name") from error
+        raise ConfigError(f"{run_dir} is being written by another process: wait, or give another trial_name") from error
     except OSError:  # no locks here
         pass
     return lock
@@ -139,9 +138,8 @@ class Recovery:
             rollout = executor.state_dict()
             state = {"steps": actor.steps, "rollout": rollout, "random": (random.getstate(), torch.get_rng_state())}
             write_whole(target / "state.pickle", pickle.dumps(state))
-            for old in folders_of_steps(self.folder).values():
-                if old != target:
-                    shutil.rmtree(old)
+            for old in {*folders_of_steps(self.folder).values()} - {target}:
+                shutil.rmtree(old)
             self.groups.keep(rollout["open"], below=rollout["next_id"])
         dist.barrier()
 
