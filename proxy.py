@@ -313,6 +313,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, help="makes the sampling of a run repeatable")
     add("--sampling", type=orjson.loads, default={}, help='JSON: other defaults, as {"max_new_tokens": 500}')
     add("--request-timeout", type=float, default=3600.0, help="seconds for one generation")
+    add("--request-retries", type=int, default=3, help="tries after a connection error or a 5xx")
     add("--session-timeout-seconds", type=float, default=3600.0, help="an idle session is dropped after this")
     add("--chat-template-type", choices=["concat", "hf"], default="concat", help="hf: render turns in full")
     add("--fixed-sampling", action="append", default=[], help="a field of --sampling that no agent may change")
@@ -330,7 +331,9 @@ def main(argv: list[str] | None = None) -> int:
         try:
             listener = stack.enter_context(listen(args.host, args.port))
             tokenizer = load_tokenizer(args.model_path)
-            engine = RemoteInfEngine(args.server, request_timeout=args.request_timeout)
+            engine = RemoteInfEngine(
+                args.server, request_timeout=args.request_timeout, request_retries=args.request_retries
+            )
             stack.callback(engine.destroy)
             engine.initialize()
             if engine.context_length:

@@ -57,7 +57,7 @@ from plumbing.inputs import Inputs, load_inputs
 from plumbing.launch import HOLD_SECONDS, Child, Fleet, Planned, ProcessDied, plan_run, revision, start_proxies
 from plumbing.logger import Logger, Trace, describe_batch
 from plumbing.ranks import join_ranks, leave_ranks, share
-from plumbing.recover import Recovery
+from plumbing.recover import Recovery, claim, folders_of_steps
 from plumbing.report import summarise
 from ppo import describe_mode
 from trajectory import Trajectory
@@ -122,9 +122,9 @@ class PPOTrainer:
             collate_fn=list,
         )
 
-        # 3. Where the run was when it was killed; the servers, too.
+        # 3. Where the run was when it was killed; the servers, too, and those that were up before it began.
         self.step = self.recovery.load(actor, self.rollout.executor)
-        if self.step:
+        if self.step or config.rollout.server_addrs:
             self.push_weights(self.step)
 
     def train(self, logger: Logger | None) -> None:
@@ -207,7 +207,7 @@ def save(actor: FSDPPPOActor, folder: Path, step: int, keep: int) -> None:
     """A Hugging Face directory `step00040`; the newest `keep` stay, and none of a lineage that a restart has cut."""
     actor.save(folder / f"step{step:05d}")
     if actor.rank == 0:
-        steps = {int(path.name.removeprefix("step")): path for path in folder.glob("step*")}
+        steps = folders_of_steps(folder)
         ours = sorted(k for k in steps if k <= step)[-keep:]
         for old in steps.keys() - set(ours):
             shutil.rmtree(steps[old])
@@ -227,6 +227,10 @@ def start_rollout(
         request_retries=config.rollout.request_retries,
     )
     stack.callback(rollout.destroy)
+    if config.mode == "train" and config.rollout.server_addrs:  # an earlier run may have died in an update
+        rollout.servers.refresh()
+        rollout.servers.post_all("/update_weight_version", {"new_version": "0", "abort_all_requests": True})
+        rollout.resume()
     rollout.initialize()
     executor = WorkflowExecutor(
         rollout,
@@ -275,14 +279,14 @@ def run_evaluation(run: Run) -> None:
     print("  ".join(f"{key} {value:.4g}" for key, value in found.items() if value is not None))
 
 
-def configure(argv: list[str]) -> tuple[TrainConfig, Inputs, list[Planned]]:
+def configure(argv: list[str], stack: ExitStack) -> tuple[TrainConfig, Inputs, list[Planned]]:
     """The configuration, what it names, and the servers to start. Rank 0 reads it, names the run and makes the base
     model; all ranks agree, and where it cannot run they end together."""
     config: Any
     first = dist.get_rank() == 0
     inputs, servers = None, list[Planned]()
     try:
-        config, inputs, servers = read(argv) if first else (None, None, [])
+        config, inputs, servers = read(argv, stack) if first else (None, None, [])
     except (ConfigError, SystemExit) as error:
         config = error
     config = share(config)
@@ -292,8 +296,8 @@ def configure(argv: list[str]) -> tuple[TrainConfig, Inputs, list[Planned]]:
     return config, inputs or load_inputs(config), servers
 
 
-def read(argv: list[str]) -> tuple[TrainConfig, Inputs, list[Planned]]:
-    """What `configure` promises, on rank 0."""
+def read(argv: list[str], stack: ExitStack) -> tuple[TrainConfig, Inputs, list[Planned]]:
+    """What `configure` promises, on rank 0; until `stack` ends, the run's folder is this process's own."""
     config = load(argv)
     if config.trial_name == "auto":
         config.trial_name = time.strftime("%Y%m%d-%H%M%S")
@@ -305,6 +309,8 @@ def read(argv: list[str]) -> tuple[TrainConfig, Inputs, list[Planned]]:
     servers, plan = plan_run(config)
     if config.dry_run:
         print(plan)
+    else:
+        stack.enter_context(claim(config.run_dir))
     return config, inputs, servers
 
 
@@ -340,7 +346,7 @@ def main(argv: list[str] | None = None) -> int:
     with ExitStack() as stack:  # an error is told first, and what was started is ended after it
         try:
             join_ranks()
-            config, inputs, servers = configure(sys.argv[1:] if argv is None else argv)
+            config, inputs, servers = configure(sys.argv[1:] if argv is None else argv, stack)
             if not config.dry_run:
                 start(config, inputs, servers, stack)
         except (ConfigError, ProcessDied) as error:

@@ -61,7 +61,7 @@ class RolloutConfig:
     enable_tracing: bool = True  # write every submit, start, finish, accept, reject, fail, drop to trace.json
     check_trajectory_format: bool = True  # verify keys and shapes of what workflows return
     dump_to_file: bool = True  # write every trajectory as text to rollout/{version}/{task_id}.jsonl
-    server_addrs: list[str] = field(default_factory=list)  # servers that are already up; empty: launch our own
+    server_addrs: list[str] = field(default_factory=list)  # servers that are up already; mode=eval keeps their weights
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)  # the proxy approach
 
 

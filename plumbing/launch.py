@@ -253,13 +253,17 @@ def check_sglang() -> None:
 
 
 def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
-    """ConfigError for a server that does not answer, and for a port that is taken."""
+    """ConfigError for a server that does not answer as an inference server or a router does, and for a port that is
+    taken."""
     for url in config.rollout.server_addrs:
         try:
-            httpx.get(f"{url}/model_info", timeout=10, trust_env=False)
+            urls = [url.rstrip("/") + path for path in ("/model_info", "/workers")]
+            status = [httpx.get(each, timeout=10, trust_env=False).status_code for each in urls]
         except (httpx.TransportError, httpx.InvalidURL) as error:
             reason = f"{url} cannot be reached ({error}): is it up, is it right?"
             raise ConfigError(f"rollout.server_addrs: {reason}") from error
+        if 200 not in status:
+            raise ConfigError(f"rollout.server_addrs: {url} is no inference server: it answered {status[0]}")
     for process in planned:
         try:
             listen("127.0.0.1", process.port or 0).close()
@@ -341,6 +345,7 @@ def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> tupl
         "--seed": gconfig.seed,
         "--sampling": json.dumps(asdict(gconfig.new(n_samples=1))),
         "--request-timeout": config.rollout.request_timeout,
+        "--request-retries": config.rollout.request_retries,
         "--session-timeout-seconds": openai.session_timeout_seconds,
         "--chat-template-type": openai.chat_template_type,
         "--tool-call-parser": openai.tool_call_parser,

@@ -2,6 +2,7 @@
 
 A run that is started again under its name goes on (`recover: auto`). The rule of what it goes on *from*:
 
+- **One process writes a run.** Who wants to go on with one that is still alive, as after a lost connection, is refused.
 - **A checkpoint is a step.** recover/step00040 holds all that step 41 depends on: model and optimizer (sharded, by
   torch.distributed.checkpoint, so that any number of ranks reads it), schedules, random state, the place in the data,
   and which groups were open: drawn from the data, not yet trained on. Of its files state.pickle comes last, and all at
@@ -26,13 +27,14 @@ power failure between the write of a file and the disk; the groups that agents s
 Beside AReaL: there in-flight and accepted but untrained rollouts are lost, and before #1345 the gate opened too wide.
 """
 
+import fcntl
 import json
 import os
 import pickle
 import random
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -53,6 +55,26 @@ def write_whole(path: Path, content: bytes) -> None:
     os.replace(partial, path)
 
 
+def claim(run_dir: Path) -> TextIO:
+    """Make the run's folder this process's own while the returned file is open; however it ends, the kernel lets go.
+    ConfigError where another process has it. A file system without locks protects nobody."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock = (run_dir / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"{run_dir} is being written by another process: wait, or give another trial_name") from error
+    except OSError:  # no locks here
+        pass
+    return lock
+
+
+def folders_of_steps(folder: Path) -> dict[int, Path]:
+    """Those named step00040 and so on; what somebody keeps beside them has another name."""
+    named = {path.name.removeprefix("step"): path for path in folder.glob("step*")}
+    return {int(step): path for step, path in named.items() if step.isdecimal()}
+
+
 class GroupLog:
     """Finished groups that no checkpoint has trained on, a file each. Written by the rollout's threads."""
 
@@ -66,7 +88,7 @@ class GroupLog:
         return self.folder / f"{task_id}.safetensors"
 
     def write(self, task_id: int, group: Trajectory) -> None:
-        write_whole(self.path(task_id), save({k: v.contiguous() for k, v in group.items()}))
+        write_whole(self.path(task_id), save({k: v.contiguous().clone() for k, v in group.items()}))
 
     def read(self, task_ids: Any, version: int) -> dict[int, Trajectory]:
         """Those of `task_ids` that are here and hold no token newer than `version`, in the order given."""
@@ -97,8 +119,8 @@ class Recovery:
         self.step = 0  # of the checkpoint that the run goes on from
         self.groups: GroupLog | None = None  # rank 0's
         if self.on and dist.get_rank() == 0:
-            whole = [path.parent.name.removeprefix("step") for path in self.folder.glob("step*/state.pickle")]
-            self.step = max((int(step) for step in whole if step.isdecimal()), default=0)
+            found = folders_of_steps(self.folder)
+            self.step = max((step for step in found if (found[step] / "state.pickle").exists()), default=0)
             cut_metrics(run_dir / "metrics.jsonl", self.step)
             self.groups = GroupLog(self.folder / "groups")
         self.step = share(self.step)
@@ -117,9 +139,8 @@ class Recovery:
             rollout = executor.state_dict()
             state = {"steps": actor.steps, "rollout": rollout, "random": (random.getstate(), torch.get_rng_state())}
             write_whole(target / "state.pickle", pickle.dumps(state))
-            for old in self.folder.glob("step*"):
-                if old != target:
-                    shutil.rmtree(old)
+            for old in {*folders_of_steps(self.folder).values()} - {target}:
+                shutil.rmtree(old)
             self.groups.keep(rollout["open"], below=rollout["next_id"])
         dist.barrier()
 

@@ -10,14 +10,18 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, free_port
 from test_run import SMALL_GUESS, assert_gone, command, is_alive, start_and_wait_for_step, wait_gone
 
+import proxy
 from plumbing.config import ConfigError, TrainConfig, load
 from plumbing.launch import (
+    Child,
     Fleet,
     Planned,
     ProcessDied,
@@ -26,6 +30,7 @@ from plumbing.launch import (
     check_sglang,
     estimate_memory,
     plan_servers,
+    start_proxies,
 )
 
 
@@ -131,6 +136,31 @@ def test_a_server_that_does_not_answer_is_refused(url: str) -> None:
         check_addresses(config("DIR", f"rollout.server_addrs=['{url}']"), [])
 
 
+@pytest.mark.parametrize(
+    ("routes", "end", "fits"),
+    [(set(), "", False), ({"/health"}, "", False), ({"/model_info"}, "", True), ({"/workers"}, "/", True)],
+)
+def test_a_server_of_another_kind_is_refused(routes: set[str], end: str, fits: bool) -> None:
+    """Whatever else listens there is named; a router, which need not answer /model_info, lists its workers."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path in routes else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}{end}"
+        refused = pytest.raises(ConfigError, match=f"server_addrs: {url} is no inference server: it answered 404")
+        try:
+            with nullcontext() if fits else refused:
+                check_addresses(config("DIR", f"rollout.server_addrs=[{url}]"), [])
+        finally:
+            server.shutdown()
+
+
 def test_too_little_memory_says_what_to_turn_down() -> None:
     """The message lists what to turn down, in order."""
     needs = [(Planned("rank 0", [], ["0"]), 30.0), (Planned("server-0", [], ["0", "1"]), 20.0)]
@@ -185,6 +215,30 @@ def test_an_unreachable_server_is_one_line(tmp_path: Path, tiny_model_dir: Path)
 
 def python(code: str, *words: str) -> list[str]:
     return [sys.executable, "-c", code, *words]
+
+
+def test_agents_requests_are_as_patient_as_configured(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy has an engine of its own: what rollout.* says about requests reaches it by the proxy's command line."""
+    planned, given = list[Planned](), {}
+
+    class Recorder:
+        def __init__(self, addresses: list[str], **options: object) -> None:
+            given.update(options)
+            raise ValueError("that is all")
+
+    def start(self: Fleet, process: Planned) -> Child:
+        planned.append(process)
+        return Child(process.name, "", tmp_path, None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Fleet, "start", start)
+    monkeypatch.setattr(Child, "wait_ready", lambda child: child.url)
+    monkeypatch.setattr(proxy, "RemoteInfEngine", Recorder)
+    words = ["rollout.request_timeout=7", "rollout.request_retries=5", f"tokenizer_path={tiny_model_dir}"]
+    start_proxies(config("DIR", *words), Fleet(tmp_path), ["http://up"])
+    assert proxy.main([*planned[0].command[2:], "--port", "0"]) == 2
+    assert given == {"request_timeout": 7.0, "request_retries": 5}
 
 
 def test_a_leash_ends_all_that_the_command_started(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import mode_agents
@@ -29,8 +31,11 @@ from plumbing.config import ConfigError, RolloutConfig, load
 from plumbing.evaluate import evaluate, evaluate_endpoint
 from plumbing.inputs import Inputs, load_inputs
 from plumbing.logger import Trace
-from plumbing.recover import GroupLog, Recovery, cut_metrics
+from plumbing.recover import GroupLog, Recovery, claim, cut_metrics
+from plumbing.report import summarise
+from train import save
 from trajectory import complete
+from weights import write_checkpoint
 
 pytestmark = pytest.mark.runs
 
@@ -73,6 +78,16 @@ def test_groups_of_weights_that_are_gone_are_not_put_back(tmp_path: Path) -> Non
     assert all(torch.equal(found[7][key], value) for key, value in group(3, 7).items())
     log.keep([6, 7], below=9)
     assert list(log.read([5, 6, 7, 9], version=9)) == [6, 7, 9]
+
+
+def test_a_group_may_name_a_tensor_twice(tmp_path: Path) -> None:
+    """What a workflow returns may share memory (two keys, views of one tensor); its file holds each key's values."""
+    both = torch.arange(6.0).view(2, 3)
+    shared = group(1) | {"logprobs": both[:1], "turn_rewards": both[:1], "advantages": both[1:], "across": both.T}
+    log = GroupLog(tmp_path / "groups")
+    log.write(0, shared)
+    found = log.read([0], version=1)[0]
+    assert all(torch.equal(found[key], value) for key, value in shared.items())
 
 
 @pytest.fixture
@@ -187,7 +202,9 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     shutil.copytree(tmp_path / "recover" / "step00001", tmp_path / "recover" / "step00002")
     (tmp_path / "recover" / "step00002" / "state.pickle").unlink()  # died while it was written
     (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # of nine ranks
-    (tmp_path / "recover" / "stepping").mkdir()  # somebody's own
+    own = {"stepping", "step00001-before-I-changed-lr", "step00000"}  # somebody's, and one of an earlier step
+    for name in own:
+        (tmp_path / "recover" / name).mkdir()
     expected = step(actor)
     actor.destroy()
 
@@ -201,9 +218,25 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     assert numbers[0] == expected[2]
     assert torch.equal(numbers[1], expected[3])
     recovery.save(2, again, executor)
-    assert [path.name for path in (tmp_path / "recover").glob("step0*")] == ["step00002"]
+    assert {path.name for path in (tmp_path / "recover").glob("step*")} == own - {"step00000"} | {"step00002"}
     assert not (tmp_path / "recover" / "step00002" / "__9_0.distcp").exists()
     again.destroy()
+
+
+def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
+    """Of its own folders the newest `keep` stay, and none that a lost step has left; somebody's own all stay."""
+
+    class Actor:
+        rank = 0
+
+        def save(self, path: Path) -> None:
+            path.mkdir()
+
+    for name in ("step00001", "step00002", "step00009", "step00001-best", "stepping"):
+        (tmp_path / name).mkdir()
+    save(Actor(), tmp_path, 3, keep=2)  # type: ignore[arg-type]
+    left = ["step00001-best", "step00002", "step00003", "stepping"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -226,6 +259,23 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_model_dir: Path, tmp_path
             with pytest.raises(ConfigError, match=r"does not fit .*another trial_name"):
                 recovery.load(actor, Executor())
         actor.destroy()
+
+
+@pytest.mark.parametrize(
+    ("counted", "says"),
+    [
+        ({1: 12, 0: 4}, "; 16 trained tokens by version lag: lag 0 25%, lag 1 75%\n"),
+        ({0: 6}, "; 6 trained tokens since the restart by version lag: lag 0 100%\n"),
+        ({}, "\n"),
+    ],
+)
+def test_a_summary_says_what_it_has_counted(capsys, counted: dict[int, int], says: str) -> None:
+    """Metrics outlive a kill, the count of lags does not: in between it is of the rest of the run, or of nothing."""
+    line = {"success": 0.5, "staleness_max": 1.0, "staleness_mean": 0.75, "wall_s": 2.0}
+    history = [line | {"tokens": 10}, line | {"tokens": 6}]
+    run = SimpleNamespace(history=history, lag_counts=Counter(counted), config=SimpleNamespace(run_dir="here"))
+    summarise(run, None)  # type: ignore[arg-type]
+    assert f"staleness mean 0.75, max 1{says}" in capsys.readouterr().out
 
 
 # ---- real runs
@@ -294,6 +344,37 @@ def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
     check_lineage(tmp_path / "e/t", metrics, batch=6, eta=2)
     said, again = finish(tmp_path, "max_steps=8", "rollout.max_head_offpolicyness=2")
     assert again == metrics, "a finished run that is started again has nothing to do"
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_run_that_is_alive_is_left_alone(tmp_path: Path, mode: str) -> None:
+    """Started again while the first process lives (here: this one), it is refused in one line and writes nothing."""
+    again = command(tmp_path, f"mode={mode}", "max_steps=1")
+    with claim(tmp_path / "e/t"):
+        done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2, done.stdout[-2000:]
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"error: {tmp_path}/e/t is being written by another process")
+    assert [path.name for path in (tmp_path / "e/t").iterdir()] == ["lock"]
+    claim(tmp_path / "e/t").close()
+
+
+@pytest.mark.parametrize("left", ["ready", "in the middle of an update"])
+def test_servers_that_outlive_their_run_get_the_weights_of_the_next(
+    tmp_path: Path, start_tiny_server, left: str
+) -> None:
+    """A server that is up has the weights of whoever used it last, or half of them, and may be paused. Training starts
+    from its own all the same: every token is of version 0, and the server computes what the trainer does."""
+    base = load_inputs(load(["seed=1"])).tokenizer.name_or_path
+    of_another_run = {name: 1.1 * tensor for name, tensor in load_file(f"{base}/model.safetensors").items()}
+    other = write_checkpoint(of_another_run, base, tmp_path / "other")
+    url = start_tiny_server("--model-path", str(other), "--weight-version", "3")
+    if left != "ready":
+        httpx.post(f"{url}/pause_generation", json={"mode": "retract"})
+        httpx.post(f"{url}/update_weight_version", json={"new_version": "4-incomplete"})
+    _, [line] = finish(tmp_path, "max_steps=1", f"rollout.server_addrs=[{url}]")
+    assert line["staleness_mean"] == line["staleness_max"] == 0
+    assert line["logp_mismatch"] < 1e-4
 
 
 def test_recover_off_does_not_touch_a_run(tmp_path: Path) -> None:
