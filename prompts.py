@@ -50,7 +50,7 @@ from tools import without_partial
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
 REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # how a chat template does
-WINDOW = 64  # tokens without a whole character at their end after which one no longer waits for it
+WINDOW = 16  # U+FFFD in a row at the end of a text that are not taken for the bytes of a character to come
 
 
 class PromptBuilder:
@@ -154,10 +154,12 @@ class TextReader:
         before = self._decode(tokens[self._context : self._read])
         fresh = self._decode(tokens[self._context :])[len(before) :]
         complete = fresh.rstrip("\ufffd")
+        if len(fresh) - len(complete) > WINDOW:  # a character has four bytes: all but the last three never become one
+            tokens = tokens[:-3]
+            complete = fresh = self._decode(tokens[self._context :])[len(before) :]
         text = self._text + complete
-        if fresh and (complete == fresh or len(tokens) - self._read > WINDOW):
-            text = self._text = self._text + fresh
-            self._context, self._read = self._read, len(tokens)
+        if fresh and complete == fresh:
+            self._text, self._context, self._read = text, self._read, len(tokens)
         longest = max(map(len, self._stop), default=0)
         found = self._end(text, max(len(self._opening), len(text) - len(fresh) - longest))
         self._cut = min(self._cut, found) if found < len(text) else self._cut
