@@ -115,12 +115,11 @@ class OutputParser:
             raise ValueError(f"reasoning_parser: one of {', '.join(filter(None, THINKERS))} is needed")
         self._tokenizer = tokenizer
         self._sglang = tool_call_parser not in HERMES and sglang_parser(tool_call_parser)
-        self._prompt = ""
-        if getattr(tokenizer, "chat_template", None):
-            talk = [{"role": "user", "content": "x"}]
-            self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
         template = getattr(tokenizer, "response_template", None)
         self.special_tokens = tool_call_parser is None and template is not None  # parse wants them in the text
+        if self.special_tokens:  # and the end of a prompt
+            talk = [{"role": "user", "content": "x"}]
+            self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
 
     def foreign(self, tools: Tools) -> bool:
         """Whether the form is not ours. Its marks may be special tokens, so they must be in the text."""
