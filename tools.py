@@ -162,7 +162,7 @@ class OutputParser:
         """
         if tool_choice in ("auto", "none"):
             return ""
-        if self.special_tokens or self._sglang:
+        if self.foreign(tools):
             raise Refusal("tool_choice: this model's form of tool calls cannot be forced; use auto")
         names = [tool["function"]["name"] for tool in tools] if tool_choice == "required" else [tool_choice]
         head = f"{END_OF_THINK}\n\n" * bool(begun) + f'{CALL}\n{{"name": '
