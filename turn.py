@@ -160,9 +160,8 @@ class Turn:
 
     async def events(self, request: Request) -> AsyncGenerator[bytes, None]:
         """The reply as it grows. Nothing (b"") comes first: what fails before is raised, later it is an event."""
-        n = range(len(self.ids))
-        streams = [self.protocol.stream(self.ask, self.ids[0], k) for k in n]
-        readers = [self._reader() for _ in n]
+        streams = [self.protocol.stream(self.ask, self.ids[0], k) for k in range(len(self.ids))]
+        readers = [self._reader() for _ in streams]
         async with self._listening(request) as hangup:
             await self._wait(PING_SECONDS, hangup, self.news)
             if self.task.done() or hangup.done():
