@@ -20,15 +20,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from plumbing.fields import Refusal
+from plumbing.fields import Refusal, as_object
 from tiny_scheduler import SamplingParams, Sequence
 
 
 def parse_params(raw: Any, default_seed: int) -> SamplingParams:
     """The request's sampling_params, checked. Raises Refusal naming the field."""
-    if not isinstance(raw, dict):
-        raise Refusal("sampling_params must be an object")
-    given = {name: value for name, value in raw.items() if value is not None}
+    given = {name: value for name, value in as_object(raw, "sampling_params").items() if value is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     try:

@@ -15,7 +15,7 @@ import orjson
 import uvicorn
 from fastapi import FastAPI
 
-from plumbing.fields import Refusal
+from plumbing.fields import Refusal, as_object
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -50,12 +50,9 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
 def read_object(raw: bytes) -> dict[str, Any]:
     """A request's body as a JSON object, whatever its content type says; no body is an empty one. Raises Refusal."""
     try:
-        body = orjson.loads(raw) if raw else {}
+        return as_object(orjson.loads(raw or b"{}"), "body")
     except orjson.JSONDecodeError as error:
         raise Refusal(f"body: malformed JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refusal("body: a JSON object is needed")
-    return body
 
 
 def load_tokenizer(model_path: str) -> Any:
