@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from plumbing.fields import Refusal, as_object
+from plumbing.fields import Refusal, as_object, get
 from tiny_scheduler import SamplingParams, Sequence
 
 
@@ -51,9 +51,7 @@ class Protocol:
         if body.get("text") is not None or not isinstance(ids, list):
             raise Refusal("give the prompt as input_ids, a list of token ids, not as text")
         batch = bool(ids) and isinstance(ids[0], list)
-        rid = body.get("rid") or uuid.uuid4().hex
-        if not isinstance(rid, str):
-            raise Refusal("rid must be a string")
+        rid = get(body, "rid", str) or uuid.uuid4().hex
         start = body.get("logprob_start_len", -1)
         if start not in (-1, 0):
             raise Refusal("logprob_start_len must be 0, for logprobs of the whole prompt, or -1, for none of it")

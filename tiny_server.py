@@ -60,7 +60,7 @@ from fastapi.responses import StreamingResponse
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from plumbing.fields import Refusal
+from plumbing.fields import Refusal, get
 from plumbing.serve import listen, load_tokenizer, read_object, serve
 from tiny_model import TinyModel, read_weights, receive_weights, run_step, unpack_weights
 from tiny_protocol import Protocol
@@ -258,9 +258,7 @@ class Server:
 
     async def _load(self, body: dict[str, Any], read: Callable[[], dict[str, Tensor]], whole: bool = False) -> Response:
         """Have the engine take what `read` returns; a part only inside a session."""
-        version = body.get("weight_version")
-        if not isinstance(version, str | None):
-            raise Refusal("weight_version must be a string")
+        version = get(body, "weight_version", str)
         if not (whole or self.in_session):
             return told("weights in parts come between begin_weight_update and end_weight_update")
         if body.get("abort_all_requests"):
