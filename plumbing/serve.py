@@ -33,8 +33,7 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
     # An idle connection is closed by its client, long before the server would: who closes first while a request is on
     # its way makes it fail.
     options: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}
-    config = uvicorn.Config(app, log_level="warning", access_log=False, **options)
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, **options))
 
     def follow_parent() -> None:
         while os.read(0, 4096):  # not sys.stdin, which would be locked when the process ends
