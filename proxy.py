@@ -53,7 +53,7 @@ from cache import InteractionWithTokenLogpReward, walk
 from engine import EngineError, RemoteInfEngine
 from io_struct import GenerationHyperparameters, ModelRequest, call_seed
 from messages import AgentRequest, Refusal
-from plumbing.serve import listen, load_tokenizer, read_object, serve
+from plumbing.serve import listen, load_tokenizer, read_object, reply, serve
 from prompts import PromptBuilder, TextReader
 from replies import PROTOCOLS, Protocol
 from sessions import Session, SessionTable
@@ -264,11 +264,6 @@ async def read_body(request: Request) -> bytes:
 
 async def read_json(request: Request) -> dict[str, Any]:
     return read_object(await read_body(request))
-
-
-def reply(body: Any, status: int = 200) -> Response:
-    headers = {"retry-after": "1"} if status in (429, 503) else None  # the two that say: try again
-    return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
 async def error_reply(request: Request, error: Exception) -> Response:

@@ -61,7 +61,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from plumbing.fields import Refusal, get
-from plumbing.serve import listen, load_tokenizer, read_object, serve
+from plumbing.serve import listen, load_tokenizer, read_object, reply, serve
 from tiny_model import TinyModel, read_weights, receive_weights, run_step, unpack_weights
 from tiny_protocol import Protocol
 from tiny_scheduler import Scheduler, Sequence
@@ -147,10 +147,6 @@ class Engine:
 
 
 # the HTTP side
-
-
-def reply(body: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, media_type="application/json")
 
 
 def told(problem: str | None) -> Response:

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 
 from plumbing.fields import Refusal, as_object
 
@@ -52,6 +52,12 @@ def read_object(raw: bytes) -> dict[str, Any]:
         return as_object(orjson.loads(raw or b"{}"), "body")
     except orjson.JSONDecodeError as error:
         raise Refusal(f"body: malformed JSON: {error}") from error
+
+
+def reply(body: Any, status: int = 200) -> Response:
+    """`body` as JSON."""
+    headers = {"retry-after": "1"} if status in (429, 503) else None  # the two that say: try again
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
 def load_tokenizer(model_path: str) -> Any:
