@@ -139,10 +139,7 @@ class Proxy:
         ask = protocol.parse(read_object(raw), session.finished)
         gconfigs = [self.gconfig(ask, session, k) for k in range(ask.n)]
         session.calls += ask.n
-        marks = self.parser.foreign(ask.callable_tools)
-        turn = Turn(
-            session, protocol, ask, self.parser, lambda: TextReader(self.tokenizer, gconfigs[0], opening, marks)
-        )
+        turn = Turn(session, protocol, ask, self.parser)
         try:
             build = functools.partial(self.prompt, ask, turn.parent)
             prompt, opening = await asyncio.to_thread(build) if len(raw) > LONG_BODY else build()
@@ -151,7 +148,9 @@ class Proxy:
         except BaseException:
             turn.forget()
             raise
-        turn.start(self.engine, [ModelRequest(prompt, gconfig=g, session=session.session_id) for g in gconfigs])
+        calls = [ModelRequest(prompt, gconfig=g, session=session.session_id) for g in gconfigs]
+        marks = self.parser.foreign(ask.callable_tools)
+        turn.start(self.engine, calls, lambda: TextReader(self.tokenizer, gconfigs[0], opening, marks))
         turn.task.add_done_callback(lambda _: self.sessions.touch(session))
         session.turns[key].append(turn)
         return turn
