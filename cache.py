@@ -260,10 +260,9 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
 
     def set_reward(self, interaction_id: str, reward: Any) -> None:
         """Raises KeyError for an id that is unknown or unfinished, ValueError for what is not finite."""
-        value = finite(reward)
         if interaction_id not in self or not self[interaction_id].complete:
             raise KeyError(f"interaction_id: no finished interaction {interaction_id!r} in this session")
-        self[interaction_id].reward = value
+        self[interaction_id].reward = finite(reward)
 
     def set_last_reward(self, reward: Any) -> None:
         """Reward the last interaction that finished its call and is no side conversation."""

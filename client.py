@@ -32,7 +32,6 @@ import math
 import secrets
 import sys
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -88,9 +87,7 @@ class OpenAIProxyClient:
         self.session_id, self.api_key = started["session_id"], started["api_key"]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:
             ended = await self._post(f"/{self.session_id}/rl/end_session", {"discard": error is not None})
             self.rewarded_count = ended["rewarded_count"]

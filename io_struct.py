@@ -132,14 +132,11 @@ def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict
         "presence_penalty": gconfig.presence_penalty,
         "repetition_penalty": 1.0,
         "stop_token_ids": list(gconfig.stop_token_ids),
+        "stop": list(gconfig.stop) or None,  # a server without tokenizer refuses the key
+        "json_schema": gconfig.json_schema,
+        "sampling_seed": None if gconfig.seed is None else segment_seed(gconfig.seed, offset),
     }
-    if gconfig.stop:  # a server without tokenizer refuses the key
-        params["stop"] = list(gconfig.stop)
-    if gconfig.json_schema is not None:
-        params["json_schema"] = gconfig.json_schema
-    if gconfig.seed is not None:
-        params["sampling_seed"] = segment_seed(gconfig.seed, offset)
-    return params
+    return {name: value for name, value in params.items() if value is not None}
 
 
 def probe(input_ids: list[int]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ from cache import InteractionWithTokenLogpReward, walk
 from engine import EngineError, RemoteInfEngine
 from io_struct import GenerationHyperparameters, ModelRequest, call_seed
 from messages import AgentRequest, Refusal
-from plumbing.serve import listen, load_tokenizer, read_object, serve
+from plumbing.serve import listen, load_tokenizer, read_object, reply, serve
 from prompts import PromptBuilder, TextReader
 from replies import PROTOCOLS, Protocol
 from sessions import Session, SessionTable
@@ -139,10 +139,7 @@ class Proxy:
         ask = protocol.parse(read_object(raw), session.finished)
         gconfigs = [self.gconfig(ask, session, k) for k in range(ask.n)]
         session.calls += ask.n
-        marks = self.parser.foreign(ask.callable_tools)
-        turn = Turn(
-            session, protocol, ask, self.parser, lambda: TextReader(self.tokenizer, gconfigs[0], opening, marks)
-        )
+        turn = Turn(session, protocol, ask, self.parser)
         try:
             build = functools.partial(self.prompt, ask, turn.parent)
             prompt, opening = await asyncio.to_thread(build) if len(raw) > LONG_BODY else build()
@@ -151,7 +148,9 @@ class Proxy:
         except BaseException:
             turn.forget()
             raise
-        turn.start(self.engine, [ModelRequest(prompt, gconfig=g, session=session.session_id) for g in gconfigs])
+        calls = [ModelRequest(prompt, gconfig=g, session=session.session_id) for g in gconfigs]
+        marks = self.parser.foreign(ask.callable_tools)
+        turn.start(self.engine, calls, lambda: TextReader(self.tokenizer, gconfigs[0], opening, marks))
         turn.task.add_done_callback(lambda _: self.sessions.touch(session))
         session.turns[key].append(turn)
         return turn
@@ -264,11 +263,6 @@ async def read_body(request: Request) -> bytes:
 
 async def read_json(request: Request) -> dict[str, Any]:
     return read_object(await read_body(request))
-
-
-def reply(body: Any, status: int = 200) -> Response:
-    headers = {"retry-after": "1"} if status in (429, 503) else None  # the two that say: try again
-    return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
 async def error_reply(request: Request, error: Exception) -> Response:

@@ -29,13 +29,11 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from io_struct import ModelResponse
 from messages import AgentRequest, Message, normalise, parse_anthropic, parse_chat, parse_responses
-
-if TYPE_CHECKING:
-    from io_struct import ModelResponse
-    from tools import Parsed
+from tools import Parsed
 
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 BLOCK_DELTAS = {  # Anthropic's events within a block
@@ -52,8 +50,8 @@ class Answer:
     """What a call came to."""
 
     interaction_id: str
-    response: "ModelResponse"
-    parsed: "Parsed"
+    response: ModelResponse
+    parsed: Parsed
     token_texts: list[str] = field(default_factory=list)  # of the sampled tokens, only where logprobs were asked for
 
     @property
@@ -92,7 +90,7 @@ class Answer:
         return parts_of(self.parsed) + [("text", "")] * silent + [("call", call) for call in self.tool_calls]
 
 
-def parts_of(parsed: "Parsed") -> list[Part]:
+def parts_of(parsed: Parsed) -> list[Part]:
     """The parts of an answer before its calls."""
     return [part for part in (("reasoning", parsed.reasoning), ("text", parsed.text)) if part[1]]
 

@@ -17,12 +17,12 @@ process, and then returns 0.
 """
 
 import inspect
-import math
 import numbers
 import os
 from collections.abc import Callable
 from typing import Any
 
+from cache import finite
 from plumbing.wire import PerLoop
 from workers import WorkerPool, check_importable, time_limit
 
@@ -41,9 +41,7 @@ def _number(value: Any) -> float:
     if not isinstance(scalar, numbers.Real):
         hint = "an agent may also return {completion id: number}, or None"
         raise TypeError(f"a reward is a number, not {type(value).__name__} ({value!r:.80}); {hint}")
-    if not math.isfinite(scalar):
-        raise ValueError(f"a reward is finite, not {value!r}")
-    return float(scalar)
+    return finite(scalar)
 
 
 _pool = PerLoop(lambda: WorkerPool(min(4, os.cpu_count() or 1)))  # shared by all wrappers of an event loop

@@ -70,7 +70,6 @@ class Servers:
         # All that changes:
         self.workers = self.addresses  # where control goes: behind a router, its workers
         self.lost: dict[str, str] = {}  # server -> why
-        self._routers: set[str] = set()  # those of `addresses` that have said who works behind them
         self.newest = 0  # the newest version of which tokens have come
         self._look_at: dict[str, float] = {}  # when to look at a lost server again, in time.monotonic()'s seconds
 
@@ -131,10 +130,8 @@ class Servers:
         results = run_all((self._wire.call(url, timeout=LOOK_TIMEOUT) for url in urls), return_exceptions=True)
         answers = {url: result for url, result in zip(urls, results) if isinstance(result, dict)}
         told = {a: answers.get(a + "/workers", {}).get("workers") for a in self.addresses}
-        routers = {a for a, behind in told.items() if behind is not None}
-        if gone := self._routers - routers:
-            raise EngineError(f"no answer from the router {', '.join(sorted(gone))}", 503)
-        self._routers = routers
+        if gone := [a for a, behind in told.items() if behind is None and a not in self.workers]:  # routers until now
+            raise EngineError(f"no answer from the router {', '.join(gone)}", 503)
         workers = [w for a, behind in told.items() for w in ([a] if behind is None else behind)]
         self.workers = [(w["url"] if isinstance(w, dict) else w).rstrip("/") for w in workers]
         for server in self.workers:

@@ -20,15 +20,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from plumbing.fields import Refusal
+from plumbing.fields import Refusal, as_object, get
 from tiny_scheduler import SamplingParams, Sequence
 
 
 def parse_params(raw: Any, default_seed: int) -> SamplingParams:
     """The request's sampling_params, checked. Raises Refusal naming the field."""
-    if not isinstance(raw, dict):
-        raise Refusal("sampling_params must be an object")
-    given = {name: value for name, value in raw.items() if value is not None}
+    given = {name: value for name, value in as_object(raw, "sampling_params").items() if value is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     try:
@@ -53,9 +51,7 @@ class Protocol:
         if body.get("text") is not None or not isinstance(ids, list):
             raise Refusal("give the prompt as input_ids, a list of token ids, not as text")
         batch = bool(ids) and isinstance(ids[0], list)
-        rid = body.get("rid") or uuid.uuid4().hex
-        if not isinstance(rid, str):
-            raise Refusal("rid must be a string")
+        rid = get(body, "rid", str) or uuid.uuid4().hex
         start = body.get("logprob_start_len", -1)
         if start not in (-1, 0):
             raise Refusal("logprob_start_len must be 0, for logprobs of the whole prompt, or -1, for none of it")

@@ -60,8 +60,8 @@ from fastapi.responses import StreamingResponse
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from plumbing.fields import Refusal
-from plumbing.serve import listen, load_tokenizer, read_object, serve
+from plumbing.fields import Refusal, get
+from plumbing.serve import listen, load_tokenizer, read_object, reply, serve
 from tiny_model import TinyModel, read_weights, receive_weights, run_step, unpack_weights
 from tiny_protocol import Protocol
 from tiny_scheduler import Scheduler, Sequence
@@ -147,10 +147,6 @@ class Engine:
 
 
 # the HTTP side
-
-
-def reply(body: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, media_type="application/json")
 
 
 def told(problem: str | None) -> Response:
@@ -258,9 +254,7 @@ class Server:
 
     async def _load(self, body: dict[str, Any], read: Callable[[], dict[str, Tensor]], whole: bool = False) -> Response:
         """Have the engine take what `read` returns; a part only inside a session."""
-        version = body.get("weight_version")
-        if not isinstance(version, str | None):
-            raise Refusal("weight_version must be a string")
+        version = get(body, "weight_version", str)
         if not (whole or self.in_session):
             return told("weights in parts come between begin_weight_update and end_weight_update")
         if body.get("abort_all_requests"):

@@ -97,7 +97,6 @@ def read_call(body: str, names: frozenset[str]) -> Call | None:
     try:
         call = read_json(body)
         arguments = json.dumps(call["arguments"], ensure_ascii=False)
-        arguments.encode()  # half a surrogate pair cannot be sent
         return Call(call["name"], arguments) if call["name"] in names and isinstance(call["arguments"], dict) else None
     except (ValueError, TypeError, KeyError):
         return None
@@ -116,12 +115,11 @@ class OutputParser:
             raise ValueError(f"reasoning_parser: one of {', '.join(filter(None, THINKERS))} is needed")
         self._tokenizer = tokenizer
         self._sglang = tool_call_parser not in HERMES and sglang_parser(tool_call_parser)
-        self._prompt = ""
-        if getattr(tokenizer, "chat_template", None):
-            talk = [{"role": "user", "content": "x"}]
-            self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
         template = getattr(tokenizer, "response_template", None)
         self.special_tokens = tool_call_parser is None and template is not None  # parse wants them in the text
+        if self.special_tokens:  # and the end of a prompt
+            talk = [{"role": "user", "content": "x"}]
+            self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
 
     def foreign(self, tools: Tools) -> bool:
         """Whether the form is not ours. Its marks may be special tokens, so they must be in the text."""
@@ -164,7 +162,7 @@ class OutputParser:
         """
         if tool_choice in ("auto", "none"):
             return ""
-        if self.special_tokens or self._sglang:
+        if self.foreign(tools):
             raise Refusal("tool_choice: this model's form of tool calls cannot be forced; use auto")
         names = [tool["function"]["name"] for tool in tools] if tool_choice == "required" else [tool_choice]
         head = f"{END_OF_THINK}\n\n" * bool(begun) + f'{CALL}\n{{"name": '

@@ -46,17 +46,14 @@ from replies import Answer, Protocol, parts_of
 from sessions import Session
 from tools import OutputParser
 
-Reader = Callable[[], TextReader]  # a new one
 PING_SECONDS = 15.0  # a stream that has said nothing for so long sends a comment: clients do not give up on it
 
 
 class Turn:
     """A call that is being answered. Entering it in the tree finds its `parent`."""
 
-    def __init__(
-        self, session: Session, protocol: Protocol, ask: AgentRequest, parser: OutputParser, reader: Reader
-    ) -> None:
-        self.session, self.protocol, self._parser, self._reader = session, protocol, parser, reader
+    def __init__(self, session: Session, protocol: Protocol, ask: AgentRequest, parser: OutputParser) -> None:
+        self.session, self.protocol, self._parser = session, protocol, parser
         first = protocol.id_prefix + secrets.token_hex(16)
         self.ids = [first, *(f"{first}-{k}" for k in range(1, ask.n))]  # of its interactions
         for name in self.ids:
@@ -75,9 +72,9 @@ class Turn:
 
     # Generation
 
-    def start(self, engine: Any, calls: list[ModelRequest]) -> None:
-        """Generate, one answer a call."""
-        self.input_len = len(calls[0].input_ids)
+    def start(self, engine: Any, calls: list[ModelRequest], reader: Callable[[], TextReader]) -> None:
+        """Generate, one answer a call; each is read by a new `reader`."""
+        self._reader, self.input_len = reader, len(calls[0].input_ids)
         self.task = asyncio.ensure_future(self._run(engine, calls))
         self.session.running.add(self.task)
         self.task.add_done_callback(self.session.running.discard)
@@ -160,9 +157,8 @@ class Turn:
 
     async def events(self, request: Request) -> AsyncGenerator[bytes, None]:
         """The reply as it grows. Nothing (b"") comes first: what fails before is raised, later it is an event."""
-        n = range(len(self.ids))
-        streams = [self.protocol.stream(self.ask, self.ids[0], k) for k in n]
-        readers = [self._reader() for _ in n]
+        streams = [self.protocol.stream(self.ask, self.ids[0], k) for k in range(len(self.ids))]
+        readers = [self._reader() for _ in streams]
         async with self._listening(request) as hangup:
             await self._wait(PING_SECONDS, hangup, self.news)
             if self.task.done() or hangup.done():

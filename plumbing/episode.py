@@ -69,8 +69,7 @@ def main(argv: list[str] | None = None) -> int:
             workflow: Any = resolve_workflow(args.agent, args.kwargs, proxy=proxy)
             tiny = Planned("server", own_command("tiny_server.py", options))
             options["--server"] = args.server or fleet.start(tiny).wait_ready()
-            environment = {"NANO_AREAL_ADMIN_KEY": key}
-            front = Planned("proxy", own_command("proxy.py", options), environment=environment)
+            front = Planned("proxy", own_command("proxy.py", options), environment={"NANO_AREAL_ADMIN_KEY": key})
             workflow.proxy_addr = fleet.start(front).wait_ready()
         except (ImportError, TypeError, ValueError, ProcessDied) as error:
             print(f"error: {error}", file=sys.stderr)

@@ -13,9 +13,9 @@ from typing import Any
 
 import orjson
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 
-from plumbing.fields import Refusal
+from plumbing.fields import Refusal, as_object
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -33,8 +33,7 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
     # An idle connection is closed by its client, long before the server would: who closes first while a request is on
     # its way makes it fail.
     options: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}
-    config = uvicorn.Config(app, log_level="warning", access_log=False, **options)
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, **options))
 
     def follow_parent() -> None:
         while os.read(0, 4096):  # not sys.stdin, which would be locked when the process ends
@@ -50,12 +49,15 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
 def read_object(raw: bytes) -> dict[str, Any]:
     """A request's body as a JSON object, whatever its content type says; no body is an empty one. Raises Refusal."""
     try:
-        body = orjson.loads(raw) if raw else {}
+        return as_object(orjson.loads(raw or b"{}"), "body")
     except orjson.JSONDecodeError as error:
         raise Refusal(f"body: malformed JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refusal("body: a JSON object is needed")
-    return body
+
+
+def reply(body: Any, status: int = 200) -> Response:
+    """`body` as JSON."""
+    headers = {"retry-after": "1"} if status in (429, 503) else None  # the two that say: try again
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
 def load_tokenizer(model_path: str) -> Any:

@@ -31,7 +31,7 @@ KEEPALIVE = 4.0  # seconds an idle connection is kept: a server that closes firs
 HEADERS = {"content-type": "application/json"}
 TLS = httpx.create_ssl_context()  # 20 ms to make, so once
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Any)
 
 
 class EngineError(RuntimeError):
@@ -113,15 +113,12 @@ class PerLoop(Generic[T]):
 
     async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T, None]:
         # A generator, because a loop that ends cancels its tasks, waits for them, and then closes its generators.
-        thing: Any = None
         try:
-            thing = self._make()
-            while True:
-                yield thing
+            async with contextlib.aclosing(self._make()) as thing:
+                while True:
+                    yield thing
         finally:
             del self._keepers[loop]
-            if thing is not None:
-                await thing.aclose()
 
 
 def run_all(calls: Iterable[Awaitable[Any]], return_exceptions: bool = False) -> list[Any]:
