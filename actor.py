@@ -57,7 +57,6 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -333,8 +332,8 @@ class FSDPPPOActor(FSDPEngine):
             parts.append(part)
 
         # 2. Clip, check, step.
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.optimizer.gradient_clipping or math.inf)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.optimizer.gradient_clipping or math.inf)
+        grad_norm = float(norm.full_tensor())
         stats = {key: float(self.all_reduce(torch.stack([p[key] for p in parts]).sum())) for key in parts[0]}
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
             raise FloatingPointError(

@@ -97,11 +97,9 @@ class StalenessManager:
         capacity = min(max_concurrent - running, (eta + v + 1) * B - (accepted + running))    (section 1.2)
         """
         version = self.version_provider.get_version()
-        with self._lock:
-            running, accepted = self._stat.running, self._stat.accepted
-        concurrency_capacity = self.max_concurrent_rollouts - running
-        staleness_capacity = (self.max_staleness + version + 1) * self.consumer_batch_size - (accepted + running)
-        return min(concurrency_capacity, staleness_capacity)
+        stat = self.get_stats()
+        places = (self.max_staleness + version + 1) * self.consumer_batch_size
+        return min(self.max_concurrent_rollouts - stat.running, places - (stat.accepted + stat.running))
 
     def get_pending_limit(self) -> int:
         """Prompts worth keeping enqueued: as many as the gate can admit between two batches, (eta + 1) * B."""

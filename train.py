@@ -317,7 +317,6 @@ def read(argv: list[str], stack: ExitStack) -> tuple[TrainConfig, Inputs, list[P
 def start(config: TrainConfig, inputs: Inputs, servers: list[Planned], stack: ExitStack) -> None:
     """One run; `stack` ends what it starts."""
     run_dir, first, training = config.run_dir, dist.get_rank() == 0, config.mode == "train"
-    run_dir.mkdir(parents=True, exist_ok=True)
     fleet = Fleet(run_dir / "logs")
     stack.callback(fleet.stop)
     trace = Trace(run_dir / "trace.json" if first and training and config.rollout.enable_tracing else None)

@@ -133,11 +133,11 @@ def cut(lengths: np.ndarray, shared: np.ndarray, max_tokens: int) -> list[tuple[
 
 
 def lay_out(rows: list[int], sequences: list[np.ndarray], shared: Sequence[int]) -> PackedTree:
-    """The tree of sorted rows, given what each shares with the one before it."""
-    size = sum(len(sequences[row]) for row in rows) - sum(shared[1:])
+    """The tree of sorted rows, given what each shares with the one before it; the first shares nothing."""
+    size = sum(len(sequences[row]) for row in rows) - sum(shared)
     ids, depth, tout = (np.empty(size, dtype=np.int64) for _ in range(3))
     path, paths, end = np.empty(0, dtype=np.int64), [], 0
-    for row, common in zip(rows, [0, *shared[1:]]):
+    for row, common in zip(rows, shared):
         tout[path[common:]] = end  # no later row comes through what the last one did not share
         fresh = np.arange(end, end + len(sequences[row]) - common)
         path = np.concatenate([path[:common], fresh])

@@ -98,9 +98,8 @@ class Child:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
 
 
 class Fleet:

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -119,9 +118,7 @@ def save_atomically(path: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTo
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         draft = Path(scratch) / path.name
         tokenizer.save_pretrained(draft)
-        model.config.architectures = [type(model).__name__]  # by which SGLang finds its own implementation
-        model.config.save_pretrained(draft)
-        save_model(model, str(draft / "model.safetensors"), metadata={"format": "pt"})
+        model.save_pretrained(draft)
         try:
             draft.replace(path)
         except OSError:  # `path` is a directory that holds something: fine if it is another's copy

@@ -37,7 +37,6 @@ SECRETS, GUESSES = range(1, 7), 3
 QUESTION = "guess a number"
 START = [{"role": "user", "content": QUESTION}]
 WORDS = (*QUESTION.split(), "higher", "lower", *map(str, SECRETS))
-WORKFLOW_KWARGS: dict = {}
 Ask = Callable[[list[dict]], str]  # conversation -> the greedy answer
 Play = Callable[[list[dict], Sequence[int]], str]  # conversation, secrets that are still possible -> what is said
 

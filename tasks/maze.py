@@ -50,15 +50,14 @@ def passages(seed: int = MAZE_SEED) -> dict[Cell, frozenset[Cell]]:
     """A perfect maze by depth-first search: a spanning tree of the grid, one way between any two cells."""
     rng = random.Random(seed)
     open_to: dict[Cell, set[Cell]] = {cell: set() for cell in CELLS.values()}
-    trail, seen = [(0, 0)], {(0, 0)}
-    while trail:
+    trail = [(0, 0)]
+    while trail:  # whatever it has been to has a way
         x, y = here = trail[-1]
-        unseen = [n for n in ((x + 1, y), (x - 1, y), (x, y + 1), (x, y - 1)) if n in open_to.keys() - seen]
+        unseen = [n for n in ((x + 1, y), (x - 1, y), (x, y + 1), (x, y - 1)) if open_to.get(n) == set()]
         if unseen:
             there = rng.choice(unseen)
             open_to[here].add(there)
             open_to[there].add(here)
-            seen.add(there)
             trail.append(there)
         else:
             trail.pop()
