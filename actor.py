@@ -132,6 +132,10 @@ class FSDPEngine:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
             model._weight_conversions = whole._weight_conversions  # how the files name what memory holds (weights.py)
+            if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
+                raise ValueError(
+                    f"{type(model).__name__} splits tensors of its files, which cannot be undone one by one"
+                )
         model.to_empty(device="cpu" if on_host else self.device)
         everything = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=on_host)
         sharded.set_model_state_dict(model, state, options=everything)

@@ -20,7 +20,7 @@ kernels do and some do not, and with a cache none does: then neighbours leak int
 
 What keeps rows apart in a packed row or a tree is the attention function, so causal attention has to be all by which
 tokens see one another. A model with sliding windows, capped attention, attention sinks, convolutions or recurrent
-states is refused there; padded rows go through any model.
+states is refused there; padded rows go through any model that transformers runs with sdpa.
 
 What a layout does not decide: which rows make an optimizer step (split_minibatches), what the loss divides by.
 
@@ -143,9 +143,12 @@ def refuse(more: Iterable[str]) -> None:
 
 
 def refuse_layers(model: Any) -> None:
-    """The same for what an attention function never sees: windows in a mask, convolutions, recurrent states."""
-    kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - {"full_attention"}
-    refuse(kinds if model._supports_sdpa else kinds | {"attention of its own"})
+    """The same at the start, also for what an attention function never sees: convolutions, recurrent states."""
+    if not model._supports_sdpa:
+        raise ValueError(f"{type(model).__name__} has attention of its own, which no layout of rows fits")
+    config = model.config.get_text_config()
+    window = ["sliding_window"] if getattr(config, "sliding_window", None) else []
+    refuse({*(getattr(config, "layer_types", None) or window)} - {"full_attention"})
 
 
 def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any):

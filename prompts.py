@@ -6,10 +6,10 @@ messages. The prompt of a later turn is
     parent's prompt ids + parent's output ids + the tail: what the template puts after an assistant's text
 
 so one turn costs its own length, not the conversation's. The tail is cut from a rendering of [user, assistant:
-SENTINEL] + the new messages: what stands behind the sentinel. Its first token that is no blank is the *end mark* of an
-assistant's turn (<|im_end|>, or where nothing closes a turn, the mark of the next role). A parent that ended by itself
-has sampled it, as its own last token; then the tail up to there is left out. A parent that was cut by length, or ended
-with another of the model's end tokens, did not sample it, and there it stays, in the prompt, untrained.
+SENTINEL] + the new messages: what stands behind the sentinel. It begins, blanks aside, with what ends an assistant's
+turn: <|im_end|>, or several marks, or where nothing closes a turn, the mark of the next role. A parent that ended by
+itself has sampled that, as its own last tokens; then the tail up to there is left out. A parent that was cut by length,
+or ended with another of the model's end tokens, did not sample it, and there it stays, in the prompt, untrained.
 
 Templates. Many render a history otherwise than the model wrote it: they drop the reasoning of earlier turns, strip
 whitespace, add an empty <think> to the prompt. With the rule above the model keeps seeing what it wrote, and the
@@ -50,7 +50,7 @@ from tools import without_partial
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
 REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # how a chat template does
-WINDOW = 16  # U+FFFD in a row at the end of a text that are not taken for the bytes of a character to come
+WINDOW = 16  # U+FFFD at the end of a text, or tokens without text, of which one no longer waits for what they become
 
 
 class PromptBuilder:
@@ -89,9 +89,10 @@ class PromptBuilder:
             tail = self._tail(messages[known:], variables)
         except Refusal:  # of the stub; a rendering in full says whether the messages are at fault
             return None
-        end = next((i for i, token in enumerate(tail) if self._tokenizer.decode([token]).strip()), 0)
-        sampled = end + 1 if tokens.output_tokens[-1:] == tail[end : end + 1] else 0
-        return tokens.input_tokens + tokens.output_tokens + tail[sampled:]
+        blanks = next((i for i, token in enumerate(tail) if self._tokenizer.decode([token]).strip()), 0)
+        said, marks = tokens.output_tokens, tail[blanks:]
+        sampled = next((k for k, x in enumerate(marks, 1) if [x] == said[-1:] and said[-k:] == marks[:k]), 0)
+        return tokens.input_tokens + said + tail[blanks + sampled if sampled else 0 :]
 
     def _tail(self, new: list[Message], variables: dict[str, Any], before: Iterable[Message] = ()) -> list[int]:
         text = self._render([*before, *STUB, *new], variables)
@@ -139,9 +140,10 @@ class TextReader:
         # All that changes:
         self._text = opening  # of the tokens before `_read`, which is final
         self._cut = sys.maxsize  # characters before the first stop string
-        # Tokens; those between the two are decoded again, as the context of the next: they have text, for a decoder
-        # that drops or adds a space at the beginning must do so before them.
-        self._context, self._read = 0, 0
+        self._read = 0  # tokens
+        # The last of those that had text. They are decoded again before the next ones, for a decoder may drop or add a
+        # space at the beginning.
+        self._context: list[int] = []
 
     def whole(self, tokens: list[int]) -> str:
         """Without the end-of-turn token, and without a stop string and what follows it."""
@@ -150,16 +152,16 @@ class TextReader:
 
     def read(self, tokens: list[int]) -> str:
         """As `whole` of the tokens so far, as far as no later token changes it. Call it with ever more tokens."""
-        tokens = self._own(tokens)
-        before = self._decode(tokens[self._context : self._read])
-        fresh = self._decode(tokens[self._context :])[len(before) :]
+        tokens, before = self._own(tokens)[self._read :], self._decode(self._context)
+        fresh = self._decode(self._context + tokens)[len(before) :]
         complete = fresh.rstrip("\ufffd")
         if len(fresh) - len(complete) > WINDOW:  # a character has four bytes: all but the last three never become one
             tokens = tokens[:-3]
-            complete = fresh = self._decode(tokens[self._context :])[len(before) :]
+            complete = fresh = self._decode(self._context + tokens)[len(before) :]
         text = self._text + complete
-        if fresh and complete == fresh:
-            self._text, self._context, self._read = text, self._read, len(tokens)
+        if complete == fresh and (fresh or len(tokens) > WINDOW):  # so many tokens without text are special ones
+            self._text, self._read = text, self._read + len(tokens)
+            self._context = tokens if fresh else self._context
         longest = max(map(len, self._stop), default=0)
         found = self._end(text, max(len(self._opening), len(text) - len(fresh) - longest))
         self._cut = min(self._cut, found) if found < len(text) else self._cut

@@ -76,12 +76,10 @@ class Answer:
 
     @property
     def logprobs(self) -> list[dict[str, Any]]:
-        """Of the sampled tokens, in OpenAI's form; without the bytes of one that is no whole character."""
-        entries = []
-        for text, logprob in zip(self.token_texts, self.response.output_logprobs, strict=False):
-            known = {} if "\ufffd" in text else {"bytes": list(text.encode())}
-            entries.append({"token": text, "logprob": logprob, **known, "top_logprobs": []})
-        return entries
+        """Of the sampled tokens, in OpenAI's form; the bytes of one that is no whole character are not known."""
+        pairs = zip(self.token_texts, self.response.output_logprobs, strict=False)
+        known = [(text, logprob, [] if "\ufffd" in text else list(text.encode())) for text, logprob in pairs]
+        return [{"token": t, "logprob": p, "bytes": raw, "top_logprobs": []} for t, p, raw in known]
 
     @property
     def parts(self) -> list[Part]:

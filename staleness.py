@@ -96,10 +96,11 @@ class StalenessManager:
 
         capacity = min(max_concurrent - running, (eta + v + 1) * B - (accepted + running))    (section 1.2)
         """
-        version = self.version_provider.get_version()
-        stat = self.get_stats()
+        version, stat = self.version_provider.get_version(), self.get_stats()
+        concurrency_capacity = self.max_concurrent_rollouts - stat.running
         places = (self.max_staleness + version + 1) * self.consumer_batch_size
-        return min(self.max_concurrent_rollouts - stat.running, places - (stat.accepted + stat.running))
+        staleness_capacity = places - (stat.accepted + stat.running)
+        return min(concurrency_capacity, staleness_capacity)
 
     def get_pending_limit(self) -> int:
         """Prompts worth keeping enqueued: as many as the gate can admit between two batches, (eta + 1) * B."""

@@ -23,7 +23,8 @@ where several tools are there. A model that then writes no valid JSON has writte
 
 Another form. A tokenizer with a response template (transformers) reads its model's form itself; a `tool_call_parser`
 that is not one of `HERMES` names one of SGLang's, for which SGLang must be installed. Of these nothing is certain
-before the end where tools are offered, and a call in them cannot be forced: `opening` refuses.
+before the end where tools are offered, and a call in them cannot be forced: `opening` refuses. A response template is
+read as if each prompt ended like a first one; an end token that is not the tokenizer's belongs into stop_token_ids.
 
 It does not promise to repair anything. AReaL takes SGLang's parser or vLLM's, else warns and parses nothing.
 """
@@ -130,7 +131,7 @@ class OutputParser:
         if self.foreign(tools):
             try:
                 return self._foreign(text, tools)
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
                 return Parsed(text)  # a form that is not kept: all of it is text
         reasoning, rest, _ = split_thinking(text)
         rest, calls, _ = split_calls(rest, tools)

@@ -61,7 +61,7 @@ from plumbing.recover import Recovery, claim, folders_of_steps
 from plumbing.report import summarise
 from ppo import describe_mode
 from trajectory import Trajectory
-from weights import WeightUpdateMeta
+from weights import WeightUpdateMeta, label
 
 
 @dataclass(frozen=True)
@@ -227,17 +227,23 @@ def start_rollout(
         request_retries=config.rollout.request_retries,
     )
     stack.callback(rollout.destroy)
-    if config.mode == "train" and config.rollout.server_addrs:  # an earlier run may have died in an update
+    found = config.mode == "train" and config.rollout.server_addrs
+    if found:  # an earlier run may have died in an update
         rollout.servers.refresh()
         rollout.servers.post_all("/update_weight_version", {"new_version": "0", "abort_all_requests": True})
         rollout.resume()
     rollout.initialize()
+    try:
+        proxy = ProxyAddress(*start_proxies(config, fleet, addresses))
+    finally:
+        if found:  # until they get ours
+            label(rollout.servers.post_all, "0-incomplete")
     executor = WorkflowExecutor(
         rollout,
         config.rollout,
         tokenizer=run.inputs.tokenizer,
         gconfig=config.gconfig,
-        proxy=ProxyAddress(*start_proxies(config, fleet, addresses)),
+        proxy=proxy,
         dump_dir=config.run_dir,
         trace=run.trace.event,
         keep=keep,

@@ -99,7 +99,7 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
     Every rank iterates, to the end: a sharded tensor is gathered by all. Floating-point tensors come as `dtype`,
     converted before they are gathered. A bucket is emptied when the next one is asked for. Names and shapes are those
     of the files that the model came from: transformers fuses experts in memory, and a server skips names it does not
-    know. What the files hold as one and memory as several (hrm_text) is not put together.
+    know. (A model whose memory holds as several what its files hold as one is refused at the start, by the actor.)
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert

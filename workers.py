@@ -218,10 +218,10 @@ async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
             task.cancel()
 
 
-def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str) -> Any:
-    """An agent's episode in a worker: what `agent.run` returns, with the session in the environment of the SDKs."""
-    # An HTTP proxy of the environment is not for our own server.
-    direct = {*os.environ.get("NO_PROXY", "").split(","), urlsplit(base_url).hostname}
+def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, ours: bool = True) -> Any:
+    """An agent's episode in a worker: what `agent.run` returns, with the session in the environment of the SDKs. For a
+    server of `ours` an HTTP proxy of the environment is not used."""
+    direct = {*os.environ.get("NO_PROXY", "").split(","), urlsplit(base_url).hostname if ours else None}
     no_proxy = ",".join(filter(None, direct))
     os.environ |= {
         "OPENAI_BASE_URL": base_url,

@@ -59,7 +59,7 @@ class RolloutConfig:
     request_timeout: float = 3600.0  # seconds for one generation request
     request_retries: int = 3  # tries after a connection error or a 5xx
     enable_tracing: bool = True  # write every submit, start, finish, accept, reject, fail, drop to trace.json
-    check_trajectory_format: bool = True  # verify keys and shapes of what workflows return
+    check_trajectory_format: bool = True  # verify keys and shapes of what workflows return; in groups always
     dump_to_file: bool = True  # write every trajectory as text to rollout/{version}/{task_id}.jsonl
     server_addrs: list[str] = field(default_factory=list)  # servers that are up already; mode=eval keeps their weights
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)  # the proxy approach

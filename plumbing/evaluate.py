@@ -64,7 +64,7 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
                 return await agent.run(sample, http_client=http_client, **where)
         pool = await agents_pool(options.subproc_max_workers).get()
         async with pool.worker() as worker, asyncio.timeout(timeout):
-            return await worker.call(run_agent, agent, sample, **where)
+            return await worker.call(run_agent, agent, sample, **where, ours=False)
 
     async def run(i: int, sample: dict, http_client: openai.DefaultAsyncHttpxClient) -> float | None:
         workflow_context.set(WorkflowContext(is_eval=True, task_id=i))
@@ -72,7 +72,9 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
             async with places:
                 reward = parse_rewards(await play(sample, http_client))
             return list(reward.values())[-1] if isinstance(reward, dict) else reward
-        except (Exception, SystemExit) as error:  # an agent may raise anything; the episode is counted
+        except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # an agent may raise anything; the episode is counted
             logger.warning("eval-rollout task %d failed: %r", i, error)
             return None
 

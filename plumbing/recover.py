@@ -60,6 +60,7 @@ def claim(run_dir: Path) -> TextIO:
     ConfigError where another process has it. A file system without locks protects nobody."""
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = (run_dir / "lock").open("w")
+    os.register_at_fork(after_in_child=lock.close)  # or a child would keep it
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -96,6 +96,17 @@ def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name:
     assert [end.count(mark) for end in closed] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("sampled", ["<|endoftext|><|im_end|>", "<|endoftext|>", "<|im_end|>", ""])
+def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) -> None:
+    """What the model has sampled of them, from the first on, is not said again; another end is one of its own."""
+    template = HEAD + "{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}<|im_end|>\n" + TAIL
+    talk = Talk(tokenizer_with(tiny_tokenizer, template))
+    talk.say(user("one"), f"answer{sampled}", ends="")
+    prompt = tiny_tokenizer.decode(talk.say(user("two"), "answer"))
+    own = sampled if sampled == "<|im_end|>" else ""
+    assert f"answer{own}<|endoftext|><|im_end|>\n<|im_start|>user\ntwo" in prompt
+
+
 @pytest.mark.parametrize("name", ["plain", "no newline", "newlines behind the end"])
 def test_where_rendering_again_is_exact_splicing_is_the_same(tiny_tokenizer: Any, name: str) -> None:
     """With a template that keeps what the model wrote, the spliced prompt is the full rendering's."""
@@ -299,6 +310,25 @@ def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
     reader = TextReader(tokenizer, GenerationHyperparameters())
     tokens = {"bytes": tokenizer.encode("ab b a"), "words": tokenizer.encode("a b ab , a")}.get(kind, [4, 5, 1, 3, 2])
     assert "".join(map(reader.token, tokens)).removeprefix(" ") == reader.whole(tokens)
+
+
+def test_tokens_without_text_lose_no_space_and_cost_little(tiny_tokenizer: Any) -> None:
+    """An answer of thousands of special tokens, as of a policy that has collapsed, is read in linear time."""
+    tokenizer: Any = make_tokenizer(["a"])
+    tokens = [
+        tokenizer.convert_tokens_to_ids("a"),
+        *[tokenizer.pad_token_id] * 2000,
+        tokenizer.convert_tokens_to_ids("a"),
+    ]
+    decode, decoded = tokenizer.decode, list[int]()
+
+    def counting(ids: list[int], **kwargs: Any) -> Any:
+        decoded.append(len(ids))
+        return decode(ids, **kwargs)
+
+    tokenizer.decode = counting
+    assert read_all(TextReader(tokenizer, GenerationHyperparameters()), tokens)[-1] == "a a"
+    assert sum(decoded) < 50 * len(tokens)
 
 
 def test_the_end_token_is_no_text(tiny_tokenizer: Any) -> None:

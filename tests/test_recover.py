@@ -359,6 +359,40 @@ def test_a_run_that_is_alive_is_left_alone(tmp_path: Path, mode: str) -> None:
     claim(tmp_path / "e/t").close()
 
 
+def test_a_run_that_was_killed_is_not_alive_in_what_it_forked(tmp_path: Path) -> None:
+    """A child has all that is open in its parent, the lock too: it gives that up at once."""
+    code = """
+import os, sys
+from pathlib import Path
+from plumbing.recover import claim
+lock, (told, tell) = claim(Path(sys.argv[1])), os.pipe()
+if os.fork():
+    os.read(told, 1)
+else:
+    os.write(tell, b".")
+    sys.stdin.read()
+os._exit(0)
+"""
+    run = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE)
+    assert run.wait(timeout=60) == 0
+    claim(tmp_path).close()
+    run.communicate()  # until here the orphan lived
+
+
+def test_half_an_update_stays_half_where_a_run_fails_before_its_first_step(
+    tmp_path: Path, start_tiny_server, tiny_model_dir: Path
+) -> None:
+    """The servers that are up get a version with which the proxies can start; should these fail, they lose it again."""
+    url = start_tiny_server("--model-path", str(tiny_model_dir), "--weight-version", "3")
+    httpx.post(f"{url}/update_weight_version", json={"new_version": "4-incomplete"})
+    words = command(tmp_path, f"model_path={tiny_model_dir}", f"rollout.server_addrs=[{url}]")
+    words += ["rollout.openai.reasoning_parser=unheard-of"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0
+    assert "reasoning_parser" in done.stderr
+    assert httpx.get(f"{url}/model_info").json()["weight_version"] == "0-incomplete"
+
+
 @pytest.mark.parametrize("left", ["ready", "in the middle of an update"])
 def test_servers_that_outlive_their_run_get_the_weights_of_the_next(
     tmp_path: Path, start_tiny_server, left: str
@@ -440,18 +474,18 @@ def test_statistics_of_an_evaluation() -> None:
 
     class Agent:
         async def run(self, data, **where):
-            if data["returns"] == "raises":
-                raise ValueError("of an agent")
+            if data["returns"] in ("raises", "panics"):
+                raise (ValueError if data["returns"] == "raises" else BaseException)("of an agent")
             return data["returns"]
 
-    samples = [{"returns": value} for value in (1.0, {"first": 1.0, "last": 0.0}, {}, "raises", None)]
+    samples = [{"returns": value} for value in (1.0, {"first": 1.0, "last": 0.0}, {}, "raises", "panics", None)]
     found = evaluate_endpoint(load(["evaluator.base_url=http://nowhere/v1"]), Inputs(None, [], samples, None, Agent()))
     assert found == {
         "eval_reward": 0.5,
         "eval_reward_sem": 0.5,
-        "eval_success": 0.2,
-        "eval_episodes": 5,
-        "eval_rejected": 3,
+        "eval_success": 1 / 6,
+        "eval_episodes": 6,
+        "eval_rejected": 4,
     }
 
 

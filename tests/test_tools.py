@@ -136,6 +136,7 @@ def test_a_call_in_a_stream_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
         return read_json(body)
 
     monkeypatch.setattr(tools, "read_json", counting)
+    tools.read_call.cache_clear()
     text = "".join(call("f", f'{{"once": {k}}}') + call("no such tool", str(k)) for k in range(50))
     for end in range(len(text) + 1):
         PARSER.certain(text[:end], TOOLS)
