@@ -39,11 +39,11 @@ def code_lines(path: Path) -> int:
 
 
 def test_budget() -> None:
-    """A module is at most 300 lines of code, the seven together 2,000, everything 6,420 (docs/log.md says why)."""
+    """A module is at most 300 lines of code, the seven together 2,000, everything 6,510 (docs/log.md says why)."""
     sizes = {path.relative_to(ROOT): code_lines(path) for path in COUNTED}
     assert {path: n for path, n in sizes.items() if n > 300} == {}
     assert sum(sizes[Path(f"{name}.py")] for name in SEVEN) <= 2000
-    assert sum(sizes.values()) <= 6420
+    assert sum(sizes.values()) <= 6510
 
 
 @pytest.mark.parametrize("path", COUNTED, ids=lambda p: p.name)
