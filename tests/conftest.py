@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -90,6 +91,19 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
+    """What a process still says until its end, when lines of it have been read; after so long it is killed.
+    (communicate() would lose what had come together with those lines.)"""
+    assert process.stdout is not None
+    watchdog = threading.Timer(seconds, process.kill)
+    watchdog.start()
+    try:
+        with process:
+            return process.stdout.read()
+    finally:
+        watchdog.cancel()
 
 
 def wait_until_up(url: str, process: subprocess.Popen, path: str = "/health", seconds: float = 60) -> None:

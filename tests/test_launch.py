@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, free_port
+from conftest import ROOT, free_port, rest_of
 from test_run import SMALL_GUESS, assert_gone, command, is_alive, start_and_wait_for_step, wait_gone
 
 import proxy
@@ -302,7 +302,7 @@ def test_a_run_outlives_one_of_its_two_servers(tmp_path: Path) -> None:
     """kill -9 of one server after the first step: the run says so and goes on to its last step."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "server.count=2", "max_steps=6")
     os.kill(pids["tiny_server.py"], signal.SIGKILL)
-    output, _ = process.communicate(timeout=200)
+    output = rest_of(process, 200)
     assert process.returncode == 0, output[-3000:]
     assert "ended with code -9" in output
     assert "goes on with 1 inference servers" in output

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import free_port, make_byte_model
+from conftest import free_port, make_byte_model, rest_of
 from safetensors.torch import load_file, save_file
 from test_actor import gradients, make_batch, make_config, prepare
 from torch import Tensor
@@ -169,8 +169,7 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> No
         pids = {int(rank): int(pid) for rank, pid in found}
     if how == "killed":
         os.kill(pids[2], signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
-    output = "".join(lines) + output
+    output = "".join(lines) + rest_of(process, 60)
     assert process.returncode != 0
     assert ("the rank's own error" if how == "raises" else "SIGKILL") in output, output
     for left in pids.values():

@@ -19,7 +19,7 @@ import httpx
 import mode_agents
 import pytest
 import torch
-from conftest import make_byte_model
+from conftest import make_byte_model, rest_of
 from safetensors.torch import load_file
 from scripted import ScriptedEngine
 from test_actor import gradients, make_batch, make_config, prepare
@@ -295,7 +295,7 @@ def run_until(folder: Path, line: str, *words: str) -> None:
     assert process.stdout is not None
     seen = list(itertools.takewhile(lambda text: not text.startswith(line), process.stdout))
     process.kill()
-    rest, _ = process.communicate(timeout=60)
+    rest = rest_of(process, 60)
     assert process.returncode == -signal.SIGKILL, "".join(seen) + rest
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import rest_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -199,7 +200,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
     assert {"tiny_server.py", "proxy.py"} <= set(pids)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output = rest_of(process, 30)
     assert process.returncode == 130
     assert "interrupted" in output
     assert_gone(pids)
@@ -210,7 +211,7 @@ def test_killed_server(tmp_path: Path, victim: str) -> None:
     """A server that dies ends the run at once, and the message says which one, how, and what it last said."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
     os.kill(pids[victim], signal.SIGKILL)
-    output, _ = process.communicate(timeout=30)
+    output = rest_of(process, 30)
     assert process.returncode == 1
     assert "ended with code -9" in output
     assert_gone(pids)
@@ -242,7 +243,7 @@ def test_exception_in_the_trainer(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "checkpoints").write_text("in the way")
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "saver.interval=2", "max_steps=50")
-    output, _ = process.communicate(timeout=60)
+    output = rest_of(process, 60)
     assert process.returncode == 1
     assert "Error" in output
     assert "checkpoints" in output

@@ -14,7 +14,7 @@ from statistics import mean, variance
 
 import httpx
 import pytest
-from conftest import ROOT, SGLANG, run_sglang
+from conftest import ROOT, SGLANG, rest_of, run_sglang
 from test_run import assert_gone, command, start_and_wait_for_step
 
 from tasks import maze
@@ -95,7 +95,7 @@ def test_the_gsm8k_recipe_launches_its_own_sglang(tiny_model_dir: Path, tmp_path
     assert not (tmp_path / "e").exists()
 
     process, pids = start_and_wait_for_step(tmp_path, *words)
-    output, _ = process.communicate(timeout=300)
+    output = rest_of(process, 300)
     assert process.returncode == 0, output[-3000:]
     metrics = [json.loads(line) for line in (tmp_path / "e/t/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == [1, 2, 3]
