@@ -350,7 +350,7 @@ class WorkflowExecutor:
                 await asyncio.to_thread(self._dump, trajectory, task.task_id, folder, version)
             if accepted and self.keep is not None:
                 await asyncio.to_thread(self.keep, task.task_id, trajectory)
-        except (asyncio.CancelledError, GeneratorExit):
+        except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
             await self._hold()

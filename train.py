@@ -230,7 +230,7 @@ def start_rollout(
     found = config.mode == "train" and config.rollout.server_addrs
     if found:  # an earlier run may have died in an update
         rollout.servers.refresh()
-        rollout.servers.post_all("/update_weight_version", {"new_version": "0", "abort_all_requests": True})
+        label(rollout.servers.post_all, "0", abort=True)
         rollout.resume()
     rollout.initialize()
     try:

@@ -237,9 +237,9 @@ def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] | 
     label(post_all, str(meta.version))
 
 
-def label(post_all: PostAll, version: str) -> None:
-    """Name the weights that the servers have; what they generate from now on bears it."""
-    post_all("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+def label(post_all: PostAll, version: str, abort: bool = False) -> None:
+    """Name the weights that the servers have; what they generate from now on bears it. `abort` what they generate."""
+    post_all("/update_weight_version", {"new_version": version, "abort_all_requests": abort})
 
 
 @contextmanager
