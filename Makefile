@@ -10,13 +10,13 @@ demo: $(VENV)/ready            ## train the demo: two to three minutes
 	$(BIN)/python train.py
 
 test: $(VENV)/ready            ## every concept, minutes; a file's tests share servers and stay together, the longest first
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not runs" tests/test_run.py tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not runs" tests/test_train.py tests
 
 test-runs: $(VENV)/ready       ## whole runs: several ranks, restarts after kills, recipes, slurm
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m runs
 
 test-sglang: $(VENV)/ready .venv-sglang/ready   ## the wire contract, its parsers and a training run with the real SGLang, on a CPU
-	NANO_AREAL_SGLANG=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -vv tests/test_contract.py tests/test_tools.py tests/test_sglang_run.py
+	NANO_AREAL_SGLANG=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -vv tests/inference/test_contract.py tests/calls/test_tools.py tests/run/test_sglang_run.py
 
 lint: $(VENV)/ready            ## format, style, types
 	$(BIN)/ruff format --check .

@@ -57,12 +57,12 @@ from itertools import accumulate
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from messages import Message, canonical
+from calls.messages import Message, canonical
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from io_struct import ModelResponse
+    from inference.io_struct import ModelResponse
 
 
 @dataclass(eq=False, repr=False)
@@ -153,10 +153,10 @@ class InteractionWithTokenLogpReward:
         return row
 
     def to_tensor_dict(self) -> "dict[str, Tensor]":
-        """`to_lists` as tensors (1, L), `rewards` (1,), in the dtypes of trajectory.py."""
+        """`to_lists` as tensors (1, L), `rewards` (1,), in the dtypes of rollout/trajectory.py."""
         import torch
 
-        from trajectory import ROW_KEYS, TOKEN_KEYS
+        from rollout.trajectory import ROW_KEYS, TOKEN_KEYS
 
         row = self.to_lists()
         tensors = {key: torch.tensor(row[key], dtype=dtype) for key, (dtype, _) in ROW_KEYS.items() if key in row}

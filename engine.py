@@ -45,7 +45,7 @@ so far).
 Differs from AReaL: failures and empty aborts back off exponentially (AReaL: one second flat; no pause at all
 after an abort, 2,000 requests in 1.8 s); what was generated before a failure is kept; a request that is wrong
 is never retried; servers are chosen by hash of the conversation, so that its turns find their prefix cache
-(AReaL: by request, round robin); one that dies, or returns with old weights, is done without (servers.py); a
+(AReaL: by request, round robin); one that dies, or returns with old weights, is done without (inference/servers.py); a
 cancelled caller aborts its request at the server.
 """
 
@@ -63,10 +63,17 @@ from typing import Any
 import httpx
 import orjson
 
-import weights
-from io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, parse_segment, probe, sampling_params
-from plumbing.wire import EngineError, Wire, run_all
-from servers import Servers
+from inference import weights
+from inference.io_struct import (
+    GenerationHyperparameters,
+    ModelRequest,
+    ModelResponse,
+    parse_segment,
+    probe,
+    sampling_params,
+)
+from inference.servers import Servers
+from inference.wire import EngineError, Wire, run_all
 
 logger = logging.getLogger("nano_areal.engine")
 

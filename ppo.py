@@ -38,7 +38,8 @@ What this does not promise: the clip is a heuristic, and pi_theta may leave the 
 is already zero. The cap makes the correction biased. There is no critic.
 
 What may vary is elsewhere, one small function a variation: other baselines, penalties and credit over tokens in
-advantages.py, pi_prox without a forward pass in proximal.py. docs/algorithm.md has every equation beside its line.
+training/advantages.py, pi_prox without a forward pass in training/proximal.py. docs/algorithm.md has every equation
+beside its line.
 
 Different from AReaL: the correction is on, as in the paper (there `rejection_sampling`, off); the write-up of its
 documents puts pi_theta / pi_behav in the unclipped branch, which is not the paper's objective; groups go by id, not
@@ -51,8 +52,8 @@ Shapes: B rows (sequences), T tokens; of the whole batch N turns and M tokens th
 import torch
 from torch import Tensor
 
-from advantages import generalised_advantage, kl_estimate, leave_one_out_mean, overlong_penalty
-from plumbing.config import NormConfig, PPOActorConfig
+from run.config import NormConfig, PPOActorConfig
+from training.advantages import generalised_advantage, kl_estimate, leave_one_out_mean, overlong_penalty
 
 Batch = dict[str, Tensor]
 

@@ -4,10 +4,11 @@
                                   /v1/responses        -> a turn -> engine.agenerate -> reply, whole or as it grows
                                   /v1/messages       /         \\_ InteractionCache of the session
 
-Here are the addresses, and what each of them does with its parts: a request is read (messages.py), becomes a turn
-(turn.py) with a prompt (prompts.py) in the tree of its session (cache.py), and its answer a reply (replies.py).
+Here are the addresses, and what each of them does with its parts: a request is read (calls/messages.py), becomes a turn
+(calls/turn.py) with a prompt (calls/prompts.py) in the tree of its session (cache.py), and its answer a reply
+(calls/replies.py).
 
-Sessions (sessions.py). An episode is a session, named by an unguessable id that is part of the URL; the same id
+Sessions (calls/sessions.py). An episode is a session, named by an unguessable id that is part of the URL; the same id
 serves as a Bearer or x-api-key for clients that cannot take a path. `/v1` may be left out, query strings mean nothing.
 Who has the admin key grants, starts and exports; who has the id calls, rewards and ends. What is exported is forgotten.
 
@@ -50,15 +51,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from cache import InteractionWithTokenLogpReward, walk
+from calls.messages import AgentRequest, Refusal
+from calls.prompts import PromptBuilder, TextReader
+from calls.replies import PROTOCOLS, Protocol
+from calls.sessions import Session, SessionTable
+from calls.tools import OutputParser
+from calls.turn import EventStream, Turn, retried
 from engine import EngineError, RemoteInfEngine
-from io_struct import GenerationHyperparameters, ModelRequest, call_seed
-from messages import AgentRequest, Refusal
-from plumbing.serve import listen, load_tokenizer, read_object, reply, serve
-from prompts import PromptBuilder, TextReader
-from replies import PROTOCOLS, Protocol
-from sessions import Session, SessionTable
-from tools import OutputParser
-from turn import EventStream, Turn, retried
+from inference.io_struct import GenerationHyperparameters, ModelRequest, call_seed
+from run.serve import listen, load_tokenizer, read_object, reply, serve
 
 ERRORS = (Refusal, ValueError, EngineError, HTTPException, ClientDisconnect)
 MAX_BODY = 64 * 2**20  # bytes of a request
@@ -77,8 +78,8 @@ class Proxy:
     sampling: dict[str, Any] = field(default_factory=dict)  # GenerationHyperparameters, for what an agent leaves open
     fixed_sampling: Collection[str] = ()  # fields of `sampling` that hold whatever an agent asks
     session_timeout_seconds: float = 3600.0
-    chat_template_type: str = "concat"  # prompts.py
-    tool_call_parser: str | None = None  # these two: tools.py
+    chat_template_type: str = "concat"  # calls/prompts.py
+    tool_call_parser: str | None = None  # these two: calls/tools.py
     reasoning_parser: str | None = None
     clock: Callable[[], float] = time.monotonic
 
@@ -311,7 +312,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--session-timeout-seconds", type=float, default=3600.0, help="an idle session is dropped after this")
     add("--chat-template-type", choices=["concat", "hf"], default="concat", help="hf: render turns in full")
     add("--fixed-sampling", action="append", default=[], help="a field of --sampling that no agent may change")
-    add("--tool-call-parser", help="form of tool calls (tools.py); default: what the tokenizer says, or qwen")
+    add("--tool-call-parser", help="form of tool calls (calls/tools.py); default: what the tokenizer says, or qwen")
     add("--reasoning-parser", help="form of its reasoning; default: <think> ... </think>")
     add("--exit-with-parent", action="store_true", help="end when standard input is closed")
     return parser.parse_args(argv)

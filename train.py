@@ -21,11 +21,11 @@ Synchronous training is not another program: with max_head_offpolicyness=0 the g
 only when the new weights are there.
 
 Under torchrun every rank runs this loop. Rank 0 alone has the rollout side; where the loop speaks to it, the others
-have a stand-in that does nothing. All have the same batch, and divide the work on it (actor.py).
+have a stand-in that does nothing. All have the same batch, and divide the work on it (training/actor.py).
 
 How it ends. Everything that is started is entered in one ExitStack and ended in reverse: the episodes, the engine's
 connections, the child processes. Ctrl-C, an exception and a dead server all leave through it. What does not, kill -9,
-costs the steps since the last checkpoint: the same command goes on from there (plumbing/recover.py).
+costs the steps since the last checkpoint: the same command goes on from there (run/recover.py).
 """
 
 import json
@@ -48,20 +48,20 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers.utils import logging as transformers_logging
 
-from actor import FSDPEngine, FSDPPPOActor
 from engine import RemoteInfEngine
-from executor import ProxyAddress, WorkflowExecutor
-from plumbing.config import ConfigError, TrainConfig, changed, load
-from plumbing.evaluate import evaluate, evaluate_endpoint
-from plumbing.inputs import Inputs, load_inputs
-from plumbing.launch import HOLD_SECONDS, Child, Fleet, Planned, ProcessDied, plan_run, revision, start_proxies
-from plumbing.logger import Logger, Trace, describe_batch
-from plumbing.ranks import join_ranks, leave_ranks, share
-from plumbing.recover import Recovery, claim, folders_of_steps
-from plumbing.report import summarise
+from inference.weights import WeightUpdateMeta, label
 from ppo import describe_mode
-from trajectory import Trajectory
-from weights import WeightUpdateMeta, label
+from rollout.executor import ProxyAddress, WorkflowExecutor
+from rollout.trajectory import Trajectory
+from run.config import ConfigError, TrainConfig, changed, load
+from run.evaluate import evaluate, evaluate_endpoint
+from run.inputs import Inputs, load_inputs
+from run.launch import HOLD_SECONDS, Child, Fleet, Planned, ProcessDied, plan_run, revision, start_proxies
+from run.logger import Logger, Trace, describe_batch
+from run.recover import Recovery, claim, folders_of_steps
+from run.summary import summarise
+from training.actor import FSDPEngine, FSDPPPOActor
+from training.ranks import join_ranks, leave_ranks, share
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Workflows: what one episode does, and how anything that a user hands over becomes one.
 
 The rule: a rollout is a coroutine, `arun_episode(engine, data)`, that turns one sample of the dataset into rows to
-train on. It returns one of three things: a dict of tensors (see trajectory.py), a dict of interactions (calls of an
-agent, with their tokens and rewards), or None, which rejects the sample. Everything else about an episode, when it
-may start, how many run at once, what becomes of its result, belongs to executor.py.
+train on. It returns one of three things: a dict of tensors (see rollout/trajectory.py), a dict of interactions (calls
+of an agent, with their tokens and rewards), or None, which rejects the sample. Everything else about an episode, when
+it may start, how many run at once, what becomes of its result, belongs to rollout/executor.py.
 
 Four kinds come with the project.
 
@@ -23,8 +23,9 @@ it set its rewards by itself over HTTP; None with nothing set rejects the episod
 
 Where agents run. In mode inline, the default, in the event loop of all episodes: one agent object serves them all, many
 at a time, so what belongs to one episode belongs into local variables of `run`, and what blocks (a synchronous client,
-time.sleep) blocks everybody. In mode subproc each episode has a process for itself (workers.py): a copy of the agent,
-the session's URL and key in the environment, synchronous code welcome. The price is pickling and some 50 MB a process.
+time.sleep) blocks everybody. In mode subproc each episode has a process for itself (rollout/workers.py): a copy of the
+agent, the session's URL and key in the environment, synchronous code welcome. The price is pickling and some 50 MB a
+process.
 
 Groups. The members of a group run concurrently, each with a copy of `data` of its own. A member that returns None is
 left out; one that raises, or returns what is no trajectory, is counted, logged and left out; the others are kept. Only
@@ -55,14 +56,14 @@ import openai
 import torch
 
 from cache import InteractionWithTokenLogpReward
-from client import OpenAIProxyClient, sdk_http
-from io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, call_seed
-from messages import AgentRequest
-from plumbing.wire import PerLoop, StackTransport
-from prompts import PromptBuilder
-from reward import AsyncRewardWrapper, parse_rewards
-from trajectory import Trajectory, check_trajectory_format, concat_padded_tensors
-from workers import WorkerPool, check_importable, run_agent, time_limit
+from calls.client import OpenAIProxyClient, sdk_http
+from calls.messages import AgentRequest
+from calls.prompts import PromptBuilder
+from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, call_seed
+from inference.wire import PerLoop, StackTransport
+from rollout.reward import AsyncRewardWrapper, parse_rewards
+from rollout.trajectory import Trajectory, check_trajectory_format, concat_padded_tensors
+from rollout.workers import WorkerPool, check_importable, run_agent, time_limit
 
 logger = logging.getLogger("nano_areal.workflow")
 
@@ -179,7 +180,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
     """Try, and while the reward is not positive, be told so and try again, in one growing conversation.
 
     An answer found at the k-th try (k = 1, 2, ...) is worth turn_discount^(k-1) of its reward. The next prompt is the
-    last one, the tokens that were sampled, and the reflection message: nothing is tokenised twice (prompts.py). A
+    last one, the tokens that were sampled, and the reflection message: nothing is tokenised twice (calls/prompts.py). A
     conversation that has filled the context ends there, with the reward of its last answer.
     """
 

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from transformers.utils import logging as transformers_logging
 
 import cache as ours
-import io_struct
+from inference import io_struct
 
 try:
     import areal  # noqa: F401  (comes first, or its imports are circular)
@@ -128,8 +128,8 @@ def count() -> None:
     from conftest import make_byte_model
     from transformers import AutoTokenizer
 
-    from messages import AgentRequest
-    from prompts import PromptBuilder
+    from calls.messages import AgentRequest
+    from calls.prompts import PromptBuilder
 
     with tempfile.TemporaryDirectory() as path:
         tokenizer = AutoTokenizer.from_pretrained(make_byte_model(Path(path)))

@@ -1,4 +1,4 @@
-"""Claim: the hand-written decoding loop of tiny_server.py costs nothing against transformers' own.
+"""Claim: the hand-written decoding loop of inference/tiny/server.py costs nothing against transformers' own.
 
     python bench/engine.py [--quick]
 
@@ -6,14 +6,15 @@ Tokens per CPU-second (wall time would measure what else the machine does) of fo
 prompts of 64 tokens to 128 new ones with the same Qwen3 in fp32 on one thread, at 1, 16 and 64 concurrent requests:
 
     generate  model.generate on one batch, sampling at temperature 1
-    engine    the scheduler and the slot cache of tiny_server.py, in process; draws and logprobs for every request
-    http      the same as a server of its own, asked over POST /generate; the server's CPU time, not the client's
+    engine    the scheduler and the slot cache of inference/tiny/server.py, in process; draws and logprobs for every
+    request http      the same as a server of its own, asked over POST /generate; the server's CPU time, not the
+    client's
     --seed    the engine in deterministic mode, which fills batches below four rows (and differs nowhere else)
 
 The ways alternate, three times at least, and the best repetition of each counts: what disturbs only slows down.
 Target: engine / generate at least 0.9 for the two larger models and 0.8 for the smallest. The last column says whether
 in deterministic mode logits are equal bit by bit on this machine: alone, in a batch, and decoded after a shorter
-prefill (tiny_model.py, "Bits").
+prefill (inference/tiny/model.py, "Bits").
 """
 
 import argparse
@@ -37,8 +38,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from tiny_model import TinyModel, run_step
-from tiny_scheduler import SamplingParams, Scheduler, Sequence
+from inference.tiny.model import TinyModel, run_step
+from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
 
 PROMPT, NEW = 64, 128
 # name: layers, width, vocabulary, heads, key heads, width of the feed-forward layers
@@ -127,7 +128,16 @@ def bits_agree(tiny: TinyModel, batch: list[list[int]]) -> bool:
 
 
 def start_server(path: str) -> subprocess.Popen:
-    command = [sys.executable, "tiny_server.py", "--model-path", path, "--port", str(PORT), "--exit-with-parent"]
+    command = [
+        sys.executable,
+        "-m",
+        "inference.tiny.server",
+        "--model-path",
+        path,
+        "--port",
+        str(PORT),
+        "--exit-with-parent",
+    ]
     root = Path(__file__).resolve().parent.parent
     process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
     while True:

@@ -87,7 +87,7 @@ def row(folder: Path, bound: float) -> list[str]:
         return sum(line[key] for line in warm) / len(warm)
 
     plan = (folder / "plan").read_text()
-    server = "SGLang" if "sglang" in plan else "tiny_server.py"
+    server = "SGLang" if "sglang" in plan else "inference/tiny/server.py"
     memory = folder / "memory"
     used = [int(word) for word in memory.read_text().split() if word.isdigit()] if memory.exists() else []
     numbers = [f"{mean('tokens') / mean('step_s'):.0f}"]

@@ -3,7 +3,7 @@
 #
 #   bench/gpu_check.sh
 #
-# It takes the Python that PYTHON names (default: .venv's), with SGLang if that is installed there, else tiny_server.py.
+# It takes the Python that PYTHON names (default: .venv's), with SGLang if that is installed there, else inference/tiny/server.py.
 # Each cell is a run of train.py on a model of random weights; a cell that fails is a line in the table, and the rest
 # goes on. The exit code is the number of cells and checks that failed.
 #

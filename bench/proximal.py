@@ -6,7 +6,7 @@ One real run of the maze (train.py, asynchronous, eta = 4) with `actor.prox_logp
 and trained on, so the truth is known for every trained token, and with it what each guess would have said. Of the
 tokens that the run wrote (tokens/*.safetensors) a table by lag v - v_b: the mean of |guess - log pi_prox|, for
 
-    loglinear    alpha = (v - v_b) / (v + f - v_b)                                             proximal.py
+    loglinear    alpha = (v - v_b) / (v + f - v_b)                                             training/proximal.py
     AReaL        alpha = (v - 1 - v_b) / (v - v_b), v_b read from the token before; prompts give 0   reference: its code
     rollout      log pi_behav itself: what standard PPO takes for the centre
 
@@ -29,7 +29,7 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from proximal import interpolation, loglinear  # noqa: E402
+from training.proximal import interpolation, loglinear  # noqa: E402
 
 
 def train(folder: Path, eta: int, steps: int, seed: int) -> None:

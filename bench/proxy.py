@@ -70,9 +70,9 @@ def serve_proxy(port: int) -> None:
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from fastapi import Request, Response
 
-    from io_struct import ModelRequest, ModelResponse
-    from plumbing.serve import listen, serve
+    from inference.io_struct import ModelRequest, ModelResponse
     from proxy import create_app
+    from run.serve import listen, serve
 
     tokenizer = make_tokenizer()
     words = tokenizer.encode("I would look at the second one again, since it decides what is left of the first and of")

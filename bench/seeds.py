@@ -20,7 +20,7 @@ from statistics import mean
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from plumbing.config import load  # noqa: E402
+from run.config import load  # noqa: E402
 
 
 def train(config: str, seed: int, folder: Path, root: Path) -> None:

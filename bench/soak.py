@@ -22,7 +22,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {"trainer": "train.py", "proxy": "proxy.py", "server": "tiny_server.py"}
+SCRIPTS = {"trainer": "train.py", "proxy": "-m proxy", "server": "-m inference.tiny.server"}
 BATCH, ETA = 6, 2
 
 

@@ -5,8 +5,8 @@
     python bench/staleness.py --draw                   the table and the figure from the CSV, nothing is run
 
 The experiment of the paper's staleness table (arXiv 2505.24298) on the game of tasks/guess.py, through the same
-actor.py and ppo.py as a real run. Each run is one line of docs/staleness.csv and is not repeated when it is there;
-the figure is docs/staleness.png; docs/staleness.md reads them.
+training/actor.py and ppo.py as a real run. Each run is one line of docs/staleness.csv and is not repeated when it is
+there; the figure is docs/staleness.png; docs/staleness.md reads them.
 
 **Lag is imposed, not hoped for.** On a small machine generation is as fast as training and lag hardly arises. Here
 both alternate in one process: the batch that step s (from 0) trains on is sampled by the weights of version
@@ -20,7 +20,7 @@ loglinear: pi_prox interpolated between pi_behav and pi_theta, no forward pass. 
 pass over each batch instead of two, and an entropy bonus in place of the KL penalty, which is itself a trust region
 round an old policy: learning rate 1e-3 and four minibatches, with which the policy moves far
 enough in a few versions that a trust region round an old policy is in the way. At a tenth of that rate 64
-steps teach too little to lose. Games share their beginnings, so they are trained as trees (tree_attention.py),
+steps teach too little to lose. Games share their beginnings, so they are trained as trees (training/tree_attention.py),
 which changes nothing but the time.
 
 **Success is exact**: the probability that the policy finds the secret, by walking every game that can be won, so that
@@ -49,10 +49,10 @@ from torch import Tensor  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
-from actor import FSDPPPOActor  # noqa: E402
-from plumbing.config import PPOActorConfig, load  # noqa: E402
+from rollout.trajectory import complete  # noqa: E402
+from run.config import PPOActorConfig, load  # noqa: E402
 from tasks import base_model, guess  # noqa: E402
-from trajectory import complete  # noqa: E402
+from training.actor import FSDPPPOActor  # noqa: E402
 
 ETAS = ["0", "1", "2", "4", "8", "16", "inf"]
 METHODS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ their beginning and train on what is their own, in five ways that must agree in 
     packed    the rows end to end, each attending to itself alone: actor.layout=packed
     hf        the same as transformers does it by itself: positions start over, over an N x N mask
     dense     the tree, over the N x N mask that defines it
-    tree      the tree, with the blocks of tree_attention.py; building it is part of the time
+    tree      the tree, with the blocks of training/tree_attention.py; building it is part of the time
 
 Process time (wall time would measure what else the machine does), the best of some rounds in which the ways alternate.
 `gain` is packed / tree, `padded / tree` where padded is faster, so the fairest of the comparisons; `ratio` is
@@ -43,8 +43,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import layout  # noqa: F401  # registers the attention of packed rows
-from tree_attention import PackedTree, build_trees
+from training import layout  # noqa: F401  # registers the attention of packed rows
+from training.tree_attention import PackedTree, build_trees
 
 ROWS, LAYERS, VOCABULARY = 16, 4, 4096
 CASES = [  # width, tokens of a row, share that all rows have in common

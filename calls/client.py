@@ -39,7 +39,7 @@ import openai
 import orjson
 
 from cache import InteractionWithTokenLogpReward, finite
-from plumbing.fields import Refusal
+from run.fields import Refusal
 
 TIMEOUT = httpx.Timeout(600.0).as_dict()  # seconds for one call
 

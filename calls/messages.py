@@ -47,7 +47,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from plumbing.fields import Refusal, as_object, get, read_json, write_json
+from run.fields import Refusal, as_object, get, read_json, write_json
 
 Message = dict[str, Any]
 Found = tuple[list[Message], list[dict[str, Any]]]  # a finished interaction: its messages with the output; its tools

@@ -43,9 +43,9 @@ from typing import Any
 from jinja2 import TemplateError
 
 from cache import InteractionWithTokenLogpReward
-from io_struct import GenerationHyperparameters
-from messages import AgentRequest, Message, Refusal
-from tools import without_partial
+from calls.messages import AgentRequest, Message, Refusal
+from calls.tools import without_partial
+from inference.io_struct import GenerationHyperparameters
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]

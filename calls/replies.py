@@ -15,8 +15,8 @@ Real clients broke on each of these, on a missing role, index, usage or created_
 here is, but `content` of a chat message that only calls.
 
 A `Stream` is a pure object: what an answer consists of so far goes in, bytes come out, the proxy writes them. `grow`
-takes what is certain (tools.py), `finish` the whole answer, and sends what is left of it: held-back text, calls, the
-reason to stop. Calls come in one piece, which every client takes.
+takes what is certain (calls/tools.py), `finish` the whole answer, and sends what is left of it: held-back text, calls,
+the reason to stop. Calls come in one piece, which every client takes.
 
 Ids. A reply's id is that of its interaction, and all others derive from it, so that they are unique and can be looked
 up: the calls of chatcmpl-<x> are call_<x>_0, call_<x>_1, ..., the items of resp_<x> are rs_<x>, msg_<x>, fc_<x>_0, ...
@@ -31,9 +31,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from io_struct import ModelResponse
-from messages import AgentRequest, Message, normalise, parse_anthropic, parse_chat, parse_responses
-from tools import Parsed
+from calls.messages import AgentRequest, Message, normalise, parse_anthropic, parse_chat, parse_responses
+from calls.tools import Parsed
+from inference.io_struct import ModelResponse
 
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 BLOCK_DELTAS = {  # Anthropic's events within a block

@@ -13,7 +13,8 @@ the last request, and only looks when somebody starts a session). Nobody watches
 started or asked for, those that were idle for too long are forgotten first. A session that is forgotten takes its tree
 with it. Nothing here does I/O or reads a clock of its own: `clock` is the one seam, and each method is one decision.
 
-A session also remembers which request it answered with which turn, so that a client's retry is recognised (turn.py).
+A session also remembers which request it answered with which turn, so that a client's retry is recognised
+(calls/turn.py).
 
 It does not promise that an ended session is exported: who fails to ask in time finds it expired.
 """
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cache import InteractionCache
-from messages import Found, Refusal
+from calls.messages import Found, Refusal
 
 GRANT_SECONDS = 60.0  # a grant that nobody claims for this long lapses
 
@@ -41,7 +42,7 @@ class Session:
     cache: InteractionCache = field(default_factory=InteractionCache)
     calls: int = 0  # completions asked for
     running: set[asyncio.Task] = field(default_factory=set)  # turns in flight
-    turns: dict[bytes, list[Any]] = field(default_factory=dict)  # by the body that asked for them (turn.py, "Retries")
+    turns: dict[bytes, list[Any]] = field(default_factory=dict)  # turns by the request body that asked for them
     ended: bool = False
 
     def finished(self, interaction_id: str) -> Found | None:

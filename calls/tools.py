@@ -35,7 +35,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from plumbing.fields import Refusal, read_json
+from run.fields import Refusal, read_json
 
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 THINK, END_OF_THINK = "<think>", "</think>"

@@ -19,9 +19,9 @@ for a body that equals an earlier one of the session byte by byte:
     2. it says that it is a retry                           -> the equal turn that is in flight, else the last one
     3. otherwise                                            -> a new turn: best of n, asked n times on purpose, is n
 
-Streaming is real: the tokens come from the server as they are sampled, become text (prompts.py), and of the text what
-is certain (tools.py) is sent on; while nothing is, a comment now and then. Streamed or not, the reply is made of the
-same answer.
+Streaming is real: the tokens come from the server as they are sampled, become text (calls/prompts.py), and of the text
+what is certain (calls/tools.py) is sent on; while nothing is, a comment now and then. Streamed or not, the reply is
+made of the same answer.
 
 It does not promise that a turn survives its session: at the end of that everything in flight is given up.
 """
@@ -38,13 +38,13 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from cache import InteractionWithTokenLogpReward
-from engine import EngineError
-from io_struct import ModelRequest, ModelResponse
-from messages import AgentRequest, Refusal
-from prompts import TextReader
-from replies import Answer, Protocol, parts_of
-from sessions import Session
-from tools import OutputParser
+from calls.messages import AgentRequest, Refusal
+from calls.prompts import TextReader
+from calls.replies import Answer, Protocol, parts_of
+from calls.sessions import Session
+from calls.tools import OutputParser
+from inference.io_struct import ModelRequest, ModelResponse
+from inference.wire import EngineError
 
 PING_SECONDS = 15.0  # a stream that has said nothing for so long sends a comment: clients do not give up on it
 

@@ -1,6 +1,6 @@
 r"""The OpenAI SDK and nothing else: a loop over chat completions that runs the tools the model calls.
 
-python -m plumbing.episode examples.openai_sdk.Agent --model-path DIR \
+python -m run.episode examples.openai_sdk.Agent --model-path DIR \
     --data '{"question": "( 1 + 2 ) * 3", "answer": "9"}'
 """
 

@@ -23,7 +23,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from plumbing.wire import EngineError
+from inference.wire import EngineError
 
 
 @dataclass

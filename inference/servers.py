@@ -42,7 +42,7 @@ from typing import Any
 
 import httpx
 
-from plumbing.wire import CALL_TIMEOUT, EngineError, Wire, run_all
+from inference.wire import CALL_TIMEOUT, EngineError, Wire, run_all
 
 logger = logging.getLogger("nano_areal.servers")
 

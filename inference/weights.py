@@ -30,7 +30,7 @@ when all servers have answered that they hold the newer one, so no server can be
 
 **Buckets.** A sharded model is gathered a bucket at a time, `bucket_mb` or a single tensor if that is larger; the
 bucket is sent and let go before the next is gathered. So a rank holds its shard and at most two buckets, never the
-whole model (tests/test_weights.py measures it).
+whole model (tests/inference/test_weights.py measures it).
 
 **The group is made for one update and dissolved after it.** So it consists of the servers that are there, and one that
 died between two updates breaks nothing; AReaL's group lives as long as the run and with all its members. It costs
@@ -52,10 +52,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from inference.group import BUCKET_TIMEOUT, join_group
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +65,6 @@ PostAll = Callable[..., list[dict[str, Any]]]  # Servers.post_all(path, body or 
 Bucket = list[tuple[str, "torch.Tensor"]]  # names as in the Hugging Face checkpoint
 
 LOAD_TIMEOUT = 3600.0  # seconds for the slowest server to load
-BUCKET_TIMEOUT = 600.0  # seconds for a bucket, and for a group to come together
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 PARTIAL = ".partial"  # suffix of a directory that is being written
 
@@ -263,19 +263,3 @@ def serialise(bucket: Bucket) -> str:
     own = [(name, tensor if on_gpu else tensor.clone()) for name, tensor in bucket]  # a view would bring all it views
     (ForkingPickler if on_gpu else pickle.Pickler)(buffer).dump(own)
     return base64.b64encode(buffer.getvalue()).decode()
-
-
-def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:
-    """A process group beside the default one, rank 0 its meeting place; returns when all `world` ranks are there.
-
-    `.broadcast(tensor, root)` gives a work to wait for. Rank 0 is the trainer, the rest are servers.
-    """
-    import torch.distributed as dist
-
-    timeout = timedelta(seconds=BUCKET_TIMEOUT)
-    store: Any = dist.TCPStore(address, port, world, rank == 0, timeout)
-    for prefix in (name, f"{name}/", "cuda/" if backend == "nccl" else "cpu/"):
-        store = dist.PrefixStore(prefix, store)
-    if backend == "nccl":
-        return dist.ProcessGroupNCCL(store, rank, world, dist.ProcessGroupNCCL.Options())
-    return dist.ProcessGroupGloo(store, rank, world, timeout)

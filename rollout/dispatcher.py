@@ -7,7 +7,7 @@ dispatcher: it keeps as many episodes running as the staleness gate allows, and 
 - DispatchState decides. It holds what is pending, what was started and what is finished, takes events (a task came,
   ended, is asked for) and returns actions (start these; here is your batch). It knows no thread and no clock.
 - BatchTaskDispatcher is the shell: it takes the lock, tells the state, carries out what the state answers.
-- The runner (runner.py) has the thread, the clock, the lock and the waiting; it is the only seam to them.
+- The runner (rollout/runner.py) has the thread, the clock, the lock and the waiting; it is the only seam to them.
 
 **Nothing polls.** Section 3 has a producer and a consumer thread. Here they are two methods, _commit and _fetch,
 and whoever brings an event runs them: the caller who submits, the loop's thread when a task ends, the trainer
@@ -44,7 +44,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
-from runner import AsyncTaskRunner, TimedResult
+from rollout.runner import AsyncTaskRunner, TimedResult
 from staleness import StalenessManager
 
 logger = logging.getLogger("nano_areal.dispatcher")

@@ -1,8 +1,8 @@
 """WorkflowExecutor: from the dataloader to the batch that a training step consumes.
 
 The rule: `prepare_batch` returns the B oldest prompt groups, by start, that were not rejected, as one padded dict of
-tensors (trajectory.py), and leaves behind as many running episodes as the staleness gate allows. So the next batches
-are being generated, by the weights of now, while this one is trained on.
+tensors (rollout/trajectory.py), and leaves behind as many running episodes as the staleness gate allows. So the next
+batches are being generated, by the weights of now, while this one is trained on.
 
 What an episode goes through, in the event loop's thread:
 
@@ -12,7 +12,7 @@ What an episode goes through, in the event loop's thread:
 None from the workflow or False from should_accept_fn rejects the group; the next prompt of the dataloader takes its
 place. An exception anywhere on the way rejects it too, and counts it as failed, unless a process of the run has died
 meanwhile: then the run ends, and nothing is counted. The same trouble again and again stops the run with the first
-traceback (dispatcher.py). A trajectory is dumped whether it was accepted or not: one readable line a row in
+traceback (rollout/dispatcher.py). A trajectory is dumped whether it was accepted or not: one readable line a row in
 {dump_dir}/{rollout|eval-rollout}/{newest version in it}/{task_id}.jsonl, written by a thread beside the loop, because
 decoding takes longer than anything else here.
 
@@ -41,11 +41,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dispatcher import BatchTaskDispatcher, DispatchState, untraced
-from io_struct import GenerationHyperparameters
-from plumbing.config import RolloutConfig
-from staleness import RolloutStat, StalenessManager
-from trajectory import (
+from inference.io_struct import GenerationHyperparameters
+from rollout.dispatcher import BatchTaskDispatcher, DispatchState, untraced
+from rollout.trajectory import (
     Trajectory,
     check_trajectory_format,
     complete,
@@ -54,6 +52,8 @@ from trajectory import (
     head_version,
     tail_version,
 )
+from run.config import RolloutConfig
+from staleness import RolloutStat, StalenessManager
 from workflow import (
     GroupedRolloutWorkflow,
     RolloutWorkflow,
@@ -240,7 +240,7 @@ class WorkflowExecutor:
         still = self.dispatcher.in_flight() | set(self._reopened)
         self._open = {task_id: sample for task_id, sample in self._open.items() if task_id in still}
 
-    # ---- recovery (plumbing/recover.py); from the thread that calls prepare_batch
+    # ---- recovery (run/recover.py); from the thread that calls prepare_batch
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data order stands: the next task's id, the samples drawn, and those of the open tasks, by id.

@@ -4,10 +4,10 @@
 
 The rule: one slow reward must not slow the others down, and a hanging one must not stay. All episodes of a run share
 one event loop, so a function that computes for a second would stop every agent for a second. `AsyncRewardWrapper`
-therefore gives plain functions to a worker process (workers.py) and awaits them there. A call that exceeds its time is
-ended by killing the process it runs in. The clock starts when a worker takes the call, so waiting in the queue costs
-nobody their reward. An episode that is cancelled takes its reward computation with it in the same way. A coroutine
-function is awaited where it is, under the same clock.
+therefore gives plain functions to a worker process (rollout/workers.py) and awaits them there. A call that exceeds its
+time is ended by killing the process it runs in. The clock starts when a worker takes the call, so waiting in the queue
+costs nobody their reward. An episode that is cancelled takes its reward computation with it in the same way. A
+coroutine function is awaited where it is, under the same clock.
 
 A reward that raises is the failure of its episode, and so is one that ran out of time: neither is a reward of 0.
 A wrong number would be learnt; a failure is counted.
@@ -23,8 +23,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cache import finite
-from plumbing.wire import PerLoop
-from workers import WorkerPool, check_importable, time_limit
+from inference.wire import PerLoop
+from rollout.workers import WorkerPool, check_importable, time_limit
 
 
 def parse_rewards(value: Any) -> dict[str, float] | float | None:

@@ -12,7 +12,7 @@ call_soon_threadsafe.
 
 **The seam.** The dispatcher knows threads and time through the public names of AsyncTaskRunner alone. A subclass with a
 virtual clock, or one that lets a seeded scheduler choose who ends next, runs the same dispatcher
-(tests/test_dispatcher.py: VirtualRunner).
+(tests/rollout/test_dispatcher.py: VirtualRunner).
 
 **What a task raises is its result; what our own code raises is told to on_failure**: it means that no more will come,
 and whoever listens (the dispatcher) ends the run. destroy() cancels what runs, lets it clean up, and joins the thread.

@@ -92,7 +92,7 @@ class Worker:
             streams = await asyncio.open_unix_connection(sock=ours)
             fd = theirs.fileno()
             paths = [path for path in sys.path if isinstance(path, str)]  # import passes over what is none
-            code = f"import sys; sys.path[:] = {paths}; import workers; workers.serve({fd})"
+            code = f"import sys; sys.path[:] = {paths}; from rollout import workers; workers.serve({fd})"
             process = subprocess.Popen(
                 [sys.executable, "-c", code], pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -135,7 +135,7 @@ class Worker:
 
 class WorkerPool:
     """At most `size` workers of one event loop, started when they are needed and kept. `aclose` ends the idle ones;
-    the others end with the calls they run, which a loop that ends cancels first (plumbing/wire.py, PerLoop)."""
+    the others end with the calls they run, which a loop that ends cancels first (inference/wire.py, PerLoop)."""
 
     def __init__(self, size: int) -> None:
         self._places = asyncio.Semaphore(size)

@@ -2,8 +2,8 @@
 
 A run is configured by these dataclasses, then by a YAML recipe (`--config configs/maze.yaml`), then by
 `key=value` words on the command line; later ones win. An unknown key is an error that names the nearest
-known one. `python train.py --help` prints these comments (those of gconfig stand in io_struct.py), so there is one
-place where a key is explained.
+known one. `python train.py --help` prints these comments (those of gconfig stand in inference/io_struct.py), so there
+is one place where a key is explained.
 
 The names are AReaL's where AReaL has the key; docs/differences.md lists what is named otherwise.
 """
@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from io_struct import GenerationHyperparameters
+from inference.io_struct import GenerationHyperparameters
 
 
 class ConfigError(ValueError):
@@ -38,7 +38,7 @@ class OpenAIConfig:
     turn_discount: float = 1.0  # gamma by which a turn's reward reaches the turn before it
     chat_template_type: Literal["hf", "concat"] = "concat"  # concat: parent's tokens + rendered tail; hf: render all
     export_style: Literal["individual", "concat"] = "concat"  # a row for every turn, or for every leaf of the tree
-    tool_call_parser: str | None = None  # form of the model's tool calls (tools.py); default: the tokenizer's, or qwen
+    tool_call_parser: str | None = None  # form of the model's tool calls; default: what the tokenizer says, else qwen
     reasoning_parser: str | None = None  # form of its reasoning; default: <think> ... </think>
     fixed_sampling: list[str] = field(default_factory=list)  # fields of gconfig that hold whatever an agent asks for
     session_timeout_seconds: float = 3600.0  # an idle session is dropped after this long
@@ -123,9 +123,9 @@ class PPOActorConfig:
     ppo_n_minibatches: int = 4  # optimizer steps per epoch over the batch
     ppo_epochs: int = 1  # passes over the batch
     mb_tokens: int = 16384  # tokens (padding included) in one forward pass; more are accumulated
-    layout: Literal["padded", "packed"] = "padded"  # rows one under another, or end to end without padding (layout.py)
+    layout: Literal["padded", "packed"] = "padded"  # rows one under another, or end to end without padding
     gradient_checkpointing: bool = False  # keep a layer's input only and compute the rest again in the backward pass
-    enable_tree_training: bool = False  # what rows share at their beginning is computed once (tree_attention.py)
+    enable_tree_training: bool = False  # compute once what rows share at their beginning
     offload: bool = False  # true: parameters, gradients and optimizer live in host memory (FSDP2 CPU offload)
     use_decoupled_loss: bool = True  # the paper's objective; false: standard PPO
     recompute_logprob: bool = True  # standard PPO: pi_old by a forward pass; else the server's (recompute_logprobs)

@@ -1,6 +1,6 @@
 """One episode of an agent, for its author: what the model was told and said, and what of it would be trained.
 
-    python -m plumbing.episode my_module.MyAgent --model-path DIR --data '{"question": "..."}'
+    python -m run.episode my_module.MyAgent --model-path DIR --data '{"question": "..."}'
 
 It starts what an episode needs (an inference server on the model, unless --server names one that is up, and a proxy),
 runs `MyAgent().run(data)` as training would, and prints the conversation tree: each call of the model under the one
@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from cache import InteractionWithTokenLogpReward
-from plumbing.launch import Fleet, Planned, ProcessDied, own_command
+from run.launch import Fleet, Planned, ProcessDied, own_command
 from workflow import resolve_workflow
 
 
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=json.loads, default={}, help="JSON: the sample that run() gets")
     parser.add_argument("--kwargs", type=json.loads, default={}, help="JSON: arguments of the agent's class")
     parser.add_argument("--model-path", required=True, help="Hugging Face folder")
-    parser.add_argument("--server", help="URL of an inference server; default: a tiny_server.py on the model")
+    parser.add_argument("--server", help="URL of an inference server; default: a inference/tiny/server.py on the model")
     parser.add_argument("--mode", choices=["inline", "subproc"], default="inline", help="where the agent runs")
     parser.add_argument("--discount", type=float, default=1.0, help="by which a turn's reward reaches the one before")
     args = parser.parse_args(argv)
@@ -67,9 +67,9 @@ def main(argv: list[str] | None = None) -> int:
             key = secrets.token_urlsafe()
             proxy = {"proxy_addr": "", "admin_key": key, "mode": args.mode, "discount": args.discount}
             workflow: Any = resolve_workflow(args.agent, args.kwargs, proxy=proxy)
-            tiny = Planned("server", own_command("tiny_server.py", options))
+            tiny = Planned("server", own_command("inference.tiny.server", options))
             options["--server"] = args.server or fleet.start(tiny).wait_ready()
-            front = Planned("proxy", own_command("proxy.py", options), environment={"NANO_AREAL_ADMIN_KEY": key})
+            front = Planned("proxy", own_command("proxy", options), environment={"NANO_AREAL_ADMIN_KEY": key})
             workflow.proxy_addr = fleet.start(front).wait_ready()
         except (ImportError, TypeError, ValueError, ProcessDied) as error:
             print(f"error: {error}", file=sys.stderr)

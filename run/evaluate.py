@@ -17,11 +17,11 @@ from typing import Any
 
 import openai
 
-from executor import WorkflowExecutor
-from plumbing.config import ConfigError, TrainConfig
-from plumbing.inputs import Inputs
-from reward import parse_rewards
-from workers import run_agent
+from rollout.executor import WorkflowExecutor
+from rollout.reward import parse_rewards
+from rollout.workers import run_agent
+from run.config import ConfigError, TrainConfig
+from run.inputs import Inputs
 from workflow import RolloutWorkflow, WorkflowContext, agents_pool, workflow_context
 
 logger = logging.getLogger("nano_areal.evaluate")

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from plumbing.config import ConfigError, TrainConfig
+from run.config import ConfigError, TrainConfig
 from workflow import OpenAIProxyWorkflow, import_string, resolve_workflow
 
 

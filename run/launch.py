@@ -10,7 +10,8 @@ memory is an estimate; its formulas stand in `estimate_memory`.
 when it closes (`--exit-with-parent`), so that not even `kill -9` of the parent leaves one behind. They live in sessions
 of their own: Ctrl-C reaches train.py alone, which ends them in order. A child that dies is noticed by a thread that
 waits for it, and the run fails with the end of the child's log instead of hanging on a request; of several servers one
-may die, which is said, and the run goes on (servers.py). SGLang, which knows no --exit-with-parent, runs on a leash.
+may die, which is said, and the run goes on (inference/servers.py). SGLang, which knows no --exit-with-parent, runs on
+a leash.
 """
 
 import importlib.util
@@ -36,8 +37,8 @@ import httpx
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from plumbing.config import ConfigError, TrainConfig
-from plumbing.serve import listen
+from run.config import ConfigError, TrainConfig
+from run.serve import listen
 
 logger = logging.getLogger("nano_areal.launch")
 
@@ -116,6 +117,7 @@ class Fleet:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         log = self.log_dir / f"{planned.name}.log"
         ours = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ",".join(planned.gpus)}
+        ours["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         with log.open("wb") as out:
             process = subprocess.Popen(
                 [*planned.command, "--port", str(port)],
@@ -216,17 +218,17 @@ def server_command(config: TrainConfig, mem_fraction: float | None) -> list[str]
     }
     installed = importlib.util.find_spec("sglang") is not None
     if server.backend == "tiny" or (server.backend == "auto" and not (mem_fraction and installed)):
-        return own_command("tiny_server.py", options | {"--seed": config.seed}, *server.args)
+        return own_command("inference.tiny.server", options | {"--seed": config.seed}, *server.args)
     if not server.command:
         check_sglang()
     command = shlex.split(server.command) or [sys.executable, "-m", "sglang.launch_server"]
     options |= {"--tp-size": server.tp_size, "--random-seed": config.seed, "--mem-fraction-static": mem_fraction}
-    return [sys.executable, str(ROOT / "plumbing" / "leash.py"), *command, *words(options), *server.args]
+    return [sys.executable, str(ROOT / "run" / "leash.py"), *command, *words(options), *server.args]
 
 
-def own_command(script: str, options: dict[str, object], *arguments: str) -> list[str]:
-    """What starts a script of ours, but for its port."""
-    return [sys.executable, str(ROOT / script), *words(options), *arguments, "--exit-with-parent"]
+def own_command(module: str, options: dict[str, object], *arguments: str) -> list[str]:
+    """The command that starts a server of ours, without its port. `Fleet.start` tells it where our modules are."""
+    return [sys.executable, "-P", "-m", module, *words(options), *arguments, "--exit-with-parent"]
 
 
 def words(options: dict[str, object]) -> list[str]:
@@ -279,7 +281,7 @@ def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[flo
                              (with actor.offload they are in host memory)
             + 32 T L H       activations of a pass, 16 values of 2 bytes a layer and token;
                              with gradient_checkpointing 1
-            + 0.5 GiB        a chunk of logits at a time (logprobs.py), forward and backward
+            + 0.5 GiB        a chunk of logits at a time (training/logprobs.py), forward and backward
     server  = b n / tp + 2 b K D L max_total_tokens / tp    weights, and K key-value heads of D numbers; b bytes each
     """
     assert config.model_path is not None
@@ -351,7 +353,7 @@ def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> tupl
         "--reasoning-parser": openai.reasoning_parser,
         "--fixed-sampling": openai.fixed_sampling,
     }
-    command, key = own_command("proxy.py", options), secrets.token_urlsafe(16)
+    command, key = own_command("proxy", options), secrets.token_urlsafe(16)
     environment = {"NANO_AREAL_ADMIN_KEY": key}
     planned = [Planned(f"proxy-{k}", command, environment=environment) for k in range(config.proxy.workers)]
     children = [fleet.start(proxy) for proxy in planned]

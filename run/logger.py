@@ -23,7 +23,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 
-from plumbing.config import TrainConfig
+from run.config import TrainConfig
 
 # The columns of the live table: metric, heading, format.
 COLUMNS = (

@@ -41,9 +41,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save
 from torch.distributed.checkpoint import CheckpointException
 
-from plumbing.config import ConfigError
-from plumbing.ranks import share
-from trajectory import Trajectory, complete, tail_version
+from rollout.trajectory import Trajectory, complete, tail_version
+from run.config import ConfigError
+from training.ranks import share
 
 PARTIAL = ".partial"  # suffix of a file that is being written
 

@@ -15,7 +15,7 @@ import orjson
 import uvicorn
 from fastapi import FastAPI, Response
 
-from plumbing.fields import Refusal, as_object
+from run.fields import Refusal, as_object
 
 
 def listen(host: str, port: int) -> socket.socket:

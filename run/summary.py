@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
-from executor import WorkflowExecutor
-from io_struct import ModelRequest
-from plumbing.logger import Logger
+from inference.io_struct import ModelRequest
+from rollout.executor import WorkflowExecutor
+from run.logger import Logger
 
 
 def ask_greedily(executor: WorkflowExecutor, messages: list[dict]) -> str:

@@ -71,7 +71,7 @@ def is_right(completion: str, answer: str) -> bool:
 def reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **_: Any
 ) -> float:
-    """1 if right, else 0; runs in a process of its own (reward.py)."""
+    """1 if right, else 0; runs in a process of its own (rollout/reward.py)."""
     return float(is_right(completion, answer))
 
 

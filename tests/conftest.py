@@ -125,12 +125,20 @@ StartServer = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def start_tiny_server(tiny_model_dir: Path) -> Iterator[StartServer]:
-    """start(*extra_args) -> URL of a new tiny_server.py process over tiny_model_dir; ended with the session."""
+    """start(*extra_args) -> URL of a new tiny server process over tiny_model_dir; ended with the session."""
     processes: list[subprocess.Popen] = []
 
     def start(*extra: str) -> str:
         port = free_port()
-        command = [sys.executable, "tiny_server.py", "--model-path", str(tiny_model_dir), "--port", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "inference.tiny.server",
+            "--model-path",
+            str(tiny_model_dir),
+            "--port",
+            str(port),
+        ]
         process = subprocess.Popen([*command, "--exit-with-parent", *extra], cwd=ROOT, stdin=subprocess.PIPE)
         processes.append(process)
         url = f"http://127.0.0.1:{port}"
@@ -170,7 +178,7 @@ def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def tiny_server(start_tiny_server: StartServer) -> str:
-    """URL of one tiny_server.py process that tests share;
+    """URL of one inference/tiny/server.py process that tests share;
     leave it running and at its first weights' version or restore it."""
     return start_tiny_server()
 
@@ -181,7 +189,7 @@ def tiny_server(start_tiny_server: StartServer) -> str:
 @pytest.fixture(scope="module")
 def proxy(tiny_server: str, tiny_model_dir: Path) -> Iterator[Any]:
     """The ProxyAddress of a proxy.py process in front of the tiny server."""
-    from executor import ProxyAddress
+    from rollout.executor import ProxyAddress
 
     port = free_port()
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]

@@ -11,9 +11,9 @@ import httpx2
 import openai
 import orjson
 
-from io_struct import ModelRequest, ModelResponse
+from calls.sessions import SessionTable
+from inference.io_struct import ModelRequest, ModelResponse
 from proxy import create_app
-from sessions import SessionTable
 
 ADMIN = {"Authorization": "Bearer admin"}
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

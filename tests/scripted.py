@@ -1,9 +1,13 @@
-"""The lowest seam under a workflow: an engine that says what a script says, at the version it is told."""
+"""A scripted engine under real workflows, and a scripted workflow under a real executor."""
 
 from collections.abc import Callable
 from typing import Any
 
-from io_struct import ModelRequest, ModelResponse
+import torch
+from torch.utils.data import DataLoader
+
+from inference.io_struct import ModelRequest, ModelResponse
+from workflow import RolloutWorkflow, workflow_context
 
 
 class ScriptedEngine:
@@ -39,3 +43,36 @@ class ScriptedEngine:
             temperature=g.temperature,
             trains_exactly=g.trains_exactly,
         )
+
+
+def loader(samples: list[dict], batch_size: int = 2, seed: int | None = None) -> DataLoader:
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return DataLoader(
+        samples,  # type: ignore[arg-type]
+        batch_size=batch_size,
+        shuffle=seed is not None,
+        generator=generator,
+        collate_fn=list,
+    )
+
+
+class Echo(RolloutWorkflow):
+    """A row that says which sample, which member and which workflow made it."""
+
+    def __init__(self, name: int = 0, fails: tuple[int, ...] = (), rejects: tuple[int, ...] = ()) -> None:
+        self.name, self.fails, self.rejects = name, fails, rejects
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        if data["n"] in self.fails:
+            raise ValueError(f"sample {data['n']} is broken")
+        if data["n"] in self.rejects:
+            return None
+        ids = [data["n"] + 1, workflow_context.get().sample_idx, self.name]
+        return {
+            "input_ids": torch.tensor([ids], dtype=torch.int32),
+            "attention_mask": torch.ones(1, 3, dtype=torch.bool),
+            "loss_mask": torch.tensor([[0, 0, 1]], dtype=torch.int32),
+            "logprobs": torch.zeros(1, 3),
+            "versions": torch.full((1, 3), engine.get_version(), dtype=torch.int32),
+            "rewards": torch.tensor([float(data["n"])]),
+        }

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache import InteractionCache, InteractionWithTokenLogpReward
-from io_struct import ModelResponse
-from messages import canonical
+from calls.messages import canonical
+from inference.io_struct import ModelResponse
 
 PAIRS = [json.loads(line) for line in (Path(__file__).parent / "data/chat_pairs.jsonl").read_text().splitlines()]
 Messages = list[dict[str, Any]]

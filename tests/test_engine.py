@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from engine import EngineError, RemoteInfEngine
-from io_struct import GenerationHyperparameters, ModelRequest, segment_seed
-from servers import rank_servers
-from weights import WeightUpdateMeta
+from inference.io_struct import GenerationHyperparameters, ModelRequest, segment_seed
+from inference.servers import rank_servers
+from inference.weights import WeightUpdateMeta
 
 A, B = "http://a", "http://b"
 Answer = httpx.Response | Exception | Callable[[], Coroutine[Any, Any, httpx.Response]]

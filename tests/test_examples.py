@@ -54,15 +54,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(model_dir: Path) -> Iterator[dict[str, str]]:
-    """URLs of tiny_server.py and proxy.py over the calculator model."""
+    """URLs of inference/tiny/server.py and proxy.py over the calculator model."""
     processes, urls = [], dict[str, str]()
     for script, options in (
-        ("tiny_server.py", ["--weight-version", "0"]),
-        ("proxy.py", ["--admin-key", "secret", "--seed", "1", "--sampling", '{"max_new_tokens": 64}']),
+        ("inference.tiny.server", ["--weight-version", "0"]),
+        ("proxy", ["--admin-key", "secret", "--seed", "1", "--sampling", '{"max_new_tokens": 64}']),
     ):
         port = free_port()
-        options += ["--server", urls["tiny_server.py"]] if urls else []
-        command = [sys.executable, script, "--model-path", str(model_dir), "--port", str(port), *options]
+        options += ["--server", urls["inference.tiny.server"]] if urls else []
+        command = [sys.executable, "-m", script, "--model-path", str(model_dir), "--port", str(port), *options]
         process = subprocess.Popen([*command, "--exit-with-parent"], cwd=ROOT, stdin=subprocess.PIPE)
         processes.append(process)
         urls[script] = f"http://127.0.0.1:{port}"
@@ -76,7 +76,7 @@ def servers(model_dir: Path) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def engine(servers: dict[str, str]) -> Iterator[RemoteInfEngine]:
-    engine = RemoteInfEngine([servers["tiny_server.py"]])
+    engine = RemoteInfEngine([servers["inference.tiny.server"]])
     engine.initialize()
     yield engine
     engine.destroy()
@@ -132,7 +132,7 @@ def test_an_agent_of_another_framework_trains(
 ) -> None:
     """No client exception, one leaf for one conversation, the tokens exact: in the framework's own protocol."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    for sample, interactions in zip(SAMPLES, episodes(module, servers["proxy.py"]), strict=True):
+    for sample, interactions in zip(SAMPLES, episodes(module, servers["proxy"]), strict=True):
         check_conversation(interactions, sample, engine, EXAMPLES[module][1])
         (leaf,) = interactions.values()
         talk = [message for message in conversation(sample, random.Random()) if message["role"] != "system"]
@@ -143,15 +143,15 @@ def test_an_agent_of_another_framework_trains(
 @pytest.mark.parametrize("module", [pytest.param(n, marks=needs(n)) for n in ("openai_sdk", "anthropic_sdk")])
 def test_an_example_in_a_process_of_its_own(module: str, servers: dict[str, str], engine: RemoteInfEngine) -> None:
     """The same agents in mode subproc."""
-    results = episodes(module, servers["proxy.py"], mode="subproc", subproc_max_workers=2)
+    results = episodes(module, servers["proxy"], mode="subproc", subproc_max_workers=2)
     for sample, interactions in zip(SAMPLES, results, strict=True):
         check_conversation(interactions, sample, engine, EXAMPLES[module][1])
 
 
 def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) -> None:
-    """`python -m plumbing.episode`: the tree, its discounted rewards, its tokens; a mistake is one line."""
-    command = [sys.executable, "-m", "plumbing.episode", "--model-path", str(model_dir), "--discount", "0.5"]
-    command += ["--server", servers["tiny_server.py"], "--data", json.dumps(SAMPLES[0])]
+    """`python -m run.episode`: the tree, its discounted rewards, its tokens; a mistake is one line."""
+    command = [sys.executable, "-m", "run.episode", "--model-path", str(model_dir), "--discount", "0.5"]
+    command += ["--server", servers["inference.tiny.server"], "--data", json.dumps(SAMPLES[0])]
 
     def run(*words: str) -> subprocess.CompletedProcess:
         wide = os.environ | {"COLUMNS": "200"}

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plumbing.config import NormConfig, PPOActorConfig
 from ppo import aggregation_weights, compute_advantages
 from ppo import ppo_actor_loss_fn as loss_of_config
+from run.config import NormConfig, PPOActorConfig
 
 NAN, INF = float("nan"), float("inf")
 

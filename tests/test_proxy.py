@@ -19,12 +19,12 @@ from conftest import ROOT, free_port, wait_until_up
 from harness import ADMIN, HELLO, Clock, Connection, Harness, reply_message, sdk
 
 import proxy
-import tools
+from calls import tools
+from calls.messages import AgentRequest, Refusal
+from calls.prompts import PromptBuilder
+from calls.sessions import GRANT_SECONDS, SessionTable
 from engine import EngineError
-from io_struct import ModelRequest, ModelResponse, call_seed
-from messages import AgentRequest, Refusal
-from prompts import PromptBuilder
-from sessions import GRANT_SECONDS, SessionTable
+from inference.io_struct import ModelRequest, ModelResponse, call_seed
 
 pytestmark = pytest.mark.anyio
 

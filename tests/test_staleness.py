@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dispatcher import DispatchState
-from runner import TimedResult
+from rollout.dispatcher import DispatchState
+from rollout.runner import TimedResult
 from staleness import RolloutStat, StalenessError, StalenessManager
 
 

@@ -6,116 +6,19 @@ were left behind.
 
 import json
 import os
-import select
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import rest_of
+from conftest import ROOT, rest_of
+from runs import SMALL_GUESS, SMALL_MAZE, assert_gone, check_metrics, command, run, start_and_wait_for_step, wait_gone
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from plumbing.config import PPOActorConfig
 from ppo import ppo_actor_loss_fn
-
-ROOT = Path(__file__).resolve().parent.parent
-SMALL_GUESS = ["--config", "configs/demo.yaml", "gconfig.n_samples=4", "actor.ppo_n_minibatches=2"]
-SMALL_MAZE = ["--config", "configs/maze.yaml"]
-
-
-def command(tmp_path: Path, *words: str) -> list[str]:
-    fixed = [f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "logger.live=false"]
-    return [sys.executable, "-u", "train.py", *words, *fixed]
-
-
-def run(tmp_path: Path, *words: str) -> list[dict]:
-    """The lines of metrics.jsonl of a finished run."""
-    done = subprocess.run(command(tmp_path, *words), cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    lines = (tmp_path / "e" / "t" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def start_and_wait_for_step(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
-    """A run that has finished its first step, and the pids of its children by script."""
-    process = subprocess.Popen(
-        command(tmp_path, *words), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if line.startswith("step 1 "):
-            break
-    else:
-        pytest.fail("the run ended before its first step:\n" + "".join(seen))
-    return process, children(process.pid)
-
-
-def children(pid: int) -> dict[str, int]:
-    table = subprocess.run(
-        ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
-    ).stdout
-    rows = [line.split(None, 2) for line in table.splitlines()]
-    found = {}
-    for child, parent, args in rows:
-        if int(parent) == pid:
-            script = next((name for name in ("tiny_server.py", "proxy.py") if name in args), args)
-            found[script] = int(child)
-    return found
-
-
-def assert_gone(pids: dict[str, int]) -> None:
-    for name, pid in pids.items():
-        assert not is_alive(pid), f"{name} ({pid}) is still there"
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def check_metrics(metrics: list[dict], eta: int) -> None:
-    names = [
-        "step",
-        "version",
-        "reward",
-        "success",
-        "loss",
-        "staleness_mean",
-        "staleness_max",
-        "mixed_version_share",
-        "accepted",
-        "rejected",
-        "failed",
-        "dropped",
-        "truncated",
-        "regenerated",
-        "entropy",
-        "kl",
-        "clip_frac",
-        "behave_weight_mean",
-        "grad_norm",
-        "logp_mismatch",
-        "tokens",
-        "step_s",
-        "rollout_wait_s",
-        "train_s",
-        "sync_s",
-        "wall_s",
-    ]
-    for step, line in enumerate(metrics, start=1):
-        assert set(names) <= set(line), set(names) - set(line)
-        assert (line["step"], line["version"]) == (step, step - 1)
-        assert 0 <= line["staleness_max"] <= eta
-        assert line["logp_mismatch"] < 1e-4
-        assert line["failed"] == line["failed_members"] == line["dropped"] == 0
+from run.config import PPOActorConfig
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +101,7 @@ def test_what_a_run_writes(guess_run) -> None:
 def test_ctrl_c(tmp_path: Path) -> None:
     """Ctrl-C ends the run with a word, exit code 130 and no process left."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
-    assert {"tiny_server.py", "proxy.py"} <= set(pids)
+    assert {"inference.tiny.server", "proxy"} <= set(pids)
     process.send_signal(signal.SIGINT)
     output = rest_of(process, 30)
     assert process.returncode == 130
@@ -206,7 +109,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert_gone(pids)
 
 
-@pytest.mark.parametrize("victim", ["tiny_server.py", "proxy.py"])
+@pytest.mark.parametrize("victim", ["inference.tiny.server", "proxy"])
 def test_killed_server(tmp_path: Path, victim: str) -> None:
     """A server that dies ends the run at once, and the message says which one, how, and what it last said."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
@@ -225,16 +128,6 @@ def test_killed_trainer(tmp_path: Path) -> None:
     process.communicate(timeout=30)
     for pid in pids.values():
         wait_gone(pid)
-
-
-def wait_gone(pid: int) -> None:
-    """Wait for the end of a process that is not a child of ours: a pidfd becomes readable then (Linux)."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    assert select.select([handle], [], [], 20)[0], f"{pid} is still there"
-    os.close(handle)
 
 
 def test_exception_in_the_trainer(tmp_path: Path) -> None:

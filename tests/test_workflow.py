@@ -13,9 +13,9 @@ from scripted import ScriptedEngine
 
 from cache import InteractionWithTokenLogpReward
 from engine import EngineError, RemoteInfEngine
-from io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
-from reward import AsyncRewardWrapper
-from trajectory import check_trajectory_format, complete
+from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
+from rollout.reward import AsyncRewardWrapper
+from rollout.trajectory import check_trajectory_format, complete
 from workflow import (
     GroupedRolloutWorkflow,
     MultiTurnWorkflow,
@@ -428,7 +428,7 @@ async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() 
 @pytest.mark.anyio
 async def test_the_last_row_of_an_episode_is_of_the_conversation_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A side conversation that nobody rewarded comes first, whenever it was asked for: the last row's reward is the
-    episode's (plumbing/evaluate.py)."""
+    episode's (run/evaluate.py)."""
 
     class Client:
         rewarded_count, session_url, api_key = 1, "", ""

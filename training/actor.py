@@ -19,8 +19,8 @@ are forward passes: rows of similar length together, at most mb_tokens with the 
 Only memory and time see this one: the loss divides by the trained tokens of the whole minibatch, over all ranks, and
 never by those of a piece.
 
-**How rows meet the model** is a layout's business (layout.py): padded, packed, or sharing their prefixes in a tree. No
-logits are made beside those of a chunk of tokens (logprobs.py).
+**How rows meet the model** is a layout's business (training/layout.py): padded, packed, or sharing their prefixes in a
+tree. No logits are made beside those of a chunk of tokens (training/logprobs.py).
 
 **One rank is not a special case.** The model is sharded with FSDP2 over a mesh of however many ranks there are. Without
 torchrun that is one, on a process group that lives in this process and opens no port. A parameter is then its own
@@ -37,9 +37,9 @@ their baseline is known. Rank 0 alone reads the model's files and hands out the 
 token's own temperature. So pi_theta, pi_prox and pi_behav speak of the same thing. A token with temperature 0 was not
 sampled from any distribution that has a gradient; it is read at 1 and belongs outside the loss.
 
-Different from AReaL: padded rows are the default and packed ones attend apart, without a mask (layout.py); logprobs are
-where their tokens are, with nothing rolled; a batch with nothing to train on and a loss that is not a number are
-errors, before the optimizer is touched. Not here: tensor, pipeline and context parallelism, LoRA, critics.
+Different from AReaL: padded rows are the default and packed ones attend apart, without a mask (training/layout.py);
+logprobs are where their tokens are, with nothing rolled; a batch with nothing to train on and a loss that is not a
+number are errors, before the optimizer is touched. Not here: tensor, pipeline and context parallelism, LoRA, critics.
 """
 
 import math
@@ -60,16 +60,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import weights
-from advantages import kl_estimate
-from layout import LAYOUTS, Batch, Piece, Places, refuse_layers, row_lengths, split_minibatches
-from logprobs import add_read_hidden, token_logprobs
-from plumbing.config import OptimizerConfig, PPOActorConfig
-from plumbing.ranks import join_ranks, leave_ranks, share
+from inference import weights
+from inference.weights import WeightUpdateMeta
 from ppo import aggregation_weights, compute_advantages, ppo_actor_loss_fn
-from proximal import guess_errors, interpolation, loglinear
-from tree_attention import TREES
-from weights import WeightUpdateMeta
+from run.config import OptimizerConfig, PPOActorConfig
+from training.advantages import kl_estimate
+from training.layout import LAYOUTS, Batch, Piece, Places, refuse_layers, row_lengths, split_minibatches
+from training.logprobs import add_read_hidden, token_logprobs
+from training.proximal import guess_errors, interpolation, loglinear
+from training.ranks import join_ranks, leave_ranks, share
+from training.tree_attention import TREES
 
 
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
@@ -131,7 +131,9 @@ class FSDPEngine:
         if self.rank == 0:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
-            model._weight_conversions = whole._weight_conversions  # how the files name what memory holds (weights.py)
+            model._weight_conversions = (
+                whole._weight_conversions
+            )  # how the files name what memory holds (inference/weights.py)
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
                 raise ValueError(
                     f"{type(model).__name__} splits tensors of its files, which cannot be undone one by one"
@@ -269,7 +271,7 @@ class FSDPPPOActor(FSDPEngine):
 
     @property
     def guesses(self) -> bool:
-        """Whether pi_prox is guessed from versions, to be used or to be compared (proximal.py)."""
+        """Whether pi_prox is guessed from versions, to be used or to be compared (training/proximal.py)."""
         return self.config.use_decoupled_loss and self.config.prox_logp_method != "recompute"
 
     def compute_advantages(self, batch: Batch) -> None:

@@ -6,7 +6,8 @@ matter of time and memory, never of learning, and one can be exchanged for anoth
 A layout is one function, which cuts rows into pieces, and the attention that its pieces need. A piece is a forward
 pass: what the model gets, and which of its hidden states predicts each of the rows' tokens. The actor knows nothing
 else about it: it runs the model, picks the hidden states of the tokens that are wanted and turns them into
-log-probabilities (logprobs.py). A tree of shared prefixes is a third layout and needs no other word from the actor.
+log-probabilities (training/logprobs.py). A tree of shared prefixes is a third layout and needs no other word from the
+actor.
 
     padded    rows of similar length, one under another, filled up on the right. A causal model sees no padding behind a
               token, so there is no mask at all. Simple, and the fastest for rows that are alike.

@@ -104,6 +104,8 @@ def add_read_hidden(model: Any) -> None:
     more = [name for name in bends.split() if getattr(config, name, None) not in (None, 1)]
     more += ["a bias"] if getattr(model.get_output_embeddings(), "bias", None) is not None else []
     if more:
-        raise ValueError(f"{type(model).__name__} has {more}: its logits are not hidden @ weight.T; see logprobs.py")
+        raise ValueError(
+            f"{type(model).__name__} has {more}: its logits are not hidden @ weight.T; see training/logprobs.py"
+        )
     model.read_hidden = MethodType(read_hidden, model)
     register_fsdp_forward_method(model, "read_hidden")

@@ -34,16 +34,17 @@ out one by one. On a GPU the same inequality gives FlexAttention's block mask: a
 the largest and smallest tout in it, which takes (N / 128)^2 comparisons and no N x N tensor at any time. `mask` is the
 dense definition; the tests hold both to it.
 
-**The way into the model.** TREES is a layout (layout.py): its pieces are trees, each says for each token of each row
-which hidden state predicts it, and the rest of the actor knows nothing of it. The model is unmodified. Its attention
-function is ours, registered with transformers as "tree", and the tree reaches it as a keyword that transformers hands
-through. A 4-D mask would need no function, but attention over it costs three to four times as much (`bench/tree.py`).
+**The way into the model.** TREES is a layout (training/layout.py): its pieces are trees, each says for each token of
+each row which hidden state predicts it, and the rest of the actor knows nothing of it. The model is unmodified. Its
+attention function is ours, registered with transformers as "tree", and the tree reaches it as a keyword that
+transformers hands through. A 4-D mask would need no function, but attention over it costs three to four times as much
+(`bench/tree.py`).
 
 What this does not promise: bits. Sums are taken in another order, so losses agree to 1e-6 and gradients to 1e-5, not
 exactly. Nor a gain where little is shared: the metric `tree_token_ratio` (tokens of the trees / tokens of the rows)
 says what there is to gain, and a group that is dealt over four minibatches shares a quarter as well in each. The last
 layer is computed for every row's tokens, shared or not. A model that is more than causal attention is refused
-(layout.py). A shared token that two rows train gets both gradients, as it does when they are trained apart.
+(training/layout.py). A shared token that two rows train gets both gradients, as it does when they are trained apart.
 
 Different from AReaL: it fills tries first-fit in the order of the input, so that interleaved groups share nothing
 (four interleaved groups of 8 rows: 8,000 tokens, here 3,200); its compression recurses (a 1,200-turn conversation
@@ -64,7 +65,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 
-from layout import BEYOND, Batch, Layout, Piece, refuse, row_lengths, split_packs
+from training.layout import BEYOND, Batch, Layout, Piece, refuse, row_lengths, split_packs
 
 BLOCK = 128  # queries that look for their keys together; also FlexAttention's block
 

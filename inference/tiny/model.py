@@ -49,7 +49,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from tiny_scheduler import SamplingParams, Scheduler, Sequence
+from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
 
 MIN_ROWS = 4  # fewer rows in a matrix product select another kernel, and other bits
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from plumbing.fields import Refusal, as_object, get
-from tiny_scheduler import SamplingParams, Sequence
+from inference.tiny.scheduler import SamplingParams, Sequence
+from run.fields import Refusal, as_object, get
 
 
 def parse_params(raw: Any, default_seed: int) -> SamplingParams:

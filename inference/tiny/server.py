@@ -1,15 +1,15 @@
 """An inference server on torch that speaks SGLang's HTTP protocol: what a laptop has in SGLang's place.
 
-    python tiny_server.py --model-path DIR --port 30000
+    python -m inference.tiny.server --model-path DIR --port 30000
 
 **The rule.** To its client this server is SGLang: the same routes, bodies, finish reasons, version spans and pause
 modes, so engine.py has no branch for a CPU and one contract test runs against both. Where SGLang has a lethal bug it
 is not copied: an id outside the vocabulary and a tensor of another shape are a 400, not the end of the server; a tensor
 whose name nobody knows is one too, where SGLang says success.
 
-**How it works.** Four files, four concerns. tiny_scheduler.py decides what runs next, tiny_model.py computes one step
-of a batch, tiny_protocol.py reads and writes the bodies, and here are the one thread that owns scheduler and model
-(`Engine`) and the asyncio loop with the HTTP routes.
+**How it works.** Four files, four concerns. inference/tiny/scheduler.py decides what runs next,
+inference/tiny/model.py computes one step of a batch, inference/tiny/protocol.py reads and writes the bodies, and here
+are the one thread that owns scheduler and model (`Engine`) and the asyncio loop with the HTTP routes.
 They meet in two places. What a route wants of the scheduler goes into the queue of the engine's thread, where each step
 queues the next; after a step the engine tells those whose request ended or, streaming, grew. So the scheduler needs no
 lock, and steps that end nothing do not wake the loop.
@@ -28,8 +28,8 @@ lock, and steps that end nothing do not wake the loop.
     GET  /server_info /model_info /health /ready
 
 **Own choices.** `sampling_seed` is always honoured; with `--seed` a request's tokens and logprobs depend on it, the
-prompt and the weights only, not on what else is in the batch (tiny_model.py, "Bits"; without, batches of one to three
-are faster and differ in the last bit).
+prompt and the weights only, not on what else is in the batch (inference/tiny/model.py, "Bits"; without, batches of one
+to three are faster and differ in the last bit).
 As with SGLang, a client that hangs up does not end its request: send /abort_request.
 An update without a pause waits for what runs, as in SGLang, and forgets the keys of old weights whatever
 flush_cache says.
@@ -60,15 +60,15 @@ from fastapi.responses import StreamingResponse
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from plumbing.fields import Refusal, get
-from plumbing.serve import listen, load_tokenizer, read_object, reply, serve
-from tiny_model import TinyModel, read_weights, receive_weights, run_step, unpack_weights
-from tiny_protocol import Protocol
-from tiny_scheduler import Scheduler, Sequence
-from weights import join_group
+from inference.group import join_group
+from inference.tiny.model import TinyModel, read_weights, receive_weights, run_step, unpack_weights
+from inference.tiny.protocol import Protocol
+from inference.tiny.scheduler import Scheduler, Sequence
+from run.fields import Refusal, get
+from run.serve import listen, load_tokenizer, read_object, reply, serve
 
 MODES = ("abort", "retract", "in_place")
-SPEAKS = "0.5.23"  # the SGLang that tests/test_contract.py compares with
+SPEAKS = "0.5.23"  # the SGLang that tests/inference/test_contract.py compares with
 
 # the engine's thread
 

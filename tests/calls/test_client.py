@@ -13,12 +13,12 @@ import pytest
 import torch
 from harness import ScriptedEngine
 
-from client import ArealOpenAI, OpenAIProxyClient
+from calls.client import ArealOpenAI, OpenAIProxyClient
 from engine import EngineError, RemoteInfEngine
-from io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
-from plumbing.fields import Refusal
+from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
 from proxy import create_app
-from reward import AsyncRewardWrapper
+from rollout.reward import AsyncRewardWrapper
+from run.fields import Refusal
 from workflow import RolloutWorkflow, resolve_workflow
 
 pytestmark = pytest.mark.anyio

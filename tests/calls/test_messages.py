@@ -2,16 +2,15 @@
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache import InteractionCache, InteractionWithTokenLogpReward
-from io_struct import GenerationHyperparameters, ModelResponse
-from messages import (
+from calls.messages import (
     AgentRequest,
     Found,
     Message,
@@ -22,9 +21,10 @@ from messages import (
     parse_chat,
     parse_responses,
 )
-from replies import PROTOCOLS
+from calls.replies import PROTOCOLS
+from inference.io_struct import GenerationHyperparameters, ModelResponse
 
-LINES = (Path(__file__).parent / "data/client_pairs.jsonl").read_text().splitlines()
+LINES = (ROOT / "tests/data/client_pairs.jsonl").read_text().splitlines()
 PAIRS = [json.loads(line) for line in LINES]  # consecutive requests of real clients, and the reply between them
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cache import InteractionCache, InteractionWithTokenLogpReward
-from io_struct import GenerationHyperparameters, ModelResponse
-from messages import AgentRequest, Refusal
-from prompts import PromptBuilder, TextReader
+from calls.messages import AgentRequest, Refusal
+from calls.prompts import PromptBuilder, TextReader
+from inference.io_struct import GenerationHyperparameters, ModelResponse
 from tasks.base_model import make_tokenizer
 
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"

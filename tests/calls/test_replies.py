@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from io_struct import ModelResponse
-from messages import AgentRequest, canonical, normalise, parse_anthropic, parse_responses
-from replies import PROTOCOLS, Answer, parts_of
-from tools import Call, OutputParser, Parsed
+from calls.messages import AgentRequest, canonical, normalise, parse_anthropic, parse_responses
+from calls.replies import PROTOCOLS, Answer, parts_of
+from calls.tools import Call, OutputParser, Parsed
+from inference.io_struct import ModelResponse
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 NAMES = list(PROTOCOLS)

@@ -11,9 +11,9 @@ from conftest import ROOT, SGLANG
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tools
-from plumbing.fields import Refusal, read_json
-from tools import Call, OutputParser, Parsed, without_partial
+from calls import tools
+from calls.tools import Call, OutputParser, Parsed, without_partial
+from run.fields import Refusal, read_json
 
 
 def tool(name: str) -> dict[str, Any]:
@@ -230,9 +230,9 @@ import json, sys
 sys.path[:0] = sys.argv[1:3]
 import launch  # the import hook for what SGLang has no need of on a CPU
 from transformers import AutoTokenizer
-from io_struct import GenerationHyperparameters
-from prompts import TextReader
-from tools import OutputParser
+from inference.io_struct import GenerationHyperparameters
+from calls.prompts import TextReader
+from calls.tools import OutputParser
 tokenizer, tools, said = AutoTokenizer.from_pretrained(sys.argv[3]), json.loads(sys.argv[4]), json.loads(sys.argv[5])
 for form, text in said:
     parser = OutputParser(tokenizer, form)

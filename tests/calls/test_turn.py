@@ -15,11 +15,11 @@ import pytest
 from conftest import ROOT
 from harness import ADMIN, HELLO, Clock, Connection, Harness, claude, reply_message, sdk
 
+from calls.tools import OutputParser
+from calls.turn import PING_SECONDS
 from engine import EngineError, RemoteInfEngine
-from plumbing.wire import StackTransport
+from inference.wire import StackTransport
 from proxy import create_app
-from tools import OutputParser
-from turn import PING_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -119,7 +119,7 @@ async def test_a_stream_that_holds_back_what_comes_is_not_silent(
     """A long call of a tool is sent when it is whole. Its tokens keep coming, and comments say so in good time."""
     harness, clock = start(CALL), Clock()
     session = await harness.start()
-    monkeypatch.setattr("turn.monotonic", clock)
+    monkeypatch.setattr("calls.turn.monotonic", clock)
     asked = harness.engine.agenerate
 
     async def at_a_pace(request: Any, on_tokens: Any = None) -> Any:
@@ -139,7 +139,7 @@ async def test_a_stream_that_holds_back_what_comes_is_not_silent(
 
 async def test_a_stream_without_tokens_is_not_silent(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A paused server, say: comments, as long as it takes."""
-    monkeypatch.setattr("turn.PING_SECONDS", 0.0)
+    monkeypatch.setattr("calls.turn.PING_SECONDS", 0.0)
     harness = start("hello")
     session = await harness.start()
     harness.engine.hold = asyncio.Event()

@@ -1,11 +1,11 @@
 r"""The wire contract of an inference server: what engine.py may rely on, whoever answers.
 
-The same tests run against tiny_server.py and, where NANO_AREAL_SGLANG names a Python that has it (`make test-sglang`),
-against the real SGLang on a CPU, in float32, so that both have to agree with a forward pass of transformers to 1e-4
-nats. Against a server that is up, on a GPU say, where bfloat16 is allowed 0.25 nats:
+The same tests run against inference/tiny/server.py and, where NANO_AREAL_SGLANG names a Python that has it (`make
+test-sglang`), against the real SGLang on a CPU, in float32, so that both have to agree with a forward pass of
+transformers to 1e-4 nats. Against a server that is up, on a GPU say, where bfloat16 is allowed 0.25 nats:
 
     NANO_AREAL_CONTRACT_URL=http://127.0.0.1:30000 NANO_AREAL_CONTRACT_MODEL=/path/to/model \
-        pytest tests/test_contract.py
+        pytest tests/inference/test_contract.py
 
 They ask for nothing that one of the two does differently: no id outside the vocabulary (it kills SGLang), no tensor of
 a wrong shape (likewise), no seed (it is ignored there), every sampling parameter explicit.
@@ -29,10 +29,10 @@ import torch
 from conftest import SGLANG, run_sglang
 from transformers import AutoModelForCausalLM
 
-import weights
 from engine import EngineError, RemoteInfEngine
-from io_struct import GenerationHyperparameters, ModelRequest
-from weights import WeightUpdateMeta
+from inference import weights
+from inference.io_struct import GenerationHyperparameters, ModelRequest
+from inference.weights import WeightUpdateMeta
 
 SERVERS = ["url"] if os.environ.get("NANO_AREAL_CONTRACT_URL") else ["tiny", *(["sglang"] if SGLANG else [])]
 PROMPT = [40, 41, 42, 43, 44, 45, 46]

@@ -23,12 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine import generated
 
-import servers as servers_module
 from engine import EngineError, RemoteInfEngine
-from io_struct import GenerationHyperparameters, ModelRequest
-from plumbing.wire import Wire
-from servers import Servers, rank_servers, read_version
-from weights import WeightUpdateMeta
+from inference import servers as servers_module
+from inference.io_struct import GenerationHyperparameters, ModelRequest
+from inference.servers import Servers, rank_servers, read_version
+from inference.weights import WeightUpdateMeta
+from inference.wire import Wire
 
 A, B, ROUTER = "http://a", "http://b", "http://router"
 CONTROL = ("/pause_generation", "/update_weight_version", "/update_weights_from_disk", "/continue_generation")
@@ -323,7 +323,7 @@ def pair(tiny_model_dir: Path) -> Iterator["Pair"]:
 
 
 class Pair:
-    """Two tiny_server.py processes that can be killed and started again on their ports."""
+    """Two inference/tiny/server.py processes that can be killed and started again on their ports."""
 
     def __init__(self, model: Path) -> None:
         self.model, self.ports = model, [free_port(), free_port()]
@@ -337,7 +337,9 @@ class Pair:
 
     def start(self, k: int) -> None:
         words = ["--model-path", str(self.model), "--port", str(self.ports[k]), "--exit-with-parent"]
-        process = subprocess.Popen([sys.executable, "tiny_server.py", *words], cwd=ROOT, stdin=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "inference.tiny.server", *words], cwd=ROOT, stdin=subprocess.PIPE
+        )
         self.processes[k] = process
         wait_until_up(self.urls[k], process)
 

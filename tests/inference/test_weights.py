@@ -15,15 +15,15 @@ import safetensors.torch
 import torch
 from conftest import ROOT, free_port, make_byte_model, wait_until_up
 from safetensors.torch import load_file
-from test_actor import make_family
+from trainers import make_family
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-import weights
-from actor import FSDPEngine
 from engine import RemoteInfEngine
-from io_struct import GenerationHyperparameters, ModelRequest
-from plumbing.config import PPOActorConfig
-from weights import WeightUpdateMeta, named_buckets, send, write_checkpoint
+from inference import weights
+from inference.io_struct import GenerationHyperparameters, ModelRequest
+from inference.weights import WeightUpdateMeta, named_buckets, send, write_checkpoint
+from run.config import PPOActorConfig
+from training.actor import FSDPEngine
 
 
 @pytest.fixture
@@ -235,10 +235,10 @@ def test_a_server_that_refuses_the_group_is_named():
 
 RANKS = """
 import gc, json, sys, torch
-from actor import FSDPPPOActor
+from training.actor import FSDPPPOActor
 from engine import RemoteInfEngine
-from plumbing.config import PPOActorConfig
-from weights import WeightUpdateMeta
+from run.config import PPOActorConfig
+from inference.weights import WeightUpdateMeta
 
 url, model_path, mode, bucket_mb = sys.argv[1:]
 torch.set_num_threads(1)
@@ -277,7 +277,16 @@ def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
     path = make_byte_model(tmp_path / "model", layers=16, width=512)
     (tmp_path / "ranks.py").write_text(RANKS)
     port = str(free_port())
-    command = [sys.executable, "tiny_server.py", "--model-path", str(path), "--port", port, "--exit-with-parent"]
+    command = [
+        sys.executable,
+        "-m",
+        "inference.tiny.server",
+        "--model-path",
+        str(path),
+        "--port",
+        port,
+        "--exit-with-parent",
+    ]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as server:
         url = f"http://127.0.0.1:{port}"
         wait_until_up(url, server)

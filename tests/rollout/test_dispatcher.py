@@ -20,8 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dispatcher import BatchTaskDispatcher, DispatchState, logger
-from runner import AsyncTaskRunner, TimedResult
+from rollout.dispatcher import BatchTaskDispatcher, DispatchState, logger
+from rollout.runner import AsyncTaskRunner, TimedResult
 from staleness import RolloutStat, StalenessError, StalenessManager
 
 DEADLINE = 10.0

@@ -16,13 +16,13 @@ import mode_agents
 import pytest
 import torch
 from conftest import ROOT
-from test_run import SMALL_GUESS, assert_gone, check_metrics, start_and_wait_for_step, wait_gone
+from runs import SMALL_GUESS, assert_gone, check_metrics, start_and_wait_for_step, wait_gone
 
 from engine import RemoteInfEngine
-from executor import ProxyAddress, WorkflowExecutor
-from plumbing.config import OpenAIConfig, RolloutConfig
+from rollout.executor import ProxyAddress, WorkflowExecutor
+from rollout.workers import WorkerDied, WorkerPool, time_limit
+from run.config import OpenAIConfig, RolloutConfig
 from staleness import RolloutStat
-from workers import WorkerDied, WorkerPool, time_limit
 from workflow import OpenAIProxyWorkflow, WorkflowContext, resolve_workflow, to_tensors, workflow_context
 
 QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
@@ -261,7 +261,7 @@ def test_a_loop_that_ends_takes_its_workers_along() -> None:
     """Nobody has to close the processes of rewards and agents: they end with the event loop."""
     script = (
         "import asyncio, os, workers\n"
-        "from plumbing.wire import PerLoop\n"
+        "from inference.wire import PerLoop\n"
         "pool = PerLoop(lambda: workers.WorkerPool(1))\n"
         "async def main():\n"
         "    async with (await pool.get()).worker() as worker:\n"

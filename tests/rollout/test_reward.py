@@ -18,8 +18,8 @@ import pytest
 import torch
 from conftest import ROOT
 
-from reward import AsyncRewardWrapper, parse_rewards
-from workers import WorkerDied, WorkerPool, time_limit
+from rollout.reward import AsyncRewardWrapper, parse_rewards
+from rollout.workers import WorkerDied, WorkerPool, time_limit
 
 REWARDS = '''
 import os, signal, sys

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from runner import AsyncTaskRunner, TaskQueueFullError, TimedResult
+from rollout.runner import AsyncTaskRunner, TaskQueueFullError, TimedResult
 
 DEADLINE = 10.0  # seconds; it only turns a hang into a failure
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trajectory import (
+from rollout.trajectory import (
     PADDING,
     ROW_KEYS,
     TOKEN_KEYS,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from plumbing.config import ConfigError, changed, list_keys, load
+from run.config import ConfigError, changed, list_keys, load
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_the_script_on_a_cpu(tmp_path: Path) -> None:
     page = (tmp_path / "gpu.md").read_text()
     assert "no GPU" in page
     good, bad = (line for line in page.splitlines() if line.startswith("| cell-"))
-    assert "| ok | tiny_server.py |" in good
+    assert "| ok | inference/tiny/server.py |" in good
     assert float(good.split("|")[4]) > 0
     assert "failed: RuntimeError: out of luck" in bad
 

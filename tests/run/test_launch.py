@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, free_port, rest_of
-from test_run import SMALL_GUESS, assert_gone, command, is_alive, start_and_wait_for_step, wait_gone
+from runs import SMALL_GUESS, assert_gone, command, is_alive, start_and_wait_for_step, wait_gone
 
 import proxy
-from plumbing.config import ConfigError, TrainConfig, load
-from plumbing.launch import (
+from run.config import ConfigError, TrainConfig, load
+from run.launch import (
     Child,
     Fleet,
     Planned,
@@ -80,7 +80,7 @@ def test_the_command_of_sglang() -> None:
     given = ["server.backend=sglang", "server.command='PY -m it'", "server.args=[--tool-call-parser,qwen]"]
     [split] = plan_servers(config("DIR", *given), ["0", "1"], 1)
     text = " ".join(split.command)
-    assert "plumbing/leash.py PY -m it --model-path DIR --weight-version 0" in text
+    assert "run/leash.py PY -m it --model-path DIR --weight-version 0" in text
     assert "--mem-fraction-static 0.85" in text
     assert text.endswith("--tool-call-parser qwen")
     [shared] = plan_servers(config("DIR", *given), ["0"], 1)
@@ -196,7 +196,7 @@ def test_dry_run_starts_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
     names = [line.split()[0] for line in done.stdout.splitlines()]
     assert names[:4] == ["process", "rank", "server-0", "proxy-0"]
     assert f" {port} " in done.stdout
-    assert "tiny_server.py" in done.stdout
+    assert "inference.tiny.server" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -249,7 +249,7 @@ def test_a_leash_ends_all_that_the_command_started(tmp_path: Path) -> None:
         f"p = subprocess.Popen([sys.executable, '-c', {child!r}]); print(p.pid, flush=True); time.sleep(1000)"
     )
     leash = subprocess.Popen(
-        [sys.executable, "plumbing/leash.py", *python(code)],
+        [sys.executable, "run/leash.py", *python(code)],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -268,7 +268,7 @@ def test_a_leash_ends_all_that_the_command_started(tmp_path: Path) -> None:
 
 def test_a_leash_hands_on_the_exit_code() -> None:
     """The leash ends as its command ended."""
-    command = [sys.executable, "plumbing/leash.py", *python("import sys; sys.exit(7)")]
+    command = [sys.executable, "run/leash.py", *python("import sys; sys.exit(7)")]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True) as leash:
         assert leash.wait(timeout=60) == 7
 
@@ -301,7 +301,7 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
 def test_a_run_outlives_one_of_its_two_servers(tmp_path: Path) -> None:
     """kill -9 of one server after the first step: the run says so and goes on to its last step."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "server.count=2", "max_steps=6")
-    os.kill(pids["tiny_server.py"], signal.SIGKILL)
+    os.kill(pids["inference.tiny.server"], signal.SIGKILL)
     output = rest_of(process, 200)
     assert process.returncode == 0, output[-3000:]
     assert "ended with code -9" in output

@@ -19,27 +19,24 @@ import httpx
 import mode_agents
 import pytest
 import torch
-from conftest import make_byte_model, rest_of
+from conftest import ROOT, make_byte_model, rest_of
 from safetensors.torch import load_file
-from scripted import ScriptedEngine
-from test_actor import gradients, make_batch, make_config, prepare
-from test_executor import Echo, loader
+from scripted import Echo, ScriptedEngine, loader
+from trainers import gradients, make_batch, make_config, prepare
 
-from actor import FSDPPPOActor
-from executor import ProxyAddress, WorkflowExecutor
-from plumbing.config import ConfigError, RolloutConfig, load
-from plumbing.evaluate import evaluate, evaluate_endpoint
-from plumbing.inputs import Inputs, load_inputs
-from plumbing.logger import Trace
-from plumbing.recover import GroupLog, Recovery, claim, cut_metrics
-from plumbing.report import summarise
+from inference.weights import write_checkpoint
+from rollout.executor import ProxyAddress, WorkflowExecutor
+from rollout.trajectory import complete
+from run.config import ConfigError, RolloutConfig, load
+from run.evaluate import evaluate, evaluate_endpoint
+from run.inputs import Inputs, load_inputs
+from run.logger import Trace
+from run.recover import GroupLog, Recovery, claim, cut_metrics
+from run.summary import summarise
 from train import save
-from trajectory import complete
-from weights import write_checkpoint
+from training.actor import FSDPPPOActor
 
 pytestmark = pytest.mark.runs
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def group(version: int, task_id: int = 0) -> dict[str, torch.Tensor]:
@@ -364,7 +361,7 @@ def test_a_run_that_was_killed_is_not_alive_in_what_it_forked(tmp_path: Path) ->
     code = """
 import os, sys
 from pathlib import Path
-from plumbing.recover import claim
+from run.recover import claim
 lock, (told, tell) = claim(Path(sys.argv[1])), os.pipe()
 if os.fork():
     os.read(told, 1)

@@ -15,7 +15,7 @@ from statistics import mean, variance
 import httpx
 import pytest
 from conftest import ROOT, SGLANG, rest_of, run_sglang
-from test_run import assert_gone, command, start_and_wait_for_step
+from runs import assert_gone, command, start_and_wait_for_step
 
 from tasks import maze
 

@@ -1,6 +1,6 @@
 """The sbatch file, run for real: `srun` and `scontrol` are stand-ins that start the same commands on this machine.
 
-A node's name is one that means this machine, the server is tiny_server.py, the trainer trains the demo.
+A node's name is one that means this machine, the server is inference/tiny/server.py, the trainer trains the demo.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, free_port
-from test_run import children
+from runs import children
 
 pytestmark = pytest.mark.runs
 
@@ -49,7 +49,7 @@ def cluster(tmp_path: Path, tiny_model_dir: Path) -> dict[str, str]:
         "SLURM_GPUS_ON_NODE": "1",
         "MODEL": str(tiny_model_dir),
         "RUNS": str(tmp_path / "runs"),
-        "SERVE": f"{sys.executable} tiny_server.py",
+        "SERVE": f"{sys.executable} -m inference.tiny.server",
         "PORT": str(free_port()),
         "RENDEZVOUS_PORT": str(free_port()),
         "WAIT_SECONDS": "200",
@@ -88,7 +88,7 @@ def test_no_node_left_to_train(cluster: dict[str, str], tmp_path: Path) -> None:
 
 def test_a_server_that_cannot_start_ends_the_job(cluster: dict[str, str]) -> None:
     """The job does not wait for a server that is dead."""
-    broken = cluster | {"SERVE": f"{sys.executable} tiny_server.py --weights wrong"}
+    broken = cluster | {"SERVE": f"{sys.executable} -m inference.tiny.server --weights wrong"}
     done = subprocess.run([str(SCRIPT), *RECIPE], cwd=ROOT, env=broken, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     assert "a server ended before it came up" in done.stderr

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from test_run import command
+from runs import command
 
-from plumbing.config import ConfigError, load
-from plumbing.inputs import load_dataset, load_inputs, read_jsonl
+from run.config import ConfigError, load
+from run.inputs import load_dataset, load_inputs, read_jsonl
 from tasks import gsm8k
 
 pytestmark = pytest.mark.runs

@@ -15,87 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from trainers import FAMILIES, NEVER, PLAIN, gradients, make_batch, make_config, make_family, prepare
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actor import FSDPEngine, FSDPPPOActor, lr_factor, split_minibatches
-from layout import row_lengths, split_microbatches, split_packs
-from plumbing.config import NormConfig, OptimizerConfig, PPOActorConfig
+from inference.weights import WeightUpdateMeta
 from ppo import describe_mode, ppo_actor_loss_fn
-from weights import WeightUpdateMeta
-
-
-def make_batch(lengths=(9, 14, 5, 21, 12, 17, 7, 16), seed=0) -> dict[str, Tensor]:
-    """Random rows in groups of two; the first three tokens of each are the prompt;
-    rewards 0 and 1, temperatures mixed."""
-    g = torch.Generator().manual_seed(seed)
-    B, T = len(lengths), max(lengths)
-    real = torch.arange(T) < torch.tensor(lengths)[:, None]  # (B, T)
-    trained = real & (torch.arange(T) >= 3)
-    rewards = torch.arange(B).fmod(2).float()
-    return {
-        "input_ids": torch.randint(0, 250, (B, T), generator=g).masked_fill(~real, 0).int(),
-        "attention_mask": real,
-        "loss_mask": trained.int(),
-        "logprobs": torch.zeros(B, T),
-        "turn_ids": trained.int() - 1,
-        "turn_rewards": rewards[:, None] * trained,
-        "temperatures": torch.where(trained, 0.7 + torch.rand(B, 1, generator=g), 1.0),
-        "group_ids": (torch.arange(B) // 2).int(),
-    }
-
-
-def make_config(**changes) -> PPOActorConfig:
-    # A large eps: with the usual one AdamW turns the rounding of a gradient near 0 into a full step of either sign.
-    optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, gradient_clipping=changes.pop("gradient_clipping", 1e9))
-    defaults: dict[str, Any] = {
-        "ppo_n_minibatches": 1,
-        "adv_norm": NormConfig(std_level="none"),
-        "optimizer": optimizer,
-    }
-    return PPOActorConfig(**(defaults | changes))
-
-
-SHAPE = {
-    "vocab_size": 259,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-}
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-# What Qwen3 has not: experts, windows, capped attention, sinks, layers that are no attention.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": True},
-    "gpt_neox": {},
-    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-    "qwen3_moe": EXPERTS,
-    "mixtral": {"num_local_experts": 4},
-    "mistral": {"sliding_window": 4},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
-    "gemma3_text": {"sliding_window": 4, "head_dim": 8},
-    "qwen3_next": EXPERTS | LINEAR | {"layer_types": ["linear_attention", "full_attention"]},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "falcon_h1": MAMBA,
-    "gemma2": {"attn_logit_softcapping": 1.0, "final_logit_softcapping": None, "head_dim": 8},
-    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8},
-    "bloom": {"n_head": 4},
-}
-PLAIN = ("llama", "gpt_neox", "opt", "qwen3_moe", "mixtral")  # causal attention and nothing else
-NEVER = ("gemma2", "gpt_oss", "bloom")  # transformers has no sdpa for these
-
-
-def make_family(path: Path, name: str, **changes) -> Path:
-    """A random model of another family, as a Hugging Face directory without a tokenizer."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **SHAPE | FAMILIES.get(name, {}) | changes)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    return path
+from run.config import OptimizerConfig
+from training.actor import FSDPEngine, FSDPPPOActor, lr_factor, split_minibatches
+from training.layout import row_lengths, split_microbatches, split_packs
 
 
 @pytest.fixture
@@ -128,20 +55,6 @@ def plain_logp(model, batch: dict[str, Tensor]) -> Tensor:
         logits = model(ids[None]).logits[0, :-1] / batch["temperatures"][i, 1:n, None]
         logp[i, 1:n] = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
     return logp
-
-
-def prepare(actor: FSDPPPOActor, batch: dict[str, Tensor], drift=0.3) -> dict[str, Tensor]:
-    """What comes before ppo_update; the behaviour policy is a noisy neighbour of pi_prox."""
-    batch["prox_logp"] = actor.compute_logp(batch)
-    noise = torch.randn(batch["prox_logp"].shape, generator=torch.Generator().manual_seed(1))
-    batch["logprobs"] = (batch["prox_logp"] + drift * noise) * batch["loss_mask"]
-    actor.compute_advantages(batch)
-    return batch
-
-
-def gradients(model) -> dict[str, Tensor]:
-    full = {name: p.grad for name, p in model.named_parameters()}
-    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in full.items()}
 
 
 def parameters(actor: FSDPPPOActor) -> dict[str, Tensor]:

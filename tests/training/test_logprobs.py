@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from logprobs import token_logprobs
+from training.logprobs import token_logprobs
 
 
 def make(n=13, width=8, vocabulary=29, seed=0):

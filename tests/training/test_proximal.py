@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from plumbing.config import PPOActorConfig
 from ppo import ppo_actor_loss_fn
-from proximal import guess_errors, interpolation, linear, loglinear, rollout
+from run.config import PPOActorConfig
+from training.proximal import guess_errors, interpolation, linear, loglinear, rollout
 
 
 def test_alpha_is_where_the_version_lies():

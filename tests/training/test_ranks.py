@@ -16,17 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import free_port, make_byte_model, rest_of
+from conftest import ROOT, free_port, make_byte_model, rest_of
 from safetensors.torch import load_file, save_file
-from test_actor import gradients, make_batch, make_config, prepare
 from torch import Tensor
+from trainers import gradients, make_batch, make_config, prepare
 
-from actor import FSDPPPOActor
-from plumbing.ranks import share
+from training.actor import FSDPPPOActor
+from training.ranks import share
 
 pytestmark = pytest.mark.runs
 
-ROOT = Path(__file__).resolve().parent.parent
 SGD_STEPS = 5
 LENGTHS = (9, 14, 5, 21, 12, 17, 7)  # seven rows over two and four ranks: shares differ in size
 
@@ -37,7 +36,7 @@ def torchrun(n: int, *words: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
 
 
 def start(n: int, *words: str) -> subprocess.Popen[str]:

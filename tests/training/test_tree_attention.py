@@ -23,14 +23,14 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from actor import FSDPPPOActor
-from client import OpenAIProxyClient
-from io_struct import GenerationHyperparameters
-from plumbing.config import OptimizerConfig, PPOActorConfig
+from calls.client import OpenAIProxyClient
+from inference.io_struct import GenerationHyperparameters
 from proxy import create_app
+from rollout.trajectory import complete, concat_padded_tensors
+from run.config import OptimizerConfig, PPOActorConfig
 from tasks import base_model, guess, maze
-from trajectory import complete, concat_padded_tensors
-from tree_attention import BLOCK, PackedTree, block_mask, build_trees, cut, tree_attention
+from training.actor import FSDPPPOActor
+from training.tree_attention import BLOCK, PackedTree, block_mask, build_trees, cut, tree_attention
 from workflow import RLVRWorkflow, to_tensors
 
 Rows = list[list[int]]

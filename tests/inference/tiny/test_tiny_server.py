@@ -1,4 +1,4 @@
-"""What tiny_server.py promises beyond SGLang's contract.
+"""What inference/tiny/server.py promises beyond SGLang's contract.
 
 A completion that a weight update interrupts is, token by token, what a forward pass under each token's own version
 gives; in_place is the exception, and its error is shown. A seeded request depends on nothing but itself. Whatever
@@ -29,11 +29,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config
 
-from plumbing.fields import Refusal
-from tiny_model import ModelError, TinyModel, key_length, read_weights, run_step, sample, uniforms
-from tiny_protocol import Protocol, parse_params
-from tiny_scheduler import SamplingParams, Scheduler, Sequence, common_prefix
-from weights import serialise
+from inference.tiny.model import ModelError, TinyModel, key_length, read_weights, run_step, sample, uniforms
+from inference.tiny.protocol import Protocol, parse_params
+from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence, common_prefix
+from inference.weights import serialise
+from run.fields import Refusal
 
 PROMPT = list(range(60, 80))
 
@@ -683,7 +683,9 @@ def test_seeds_are_honoured_over_http(tiny_server: str) -> None:
 
 
 def serve(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "tiny_server.py", *words], cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "inference.tiny.server", *words], cwd=ROOT, capture_output=True, text=True
+    )
 
 
 def test_what_cannot_start_says_so_in_one_line(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -706,7 +708,7 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
     also with work in flight, with an update that waits for the end of that work, and with a weight group whose rank 0
     is mute."""
     port = str(free_port())
-    command = [sys.executable, "tiny_server.py", "--model-path", str(tiny_model_dir), "--port", port]
+    command = [sys.executable, "-m", "inference.tiny.server", "--model-path", str(tiny_model_dir), "--port", port]
     process = subprocess.Popen(
         [*command, "--exit-with-parent"], cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

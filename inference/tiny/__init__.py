@@ -1,0 +1,6 @@
+"""An inference server that speaks SGLang's protocol on a machine without a GPU.
+
+Read server.py first (the routes and the thread that owns the model), then scheduler.py (which sequences the next step
+computes), model.py (one step of a batch over a cache of keys and values) and protocol.py (the bodies of requests and
+answers). This room shares the process group of a weight update with its clients and knows nothing else of them.
+"""
