@@ -1,41 +1,38 @@
-"""How old may training data be? The gate that admits rollouts, and the check at the place of consumption.
+"""The staleness gate: it decides how many rollouts may start, and checks how old a group is when it is trained on.
 
-Asynchronous training starts rollouts before the weights that will be trained on them exist. A group's **age**
-is the version of the policy at the step that trains on the group, minus the version of the oldest weights
-that computed one of its tokens (its head version). max_head_offpolicyness, here eta, is the largest age allowed;
-eta = 0 is synchronous training.
+Asynchronous training starts rollouts before the weights that will be trained on them exist. The **age** of a prompt
+group is the policy version of the step that consumes the group, minus the group's head version (the oldest version
+among its generated tokens). `max_head_offpolicyness`, here eta, is the largest age allowed. With eta = 0 training is
+synchronous.
 
-**The unit is one prompt group**: the n_samples answers to one prompt start, finish, are accepted or rejected, and
-are consumed together. B (consumer_batch_size) and max_concurrent_rollouts count groups, never sequences.
+**The unit is one prompt group.** The n_samples episodes of one prompt start, finish, are accepted or rejected, and are
+consumed together. B (`consumer_batch_size`) and `max_concurrent_rollouts` count groups, not sequences.
 
-**The gate.** At version v a group may start while fewer than (eta + v + 1) * B groups have been accepted or are
-running, and fewer than max_concurrent_rollouts are running. A group goes through
+**The gate** (write-up, section 1.2). At version v a group may start while fewer than (eta + v + 1) * B groups are
+accepted or running, and fewer than `max_concurrent_rollouts` groups are running. A group goes through these states:
 
-    enqueued -> running -> accepted   (it keeps its place in the sum, also after it has been consumed)
-                        -> rejected   (it gives its place back; a failed group is a rejected one)
+    enqueued -> running -> accepted   (the group keeps its place in the sum, even after it was consumed)
+                        -> rejected   (the group gives its place back; a failed group counts as rejected, too)
 
-and an accepted group may still be dropped (too old) or withdrawn (fetched by wait_for_task, beside the batches);
-both give the place back.
+An accepted group may later be dropped (too old) or withdrawn (fetched by wait_for_task). Both give its place back.
 
-**Why age <= eta.** The gate alone proves nothing; the gate and *consumption in order of start* do. Number the
-groups that were not rejected 1, 2, 3, ... in order of start. A group that starts at version s has at that moment a
-number p <= (eta + s + 1) * B, because the gate counted it and everything before it; later rejections can only lower
-p. Each step consumes the next B numbers and makes one version, so number p is trained on in step ceil(p / B), that
-is at version ceil(p / B) - 1 <= eta + s. Weights only get newer, so no token of the group is older than s, and
-its age is at most eta. Nothing can hang either: if at version v nothing runs and no batch is complete, fewer than
-(v + 1) * B groups are in the sum, and the gate is open.
+**Why age <= eta.** The gate bounds the age only together with *consumption in order of start*. Number the groups that
+were not rejected 1, 2, 3, ... in order of start. A group that starts at version s gets a number
+p <= (eta + s + 1) * B, because the gate counted this group and every group before it. Rejections that come later can
+only lower p. Each step consumes the next B numbers and makes one version, so group p is consumed at version
+ceil(p / B) - 1 <= eta + s. No token of the group is older than s, so its age is at most eta. The gate cannot hang
+either: if nothing runs at version v and no batch is complete, fewer than (v + 1) * B groups count, and the gate is
+open.
 
-**Why not order of completion.** A straggler holds one of the (eta + v + 1) * B places and nothing else; the others
-overtake it, versions go by, and it is trained on whenever it arrives. With eta = 1, B = 2 and one slow group the age
-reaches 5 (tests/test_staleness.py runs it). The price of the right order: a batch waits for its oldest member.
+Example: with eta = 1 and B = 2, four groups start at version 0. Two are consumed at age 0, the other two at age 1.
 
-**What is not promised.** The proof needs B groups a version (a trainer that consumes fewer makes the rest
-older), versions that only grow, and set_version after the servers have the new weights. Therefore the age is
-checked where groups are consumed: a breach is a StalenessError, or, with drop_stale, a counted drop.
+**Why not order of completion.** A slow group holds only one of the (eta + v + 1) * B places. Younger groups overtake
+it, versions pass, and it is trained on whenever it ends. With eta = 1, B = 2 and one slow group the age reaches 5
+(tests/test_staleness.py). The price of order of start is that a batch waits for its slowest group.
 
-**Beside AReaL.** Formula, life cycle and names are AReaL's (write-up, section 1.2). There nothing looks at
-versions at consumption, consumption is in order of completion, events may arrive out of order and push counters
-below zero, and a dropped or withdrawn group does not exist.
+**What is not promised.** The proof needs a trainer that consumes B groups per version, versions that only grow, and
+set_version calls that come after the servers have the new weights. Therefore the age is checked when a group is
+consumed: a group that is too old raises StalenessError, or with drop_stale it is dropped and counted.
 """
 
 import threading
@@ -44,41 +41,43 @@ from typing import Protocol
 
 
 class VersionProvider(Protocol):
+    """Anything that knows the current policy version: in a run, the engine."""
+
     def get_version(self) -> int: ...
 
 
 class StalenessError(AssertionError):
-    """A group older than eta reached consumption although pacing promises that none does."""
+    """A group that a step wants to consume is older than max_head_offpolicyness allows."""
 
 
 @dataclass
 class RolloutStat:
-    """How many prompt groups are where in the life cycle; `failed` is a part of `rejected`."""
+    """How many prompt groups are in each state of the life cycle. Failed groups are counted in `rejected`, too."""
 
     enqueued: int = 0  # submitted, not started
     running: int = 0  # started, not finished
-    accepted: int = 0  # finished well: waiting, or consumed
+    accepted: int = 0  # finished with a trajectory: waiting to be consumed, or consumed
     rejected: int = 0  # finished without a trajectory
-    failed: int = 0  # rejected because of an exception
-    dropped: int = 0  # was accepted, then too old at consumption
-    withdrawn: int = 0  # was accepted, then fetched beside the batches
-    failed_members: int = 0  # no groups: members that raised where others of their group did not
+    failed: int = 0  # rejected because an exception was raised
+    dropped: int = 0  # accepted, then too old when a step wanted to consume it
+    withdrawn: int = 0  # accepted, then fetched by wait_for_task and not by a batch
+    failed_members: int = 0  # counts members, not groups: each raised in a group that went on without it
 
 
 @dataclass(eq=False)
 class StalenessManager:
-    """The gate of section 1.2 and the age check at consumption. Thread-safe; its lock is a leaf.
+    """The staleness gate (write-up, section 1.2) and the age check at consumption. All methods are thread-safe.
 
-    version_provider.get_version() is called outside the lock: versions only grow, so a version read a moment too
-    early makes the gate stricter, never laxer.
+    No other lock is taken while `_lock` is held: version_provider.get_version() is called before. A version that was
+    read a moment too early makes the gate stricter, never laxer, because versions only grow.
     """
 
     version_provider: VersionProvider
-    max_concurrent_rollouts: int  # prompt groups
-    consumer_batch_size: int  # prompt groups
-    max_staleness: int  # versions
+    max_concurrent_rollouts: int  # prompt groups that may run at once
+    consumer_batch_size: int  # prompt groups that one step consumes
+    max_staleness: int  # the largest age allowed, in versions (eta)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _stat: RolloutStat = field(default_factory=RolloutStat, init=False)  # all mutable state
+    _stat: RolloutStat = field(default_factory=RolloutStat, init=False)  # all mutable state of this object
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
@@ -92,9 +91,9 @@ class StalenessManager:
     # ---- questions
 
     def get_capacity(self) -> int:
-        """How many prompt groups may start now; none when it is not positive.
+        """Return how many prompt groups may start now. No group may start if the number is zero or negative.
 
-        capacity = min(max_concurrent - running, (eta + v + 1) * B - (accepted + running))    (section 1.2)
+        capacity = min(max_concurrent - running, (eta + v + 1) * B - (accepted + running))    (write-up, section 1.2.1)
         """
         version, stat = self.version_provider.get_version(), self.get_stats()
         concurrency_capacity = self.max_concurrent_rollouts - stat.running
@@ -103,67 +102,72 @@ class StalenessManager:
         return min(concurrency_capacity, staleness_capacity)
 
     def get_pending_limit(self) -> int:
-        """Prompts worth keeping enqueued: as many as the gate can admit between two batches, (eta + 1) * B."""
+        """Return how many prompts to keep enqueued: (eta + 1) * B, the most that can start between two batches."""
         return (self.max_staleness + 1) * self.consumer_batch_size
 
     def get_stats(self) -> RolloutStat:
-        """A copy of the counters."""
+        """Return a copy of the counters."""
         with self._lock:
             return replace(self._stat)
 
     def is_fresh(self, head_version: int | None) -> bool:
-        """Whether the group may be consumed now; one without a generated token (None) always may."""
+        """Say whether a group may be consumed now. A group without generated tokens (None) is always fresh."""
         return head_version is None or self.version_provider.get_version() - head_version <= self.max_staleness
 
     def check_age(self, head_version: int | None) -> None:
-        """Raises StalenessError for a group that is too old to be consumed now."""
+        """Raise StalenessError if the group is too old to be consumed now."""
         if not self.is_fresh(head_version):
             raise StalenessError(
-                f"a group of version {head_version} is consumed at version {self.version_provider.get_version()}: "
-                f"older than max_head_offpolicyness={self.max_staleness}. Pacing needs {self.consumer_batch_size} "
-                f"groups consumed a version, in order of start; rollout.drop_stale=true drops such groups instead"
+                f"a group of version {head_version} is consumed at version {self.version_provider.get_version()}: it is "
+                f"older than max_head_offpolicyness={self.max_staleness} allows. Consume {self.consumer_batch_size} "
+                "groups per version in order of start, or set rollout.drop_stale=true to drop such groups"
             )
 
     # ---- events
 
     def on_rollout_enqueued(self) -> None:
+        """Count a prompt that was submitted and has not started."""
         with self._lock:
             self._stat.enqueued += 1
 
     def on_rollout_submitted(self) -> None:
+        """Count an enqueued group as running."""
         self._move("enqueued", "running")
 
     def on_rollout_accepted(self) -> None:
+        """Count a running group as accepted."""
         self._move("running", "accepted")
 
     def on_rollout_rejected(self, failed: bool = False) -> None:
+        """Count a running group as rejected, and also as failed if an exception was raised."""
         self._move("running", "rejected")
         with self._lock:
             self._stat.failed += failed
 
     def on_rollout_dropped(self) -> None:
-        """An accepted group was too old at consumption; its place is given back."""
+        """Count an accepted group as dropped because it was too old, and free its place."""
         self._move("accepted", "dropped")
 
     def on_rollout_withdrawn(self) -> None:
-        """An accepted group was fetched beside the batches; its place is given back."""
+        """Count an accepted group as withdrawn because wait_for_task fetched it, and free its place."""
         self._move("accepted", "withdrawn")
 
     def on_members_failed(self, count: int) -> None:
-        """Members of a group raised; what becomes of the group is told by itself."""
+        """Count members that raised. The group that they belong to is counted on its own."""
         with self._lock:
             self._stat.failed_members += count
 
     def on_version_recovered(self, version: int, finished_untrained: int = 0) -> None:
-        """After a restart at `version`: version * B groups were consumed, and some more may have been kept.
+        """Count what an earlier process consumed until `version`, and the finished groups that are kept.
 
-        Without this the sum starts at 0 while the version does not, and the gate opens version * B places
-        too wide (AReaL #1388).
+        Without this call the counters would start at 0 and the version would not. The gate would then admit
+        version * B groups too many (AReaL #1388).
         """
         with self._lock:
             self._stat.accepted = version * self.consumer_batch_size + finished_untrained
 
     def _move(self, source: str, target: str) -> None:
+        """Move one group from the counter `source` to the counter `target`. Raises RuntimeError if `source` is 0."""
         with self._lock:
             if getattr(self._stat, source) == 0:
                 raise RuntimeError(f"a rollout became {target}, but none was {source}: {self._stat}")
