@@ -111,7 +111,7 @@ class StalenessManager:
             return replace(self._stat)
 
     def is_fresh(self, head_version: int | None) -> bool:
-        """Say whether a group may be consumed now. A group without generated tokens (None) is always fresh."""
+        """Return whether a group may be consumed now. A group without generated tokens (None) is always fresh."""
         return head_version is None or self.version_provider.get_version() - head_version <= self.max_staleness
 
     def check_age(self, head_version: int | None) -> None:
