@@ -55,6 +55,7 @@ from calls.messages import AgentRequest, Refusal
 from calls.prompts import PromptBuilder, TextReader
 from calls.replies import PROTOCOLS, Protocol
 from calls.sessions import Session, SessionTable
+from calls.side_conversations import PATTERNS
 from calls.tools import OutputParser
 from calls.turn import EventStream, Turn, retried
 from engine import EngineError, RemoteInfEngine
@@ -76,6 +77,7 @@ class Proxy:
     _: KW_ONLY
     seed: int | None = None  # of all that is sampled
     sampling: dict[str, Any] = field(default_factory=dict)  # GenerationHyperparameters, for what an agent leaves open
+    side_conversations: Collection[str] = PATTERNS  # calls/side_conversations.py
     fixed_sampling: Collection[str] = ()  # fields of `sampling` that hold whatever an agent asks
     session_timeout_seconds: float = 3600.0
     chat_template_type: str = "concat"  # calls/prompts.py
@@ -86,7 +88,7 @@ class Proxy:
     def __post_init__(self) -> None:
         self.prompts = PromptBuilder(self.tokenizer, self.chat_template_type)
         self.parser = OutputParser(self.tokenizer, self.tool_call_parser, self.reasoning_parser)
-        self.sessions = SessionTable(self.session_timeout_seconds, self.clock)
+        self.sessions = SessionTable(self.session_timeout_seconds, self.clock, self.side_conversations)
         GenerationHyperparameters(**self.sampling)  # TypeError for a field that is none
         if strange := set(self.fixed_sampling) - {f.name for f in fields(GenerationHyperparameters)}:
             raise ValueError(f"fixed_sampling: {', '.join(sorted(strange))} is no field of the sampling")
@@ -311,6 +313,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--request-retries", type=int, default=3, help="tries after a connection error or a 5xx")
     add("--session-timeout-seconds", type=float, default=3600.0, help="an idle session is dropped after this")
     add("--chat-template-type", choices=["concat", "hf"], default="concat", help="hf: render turns in full")
+    add(
+        "--side-conversations",
+        type=orjson.loads,
+        default=PATTERNS,
+        help="JSON list: patterns of calls without a reward",
+    )
     add("--fixed-sampling", action="append", default=[], help="a field of --sampling that no agent may change")
     add("--tool-call-parser", help="form of tool calls (calls/tools.py); default: what the tokenizer says, or qwen")
     add("--reasoning-parser", help="form of its reasoning; default: <think> ... </think>")

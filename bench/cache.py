@@ -67,7 +67,7 @@ def tokens(turn: int) -> tuple[list[int], list[int]]:
 
 def add_ours(cache: Any, name: str, messages: Messages, said: dict[str, Any], turn: int = 0) -> None:
     prompt, output = tokens(turn)
-    cache[name] = ours.InteractionWithTokenLogpReward(messages)
+    cache.enter(name, ours.InteractionWithTokenLogpReward(messages))
     cache.finish(name, io_struct.ModelResponse(prompt, output, [-0.5] * OUTPUT, [3] * OUTPUT), [said])
 
 
@@ -159,7 +159,7 @@ def count() -> None:
     for k in range(100):
         before = dict(counts)
         *messages, said = talk(k + 1)
-        turn = cache[str(k)] = ours.InteractionWithTokenLogpReward(messages)
+        turn = cache.enter(str(k), ours.InteractionWithTokenLogpReward(messages))
         prompt = prompts.prompt(AgentRequest(messages), turn.parent)
         output = [*tokenizer.encode(said["content"]), tokenizer.eos_token_id]
         cache.finish(str(k), io_struct.ModelResponse(prompt, output, [0.0] * len(output), [0] * len(output)), [said])

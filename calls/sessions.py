@@ -22,12 +22,13 @@ It does not promise that an ended session is exported: who fails to ask in time 
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from cache import InteractionCache
 from calls.messages import Found, Refusal
+from calls.side_conversations import PATTERNS
 
 GRANT_SECONDS = 60.0  # a grant that nobody claims for this long lapses
 
@@ -39,7 +40,7 @@ class Session:
     session_id: str
     task_id: str
     last_used: float  # clock of the last request's start or end
-    cache: InteractionCache = field(default_factory=InteractionCache)
+    cache: InteractionCache
     calls: int = 0  # completions asked for
     running: set[asyncio.Task] = field(default_factory=set)  # turns in flight
     turns: dict[bytes, list[Any]] = field(default_factory=dict)  # turns by the request body that asked for them
@@ -54,9 +55,10 @@ class Session:
 class SessionTable:
     """Who may start, who is known, who has expired: decisions only, the time comes from `clock`."""
 
-    def __init__(self, timeout: float, clock: Callable[[], float]) -> None:
+    def __init__(self, timeout: float, clock: Callable[[], float], side_patterns: Collection[str] = PATTERNS) -> None:
         self.timeout = timeout
         self.clock = clock
+        self.side_patterns = side_patterns
         self._sessions: dict[str, Session] = {}
         self._grants: deque[float] = deque()  # when each unclaimed grant lapses
 
@@ -97,7 +99,7 @@ class SessionTable:
             raise Refusal("session: none may start; POST /grant_capacity first", 429)
         self._grants.popleft()
         self.expire()
-        session = Session(secrets.token_urlsafe(16), task_id, self.clock())
+        session = Session(secrets.token_urlsafe(16), task_id, self.clock(), InteractionCache(self.side_patterns))
         self._sessions[session.session_id] = session
         return session
 

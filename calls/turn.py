@@ -57,8 +57,11 @@ class Turn:
         first = protocol.id_prefix + secrets.token_hex(16)
         self.ids = [first, *(f"{first}-{k}" for k in range(1, ask.n))]  # of its interactions
         for name in self.ids:
-            session.cache[name] = InteractionWithTokenLogpReward(
-                ask.messages, template_key=ask.template_key, trainable=ask.store, tools=ask.tools
+            session.cache.enter(
+                name,
+                InteractionWithTokenLogpReward(
+                    ask.messages, template_key=ask.template_key, trainable=ask.store, tools=ask.tools
+                ),
             )
         self.parent = session.cache[first].parent
         self.ask = dataclasses.replace(ask, messages=[])  # the tree has them now

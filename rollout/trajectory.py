@@ -17,6 +17,7 @@ ever rolled by one, so no two tensors can disagree about which token they descri
 | rewards | float32 [B] | the last turn's own final reward | |
 | truncated | int32 [B] | 1 = the last turn ended because its token budget was used up | |
 | regenerated | int32 [B] | segments that were asked for again, because a server failed or was lost | |
+| side_conversations | int32 [B] | 1 for a side conversation, which is not trained (calls/side_conversations.py) | |
 | parents | int32 [B] | which of its task's rows the row goes on from, counted from 0; -1: none of them | |
 | group_ids | int32 [B] | rows with the same id answer the same prompt: the group of a group baseline | |
 | task_ids | int32 [B] | the dispatcher's task that made the row | |
@@ -55,6 +56,7 @@ ROW_KEYS: dict[str, tuple[torch.dtype, float]] = {  # [B]
     "rewards": (torch.float32, 0.0),
     "truncated": (torch.int32, 0),
     "regenerated": (torch.int32, 0),
+    "side_conversations": (torch.int32, 0),
     "parents": (torch.int32, -1),
     "group_ids": (torch.int32, 0),
     "task_ids": (torch.int32, 0),

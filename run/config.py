@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from calls.side_conversations import PATTERNS
 from inference.io_struct import GenerationHyperparameters
 
 
@@ -40,6 +41,7 @@ class OpenAIConfig:
     export_style: Literal["individual", "concat"] = "concat"  # a row for every turn, or for every leaf of the tree
     tool_call_parser: str | None = None  # form of the model's tool calls; default: what the tokenizer says, else qwen
     reasoning_parser: str | None = None  # form of its reasoning; default: <think> ... </think>
+    side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # patterns of calls that take no reward
     fixed_sampling: list[str] = field(default_factory=list)  # fields of gconfig that hold whatever an agent asks for
     session_timeout_seconds: float = 3600.0  # an idle session is dropped after this long
     episode_timeout_seconds: float = 3600.0  # an episode that runs longer is cancelled and counted as failed
@@ -334,6 +336,13 @@ def resolve(config: TrainConfig) -> None:
         raise ConfigError("actor.gamma and actor.gae_lambda must lie between 0 and 1")
     if strange := set(rollout.openai.fixed_sampling) - vars(gconfig).keys():
         raise ConfigError(f"rollout.openai.fixed_sampling: {', '.join(sorted(strange))} is no field of gconfig")
+    for pattern in rollout.openai.side_conversations:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"rollout.openai.side_conversations: {pattern!r} is no regular expression: {error}"
+            ) from error
     if rollout.group_size not in (None, gconfig.n_samples) and gconfig.n_samples != 1:
         both = f"rollout.group_size={rollout.group_size} and gconfig.n_samples={gconfig.n_samples}"
         raise ConfigError(f"{both} are one number; give one of them")

@@ -351,6 +351,7 @@ def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> tupl
         "--chat-template-type": openai.chat_template_type,
         "--tool-call-parser": openai.tool_call_parser,
         "--reasoning-parser": openai.reasoning_parser,
+        "--side-conversations": json.dumps(openai.side_conversations),
         "--fixed-sampling": openai.fixed_sampling,
     }
     command, key = own_command("proxy", options), secrets.token_urlsafe(16)

@@ -111,6 +111,7 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, float]:
         "mixed_version_share": (newest > oldest)[trained].float().mean().item() if trained.any() else 0.0,
         "truncated": int(batch["truncated"].sum()),
         "regenerated": int(batch["regenerated"].sum()),
+        "side_conversations": int(batch["side_conversations"].sum()),
         "tokens": int(mask.sum()),
         "untrained": int((batch["turn_ids"] >= 0).sum()) - int(mask.sum()),
     }
@@ -140,6 +141,17 @@ class Logger:
             path = self.config.run_dir / "tokens" / f"{step:05d}.safetensors"
             path.parent.mkdir(exist_ok=True)
             save_file({k: v.contiguous() for k, v in batch.items()}, path)
+
+        said_before = any(line.get("side_conversations") for line in self.history)
+        if metrics["side_conversations"] and not said_before:
+            row = batch["side_conversations"].argmax()
+            text = self.executor.tokenizer.decode(batch["input_ids"][row][batch["attention_mask"][row]])
+            print(
+                f"{metrics['side_conversations']} side conversations were left out of training in step {step}, such as: "
+                f"{' '.join(text.split())[:160]!r}. The key rollout.openai.side_conversations holds their patterns; "
+                "an empty list trains every call",
+                flush=True,
+            )
 
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
         metrics["wall_s"] = time.monotonic() - self.start

@@ -48,7 +48,7 @@ def chain(length: int) -> InteractionCache:
     """One conversation; turn k's prompt is the whole of turn k - 1 and one more token."""
     cache, messages, ids = InteractionCache(), [user("0")], [0]
     for k in range(length):
-        cache[str(k)] = turn(list(messages), str(k), list(ids), [100 + k, 200 + k])
+        cache.enter(str(k), turn(list(messages), str(k), list(ids), [100 + k, 200 + k]))
         messages += [said(str(k)), user(str(k + 1))]
         ids += [100 + k, 200 + k, k]
     return cache
@@ -92,7 +92,7 @@ def play(session: list[Call]) -> InteractionCache:
         names = [name for name in cache if cache[name].complete]
         before = cache[names[call.goes_on_from % len(names)]] if names and call.goes_on_from is not None else None
         history = before.messages + (before.output_message_list or []) if before else []
-        interaction = cache[str(k)] = InteractionWithTokenLogpReward([*history, user(call.question)])
+        interaction = cache.enter(str(k), InteractionWithTokenLogpReward([*history, user(call.question)]))
         if not call.finishes:
             continue
         parent = interaction.parent
@@ -148,7 +148,7 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
     trained = []
     for interaction in cache.export_interactions("concat").values():
         row = interaction.to_lists()
-        per_row = ("rewards", "truncated", "regenerated")
+        per_row = ("rewards", "truncated", "regenerated", "side_conversations")
         assert {len(values) for key, values in row.items() if key not in per_row} == {len(row["input_ids"])}
         for t, token in enumerate(row["input_ids"]):
             if row["turn_ids"][t] < 0:
@@ -190,19 +190,20 @@ def test_real_clients_turns_are_chained(pair: dict[str, Any]) -> None:
     """Whatever a framework makes of the history, its next turn is the child of the one before."""
     cache = InteractionCache()
     response = ModelResponse([1], [2], [-1.0], [0], "stop")
-    cache["parent"] = InteractionWithTokenLogpReward(
-        pair["parent"], model_response=response, output_message_list=[pair["reply"]]
+    cache.enter(
+        "parent",
+        InteractionWithTokenLogpReward(pair["parent"], model_response=response, output_message_list=[pair["reply"]]),
     )
-    cache["child"] = InteractionWithTokenLogpReward(pair["child"])
+    cache.enter("child", InteractionWithTokenLogpReward(pair["child"]))
     assert cache["child"].parent is cache["parent"]
 
 
 def test_tools_and_template_arguments_belong_to_the_key() -> None:
     """The same messages under other tools render to another prompt: no parent."""
     cache = InteractionCache()
-    cache["a"] = turn([user("hi")], "ok", template_key="thinking")
-    cache["b"] = turn([user("hi"), said("ok"), user("more")])
-    cache["c"] = turn([user("hi"), said("ok"), user("more")], template_key="thinking")
+    cache.enter("a", turn([user("hi")], "ok", template_key="thinking"))
+    cache.enter("b", turn([user("hi"), said("ok"), user("more")]))
+    cache.enter("c", turn([user("hi"), said("ok"), user("more")], template_key="thinking"))
     assert cache["b"].parent is None
     assert cache["c"].parent is cache["a"]
 
@@ -210,8 +211,8 @@ def test_tools_and_template_arguments_belong_to_the_key() -> None:
 def test_an_unfinished_call_is_never_a_parent() -> None:
     """Until its output is known nothing can extend it, and a call that fails leaves no trace."""
     cache = InteractionCache()
-    cache["a"] = InteractionWithTokenLogpReward([user("hi")])
-    cache["b"] = turn([user("hi"), said("ok"), user("more")])
+    cache.enter("a", InteractionWithTokenLogpReward([user("hi")]))
+    cache.enter("b", turn([user("hi"), said("ok"), user("more")]))
     assert cache["b"].parent is None
     cache.discard("a")
     cache.discard("b")
@@ -234,7 +235,7 @@ def test_finding_a_parent_costs_messages_not_interactions() -> None:
     shared = [Counted(user(str(i))) for i in range(200)]
     cache = InteractionCache()
     for k in range(800):
-        cache[str(k)] = turn(list(shared), str(k))
+        cache.enter(str(k), turn(list(shared), str(k)))
     assert Counted.looks == 800 * 200
 
 
@@ -251,7 +252,7 @@ def test_a_turn_looks_back_over_its_new_messages_only() -> None:
     cache._ends = Ends()
     messages = [user("0")]
     for k in range(100):
-        cache[str(k)] = turn(list(messages), str(k))
+        cache.enter(str(k), turn(list(messages), str(k)))
         messages += [said(str(k)), user(str(k + 1))]
     assert len(looked) == 2 + 99 * 2  # the first turn has its message and the root; the others a question, a parent
 
@@ -268,9 +269,9 @@ def test_bad_entries_are_refused() -> None:
     """No messages, or an id that is taken: the caller is wrong."""
     cache = chain(1)
     with pytest.raises(ValueError, match="no messages"):
-        cache["x"] = InteractionWithTokenLogpReward([])
+        cache.enter("x", InteractionWithTokenLogpReward([]))
     with pytest.raises(ValueError, match="already"):
-        cache["0"] = turn([user("hi")])
+        cache.enter("0", turn([user("hi")]))
 
 
 # Rewards
@@ -279,9 +280,9 @@ def test_bad_entries_are_refused() -> None:
 def test_a_sibling_keeps_its_reward_to_itself() -> None:
     """A -> {B: 1, C: 2} at gamma .9: B stays 1 (in AReaL it becomes 2.8), and A earns the mean, 1.35."""
     cache = InteractionCache()
-    cache["A"] = turn([user("q")], "a")
+    cache.enter("A", turn([user("q")], "a"))
     for name, reward in (("B", 1.0), ("C", 2.0)):
-        cache[name] = turn([user("q"), said("a"), user(name)])
+        cache.enter(name, turn([user("q"), said("a"), user(name)]))
         cache.set_reward(name, reward)
     cache.apply_reward_discount(0.9)
     assert [cache[name].reward for name in "ABC"] == pytest.approx([1.35, 1.0, 2.0])
@@ -300,36 +301,39 @@ def test_a_chain_gives_the_geometric_series() -> None:
 def test_the_last_reward_goes_to_the_last_finished_call() -> None:
     """A trailing call that never came back takes no reward (AReaL gives it the whole episode's)."""
     cache = chain(2)
-    cache["cut"] = InteractionWithTokenLogpReward([user("0")])
+    cache.enter("cut", InteractionWithTokenLogpReward([user("0")]))
     cache.set_last_reward(1.0)
     cache.apply_reward_discount(0.5)
     assert cache["cut"].reward is None
     assert [i.reward for i in cache.finished()] == [0.5, 1.0]
 
 
+TITLE = {"role": "system", "content": "You write titles."}
+CODER = {"role": "system", "content": "You code."}
+
+
 def title_call(cache: InteractionCache, title_first: bool, turns: int) -> None:
     """What opencode does: a request for a title, without tools, beside the first turn of the agent, which has tools."""
-    title = InteractionWithTokenLogpReward([{"role": "system", "content": "You write titles."}, user("hello")])
-    agent = InteractionWithTokenLogpReward([{"role": "system", "content": "You code."}, user("hello")], tools=TOOLS)
+    title = InteractionWithTokenLogpReward([TITLE, user("hello")])
+    agent = InteractionWithTokenLogpReward([CODER, user("hello")], tools=TOOLS)
     entered = {"title": title, "0": agent}
     for name in ("title", "0") if title_first else ("0", "title"):
-        cache[name] = entered[name]
+        cache.enter(name, entered[name])
     for name in entered:
         cache.finish(name, turn([user("x")]).tokens, [said(name)])
     messages = [*agent.messages, said("0")]
     for k in range(1, turns):
-        cache[str(k)] = turn([*messages, user("more")], str(k), tools=TOOLS)
+        cache.enter(str(k), turn([*messages, user("more")], str(k), tools=TOOLS))
         messages += [user("more"), said(str(k))]
 
 
 @pytest.mark.parametrize("title_first", [True, False])
 @pytest.mark.parametrize("turns", [1, 3])
 def test_a_side_conversation_takes_no_reward(title_first: bool, turns: int) -> None:
-    """opencode's title call: whichever comes first or ends last, the agent's own last turn takes the reward, and the
-    title is not trained to be worth nothing."""
+    """Whether opencode's title call starts or ends last, the agent's own last turn takes the reward."""
     cache = InteractionCache()
     title_call(cache, title_first, turns)
-    assert [name for name, i in cache.items() if i.is_side] == ["title"]
+    assert [i.interaction_id for i in cache.mark_side_conversations()] == ["title"]
     cache.set_last_reward(1.0)
     cache.apply_reward_discount(1.0)
     assert {name: i.reward for name, i in cache.items()} == {"title": None, **{str(k): 1.0 for k in range(turns)}}
@@ -352,17 +356,17 @@ def test_what_comes_later_is_no_side_conversation() -> None:
     """A last call without tools and with another prompt (a final answer, say) takes the reward, as the last one does;
     so does the last of several equal drafts, and of calls that begin alike."""
     cache = InteractionCache()
-    cache["work"] = turn([user("work")], tools=TOOLS)
-    cache["answer"] = turn([user("answer")])
+    cache.enter("work", turn([user("work")], tools=TOOLS))
+    cache.enter("answer", turn([user("answer")]))
     cache.set_last_reward(1.0)
     assert cache["answer"].reward == 1.0
     cache = InteractionCache()
     for name in "ab":
-        cache[name] = InteractionWithTokenLogpReward([user("draft")])
+        cache.enter(name, InteractionWithTokenLogpReward([user("draft")]))
     for name in "ab":
         cache.finish(name, turn([user("x")]).tokens, [said(name)])
-    cache["c"] = turn([user("draft"), said("a"), user("more")])
-    assert not any(i.is_side for i in cache.values())
+    cache.enter("c", turn([user("draft"), said("a"), user("more")]))
+    assert not cache.mark_side_conversations()
 
 
 def test_an_orphan_leaves_no_trace() -> None:
@@ -371,7 +375,7 @@ def test_an_orphan_leaves_no_trace() -> None:
     for name in ("0", "1", "unknown"):
         cache.drop_orphan(name)
     assert list(cache) == ["0"]
-    cache["again"] = InteractionWithTokenLogpReward([user("0"), said("0"), user("1"), said("1"), user("2")])
+    cache.enter("again", InteractionWithTokenLogpReward([user("0"), said("0"), user("1"), said("1"), user("2")]))
     assert cache["again"].parent is cache["0"]
     cache.drop_orphan("0")
     assert list(cache) == ["0", "again"]
@@ -389,7 +393,7 @@ def test_what_failed_leaves_no_trace(session: list[Call], orphans: list[int]) ->
             cache.discard(name)
         for k in orphans:
             cache.drop_orphan([*cache, ""][k % (len(cache) + 1)])
-    one, other = ([(i.messages, i.output_message_list, i.is_main) for i in cache.values()] for cache in caches)
+    one, other = ([(i.messages, i.output_message_list, i.children, i.turn) for i in cache.values()] for cache in caches)
     assert one == other
 
 
@@ -397,9 +401,9 @@ def test_an_orphan_leaves_its_twin() -> None:
     """Of two equal answers the newer one is dropped: what goes on from these words goes on from the older one."""
     cache = InteractionCache()
     for name in ("twin", "orphan"):
-        cache[name] = turn([user("q")], "same")
+        cache.enter(name, turn([user("q")], "same"))
     cache.drop_orphan("orphan")
-    cache["next"] = turn([user("q"), said("same"), user("r")])
+    cache.enter("next", turn([user("q"), said("same"), user("r")]))
     assert cache["next"].parent is cache["twin"]
 
 
@@ -423,7 +427,7 @@ def test_a_reward_for_nobody_is_an_error() -> None:
     cache = InteractionCache()
     with pytest.raises(KeyError):
         cache.set_last_reward(1.0)
-    cache["a"] = InteractionWithTokenLogpReward([user("hi")])
+    cache.enter("a", InteractionWithTokenLogpReward([user("hi")]))
     for name in ("a", "b"):
         with pytest.raises(KeyError, match=name):
             cache.set_reward(name, 1.0)
@@ -435,7 +439,7 @@ def test_a_reward_for_nobody_is_an_error() -> None:
 def test_tensors_are_the_documents() -> None:
     """Keys, dtypes and shapes of the trajectory convention; prompt positions hold 0, 0 and -1."""
     cache = InteractionCache()
-    cache["a"] = turn([user("q")], prompt=[5, 6], tokens=[7, 8, 9], reward=2.0)
+    cache.enter("a", turn([user("q")], prompt=[5, 6], tokens=[7, 8, 9], reward=2.0))
     tensors = cache["a"].to_tensor_dict()
     expected = {
         "input_ids": torch.tensor([[5, 6, 7, 8, 9]], dtype=torch.int32),
@@ -449,6 +453,7 @@ def test_tensors_are_the_documents() -> None:
         "rewards": torch.tensor([2.0]),
         "truncated": torch.tensor([0], dtype=torch.int32),
         "regenerated": torch.tensor([0], dtype=torch.int32),
+        "side_conversations": torch.tensor([0], dtype=torch.int32),
     }
     assert tensors.keys() == expected.keys()
     for key, value in expected.items():
@@ -473,8 +478,8 @@ def test_a_reward_set_after_the_tensors_shows() -> None:
 def test_an_unsampled_token_is_never_trained() -> None:
     """A child whose prompt differs from the parent's tokens forks, however well the lengths agree."""
     cache = InteractionCache()
-    cache["a"] = turn([user("q")], "a", prompt=[1, 2], tokens=[3, 4])
-    cache["b"] = turn([user("q"), said("a"), user("r")], prompt=[1, 2, 3, 99, 5], tokens=[6])
+    cache.enter("a", turn([user("q")], "a", prompt=[1, 2], tokens=[3, 4]))
+    cache.enter("b", turn([user("q"), said("a"), user("r")], prompt=[1, 2, 3, 99, 5], tokens=[6]))
     assert cache["b"].parent is cache["a"]
     rows = {name: i.to_lists() for name, i in cache.export_interactions("concat").items()}
     assert rows.keys() == {"a", "b"}
@@ -493,9 +498,9 @@ def test_an_inner_turns_reward_survives_concat() -> None:
 def test_a_shared_turn_is_trained_in_the_first_leaf_only() -> None:
     """Two leaves over one root: the root's tokens are context in both rows and loss in one."""
     cache = InteractionCache()
-    cache["root"] = turn([user("q")], "a", prompt=[1], tokens=[2, 3])
+    cache.enter("root", turn([user("q")], "a", prompt=[1], tokens=[2, 3]))
     for name in ("left", "right"):
-        cache[name] = turn([user("q"), said("a"), user(name)], prompt=[1, 2, 3, 4], tokens=[5])
+        cache.enter(name, turn([user("q"), said("a"), user(name)], prompt=[1, 2, 3, 4], tokens=[5]))
     rows = {name: i.to_lists() for name, i in cache.export_interactions("concat").items()}
     assert rows["left"]["loss_mask"] == [0, 1, 1, 0, 1]
     assert rows["right"]["loss_mask"] == [0, 0, 0, 0, 1]
@@ -531,6 +536,6 @@ def test_an_unknown_style_is_an_error() -> None:
 def test_the_state_can_be_read() -> None:
     """A log line shows what is there."""
     cache = chain(2)
-    cache["open"] = InteractionWithTokenLogpReward([user("x")])
+    cache.enter("open", InteractionWithTokenLogpReward([user("x")]))
     assert repr(cache) == "InteractionCache(3 interactions, 1 unfinished, 3 unrewarded)"
     assert repr(cache["1"]) == "Interaction('1', turn 1, reward=None, parent='0')"

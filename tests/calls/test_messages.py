@@ -75,13 +75,16 @@ def test_every_turn_finds_its_parent_among_all_conversations() -> None:
         pair = json.loads(line.replace("Zürich", f"Zürich {conversation}").replace('"hi"', f'"hi {conversation}"'))
         parent, output, messages = read(pair)
         response = ModelResponse([1], [2], [-1.0], [0], "stop")
-        cache[f"{k}"] = InteractionWithTokenLogpReward(
-            parent, model_response=response, output_message_list=output, template_key=pair["path"]
+        cache.enter(
+            f"{k}",
+            InteractionWithTokenLogpReward(
+                parent, model_response=response, output_message_list=output, template_key=pair["path"]
+            ),
         )
         children[k] = InteractionWithTokenLogpReward(messages, template_key=pair["path"])
     found = {}
     for k, child in children.items():
-        cache[f"child of {k}"] = child
+        cache.enter(f"child of {k}", child)
         found[k] = child.parent.interaction_id if child.parent else None
     assert found == {k: str(k) for k in children}
 

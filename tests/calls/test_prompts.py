@@ -61,7 +61,7 @@ class Talk:
         """The prompt of a turn that is answered with these tokens."""
         self.messages.append(question)
         name = str(len(self.cache))
-        turn = self.cache[name] = InteractionWithTokenLogpReward(list(self.messages))
+        turn = self.cache.enter(name, InteractionWithTokenLogpReward(list(self.messages)))
         prompt = self.prompts.prompt(AgentRequest(list(self.messages), **ask), turn.parent)
         output = self.tokenizer.encode(answer) + ([self.tokenizer.convert_tokens_to_ids(ends)] if ends else [])
         n = len(output)
@@ -153,8 +153,11 @@ def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
     cache = InteractionCache()
-    cache["a"] = InteractionWithTokenLogpReward(
-        [user("q")], model_response=ModelResponse([1], [2], [-1.0], [0]), output_message_list=[said]
+    cache.enter(
+        "a",
+        InteractionWithTokenLogpReward(
+            [user("q")], model_response=ModelResponse([1], [2], [-1.0], [0]), output_message_list=[said]
+        ),
     )
     messages = [user("q"), said, {"role": "tool", "content": "r", "tool_call_id": "c"}]
     full = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)

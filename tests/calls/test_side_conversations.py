@@ -1,0 +1,104 @@
+"""A title of the conversation takes no reward, whenever a client asks for it; every call of an agent is trained."""
+
+from itertools import permutations
+from typing import Any
+
+import pytest
+from test_cache import CODER, TITLE, TOOLS, said, turn, user
+
+from cache import InteractionCache, InteractionWithTokenLogpReward
+from run.config import ConfigError, load
+
+CLIENTS = {
+    "opencode": "You are a title generator. You output ONLY a thread title. Nothing else.",
+    "claude code": "Analyze if this message indicates a new conversation topic. If it does, extract a 2-3 word title.",
+    "open webui": "Generate a concise, 3-5 word title with an emoji summarizing the chat history.",
+}
+
+
+def session(*interactions: InteractionWithTokenLogpReward, **options: Any) -> InteractionCache:
+    """A session of finished calls, named "0", "1", ... in the order of their requests."""
+    cache = InteractionCache(**options)
+    for k, interaction in enumerate(interactions):
+        cache.enter(str(k), interaction)
+    return cache
+
+
+def left_out(cache: InteractionCache) -> list[str]:
+    """Reward the session as an agent's return value does, and name the rows that training leaves out."""
+    cache.set_last_reward(1.0)
+    cache.apply_reward_discount(1.0)
+    rows = {name: i.to_lists() for name, i in cache.export_interactions("concat").items()}
+    out = [name for name, row in rows.items() if row["side_conversations"] == [1]]
+    assert out == [name for name, row in rows.items() if not sum(row["loss_mask"])]
+    return out
+
+
+def agent_of_two_turns() -> list[InteractionWithTokenLogpReward]:
+    first = turn([CODER, user("hello")], "a")
+    return [first, turn([CODER, user("hello"), said("a"), user("more")], "b")]
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("place", [0, 1, 2], ids=["before", "between", "after"])
+def test_a_title_at_any_time(client: str, place: int) -> None:
+    """A title before, between or after the agent's turns is left out, and the agent's last turn has the reward."""
+    calls = agent_of_two_turns()
+    calls.insert(place, turn([{"role": "system", "content": CLIENTS[client]}, user("hello")], "A title"))
+    cache = session(*calls)
+    assert left_out(cache) == [str(place)]
+    assert [i.reward for i in cache.values() if i is not calls[place]] == [1.0, 1.0]
+
+
+def test_the_order_of_ends_changes_nothing() -> None:
+    """Three calls at once may end in any order: the title is the one that is left out."""
+    for order in permutations("012"):
+        cache = InteractionCache()
+        for name, opening in zip("012", (CODER, TITLE, user("draft")), strict=True):
+            cache.enter(name, InteractionWithTokenLogpReward([opening, user("hello")]))
+        for name in order:
+            cache.finish(name, turn([user("x")]).tokens, [said(name)])
+        assert left_out(cache) == ["1"]
+
+
+def test_a_second_agent_of_one_call_is_trained() -> None:
+    """A critic that is asked once, without tools and under its own prompt, is part of the work, in either order."""
+    critic = turn([{"role": "system", "content": "You are a strict critic of code."}, user("hello")], "fine")
+    assert left_out(session(*agent_of_two_turns(), critic)) == []
+    assert critic.reward == 1.0
+    critic = turn([{"role": "system", "content": "You are a strict critic of code."}, user("hello")], "fine")
+    assert left_out(session(critic, *agent_of_two_turns())) == []
+
+
+def test_a_final_answer_without_tools_is_trained() -> None:
+    """An agent about titles that asks for its final answer without tools begins that call with its own prompt."""
+    librarian = {"role": "system", "content": "You write a title for each book."}
+    work = turn([librarian, user("hello")], "a", tools=TOOLS)
+    final = turn([librarian, user("hello"), said("a"), user("Now answer.")], "b")
+    assert left_out(session(work, final)) == []
+    assert final.reward == 1.0
+
+
+def test_an_agent_that_only_writes_titles_is_trained() -> None:
+    """Where every call of the session looks like a title, titles are the work."""
+    assert left_out(session(turn([TITLE, user("a book")]), turn([TITLE, user("another")]))) == []
+
+
+def test_a_rewarded_title_is_trained() -> None:
+    """An agent that rewards a title by its id wants it trained."""
+    cache = session(*agent_of_two_turns(), turn([TITLE, user("hello")]))
+    cache.set_reward("2", 0.5)
+    assert left_out(cache) == []
+    assert cache["2"].reward == 0.5
+
+
+def test_the_key_turns_the_rule_off() -> None:
+    """With rollout.openai.side_conversations=[] a title is an ordinary call, and the last call takes the reward."""
+    cache = session(*agent_of_two_turns(), turn([TITLE, user("hello")]), side_patterns=())
+    assert left_out(cache) == []
+    assert cache["2"].reward == 1.0
+
+
+def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"side_conversations: '\(' is no regular expression"):
+        load(["rollout.openai.side_conversations=['(']"])
