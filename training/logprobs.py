@@ -1,23 +1,43 @@
-"""Log-probabilities of N tokens without ever holding their (N, V) logits.
+"""The log-probability and the entropy of every token, without the logits of the whole batch.
 
-A language model's last layer turns a hidden state of some thousand numbers into V logits, one a word of a vocabulary
-of 150,000. Of those training wants two numbers: log p of the token that came, and the entropy. Written down plainly,
-the logits of 4,096 tokens are 2.5 GB in float32, and their softmax, its logarithm and the gradient of each as much
-again: the last layer needs more memory than the whole model.
+The problem
+===========
+The last layer of a language model turns each token's hidden state into logits, one number per word of the vocabulary.
+The logits of a batch are a matrix of shape (tokens, vocabulary). With 16,384 tokens, a vocabulary of 151,936 and
+4 bytes a number, this matrix takes 9.3 GiB. Its softmax and its gradient take as much again. Training needs only two
+numbers of each row: the log-probability of the token that was sampled, and the entropy of the distribution.
 
-The rule here: logits exist for `chunk` tokens at a time, forward and backward. Forward keeps the two results of each
-token and forgets the logits; backward multiplies hidden states and weights once more. That is one
-more product of the last layer, a few per cent of a step, for a memory that no longer grows with N.
+The idea
+========
+In the last layer no token depends on another token, so a few tokens can go through it at a time. A chunk of 220
+tokens has 128 MiB of logits. The forward pass keeps the two numbers of each token and throws the chunk's logits away.
+The backward pass computes these logits a second time. The memory for logits no longer grows with the batch.
 
-With z = h W^T / T (T the token's own temperature) and p = softmax(z):
+Forward pass
+============
+    z          = W h / tau                         h (D,): hidden state, W (V, D): last layer, tau: temperature
+    log p_j    = z_j - log sum_k exp z_k           for each word j of the vocabulary, j = 1 .. V
+    logp       = log p_id                          id: the sampled token
+    entropy    = - sum_j p_j log p_j
 
-    log p(id) = z_id - log sum_j exp z_j          d log p(id) / dz_j = [j = id] - p_j
-    H         = -sum_j p_j log p_j                dH / dz_j          = -p_j (log p_j + H)
+Dividing by tau gives the distribution that the server sampled from. A temperature of 0 means that the server took the
+likeliest token and did not sample. Such a token is computed with tau = 1, and it should not be trained.
 
-A temperature of 0 samples from no distribution that has a gradient; such a token is read at 1, and belongs outside the
-loss. Products run in the type of the weights (as a server's do), everything behind them in float32.
+Backward pass
+=============
+Let g be the gradient of the loss with respect to logp, and e the gradient with respect to entropy. Then
 
-Different from AReaL: there the (T, V) logits are made whole and chunked only behind, by a compiled function.
+    d loss / d z_j = g ([j = id] - p_j)  -  e p_j (log p_j + entropy)
+    d loss / d h   = W^T (d loss / d z) / tau
+    d loss / d W   = sum over tokens of (d loss / d z) h^T / tau
+
+where [j = id] is 1 for the sampled token and 0 for all other words.
+
+Costs and limits
+================
+The last layer needs four matrix products instead of three, because the backward pass repeats the forward product.
+With 4,096 tokens, forward and backward need 651 MiB instead of 11,740 MiB (`python bench/loss.py`).
+The gradient of W is still one whole (V, D) matrix. Models that scale, cap or shift their logits are refused.
 """
 
 from collections.abc import Callable
@@ -28,84 +48,115 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-CHUNK_ELEMENTS = 1 << 25  # logits that exist at a time: 128 MiB in float32
+CHUNK_ELEMENTS = 1 << 25  # logits that exist at one time: 128 MiB in float32
+
+# Shapes in this file: N tokens, hidden size D, vocabulary V, and c tokens in one chunk.
+
+
+def chunks(n: int, size: int) -> list[slice]:
+    """Cut 0..n into slices of `size`; the last slice may be shorter."""
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def chunk_log_softmax(hidden: Tensor, weight: Tensor, temperatures: Tensor) -> Tensor:
+    """Return the (c, V) log-probabilities of the whole vocabulary for one chunk of c tokens.
+
+    The matrix product uses the type of the weights (often bfloat16), as the server does. The softmax uses float32.
+    """
+    # z = W h / tau
+    z = (hidden @ weight.t()).float()  # (c, D) @ (D, V) -> (c, V)
+    z.div_(temperatures[:, None])  # (c, V) / (c, 1)
+    # log p_j = z_j - log sum_k exp z_k
+    return torch.log_softmax(z, dim=-1)  # (c, V)
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """The equations above. N tokens, hidden size H, vocabulary V."""
+    """Compute logp and entropy chunk by chunk; the backward pass computes each chunk's logits again."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, temperatures: Tensor, chunk: int):
-        logp, entropy = (hidden.new_empty(len(ids), dtype=torch.float32) for _ in range(2))  # (N,), (N,)
-        for part in slices(len(ids), chunk):
+        logp = hidden.new_empty(len(ids), dtype=torch.float32)  # (N,)
+        entropy = hidden.new_empty(len(ids), dtype=torch.float32)  # (N,)
+        for part in chunks(len(ids), chunk):
             log_p = chunk_log_softmax(hidden[part], weight, temperatures[part])  # (c, V)
-            logp[part] = log_p.gather(1, ids[part, None])[:, 0]
-            entropy[part] = -(log_p.exp() * log_p).sum(-1)
+            # logp = log p_id
+            logp[part] = log_p.gather(1, ids[part, None])[:, 0]  # (c, V) -> (c, 1) -> (c,)
+            # entropy = - sum_j p_j log p_j
+            entropy[part] = -(log_p.exp() * log_p).sum(-1)  # (c, V) -> (c,)
+        # Everything saved here is small: no tensor has both N and V among its axes.
         ctx.save_for_backward(hidden, weight, ids, temperatures, entropy)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a result that the loss does not use gets the gradient None
         ctx.chunk = chunk
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None):
-        hidden, weight, ids, temperatures, entropy = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)  # (N, H)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, H)
+        hidden, weight, ids, temperatures, entropy = ctx.saved_tensors  # (N, D), (V, D), (N,), (N,), (N,)
         g = torch.zeros_like(entropy) if grad_logp is None else grad_logp  # (N,)
-        for part in slices(len(ids), ctx.chunk):
+        grad_hidden = torch.empty_like(hidden)  # (N, D)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, D), summed over the chunks in float32
+        for part in chunks(len(ids), ctx.chunk):
             log_p = chunk_log_softmax(hidden[part], weight, temperatures[part])  # (c, V)
-            p = log_p.exp()
+            p = log_p.exp()  # (c, V)
+            # d loss / d z_j = g ([j = id] - p_j): first -g p_j for all words, then + g at the sampled token
             grad_z = p * -g[part, None]  # (c, V)
-            grad_z.scatter_add_(1, ids[part, None], g[part, None])
+            grad_z.scatter_add_(1, ids[part, None], g[part, None])  # (c, 1) added into (c, V)
             if grad_entropy is not None:
-                grad_z -= p.mul_(log_p.add_(entropy[part, None])).mul_(grad_entropy[part, None])
-            grad_z = grad_z.div_(temperatures[part, None]).to(weight.dtype)
-            grad_hidden[part] = grad_z @ weight
-            grad_weight += grad_z.t() @ hidden[part]
+                # d loss / d z_j -= e p_j (log p_j + entropy), in place: log_p and p are not needed afterwards
+                log_p_plus_entropy = log_p.add_(entropy[part, None])  # (c, V)
+                grad_z -= p.mul_(log_p_plus_entropy).mul_(grad_entropy[part, None])  # (c, V)
+            grad_z = grad_z.div_(temperatures[part, None]).to(weight.dtype)  # (c, V)
+            # d loss / d h = W^T (d loss / d z) / tau
+            grad_hidden[part] = grad_z @ weight  # (c, V) @ (V, D) -> (c, D)
+            # d loss / d W = sum over tokens of (d loss / d z) h^T / tau
+            grad_weight += grad_z.t() @ hidden[part]  # (V, c) @ (c, D) -> (V, D)
+        # One gradient for each argument of forward; ids, temperatures and chunk have none.
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
-
-
-def chunk_log_softmax(hidden: Tensor, weight: Tensor, temperatures: Tensor) -> Tensor:
-    """(c, H) hidden states -> (c, V) float32 log p of every token of the vocabulary, at each token's temperature."""
-    return torch.log_softmax((hidden @ weight.t()).float().div_(temperatures[:, None]), dim=-1)
-
-
-def slices(n: int, chunk: int) -> list[slice]:
-    """0..n in stretches of `chunk`."""
-    return [slice(i, min(i + chunk, n)) for i in range(0, n, chunk)]
 
 
 def token_logprobs(
     hidden: Tensor, weight: Tensor, ids: Tensor, temperatures: Tensor, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """log p of each of N tokens and the entropy where it was drawn, in nats: (N,), (N,), float32, with gradients.
+    """Return the log-probability of each token, (N,), and the entropy of its distribution, (N,), both in nats.
 
-    hidden (N, H) predicts ids (N,), weight (V, H) is the model's last layer, temperatures (N,) float32. `chunk` is the
-    number of tokens whose logits exist at a time; default: 128 MiB of them.
+    hidden        (N, D)  the hidden state from which the model predicts each token
+    weight        (V, D)  the matrix of the last layer
+    ids           (N,)    the tokens that were sampled
+    temperatures  (N,)    float32, the temperature of each token
+    chunk                 tokens whose logits exist at one time; default: as many as fit into 128 MiB
+
+    Both results are float32. Gradients flow to `hidden` and `weight`.
     """
     chunk = chunk or max(1, CHUNK_ELEMENTS // len(weight))
-    return TokenLogprobs.apply(hidden, weight, ids, torch.where(temperatures > 0, temperatures, 1.0), chunk)
+    tau = torch.where(temperatures > 0, temperatures, 1.0)  # (N,)
+    return TokenLogprobs.apply(hidden, weight, ids, tau, chunk)
 
 
 def read_hidden(self: Any, read: Callable[[Tensor, Tensor], Any], **inputs: Any) -> Any:
-    """read(hidden states (b, t, H), weight of the last layer (V, H)): the model's forward, less its logits."""
-    hidden = self.base_model(**inputs, use_cache=False).last_hidden_state
+    """Run the model without its last layer and return read(hidden states, weight of the last layer).
+
+    The shapes are (b, t, D) and (V, D). `self` is a Hugging Face model, because `add_read_hidden` makes this function
+    a method of the model.
+    """
+    hidden = self.base_model(**inputs, use_cache=False).last_hidden_state  # (b, t, D)
     return read(hidden, self.get_output_embeddings().weight)
 
 
 def add_read_hidden(model: Any) -> None:
-    """Give a sharded model that method: like forward it gathers the parameters first.
+    """Add the method `read_hidden` to a sharded model, so that FSDP gathers the parameters before the method runs.
 
-    Raises ValueError for a model that does more to its logits than multiply by one matrix.
+    Raises ValueError if the model's logits are more than hidden @ weight.T.
     """
     config = model.config.get_text_config()
-    bends = """final_logit_softcapping logits_soft_cap output_logit_soft_cap logits_scaling logit_scale
+    keys = """final_logit_softcapping logits_soft_cap output_logit_soft_cap logits_scaling logit_scale
     lm_head_multiplier output_multiplier logits_mup_width_multiplier"""
-    more = [name for name in bends.split() if getattr(config, name, None) not in (None, 1)]
-    more += ["a bias"] if getattr(model.get_output_embeddings(), "bias", None) is not None else []
+    more = [key for key in keys.split() if getattr(config, key, None) not in (None, 1)]
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        more.append("a bias")
     if more:
         raise ValueError(
-            f"{type(model).__name__} has {more}: its logits are not hidden @ weight.T; see training/logprobs.py"
+            f"{type(model).__name__} has {more}, so its logits are not hidden @ weight.T; training/logprobs.py "
+            "cannot train this model"
         )
     model.read_hidden = MethodType(read_hidden, model)
     register_fsdp_forward_method(model, "read_hidden")
