@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-runs test-sglang agents lint bench soak clean
+.PHONY: demo test test-runs test-sglang agents lint structure bench soak clean
 
 demo: $(VENV)/ready            ## train the demo: two to three minutes
 	$(BIN)/python train.py
@@ -22,6 +22,9 @@ lint: $(VENV)/ready            ## format, style, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+structure: $(VENV)/ready       ## draw docs/structure.svg, the picture of what imports what
+	$(BIN)/python docs/structure.py
 
 soak: $(VENV)/ready            ## 30 kills at random over one run
 	$(BIN)/python bench/soak.py

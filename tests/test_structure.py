@@ -1,15 +1,18 @@
-"""The structure is what docs/structure.md says: its table is read here and every import statement held against it.
+"""The structure of the project is what docs/structure.md says, and these tests hold every import statement against it.
 
-Three rules keep the ideas apart. A module imports what its row names and nothing else of this project. No chain of
-imports leads back to where it began. The core of the idea and the proxy start without torch.
+The page's table is read here. A module may import what its row names and nothing else of this project. No chain of
+imports leads back to where it began. The core of the idea and the proxy start without torch. The page's picture shows
+today's modules and imports.
 """
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from conftest import ROOT
@@ -22,7 +25,7 @@ MODULES = [ROOT / f"{name}.py" for name in SEVEN] + [
 
 
 def name_of(path: Path) -> str:
-    """The dotted name of a module of ours: calls.messages; of a room's __init__.py the room."""
+    """Return the dotted name of a module of the project: calls.messages, or calls for calls/__init__.py."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -30,8 +33,10 @@ NAMES = {name_of(path) for path in MODULES}
 
 
 def imports(source: str) -> set[str]:
-    """Every module that a source imports, wherever the statement stands: `from inference import weights` is
-    inference.weights."""
+    """Return every module that a source imports, at the top or inside a function.
+
+    `from inference import weights` counts as inference.weights.
+    """
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -43,7 +48,7 @@ def imports(source: str) -> set[str]:
 
 
 def read_table() -> dict[str, set[str]]:
-    """docs/structure.md's table: for each module or room what it may import."""
+    """Return for each row of the table in docs/structure.md the modules and packages that it allows."""
     rows = re.findall(r"^\| `([\w/.]+)` \|(.*)\|(.*)\|$", (ROOT / "docs/structure.md").read_text(), re.MULTILINE)
     return {
         who.removesuffix(".py").replace("/", "."): {*re.findall(r"`([\w.]+)`", ours), *re.findall(r"\w+", packages)}
@@ -55,7 +60,7 @@ TABLE = read_table()
 
 
 def forbidden(name: str, source: str) -> set[str]:
-    """The imports of module `name` that its row in the table does not name."""
+    """Return the imports of module `name` that its row in the table does not allow."""
     who = name if name in TABLE else name.rpartition(".")[0]
     allowed = TABLE[who] | {who}
 
@@ -63,7 +68,7 @@ def forbidden(name: str, source: str) -> set[str]:
         parts = module.split(".")
         if parts[0] in sys.stdlib_module_names:
             return True
-        if who == "inference" and module.startswith("inference.tiny"):  # a room inside a room is another room
+        if who == "inference" and module.startswith("inference.tiny"):  # inference/tiny has a row of its own
             return False
         return any(".".join(parts[:k]) in allowed for k in range(1, len(parts) + 1))
 
@@ -90,13 +95,13 @@ def test_imports(path: Path) -> None:
     ],
 )
 def test_a_planted_import_is_found(name: str, statement: str) -> None:
-    """The check above sees an import that the table forbids, at the top of a module and inside a function."""
+    """The check finds an import that the table forbids, at the top of a module and inside a function."""
     source = (ROOT / f"{name.replace('.', '/')}.py").read_text()
     assert forbidden(name, f"{source}\n{statement}\n")
 
 
 def test_no_circles() -> None:
-    """No chain of imports, those inside functions included, leads back to where it began."""
+    """No chain of imports leads back to where it began, even if imports inside functions count."""
     graph = {name_of(path): imports(path.read_text()) & NAMES for path in MODULES}
     TopologicalSorter(graph).prepare()
     with pytest.raises(ValueError, match="cycle"):
@@ -104,15 +109,35 @@ def test_no_circles() -> None:
 
 
 def test_light_imports() -> None:
-    """Neither the core of the idea nor the proxy loads torch: they start in a moment."""
+    """The core of the idea and the proxy do not load torch, so they start quickly."""
     modules = "staleness, rollout.dispatcher, engine, calls.messages, cache, calls.client, proxy"
     check = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, timeout=100).returncode == 0
 
 
 def test_every_room_says_what_is_in_it() -> None:
-    """A room's __init__.py is one paragraph and no code: what is in here, in which order to read it."""
+    """A room's __init__.py holds a docstring of at least 20 words and no code."""
     for room in ROOMS:
         tree = ast.parse((ROOT / room / "__init__.py").read_text())
         assert [type(node) for node in tree.body] == [ast.Expr], room
         assert len((ast.get_docstring(tree) or "").split()) >= 20, room
+
+
+def test_the_picture_names_todays_modules() -> None:
+    """docs/structure.svg names every module in the box of its room, and no other module."""
+    shown, room = set(), ""
+    for text in ElementTree.parse(ROOT / "docs/structure.svg").iter("{http://www.w3.org/2000/svg}text"):
+        label = text.text or ""
+        if label.endswith("/"):  # a room's name stands before the names of its modules
+            room = label.replace("/", ".")
+        elif label.endswith(".py"):
+            shown.add(label.removesuffix(".py"))
+        else:
+            shown.add(room + label)
+    assert shown == {name_of(path) for path in MODULES if path.name != "__init__.py"}, "run `make structure`"
+
+
+def test_the_picture_is_drawn_from_todays_imports() -> None:
+    """docs/structure.svg is what `make structure` draws from the import statements as they stand."""
+    draw = runpy.run_path(str(ROOT / "docs/structure.py"))["draw"]
+    assert (ROOT / "docs/structure.svg").read_text() == draw(), "run `make structure`"
