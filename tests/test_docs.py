@@ -1,6 +1,7 @@
-"""The documents are true: commands, files, keys, metrics, sizes and imports are checked here.
+"""The pages are true: these tests check the commands, files, keys, tests, sizes and modules that the pages name.
 
-A teaching codebase is its text. What README.md and docs/ claim about the code is claimed again below, as a test.
+A teaching codebase is its text. README.md and the pages in docs/ claim many things about the code. A claim that a
+program can check is checked here.
 """
 
 import ast
@@ -16,10 +17,16 @@ from test_structure import MODULES, SEVEN
 from run.config import list_keys, load
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+FOLDERS = (ROOT / "tests", ROOT / "bench", ROOT / "examples")
+TEXTS = PAGES + MODULES + sorted(path for folder in FOLDERS for path in folder.rglob("*.py"))
+
+
+def name_in_project(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def code_lines(path: Path) -> int:
-    """Lines that hold code: no blank line, no comment, no docstring."""
+    """Return how many lines of a module hold code, leaving out blank lines, comments and docstrings."""
     source = path.read_text()
     lines: set[int] = set()
     prose = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
@@ -35,16 +42,16 @@ def code_lines(path: Path) -> int:
 
 
 def test_budget() -> None:
-    """A module is at most 300 lines of code, the seven together 1,500, everything 6,510 (docs/log.md says why)."""
+    """A module has at most 300 lines of code, the seven together at most 1,500, and docs/log.md explains the total."""
     sizes = {path.relative_to(ROOT): code_lines(path) for path in MODULES}
     assert {path: n for path, n in sizes.items() if n > 300} == {}
     assert sum(sizes[Path(f"{name}.py")] for name in SEVEN) <= 1500
     assert sum(sizes.values()) <= 6525
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", MODULES, ids=name_in_project)
 def test_essay(path: Path) -> None:
-    """Every module opens by saying what it is about; the concepts' modules say it at length."""
+    """Every module begins with an essay: at least 100 words in the seven files, at least 20 elsewhere."""
     if path.name == "__init__.py":
         return
     essay = ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -52,21 +59,21 @@ def test_essay(path: Path) -> None:
 
 
 def test_every_key_has_a_meaning() -> None:
-    """`--help` explains every key; a key without a word of meaning does not ship."""
+    """`--help` shows every configuration key once, with its meaning."""
     keys = list_keys()
     assert len({key.name for key in keys}) == len(keys)
     assert [key.name for key in keys if len(key.meaning) < 5] == []
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=name_in_project)
 def test_recipes_load(path: Path) -> None:
     """Every recipe holds known keys and valid values only."""
     load(["--config", str(path)])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_in_project)
 def test_named_files_exist(page: Path) -> None:
-    """What a page names exists: files, links, and the function behind every `module.function`."""
+    """Every file that a page names exists, and every `module.py::name` is a function or a class of that module."""
     text = page.read_text()
     for name in re.findall(r"\b((?:[\w.]+/)*\w+\.(?:py|yaml|md|sh|toml))\b", re.sub(r"https?://\S+", "", text)):
         if (
@@ -82,16 +89,60 @@ def test_named_files_exist(page: Path) -> None:
         assert re.search(rf"\b(def|class) {attribute.split('.')[-1]}\b", source), f"{page.name}: {module}::{attribute}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def is_skip(marker: ast.expr) -> bool:
+    """Return whether a marker skips its tests always; skipif has a condition."""
+    return ast.unparse(marker).partition("(")[0] == "pytest.mark.skip"
+
+
+def running_tests(path: Path) -> set[str]:
+    """Return the names of a file's test functions, leaving out the tests that are always skipped."""
+    tree = ast.parse(path.read_text())
+    if any(isinstance(node, ast.Assign) and is_skip(node.value) for node in tree.body):
+        return set()
+    tests = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {t.name for t in tests if t.name.startswith("test_") and not any(map(is_skip, t.decorator_list))}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_in_project)
+def test_named_tests_exist(page: Path) -> None:
+    """Every `tests/.../test_x.py::test_y` that a page names is a test that runs."""
+    for file, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text()):
+        assert name in running_tests(ROOT / file), f"{page.name} names {file}::{name}"
+
+
+def test_a_skipped_test_is_no_answer(tmp_path: Path) -> None:
+    """`running_tests` leaves out a test that is always skipped, and keeps a test that is skipped on a condition."""
+    markers = {
+        "test_a": "skip",
+        "test_b": "skip(reason='later')",
+        "test_c": "skipif(True, reason='')",
+        "test_d": "runs",
+    }
+    source = "".join(f"@pytest.mark.{marker}\ndef {name}(): ...\n" for name, marker in markers.items())
+    (tmp_path / "test_x.py").write_text(source)
+    assert running_tests(tmp_path / "test_x.py") == {"test_c", "test_d"}
+    (tmp_path / "test_x.py").write_text("pytestmark = pytest.mark.skip\n" + source)
+    assert running_tests(tmp_path / "test_x.py") == set()
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=name_in_project)
+def test_documents_are_cited_by_title(path: Path) -> None:
+    """No module, test or page cites a file of docs/ that the reader does not have: AReaL's pages have titles."""
+    text = re.sub(r"https?://\S+", "", path.read_text())
+    cited = set(re.findall(r"\bdocs/[\w.-]+\.(?:txt|md)\b|\b(?:agent|rollout|openai)_workflows?\.(?:txt|md)\b", text))
+    assert {name for name in cited if not (ROOT / name).exists()} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_in_project)
 def test_named_targets_exist(page: Path) -> None:
     """Every `make target` that a page shows is in the Makefile."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:^|`)make ([\w-]+)", page.read_text(), re.MULTILINE)) <= targets
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_in_project)
 def test_named_keys_exist(page: Path) -> None:
-    """Every `key=value` that a page shows after train.py is a key of the configuration."""
+    """Every `key=value` that a page shows after train.py is a configuration key."""
     known = {key.name for key in list_keys()}
     for line in re.findall(r"train\.py ([^`\n#]*)", page.read_text()):
         for key in re.findall(r"([\w.]+)=", line):
