@@ -1,40 +1,43 @@
-"""WorkflowExecutor: from the dataloader to the batch that a training step consumes.
+"""WorkflowExecutor: the joint between the dataloader, the workflows, the staleness gate and the training step.
 
-The rule: `prepare_batch` returns the B oldest prompt groups, by start, that were not rejected, as one padded dict of
-tensors (rollout/trajectory.py), and leaves behind as many running episodes as the staleness gate allows. So the next
-batches are being generated, by the weights of now, while this one is trained on.
+`prepare_batch` returns the B oldest prompt groups that were not rejected, in order of start, as one padded dict of
+tensors (trajectory.py). Meanwhile as many groups as the gate allows keep running, so the next batches are generated
+while the trainer trains on this one. Example: with B = 4 and eta = 1 eight groups start at version 0. The first call
+returns four of them, and the other four go on.
 
-What an episode goes through, in the event loop's thread:
+What a prompt group goes through, in order:
 
-    data -> workflow.arun_episode -> interactions become tensors -> check_trajectory_format -> complete
-         -> should_accept_fn -> dump_to_file -> accepted
+ 1. A sample is drawn from the dataloader and gets a task id (DataCursor).
+ 2. The dispatcher starts the task when the gate allows it (dispatcher.py).
+ 3. `workflow.arun_episode(engine, data)` runs in the event loop's thread. It runs all members of a group (workflow.py).
+ 4. Interactions become tensors, and check_trajectory_format looks for mistakes in them.
+ 5. `complete` adds the tensors that the workflow left out.
+ 6. should_accept_fn accepts or rejects the group.
+ 7. With dump_to_file each row is written as one line of text, whether or not the group was accepted, to
+    {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl.
+ 8. An accepted group is written to a file that outlives the process (`keep`), and then counts as accepted.
+ 9. The group waits for its turn in the order of start. prepare_batch consumes it.
 
-None from the workflow or False from should_accept_fn rejects the group; the next prompt of the dataloader takes its
-place. An exception anywhere on the way rejects it too, and counts it as failed, unless a process of the run has died
-meanwhile: then the run ends, and nothing is counted. The same trouble again and again stops the run with the first
-traceback (rollout/dispatcher.py). A trajectory is dumped whether it was accepted or not: one readable line a row in
-{dump_dir}/{rollout|eval-rollout}/{newest version in it}/{task_id}.jsonl, written by a thread beside the loop, because
-decoding takes longer than anything else here.
+A workflow that returns None rejects the group, and the next sample takes its place. An exception in steps 3 to 8
+rejects the group, too, and counts it as failed. The same failure again and again stops the run (dispatcher.py).
 
-The dataloader is a torch DataLoader of lists of samples (collate_fn=identity). It is cycled for ever; where it stands
-is remembered between calls, and the order is its own, hence repeatable. Everything else is taken from *this* call:
-another workflow or should_accept_fn serves every prompt that is drawn from now on; those that are on their way, a few
-batches because that is what asynchronous means, keep theirs. A class is instantiated once a call; give an instance
-where something must outlive it.
+**Arguments.** Every call of prepare_batch uses its own workflow and should_accept_fn for the samples that it draws.
+Samples that were drawn before keep theirs. A workflow given as a class is instantiated in every call. Give an instance
+if something must outlive the call.
 
-Evaluation is a sibling, `for_evaluation()`: the same engine and proxy, no staleness gate, task ids of its own.
+**Recovery.** `state_dict` says which tasks are open, and `load_state_dict` starts them again after a crash
+(run/recover.py).
 
-What it does not promise: that `rollout_batch` on a gated executor ends while groups that are not yet trained on hold
-all places of the gate; it would wait for a new version. Evaluate on the sibling.
+**Evaluation.** `for_evaluation()` makes a second executor on this engine and proxy. The second executor has no
+staleness gate, and it counts its task ids from 0.
 
-How it differs from AReaL: prepare_batch there keeps the first call's arguments for ever, returns groups in random
-order and in a list, and a workflow that always raises is refilled for ever.
+**What is not promised.** rollout_batch on an executor with a gate can wait for ever: if groups that wait for training
+hold all places, only a new version makes room. Evaluate on the executor that for_evaluation() made.
 """
 
 import asyncio
 import copy
 import itertools
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -43,15 +46,7 @@ from typing import Any
 
 from inference.io_struct import GenerationHyperparameters
 from rollout.dispatcher import BatchTaskDispatcher, DispatchState, untraced
-from rollout.trajectory import (
-    Trajectory,
-    check_trajectory_format,
-    complete,
-    concat_padded_tensors,
-    dump_lines,
-    head_version,
-    tail_version,
-)
+from rollout.trajectory import Trajectory, check_trajectory_format, complete, concat_padded_tensors, dump, head_version
 from run.config import RolloutConfig
 from staleness import RolloutStat, StalenessManager
 from workflow import (
@@ -66,17 +61,18 @@ from workflow import (
 
 logger = logging.getLogger("nano_areal.executor")
 
-NO_LIMIT = 10**12  # of evaluation: neither an age nor a row of failures ends it
+NO_LIMIT = 10**12  # the largest age and the largest number of failures in a row in an evaluation
 AcceptFn = Callable[[Trajectory], bool]
-Numbered = tuple[int, dict[str, Any]]  # task id, sample
+Sample = dict[str, Any]
+NumberedSample = tuple[int, Sample]  # with its task id
 
 
 @dataclass(frozen=True)
 class ProxyAddress:
-    """Where the proxy is, or the proxies are, and the key of their management endpoints."""
+    """Where agents reach the policy."""
 
-    proxy_addr: str | tuple[str, ...]
-    admin_key: str
+    proxy_addr: str | tuple[str, ...]  # the URL of each proxy
+    admin_key: str  # opens the proxies' management endpoints
 
 
 @dataclass(frozen=True)
@@ -84,33 +80,90 @@ class RolloutTask:
     """One prompt group to roll out."""
 
     task_id: int
-    data: dict[str, Any]
+    data: Sample
     workflow: RolloutWorkflow
     should_accept: AcceptFn | None
     is_eval: bool
+
+
+@dataclass
+class DataCursor:
+    """Where the run stands in its data: which samples were drawn, under which task ids, and which tasks are open.
+
+    A checkpoint saves next_id, drawn and open. After a restart, the open tasks in `restart` come first, each under its
+    old task id. Then the first dataloader passes over the samples that were drawn before, and the samples behind them
+    get the ids from next_id on.
+    """
+
+    next_id: int = 0  # the task id of the next new sample
+    drawn: int = 0  # how many samples were drawn from dataloaders
+    open: dict[int, Sample] = field(default_factory=dict)  # task id -> sample: drawn, not yet consumed or rejected
+    restart: list[int] = field(default_factory=list)  # open tasks of an earlier process that must start again
+    skip: int = 0  # how many samples the first dataloader must pass over after a restart
+    streams: dict[Any, Iterator[Sample]] = field(default_factory=dict)  # dataloader -> its samples from here on
+
+    def number(self, samples: Iterable[Sample]) -> Iterator[NumberedSample]:
+        """Yield each sample with a new task id."""
+        for sample in samples:
+            self.next_id += 1
+            yield self.next_id - 1, sample
+
+    def draw(self, dataloader: Any) -> Iterator[NumberedSample]:
+        """Yield samples without end: first those of tasks that start again, then new ones from `dataloader`."""
+        while self.restart:
+            task_id = self.restart.pop(0)
+            yield task_id, self.open[task_id]
+        for task_id, sample in self.number(self._samples(dataloader)):
+            self.drawn += 1
+            self.open[task_id] = sample
+            yield task_id, sample
+
+    def _samples(self, dataloader: Any) -> Iterator[Sample]:
+        """Yield the samples of `dataloader` from where it stands. If it raises, the next call begins it anew."""
+        if dataloader not in self.streams:
+            self.streams[dataloader] = itertools.islice(cycle(dataloader), self.skip, None)
+            self.skip = 0
+        while True:
+            try:
+                sample = next(self.streams[dataloader])
+            except BaseException:
+                del self.streams[dataloader]
+                raise
+            yield sample
+
+    def forget_closed(self, in_flight: set[int]) -> None:
+        """Forget the samples of tasks that were consumed or rejected: neither in flight nor waiting to start again."""
+        still_open = in_flight.union(self.restart)
+        self.open = {task_id: sample for task_id, sample in self.open.items() if task_id in still_open}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint saves."""
+        return {"next_id": self.next_id, "drawn": self.drawn, "open": dict(self.open)}
+
+    def load_state_dict(self, state: dict[str, Any], finished: Iterable[int]) -> None:
+        """Go on from `state`. The open tasks that are not in `finished` start again."""
+        self.next_id, self.drawn, self.open = state["next_id"], state["drawn"], dict(state["open"])
+        self.skip = self.drawn
+        self.restart = [task_id for task_id in self.open if task_id not in finished]
 
 
 @dataclass(eq=False, repr=False)
 class WorkflowExecutor:
     """The rollout methods of an engine: submit, wait, wait_for_task, rollout_batch, prepare_batch.
 
-    gconfig and tokenizer are what classes of RolloutWorkflow get by default; gconfig's seed is the run's. trace(event,
-    task_id) hears of every submit, start, finish, accept, reject. keep(task_id, group) is called in a thread before a
-    group counts as accepted, to write it where it outlives the process. hold_failures: seconds that a failure waits
-    before it counts, so that whoever watches the processes of the run can call `fail` first. The executor attaches
-    itself to the engine; the one that `for_evaluation` makes does not.
+    The executor of training attaches itself to the engine as `engine.executor`.
     """
 
     engine: Any
     config: RolloutConfig
-    tokenizer: Any = None
-    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    tokenizer: Any = None  # given to workflow classes that ask for it, and used for dumps
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # its seed is the run's
     proxy: ProxyAddress | None = None  # needed for agents
-    dump_dir: Path | None = None  # the run's folder; None dumps nothing
-    trace: Callable[[str, int], None] = untraced
-    keep: Callable[[int, Trajectory], None] | None = None
-    hold_failures: float = 0.0
-    evaluation: bool = False
+    dump_dir: Path | None = None  # the run's folder; None: no dumps
+    trace: Callable[[str, int], None] = untraced  # called with (event, task_id), see DispatchState
+    keep: Callable[[int, Trajectory], None] | None = None  # called in a thread before a group counts as accepted
+    hold_failures: float = 0.0  # seconds before a failure counts: time for a watcher to call `fail` first
+    evaluation: bool = False  # no staleness gate
 
     def __post_init__(self) -> None:
         config = self.config
@@ -129,65 +182,64 @@ class WorkflowExecutor:
             trace=self.trace,
         )
         self.dispatcher = BatchTaskDispatcher(self._run_episode, decisions)
-        # All mutable state of this object:
-        self._next_id = 0
-        self._streams: dict[Any, Iterator[Numbered]] = {}  # where each dataloader stands
-        self._drawn = 0  # samples taken from them
-        self._skip = 0  # samples that an earlier process has drawn
-        self._open: dict[int, dict] = {}  # sample by task id: drawn, and not yet seen to be consumed or rejected
-        self._reopened: list[int] = []  # those of them that a recovery has still to start again
-        self._keys: dict[type, frozenset[str]] = {}  # what each kind of workflow returned first
-
+        # All mutable state of this object, beside the dispatcher's and the staleness manager's:
+        self._cursor = DataCursor()
+        self._keys: dict[type, frozenset[str]] = {}  # kind of workflow -> the keys of its first trajectory
         if not self.evaluation:
             self.engine.executor = self
 
     def for_evaluation(self) -> "WorkflowExecutor":
-        """A sibling without a staleness gate, for rollouts that are not trained on. Destroy it before this one."""
+        """Return an executor without a staleness gate, for evaluation. Destroy it before this one."""
         return replace(self, trace=untraced, keep=None, evaluation=True)
 
     @property
     def stats(self) -> RolloutStat:
-        """A snapshot of the counts."""
+        """A copy of the staleness manager's counters."""
         return self.staleness_manager.get_stats()
 
     # ---- rollouts
 
     def submit(
         self,
-        data: dict[str, Any],
+        data: Sample,
         workflow: Any,
         workflow_kwargs: dict[str, Any] | None = None,
         should_accept_fn: AcceptFn | str | None = None,
         group_size: int | None = None,
         is_eval: bool = False,
     ) -> int:
-        """Enqueue one prompt; it starts when the gate allows. Its task id, for wait_for_task."""
-        [task] = self._tasks(self._number([data]), workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
+        """Enqueue one prompt, which starts when the gate allows. Return its task id, for wait_for_task."""
+        [task] = self._tasks(
+            self._cursor.number([data]), workflow, workflow_kwargs, should_accept_fn, group_size, is_eval
+        )
         self.dispatcher.submit_task_input(task)
         return task.task_id
 
     def wait(self, count: int, timeout: float | None = None) -> Trajectory:
-        """The `count` oldest groups that were not rejected, concatenated. TimeoutError after `timeout` seconds."""
+        """Return the `count` oldest groups that were not rejected, as one batch.
+
+        Raises TimeoutError after `timeout` seconds (None: wait for ever).
+        """
         return concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Trajectory | None:
-        """One task's group, None if it was rejected. It no longer comes with wait or prepare_batch."""
+        """Return one task's group, or None if it was rejected. The group then belongs to no batch."""
         return self.dispatcher.wait_for_task(task_id, timeout)
 
-    def rollout_batch(self, data: Iterable[dict[str, Any]], *args: Any, **kwargs: Any) -> Trajectory:
-        """The accepted groups of `rollout_each`, concatenated. RuntimeError when there is none."""
+    def rollout_batch(self, data: Iterable[Sample], *args: Any, **kwargs: Any) -> Trajectory:
+        """Return the accepted groups of `rollout_each` as one batch. Raises RuntimeError if no group was accepted."""
         results = self.rollout_each(data, *args, **kwargs)
         groups = [group for group in results if group is not None]
         if not groups:
             raise RuntimeError(f"none of {len(results)} rollouts was accepted: {self.stats}")
         return concat_padded_tensors(groups)
 
-    def rollout_each(self, data: Iterable[dict[str, Any]], *args: Any, **kwargs: Any) -> list[Trajectory | None]:
-        """Roll out every prompt of `data` and wait for all: a group for each in the order of `data`, None if rejected.
+    def rollout_each(self, data: Iterable[Sample], *args: Any, **kwargs: Any) -> list[Trajectory | None]:
+        """Roll out every prompt of `data`. Return a group, or None if it was rejected, for each in the order of `data`.
 
-        The other arguments are those of `submit`.
+        The arguments after `data` are the same as in `submit`.
         """
-        tasks = list(self._tasks(self._number(data), *args, **kwargs))
+        tasks = list(self._tasks(self._cursor.number(data), *args, **kwargs))
         for task in tasks:
             self.dispatcher.submit_task_input(task)
         return [self.wait_for_task(task.task_id) for task in tasks]
@@ -200,83 +252,57 @@ class WorkflowExecutor:
         should_accept_fn: AcceptFn | str | None = None,
         group_size: int | None = None,
     ) -> Trajectory:
-        """The next training batch: dataloader.batch_size groups, rows in order of start, members in order.
+        """Return the next training batch: dataloader.batch_size groups in order of start, members in order.
 
-        ValueError when the dataloader's batch is not what the gate counts per version.
+        Raises ValueError if the dataloader's batch size is not the gate's consumer_batch_size.
         """
         batch, counted = dataloader.batch_size, self.staleness_manager.consumer_batch_size
         if batch != counted:
-            raise ValueError(
-                f"rollout.consumer_batch_size={counted} must equal the dataloader's batch_size={batch}: the gate admits "
-                "that many groups per version, so another batch would let groups pile up or grow old"
-            )
-        stream = self._streams.setdefault(dataloader, self._stream(dataloader))
-        tasks = self._tasks(stream, workflow, workflow_kwargs, should_accept_fn, group_size)
+            wrong = f"rollout.consumer_batch_size={counted} must equal the dataloader's batch_size={batch}"
+            raise ValueError(f"{wrong}: the gate admits as many groups per version as a step consumes")
+        samples = self._cursor.draw(dataloader)
+        tasks = self._tasks(samples, workflow, workflow_kwargs, should_accept_fn, group_size)
         groups = self.dispatcher.active_submit_and_wait(tasks, batch)
-        self._forget_consumed()
+        self._cursor.forget_closed(self.dispatcher.in_flight())
         return concat_padded_tensors(groups)
 
-    def _stream(self, dataloader: Any) -> Iterator[Numbered]:
-        """Task ids and samples: what a recovery reopened, then the dataloader, epoch after epoch, the first one from
-        where it stood. After an error of the dataloader the next stream begins anew."""
-        while self._reopened:
-            task_id = self._reopened.pop(0)
-            yield task_id, self._open[task_id]
-        skip, self._skip = self._skip, 0
-        try:
-            for task_id, sample in self._number(itertools.islice(cycle(dataloader), skip, None)):
-                self._drawn += 1
-                self._open[task_id] = sample
-                yield task_id, sample
-        finally:
-            self._streams.pop(dataloader, None)
-
-    def _number(self, samples: Iterable[dict[str, Any]]) -> Iterator[Numbered]:
-        for sample in samples:
-            self._next_id += 1
-            yield self._next_id - 1, sample
-
-    def _forget_consumed(self) -> None:
-        still = self.dispatcher.in_flight() | set(self._reopened)
-        self._open = {task_id: sample for task_id, sample in self._open.items() if task_id in still}
-
-    # ---- recovery (run/recover.py); from the thread that calls prepare_batch
+    # ---- recovery (run/recover.py); call these two in the thread that calls prepare_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data order stands: the next task's id, the samples drawn, and those of the open tasks, by id.
+        """Return where the run stands in its data: next_id, drawn, and open (see DataCursor).
 
-        RuntimeError once the run has failed: what was open then is no longer known.
+        Raises RuntimeError if the run has stopped, because the open tasks are no longer known then.
         """
-        self._forget_consumed()
-        return {"next_id": self._next_id, "drawn": self._drawn, "open": dict(self._open)}
+        self._cursor.forget_closed(self.dispatcher.in_flight())
+        return self._cursor.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], finished: dict[int, Trajectory], version: int) -> None:
-        """Go on from `state`, of a step that made `version`; `finished`: groups of its open tasks that are to be kept.
+        """Go on from `state`, the state_dict after the step that made `version`. Call it before anything is submitted.
 
-        The other open tasks start again, under their ids and before new ones; so do groups that would be too old when
-        their turn comes, where eta or the batch is smaller now. One dataloader, and nothing submitted yet.
+        `finished` holds the groups of open tasks that an earlier process had finished, by task id. They are consumed
+        first. The other open tasks start again under their ids. A finished group starts again, too, if it would be too
+        old at its turn, because eta or the batch is smaller now. A recovered run has only one dataloader.
         """
         gate, kept = self.staleness_manager, dict[int, Trajectory]()
         for task_id, group in finished.items():
-            head, turn = head_version(group), version + len(kept) // gate.consumer_batch_size
+            head = head_version(group)
+            turn = version + len(kept) // gate.consumer_batch_size  # the version that would consume this group
             if head is None or turn - head <= gate.max_staleness:
                 kept[task_id] = group
-        self._next_id, self._open = state["next_id"], dict(state["open"])
-        self._drawn = self._skip = state["drawn"]
-        self._reopened = [task_id for task_id in self._open if task_id not in kept]
+        self._cursor.load_state_dict(state, kept)
         gate.on_version_recovered(version, len(kept))
         self.dispatcher.restore(kept)
 
     def _tasks(
         self,
-        samples: Iterable[Numbered],
+        samples: Iterable[NumberedSample],
         workflow: Any,
         workflow_kwargs: dict[str, Any] | None = None,
         should_accept_fn: AcceptFn | str | None = None,
         group_size: int | None = None,
         is_eval: bool = False,
     ) -> Iterator[RolloutTask]:
-        """A task for every sample, all with one workflow object, which gets what this run provides."""
+        """Return a task for each sample. All tasks share one workflow object, made by `resolve_workflow`."""
         n_samples = self.gconfig.n_samples
         group_size = group_size or self.config.group_size or n_samples
         if not is_eval and n_samples not in (1, group_size):
@@ -295,7 +321,7 @@ class WorkflowExecutor:
         return (RolloutTask(task_id, sample, resolved, accept, is_eval) for task_id, sample in samples)
 
     def _proxy_options(self) -> dict[str, Any] | None:
-        """How agents reach the policy: arguments of OpenAIProxyWorkflow."""
+        """Return the arguments of OpenAIProxyWorkflow, or None if there is no proxy."""
         if self.proxy is None:
             return None
         openai = self.config.openai
@@ -311,29 +337,31 @@ class WorkflowExecutor:
     # ---- events
 
     def pause(self) -> None:
-        """Start nothing more; what runs goes on."""
+        """Start no more groups. Running groups go on."""
         self.dispatcher.pause()
 
     def resume(self) -> None:
+        """Undo `pause`."""
         self.dispatcher.resume()
 
     def on_new_version(self) -> None:
-        """The engine's version rose, and with it the gate."""
+        """Start the groups that the gate admits at the engine's new version."""
         self.dispatcher.on_new_version()
 
     def fail(self, error: BaseException) -> None:
-        """Something outside died: every waiting and later call raises."""
+        """Stop the run, for example because a server died. Every waiting and every later call raises RuntimeError."""
         self.dispatcher.fail(error)
 
     def destroy(self) -> None:
-        """Cancel what runs, join the thread; the run's own executor also detaches from the engine. May be repeated."""
+        """Cancel the running groups, join the thread, and detach from the engine. It may be called twice."""
         self.dispatcher.destroy()
         if self.engine.executor is self:
             self.engine.executor = None
 
-    # ---- one episode, in the event loop's thread
+    # ---- one prompt group, in the event loop's thread
 
     async def _run_episode(self, task: RolloutTask) -> Trajectory | None:
+        """Run one task, steps 3 to 8 of the essay. Return its group, or None if it is rejected."""
         version = self.engine.get_version()
         workflow_context.set(WorkflowContext(task.is_eval, task.task_id))
         try:
@@ -345,48 +373,44 @@ class WorkflowExecutor:
                 self._check(trajectory, task.workflow)
             trajectory = complete(trajectory, task.task_id, version)
             accepted = task.should_accept is None or task.should_accept(trajectory)
-            if self.dump_dir is not None:
+            if self.dump_dir is not None:  # in a thread, because decoding takes longer than any other step here
                 folder = self.dump_dir / workflow_context.stat_scope()
-                await asyncio.to_thread(self._dump, trajectory, task.task_id, folder, version)
+                await asyncio.to_thread(dump, trajectory, task.task_id, folder, version, self.tokenizer)
             if accepted and self.keep is not None:
                 await asyncio.to_thread(self.keep, task.task_id, trajectory)
         except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
-            await self._hold()
+            await self._hold_failure()
             logger.warning("%s task %d failed: %r", workflow_context.stat_scope(), task.task_id, error)
             raise
         return trajectory if accepted else None
 
     def _check(self, trajectory: Trajectory, workflow: RolloutWorkflow) -> None:
+        """Raise ValueError if the trajectory is malformed, or has other keys than this kind of workflow had before."""
         kind = type(workflow.workflow if isinstance(workflow, GroupedRolloutWorkflow) else workflow)
         check_trajectory_format(trajectory, self._keys.get(kind))
         if kind not in self._keys and "loss_mask" in trajectory and "logprobs" not in trajectory:
             logger.warning("%s returns no logprobs; decoupled PPO cannot train on its tokens", kind.__name__)
         self._keys.setdefault(kind, frozenset(trajectory))
 
-    def _dump(self, trajectory: Trajectory, task_id: int, folder: Path, version: int) -> None:
-        tail = tail_version(trajectory)
-        folder = folder / str(version if tail is None else tail)
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = dump_lines(trajectory, task_id, self.tokenizer)
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        (folder / f"{task_id}.jsonl").write_text(text, encoding="utf-8")
-
     async def _count_members(self, failed: int) -> None:
-        """So many members of a group raised, and the rest did not."""
-        await self._hold()
+        """Count the members that raised in a group whose other members did not."""
+        await self._hold_failure()
         self.staleness_manager.on_members_failed(failed)
 
-    async def _hold(self) -> None:
-        """Before a failure counts and another prompt takes its place: where it was the first sign of a process of the
-        run that died, `fail` is called meanwhile, and this raises."""
+    async def _hold_failure(self) -> None:
+        """Wait `hold_failures` seconds before a failure counts. Raises RuntimeError if the run has stopped meanwhile.
+
+        When the proxy or a server dies, every episode raises. The run must stop then, before a sample counts as failed
+        and is replaced.
+        """
         await asyncio.sleep(self.hold_failures)
         self.dispatcher.check_alive()
 
 
-def cycle(dataloader: Iterable[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """The samples of the dataloader's batches, epoch after epoch."""
+def cycle(dataloader: Iterable[list[Sample]]) -> Iterator[Sample]:
+    """Yield the samples of the dataloader's batches, epoch after epoch. Raises ValueError if there are none."""
     while True:
         batch = None
         for batch in dataloader:

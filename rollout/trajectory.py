@@ -1,38 +1,39 @@
-"""The trajectory: what a rollout hands to the trainer, as one dict of tensors.
+"""The trajectory: one dict of tensors, which a rollout hands to the trainer.
 
-The rule. A row is a sequence, B rows are padded to L tokens, and **position t speaks of token t**: its id, whether
-it is trained on, the log-probability it was sampled with, the version of the weights that computed it. Nothing is
-ever rolled by one, so no two tensors can disagree about which token they describe.
+A row is one sequence. B rows are padded to L tokens. **Position t always describes token t**: its id, whether it is
+trained on, the log-probability it was sampled with, and the version of the weights that computed it. No tensor is
+shifted by one position, so all tensors of a trajectory agree about the token that they describe.
 
 | key | type, shape | meaning | padding |
 |---|---|---|---|
 | input_ids | int32 [B, L] | prompt and completion, turn after turn | 0 |
-| attention_mask | bool [B, L] | a token, not padding | False |
+| attention_mask | bool [B, L] | True for a token, False for padding | False |
 | loss_mask | int32 [B, L] | 1 = train on this token | 0 |
-| logprobs | float32 [B, L] | log pi_behav of the token; 0 where the policy did not sample it | 0 |
-| versions | int32 [B, L] | policy version that computed the token; -1 where none did | -1 |
-| turn_ids | int32 [B, L] | the token belongs to the k-th generated turn of its row; -1 elsewhere | -1 |
-| turn_rewards | float32 [B, L] | the final, discounted reward of the token's turn; 0 elsewhere | 0 |
-| temperatures | float32 [B, L] | temperature the token was sampled at; 1 elsewhere | 1 |
-| rewards | float32 [B] | the last turn's own final reward | |
+| logprobs | float32 [B, L] | log pi_behav of the token; 0 for a token that the policy did not sample | 0 |
+| versions | int32 [B, L] | policy version that computed the token; -1 for a token that the policy did not sample | -1 |
+| turn_ids | int32 [B, L] | k for a token of the k-th generated turn of its row (k = 0, 1, ...); else -1 | -1 |
+| turn_rewards | float32 [B, L] | the final, discounted reward of the token's turn; 0 outside of turns | 0 |
+| temperatures | float32 [B, L] | temperature the token was sampled at; 1 outside of turns | 1 |
+| rewards | float32 [B] | the final reward of the row's last turn | |
 | truncated | int32 [B] | 1 = the last turn ended because its token budget was used up | |
-| regenerated | int32 [B] | segments that were asked for again, because a server failed or was lost | |
+| regenerated | int32 [B] | how many segments were requested again because a server failed | |
 | side_conversations | int32 [B] | 1 for a side conversation, which is not trained (calls/side_conversations.py) | |
-| parents | int32 [B] | which of its task's rows the row goes on from, counted from 0; -1: none of them | |
-| group_ids | int32 [B] | rows with the same id answer the same prompt: the group of a group baseline | |
+| parents | int32 [B] | index, in its task, of the row that this row continues; -1: this row continues none | |
+| group_ids | int32 [B] | rows with equal ids answer the same prompt: the group of a group baseline | |
 | task_ids | int32 [B] | the dispatcher's task that made the row | |
 
-A workflow owes the first two keys and gives what it knows of the others. `check_trajectory_format` says what is wrong
-with what it gave; `complete` fills the rest, so that behind it every trajectory has every key and batches can be
-concatenated. What a workflow leaves out is guessed in the plainest way: no `loss_mask`, nothing is trained on; no
-`turn_ids`, every unbroken run of trained tokens is a turn; no `temperatures`, everything was sampled at 1.
+Example: a prompt of two tokens and an answer of two tokens, sampled by versions 3 and 4, and one position of padding:
 
-How this differs from AReaL. Its trajectories end at `versions`; what training needs beside them is recovered from
-positions (a group is "the next group_size rows"), which breaks as soon as one member of a group is missing. Its
-`head_version` in dumps includes the prompt's -1 and is therefore always -1; its `prompt_len` subtracts the number of
-trained tokens, which is wrong as soon as prompt and completion alternate. Here both speak of generated tokens.
+    input_ids 10 11 12 13 0    loss_mask 0 0 1 1 0    versions -1 -1 3 4 -1    turn_ids -1 -1 0 0 -1
+
+A workflow must return the first two keys, and returns the other keys that it knows. `check_trajectory_format` raises an
+error that says what is wrong with a trajectory. `complete` adds the missing keys with the plainest guess: without
+`loss_mask` nothing is trained on, without `turn_ids` every unbroken run of trained tokens is one turn, and without
+`temperatures` every token was sampled at 1. A completed trajectory has every key, so trajectories can be concatenated.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 REQUIRED_KEYS = ("input_ids", "attention_mask")
 
-# Every key that training knows: dtype, and the value of a position that holds no (generated) token.
+# The keys that training reads: dtype, and the value where no token (or no generated token) stands.
 TOKEN_KEYS: dict[str, tuple[torch.dtype, float]] = {  # [B, L]
     "input_ids": (torch.int32, 0),
     "attention_mask": (torch.bool, 0),
@@ -67,7 +68,7 @@ Trajectory = dict[str, Tensor]
 
 
 def generated(traj: Trajectory) -> Tensor:
-    """Which tokens the policy sampled, trained on or not: bool (B, L)."""
+    """Return a bool mask (B, L) of the tokens that the policy sampled, whether or not they are trained on."""
     if "turn_ids" in traj:
         return traj["turn_ids"] >= 0
     if "loss_mask" in traj:
@@ -76,21 +77,21 @@ def generated(traj: Trajectory) -> Tensor:
 
 
 def head_version(traj: Trajectory) -> int | None:
-    """The smallest version over generated tokens: what the age of a trajectory is measured from. None without any."""
+    """Return the oldest version among generated tokens, from which the age is counted, or None if there are none."""
     versions = traj["versions"][generated(traj)]
     return int(versions.min()) if len(versions) else None
 
 
 def tail_version(traj: Trajectory) -> int | None:
-    """The largest version over generated tokens. None without any."""
+    """Return the newest version among generated tokens, or None if there are none."""
     versions = traj["versions"][generated(traj)]
     return int(versions.max()) if len(versions) else None
 
 
 def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = None) -> None:
-    """Raise a ValueError that names what is wrong with a trajectory that a workflow returned.
+    """Raise ValueError if the trajectory is malformed. The message names the wrong key and what it should be.
 
-    `expected_keys` are those of the same workflow's earlier trajectories.
+    `expected_keys` are the keys of earlier trajectories of this workflow, if there are any.
     """
     if not isinstance(traj, dict):
         raise ValueError(f"a trajectory is a dict of tensors, not {type(traj).__name__}")
@@ -122,7 +123,7 @@ def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = No
 
 
 def number_turns(loss_mask: Tensor) -> Tensor:
-    """(B, L) -> (B, L): 0, 1, 2... on the k-th unbroken run of ones in each row, -1 elsewhere."""
+    """(B, L) -> (B, L): k on the k-th unbroken run of ones in each row (k = 0, 1, ...), -1 elsewhere."""
     trained = loss_mask > 0  # (B, L)
     starts = trained.clone()
     starts[:, 1:] &= ~trained[:, :-1]
@@ -130,11 +131,11 @@ def number_turns(loss_mask: Tensor) -> Tensor:
 
 
 def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
-    """The same trajectory with every key of the table, each with its dtype; keys of the user's own are kept.
+    """Return a trajectory with every key of the table, in the dtype of the table. Keys of the user's own are kept.
 
-    `version` stands in for `versions` that the workflow left out: give the policy's version when the episode began, so
-    that its age is over-stated and never under-stated. Without `logprobs` the behaviour policy is unknown: the zeros
-    that stand in serve only an objective that recomputes the old log-probabilities.
+    `version` replaces missing `versions`. It should be the policy version at the start of the episode, so that the age
+    is never understated. Missing `logprobs` become zeros, which suit only an objective that recomputes the old
+    log-probabilities.
     """
     rows, shape = len(traj["input_ids"]), traj["input_ids"].shape
     full = {key: torch.full(shape, fill, dtype=dtype) for key, (dtype, fill) in TOKEN_KEYS.items()}
@@ -148,26 +149,28 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
     if "turn_rewards" not in traj:
         full["turn_rewards"] = full["rewards"][:, None] * sampled
     full["task_ids"] = torch.full((rows,), task_id, dtype=torch.int32)
-    full["group_ids"] = full["task_ids"].clone()  # a task is a prompt group
+    full["group_ids"] = full["task_ids"].clone()  # one task is one prompt group
     return full
 
 
 def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
-    """Pad every trajectory to the longest and put their rows one under another, in order.
+    """Pad all trajectories to the longest one, and stack their rows in order.
 
-    A key whose tensors are all of shape [B, L, ...] is padded along L with its PADDING (one of the user's own with 0);
-    any other is concatenated as it is. Raises ValueError when there is nothing to concatenate or the keys differ.
+    A key whose tensors all have the shape [B, L, ...] is padded along L with its PADDING (0 for a key of the user's
+    own). Tensors of every other key are concatenated without padding. Raises ValueError if there is no trajectory, or
+    if the trajectories have different keys.
     """
     if not trajectories:
         raise ValueError("no trajectories to concatenate")
     keys = trajectories[0].keys()
-    if partial := {key for traj in trajectories for key in keys ^ traj.keys()}:
+    partial = {key for traj in trajectories for key in keys ^ traj.keys()}
+    if partial:
         raise ValueError(f"trajectories with different keys cannot be concatenated: only some have {sorted(partial)}")
     lengths = [traj["input_ids"].shape[1:] for traj in trajectories]
     batch = {}
     for key in keys:
         values = [traj[key] for traj in trajectories]
-        if [value.shape[1:2] for value in values] == lengths:  # one alone may be a feature as wide as it is long
+        if [value.shape[1:2] for value in values] == lengths:  # for all: a feature may be as wide as one row is long
             rows = [row for value in values for row in value]
             batch[key] = pad_sequence(rows, batch_first=True, padding_value=PADDING.get(key, 0))
         else:
@@ -176,10 +179,11 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
 
 
 def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """One record per row of a completed trajectory: the JSONL fields of docs/rollout_workflow.txt.
+    """Return one record per row of a completed trajectory (Rollout Workflow, "Trajectory Dumping").
 
-    sample_idx counts the task's rows. prompt_len is the number of tokens before the first generated one; what follows
-    it is the completion, with the messages between later turns in it. A row without generated tokens has null versions.
+    sample_idx counts the rows of the task. prompt_len is the number of tokens before the first generated token. The
+    completion is everything from there on, with the messages between its turns. The versions of a row without generated
+    tokens are null.
     """
     lines = []
     for i, sampled in enumerate(generated(traj)):
@@ -188,17 +192,28 @@ def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> list[dict[str,
         own = sampled[real].nonzero().flatten().tolist()
         prompt_len = own[0] if own else len(ids)
         row = {key: value[i : i + 1] for key, value in traj.items()}
-        lines.append(
-            {
-                "task_id": task_id,
-                "sample_idx": i,
-                "seqlen": len(ids),
-                "prompt_len": prompt_len,
-                "head_version": head_version(row),
-                "tail_version": tail_version(row),
-                "reward": traj["rewards"][i].item(),
-                "prompt": tokenizer.decode(ids[:prompt_len], skip_special_tokens=False),
-                "completion": tokenizer.decode(ids[prompt_len:], skip_special_tokens=False),
-            }
-        )
+        line = {
+            "task_id": task_id,
+            "sample_idx": i,
+            "seqlen": len(ids),
+            "prompt_len": prompt_len,
+            "head_version": head_version(row),
+            "tail_version": tail_version(row),
+            "reward": traj["rewards"][i].item(),
+            "prompt": tokenizer.decode(ids[:prompt_len], skip_special_tokens=False),
+            "completion": tokenizer.decode(ids[prompt_len:], skip_special_tokens=False),
+        }
+        lines.append(line)
     return lines
+
+
+def dump(traj: Trajectory, task_id: int, folder: Path, version: int, tokenizer: Any) -> None:
+    """Write the lines of `dump_lines` to {folder}/{newest version in the trajectory}/{task_id}.jsonl.
+
+    `version` names the subfolder of a trajectory without generated tokens.
+    """
+    newest = tail_version(traj)
+    folder = folder / str(version if newest is None else newest)
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in dump_lines(traj, task_id, tokenizer)]
+    (folder / f"{task_id}.jsonl").write_text("".join(lines), encoding="utf-8")
