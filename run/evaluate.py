@@ -8,6 +8,7 @@ An episode that fails or is rejected is counted; none of them ends a run.
 """
 
 import asyncio
+import json
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ from rollout.reward import parse_rewards
 from rollout.workers import run_agent
 from run.config import ConfigError, TrainConfig
 from run.inputs import Inputs
+from run.start import Run, start_rollout
 from workflow import RolloutWorkflow, WorkflowContext, agents_pool, workflow_context
 
 logger = logging.getLogger("nano_areal.evaluate")
@@ -83,3 +85,17 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
             return await asyncio.gather(*(run(i, sample, http) for i, sample in enumerate(inputs.validation)))
 
     return describe(asyncio.run(run_all()), inputs)
+
+
+def evaluate_run(run: Run) -> None:
+    """mode=eval: evaluate, print the statistics, and write them to eval.json. Raises RuntimeError if every episode
+    failed."""
+    if run.config.evaluator.base_url:
+        statistics = evaluate_endpoint(run.config, run.inputs)
+    else:
+        _, executor = start_rollout(run, [run.fleet.start(planned) for planned in run.servers])
+        statistics = evaluate(executor, run.inputs)
+    (run.config.run_dir / "eval.json").write_text(json.dumps(statistics))
+    if statistics["eval_episodes"] == statistics["eval_rejected"]:
+        raise RuntimeError("no episode of the evaluation brought a reward: each failed (said above) or set none")
+    print("  ".join(f"{key} {value:.4g}" for key, value in statistics.items() if value is not None))

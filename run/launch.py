@@ -15,11 +15,9 @@ a leash.
 """
 
 import importlib.util
-import json
 import logging
 import os
 import re
-import secrets
 import shlex
 import signal
 import socket
@@ -29,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -334,31 +332,6 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     lines = ["{:10}{:8}{:10}{:>6}  {}".format(*row) for row in rows]
     lines.append(f"{parameters:,} parameters; GiB for each rank, and for each GPU of a server, are estimates")
     return servers, "\n".join(lines)
-
-
-def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> tuple[tuple[str, ...], str]:
-    """Addresses of the proxies that the agents speak to,
-    and the key of their management endpoints, new for each run."""
-    openai, gconfig = config.rollout.openai, config.gconfig
-    options: dict[str, object] = {
-        "--server": servers,
-        "--model-path": config.tokenizer_path,
-        "--seed": gconfig.seed,
-        "--sampling": json.dumps(asdict(gconfig.new(n_samples=1))),
-        "--request-timeout": config.rollout.request_timeout,
-        "--request-retries": config.rollout.request_retries,
-        "--session-timeout-seconds": openai.session_timeout_seconds,
-        "--chat-template-type": openai.chat_template_type,
-        "--tool-call-parser": openai.tool_call_parser,
-        "--reasoning-parser": openai.reasoning_parser,
-        "--side-conversations": json.dumps(openai.side_conversations),
-        "--fixed-sampling": openai.fixed_sampling,
-    }
-    command, key = own_command("proxy", options), secrets.token_urlsafe(16)
-    environment = {"NANO_AREAL_ADMIN_KEY": key}
-    planned = [Planned(f"proxy-{k}", command, environment=environment) for k in range(config.proxy.workers)]
-    children = [fleet.start(proxy) for proxy in planned]
-    return tuple(child.wait_ready() for child in children), key
 
 
 def revision() -> str:

@@ -76,6 +76,19 @@ def folders_of_steps(folder: Path) -> dict[int, Path]:
     return {int(step): path for step, path in named.items() if step.isdecimal()}
 
 
+def save_model(actor: Any, folder: Path, step: int, keep: int) -> None:
+    """Write a Hugging Face directory `step00040` in `folder`, and delete all but the newest `keep` of them.
+
+    Directories of later steps belong to a life of the run that a restart has cut off, and are deleted too.
+    """
+    actor.save(folder / f"step{step:05d}")
+    if actor.rank == 0:
+        steps = folders_of_steps(folder)
+        kept = sorted(k for k in steps if k <= step)[-keep:]
+        for old in steps.keys() - set(kept):
+            shutil.rmtree(steps[old])
+
+
 class GroupLog:
     """Finished groups that no checkpoint has trained on, a file each. Written by the rollout's threads."""
 

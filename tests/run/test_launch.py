@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, free_port, rest_of
-from runs import SMALL_GUESS, assert_gone, command, is_alive, start_and_wait_for_step, wait_gone
+from runs import SMALL_GUESS, assert_gone, command, is_alive, start_and_hold, wait_gone
 
 import proxy
 from run.config import ConfigError, TrainConfig, load
@@ -30,8 +30,8 @@ from run.launch import (
     check_sglang,
     estimate_memory,
     plan_servers,
-    start_proxies,
 )
+from run.start import start_proxies
 
 
 def config(model: Path | str = "DIR", *words: str) -> TrainConfig:
@@ -300,8 +300,9 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
 @pytest.mark.runs
 def test_a_run_outlives_one_of_its_two_servers(tmp_path: Path) -> None:
     """kill -9 of one server after the first step: the run says so and goes on to its last step."""
-    process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "server.count=2", "max_steps=6")
+    process, pids = start_and_hold(tmp_path, *SMALL_GUESS, "server.count=2", "max_steps=6")
     os.kill(pids["inference.tiny.server"], signal.SIGKILL)
+    process.send_signal(signal.SIGCONT)
     output = rest_of(process, 200)
     assert process.returncode == 0, output[-3000:]
     assert "ended with code -9" in output

@@ -3,7 +3,6 @@
 The units first (the cut, the log, the place in the data, the gate), then real runs that are killed and started again.
 """
 
-import itertools
 import json
 import os
 import random
@@ -19,7 +18,8 @@ import httpx
 import mode_agents
 import pytest
 import torch
-from conftest import ROOT, make_byte_model, rest_of
+from conftest import ROOT, make_byte_model
+from runs import signalled
 from safetensors.torch import load_file
 from scripted import Echo, ScriptedEngine, loader
 from trainers import gradients, make_batch, make_config, prepare
@@ -31,9 +31,8 @@ from run.config import ConfigError, RolloutConfig, load
 from run.evaluate import evaluate, evaluate_endpoint
 from run.inputs import Inputs, load_inputs
 from run.logger import Trace
-from run.recover import GroupLog, Recovery, claim, cut_metrics
+from run.recover import GroupLog, Recovery, claim, cut_metrics, save_model
 from run.summary import summarise
-from train import save
 from training.actor import FSDPPPOActor
 
 pytestmark = pytest.mark.runs
@@ -231,7 +230,7 @@ def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
 
     for name in ("step00001", "step00002", "step00009", "step00001-best", "stepping"):
         (tmp_path / name).mkdir()
-    save(Actor(), tmp_path, 3, keep=2)  # type: ignore[arg-type]
+    save_model(Actor(), tmp_path, 3, keep=2)  # type: ignore[arg-type]
     left = ["step00001-best", "step00002", "step00003", "stepping"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
 
@@ -285,15 +284,10 @@ def command(folder: Path, *words: str) -> list[str]:
 
 
 def run_until(folder: Path, line: str, *words: str) -> None:
-    """Start the run and kill -9 it when it has printed `line`."""
-    process = subprocess.Popen(
-        command(folder, *words), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
-    seen = list(itertools.takewhile(lambda text: not text.startswith(line), process.stdout))
-    process.kill()
-    rest = rest_of(process, 60)
-    assert process.returncode == -signal.SIGKILL, "".join(seen) + rest
+    """Start a run that dies of SIGKILL when it prints `line`, and wait until it has died."""
+    dies = signalled(command(folder, *words), line, signal.SIGKILL)
+    done = subprocess.run(dies, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stdout
 
 
 def finish(folder: Path, *words: str) -> tuple[str, list[dict]]:
@@ -321,9 +315,9 @@ def test_a_synchronous_run_repeats_through_kills(tmp_path: Path) -> None:
     words = ("max_steps=5", "rollout.max_head_offpolicyness=0")
     _, expected = finish(tmp_path / "whole", *words)
     run_until(tmp_path / "killed", "step 3 ", *words)
-    run_until(tmp_path / "killed", "going on after step 2", *words)
+    run_until(tmp_path / "killed", "continuing after step 2", *words)
     said, metrics = finish(tmp_path / "killed", *words)
-    assert "going on after step 2" in said
+    assert "continuing after step 2" in said
     check_lineage(tmp_path / "killed/e/t", metrics, batch=6, eta=0)
     for one, two in zip(expected, metrics, strict=True):
         for key in ("reward", "tokens", "staleness_max", "version"):
@@ -337,7 +331,7 @@ def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
     for line in ("step 1 ", "decoupled", "step 3 ", "step 5 "):
         run_until(tmp_path, line, "max_steps=8", "rollout.max_head_offpolicyness=2")
     said, metrics = finish(tmp_path, "max_steps=8", "rollout.max_head_offpolicyness=2")
-    assert "going on after step 4" in said
+    assert "continuing after step 4" in said
     check_lineage(tmp_path / "e/t", metrics, batch=6, eta=2)
     said, again = finish(tmp_path, "max_steps=8", "rollout.max_head_offpolicyness=2")
     assert again == metrics, "a finished run that is started again has nothing to do"

@@ -179,30 +179,36 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> No
 # ---- two machines, both this one
 
 
-def start_node(folder: Path, port: int, log: Path, host: bool) -> subprocess.Popen:
-    """torchrun as one of two nodes; `host`: it holds the rendezvous."""
+def start_node(folder: Path, port: int, log: Path, host: bool, held: bool) -> subprocess.Popen:
+    """Start torchrun as one of two nodes. The `host` holds the rendezvous; a `held` run stops itself after step 3."""
     launch = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     launch += [f"--rdzv-conf=is_host={int(host)}"]
     small = ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "logger.live=false", "recover_interval=2"]
-    run = ["train.py", *small, "max_steps=6", f"fileroot={folder}", "experiment_name=e", "trial_name=t"]
+    hold = ["tests/signalled.py", "step 3 ", str(int(signal.SIGSTOP))] if held else []
+    run = [*hold, "train.py", *small, "max_steps=6", f"fileroot={folder}", "experiment_name=e", "trial_name=t"]
     command = [sys.executable, "-u", "-m", "torch.distributed.run", *launch, *run]
     with log.open("ab") as out:
         return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT)
 
 
+def ranks_of(node: subprocess.Popen) -> dict[int, str]:
+    """Return the state (as ps writes it) of each rank that a torchrun has started, by pid."""
+    table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
+    rows = [row.split() for row in table.splitlines()]
+    return {int(pid): state for pid, parent, state in rows if int(parent) == node.pid}
+
+
 def kill_node(node: subprocess.Popen) -> None:
-    """torchrun and its ranks, each of which has a session of its own; without torchrun a rank would train on."""
-    table = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    for pid, parent in (map(int, row.split()) for row in table.splitlines()):
-        if parent == node.pid:
-            os.kill(pid, signal.SIGKILL)
+    """Kill torchrun and its ranks. Each rank has a session of its own and would train on without torchrun."""
+    for pid in ranks_of(node):
+        os.kill(pid, signal.SIGKILL)
     node.kill()
     node.wait()
 
 
-def wait_for_line(path: Path, steps: int, nodes: list[subprocess.Popen]) -> None:
-    """Until metrics.jsonl has `steps` lines; another process's file has no event to wait for."""
-    while not path.exists() or path.read_text().count("\n") < steps:
+def wait_until_held(nodes: list[subprocess.Popen]) -> None:
+    """Wait until a rank has stopped itself. The state of another process has no event to wait for."""
+    while not any(state.startswith("T") for node in nodes for state in ranks_of(node).values()):
         assert all(node.poll() is None for node in nodes), "a node has ended"
         time.sleep(0.05)
 
@@ -212,21 +218,24 @@ def test_two_nodes_train_and_come_back(tmp_path: Path) -> None:
     nobody; started again, they go on from the checkpoint."""
     metrics, logs = tmp_path / "e/t/metrics.jsonl", [tmp_path / "a.log", tmp_path / "b.log"]
     port = free_port()
-    nodes = [start_node(tmp_path, port, log, log is logs[0]) for log in logs]
+    nodes = [start_node(tmp_path, port, log, log is logs[0], held=True) for log in logs]
     try:
-        wait_for_line(metrics, 3, nodes)
+        wait_until_held(nodes)
+        assert metrics.read_text().count("\n") == 3
         kill_node(nodes[1])
+        for rank in ranks_of(nodes[0]):
+            os.kill(rank, signal.SIGCONT)
         assert nodes[0].wait(timeout=120) != 0
         said = logs[0].read_text()
         assert "has ended before it" in said, said
         assert wait_no_process(f"fileroot={tmp_path}")
         port = free_port()
-        nodes = [start_node(tmp_path, port, log, log is logs[0]) for log in logs]
+        nodes = [start_node(tmp_path, port, log, log is logs[0], held=False) for log in logs]
         assert [node.wait(timeout=300) for node in nodes] == [0, 0], logs[0].read_text()[-4000:]
     finally:
         for node in nodes:
             kill_node(node)
-    assert "going on after step 2" in "".join(log.read_text() for log in logs)
+    assert "continuing after step 2" in "".join(log.read_text() for log in logs)
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, 7))
 
 

@@ -1,0 +1,124 @@
+"""The command line of train.py: read the configuration, claim the run's folder, run, and end everything.
+
+    main
+      join_ranks           under torchrun the ranks meet; otherwise this process is rank 0 of 1
+      agree_on_run         rank 0 reads the configuration, names the run and claims its folder; all ranks get its answer
+      start_run            write config.yaml, then train (train.py) or evaluate
+      ExitStack            whatever was started ends, in the reverse order
+      leave_ranks          the ranks part
+
+Ctrl-C, an exception and the death of a server process all leave through the ExitStack. The exit code is 0 for success,
+1 for a run that failed, 2 for a configuration that cannot run, 130 for Ctrl-C. `kill -9` costs the steps since the last
+checkpoint: the same command goes on from there (run/recover.py).
+"""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from transformers.utils import logging as transformers_logging
+
+from run.config import ConfigError, TrainConfig, changed, load
+from run.evaluate import evaluate_run
+from run.inputs import Inputs, load_inputs
+from run.launch import Fleet, Planned, ProcessDied, plan_run, revision
+from run.logger import Trace
+from run.recover import claim
+from run.start import Run
+from training.ranks import join_ranks, leave_ranks, share
+
+
+def read_run(argv: list[str], stack: ExitStack) -> tuple[TrainConfig, Inputs, list[Planned]]:
+    """Return the configuration, the inputs and the servers to start; until `stack` ends, the run's folder is ours."""
+    config = load(argv)
+    if config.trial_name == "auto":
+        config.trial_name = time.strftime("%Y%m%d-%H%M%S")
+    can_continue = config.mode == "eval" or (config.recover == "auto" and (config.run_dir / "recover").exists())
+    if (config.run_dir / "metrics.jsonl").exists() and not can_continue:
+        reason = "holds a run that cannot be continued (recover=off)"
+        raise ConfigError(f"{config.run_dir} {reason}; give another trial_name")
+    inputs = load_inputs(config)
+    servers, plan = plan_run(config)
+    if config.dry_run:
+        print(plan)
+    else:
+        stack.enter_context(claim(config.run_dir))
+    return config, inputs, servers
+
+
+def agree_on_run(argv: list[str], stack: ExitStack) -> tuple[TrainConfig, Inputs, list[Planned]]:
+    """Do `read_run` on rank 0 and share the configuration. If it cannot run, all ranks end, and rank 0 says why."""
+    if dist.get_rank() == 0:
+        try:
+            config, inputs, servers = read_run(argv, stack)
+        except (ConfigError, SystemExit) as error:
+            share(error)
+            leave_ranks()
+            raise
+        share(config)
+        return config, inputs, servers
+    answer = share(None)
+    if isinstance(answer, BaseException):
+        leave_ranks()
+        raise SystemExit(getattr(answer, "code", 2))
+    return answer, load_inputs(answer), []
+
+
+def start_run(
+    config: TrainConfig, inputs: Inputs, servers: list[Planned], stack: ExitStack, train: Callable[[Run], None]
+) -> None:
+    """Write the resolved configuration, then train or evaluate. `stack` ends what the run starts."""
+    run_dir, is_first, training = config.run_dir, dist.get_rank() == 0, config.mode == "train"
+    fleet = Fleet(run_dir / "logs")
+    stack.callback(fleet.stop)
+    trace = Trace(run_dir / "trace.json" if is_first and training and config.rollout.enable_tracing else None)
+    stack.callback(trace.close)
+    if is_first:
+        path = run_dir / ("config.yaml" if training else "eval.yaml")
+        if training and (changes := changed(path, config)):
+            print(f"the configuration of this run changes: {', '.join(changes)}")
+        OmegaConf.save({**asdict(config), "revision": revision()}, path)
+    run = Run(config, inputs, servers, fleet, trace, stack)
+    try:
+        if training:
+            train(run)
+        elif is_first:
+            evaluate_run(run)
+    except Exception as error:
+        fleet.raise_death(error)  # a refused connection has a reason: the death of the process behind it
+        raise
+
+
+def main(train: Callable[[Run], None], argv: list[str] | None = None) -> int:
+    """Run the command line (default: of this process) and return its exit code; `train` runs mode=train."""
+    torch.set_num_threads(1)  # small models on shared cores are slower with more threads
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes its background jobs ignore Ctrl-C
+    if os.environ.get("RANK", "0") == "0":  # other ranks start no processes, so the default action may end them
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with ExitStack() as stack:  # the error is printed inside, before the run's processes end
+        try:
+            join_ranks()
+            config, inputs, servers = agree_on_run(sys.argv[1:] if argv is None else argv, stack)
+            if not config.dry_run:
+                start_run(config, inputs, servers, stack, train)
+        except (ConfigError, ProcessDied) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2 if isinstance(error, ConfigError) else 1
+        except KeyboardInterrupt:
+            print("interrupted; ending every process of the run", file=sys.stderr)
+            return 130
+        except Exception:  # the one place that ends a failed run
+            traceback.print_exc()
+            return 1
+    leave_ranks()
+    return 0
