@@ -1,11 +1,19 @@
-"""Every configuration key, its default, its unit and its meaning: the comment at a field's end is its help text.
+"""Every configuration key: its default, its unit and its meaning.
 
-A run is configured by these dataclasses, then by a YAML recipe (`--config configs/maze.yaml`), then by
-`key=value` words on the command line; later ones win. An unknown key is an error that names the nearest
-known one. `python train.py --help` prints these comments (those of gconfig stand in inference/io_struct.py), so there
-is one place where a key is explained.
+A run is configured in three layers, and a later layer wins over an earlier one:
 
-The names are AReaL's where AReaL has the key; docs/differences.md lists what is named otherwise.
+1. the defaults of the dataclasses below,
+2. one YAML recipe or several, such as `--config configs/maze.yaml`,
+3. `key=value` words on the command line, such as `actor.eps_clip=0.1`.
+
+The comment at the end of a key's line is its help text: `python train.py --help` prints every key with its default and
+this comment. The keys of `gconfig` stand in `inference/io_struct.py`. A key that does not exist is an error, and the
+error names the nearest key that does.
+
+`load` also checks the values (`resolve`), so that a run that cannot work is refused before anything starts. Example:
+`python train.py lr=0.1` ends with "unknown key 'lr' in the command line; did you mean 'actor.optimizer.lr'?".
+
+The keys are AReaL's keys where AReaL has them. docs/differences.md lists the keys with another name.
 """
 
 import argparse
@@ -27,210 +35,210 @@ from inference.io_struct import GenerationHyperparameters
 
 
 class ConfigError(ValueError):
-    """What the user configured cannot run; the message is one line that says what to do."""
+    """The run cannot work as it is configured. The message is one line that says what is wrong and what to do."""
 
 
 @dataclass
 class OpenAIConfig:
-    """How agents reach the policy (docs: "Execution Modes", "Export Styles")."""
+    """How agents run and how their calls become training rows (Agent Workflow, "Execution Modes", "Export Styles")."""
 
-    mode: Literal["inline", "subproc"] = "inline"  # where agents run: in the rollout loop, or in processes of their own
-    subproc_max_workers: int = 4  # mode subproc: episodes at once, each in a process; the others wait for one
-    turn_discount: float = 1.0  # gamma by which a turn's reward reaches the turn before it
-    chat_template_type: Literal["hf", "concat"] = "concat"  # concat: parent's tokens + rendered tail; hf: render all
-    export_style: Literal["individual", "concat"] = "concat"  # a row for every turn, or for every leaf of the tree
-    tool_call_parser: str | None = None  # form of the model's tool calls; default: what the tokenizer says, else qwen
-    reasoning_parser: str | None = None  # form of its reasoning; default: <think> ... </think>
+    mode: Literal["inline", "subproc"] = "inline"  # where agents run: in the trainer's process, or each in its own
+    subproc_max_workers: int = 4  # mode subproc: agent processes; further episodes wait for a free one
+    turn_discount: float = 1.0  # gamma: share of a turn's reward that is passed on to the turn before it
+    chat_template_type: Literal["hf", "concat"] = "concat"  # concat: reuse earlier turns' tokens; hf: render all anew
+    export_style: Literal["individual", "concat"] = "concat"  # one training row per turn, or per whole conversation
+    tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's, else qwen
+    reasoning_parser: str | None = None  # format of the model's reasoning; default: <think> ... </think>
     side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # patterns of calls that take no reward
-    fixed_sampling: list[str] = field(default_factory=list)  # fields of gconfig that hold whatever an agent asks for
-    session_timeout_seconds: float = 3600.0  # an idle session is dropped after this long
-    episode_timeout_seconds: float = 3600.0  # an episode that runs longer is cancelled and counted as failed
+    fixed_sampling: list[str] = field(default_factory=list)  # names of gconfig fields that agents cannot override
+    session_timeout_seconds: float = 3600.0  # seconds without a request after which a session is deleted
+    episode_timeout_seconds: float = 3600.0  # seconds after which a running episode is cancelled and counted as failed
 
 
 @dataclass
 class RolloutConfig:
-    """The rollout side: admission, concurrency, agents (AReaL: InferenceEngineConfig)."""
+    """The rollout side: how many episodes run, and how stale they may become (AReaL: InferenceEngineConfig)."""
 
-    max_head_offpolicyness: int = 2  # eta: tokens trained on are at most this many versions old; 0 is synchronous
-    max_concurrent_rollouts: int | None = None  # prompt groups in flight; default (eta + 1) * batch size
-    consumer_batch_size: int | None = None  # prompt groups a training step consumes; default train_dataset.batch_size
-    queue_size: int | None = None  # tasks the runner holds at most; default 16 * max_concurrent_rollouts
-    group_size: int | None = None  # rollouts per prompt; the same number as gconfig.n_samples
-    drop_stale: bool = False  # a group that is older than eta when consumed: true: drop and replace it; false: an error
-    pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how an update interrupts
-    request_timeout: float = 3600.0  # seconds for one generation request
-    request_retries: int = 3  # tries after a connection error or a 5xx
-    enable_tracing: bool = True  # write every submit, start, finish, accept, reject, fail, drop to trace.json
-    check_trajectory_format: bool = True  # verify keys and shapes of what workflows return; in groups always
+    max_head_offpolicyness: int = 2  # eta: largest age, in policy versions, of trained tokens; 0 is synchronous
+    max_concurrent_rollouts: int | None = None  # most prompt groups running at once; default (eta + 1) * batch size
+    consumer_batch_size: int | None = None  # prompt groups per training step; default train_dataset.batch_size
+    queue_size: int | None = None  # most groups that may run or wait to run; default 16 * max_concurrent_rollouts
+    group_size: int | None = None  # episodes per prompt; another name for gconfig.n_samples
+    drop_stale: bool = False  # what happens to a group older than eta: true drops and replaces it, false is an error
+    pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how a weight update interrupts completions
+    request_timeout: float = 3600.0  # seconds to wait for the answer to one generation request
+    request_retries: int = 3  # how often a request is sent again after a connection error or a 5xx answer
+    enable_tracing: bool = True  # write the life of every prompt group to trace.json, for a trace viewer
+    check_trajectory_format: bool = True  # check keys and shapes of what workflows return
     dump_to_file: bool = True  # write every trajectory as text to rollout/{version}/{task_id}.jsonl
-    server_addrs: list[str] = field(default_factory=list)  # servers that are up already; mode=eval keeps their weights
-    openai: OpenAIConfig = field(default_factory=OpenAIConfig)  # the proxy approach
+    server_addrs: list[str] = field(default_factory=list)  # URLs of running inference servers; default: start our own
+    openai: OpenAIConfig = field(default_factory=OpenAIConfig)  # agents that speak to the proxy
 
 
 @dataclass
 class ServerConfig:
-    """The inference servers that train.py launches when rollout.server_addrs is empty."""
+    """The inference servers that train.py starts when rollout.server_addrs is empty."""
 
-    backend: Literal["auto", "tiny", "sglang"] = "auto"  # auto: sglang where it is installed and a GPU is there
-    count: int = 1  # servers to launch
-    tp_size: int = 1  # GPUs of one server, which share each layer (SGLang's tensor parallelism)
-    colocate: bool | None = None  # true: servers share the trainer's GPUs; default: only where there are too few
-    port: int = 0  # of the first server, the next ones follow; 0: any free ones
-    mem_fraction: float | None = None  # share of a GPU's memory for a server; default 0.85, colocated 0.4
-    command: str = ""  # what starts SGLang, e.g. in a venv of its own; default: this Python -m sglang.launch_server
-    args: list[str] = field(default_factory=list)  # more arguments for a server, as it reads them
-    max_running_requests: int = 64  # sequences decoded together
-    max_total_tokens: int = 16384  # tokens of all running sequences together; bounds the KV cache
+    backend: Literal["auto", "tiny", "sglang"] = "auto"  # auto: sglang if it is installed and there is a GPU, else tiny
+    count: int = 1  # number of servers to start
+    tp_size: int = 1  # GPUs per server, which split every layer among them (tensor parallelism)
+    colocate: bool | None = None  # true: share the trainer's GPUs; default: share them only if there are too few
+    port: int = 0  # port of the first server, the others take the next ones; 0: any free ports
+    mem_fraction: float | None = None  # share of a GPU's memory that a server takes; default 0.85, or 0.4 if shared
+    command: str = ""  # command that starts SGLang; default: this Python with -m sglang.launch_server
+    args: list[str] = field(default_factory=list)  # further command-line arguments for every server
+    max_running_requests: int = 64  # most sequences that a server decodes at once
+    max_total_tokens: int = 16384  # most tokens that a server keeps in its key-value cache
 
 
 @dataclass
 class ProxyConfig:
-    """What the agents speak to."""
+    """The proxies, which agents send their requests to."""
 
-    workers: int = 1  # processes; an episode keeps to one of them
+    workers: int = 1  # number of proxy processes; each episode uses one of them
 
 
 @dataclass
 class NormConfig:
-    """A = (R - mean over mean_level) / std over std_level (AReaL: NormConfig)."""
+    """The advantage A = (R - mean) / std: over which rows the mean and the std are taken (AReaL: NormConfig)."""
 
-    mean_level: Literal["group", "batch", "none"] = "group"  # over what the baseline is taken
-    std_level: Literal["group", "batch", "constant", "none"] = "group"  # and the spread
-    mean_leave1out: bool = False  # true: the baseline is the mean of the others (RLOO)
-    std_constant: float = 1.0  # the divisor when std_level is constant
-    per_turn: bool = True  # true: returns are compared with those of the same turn only
-    eps: float = 1e-5  # added to the spread
+    mean_level: Literal["group", "batch", "none"] = "group"  # rows whose mean return is the baseline
+    std_level: Literal["group", "batch", "constant", "none"] = "group"  # rows whose standard deviation is the divisor
+    mean_leave1out: bool = False  # true: leave a row out of its own baseline (RLOO)
+    std_constant: float = 1.0  # the divisor if std_level is constant
+    per_turn: bool = True  # true: compare a return only with the returns of the same turn number
+    eps: float = 1e-5  # added to the standard deviation, against division by 0
 
 
 @dataclass
 class OptimizerConfig:
-    """AdamW and its schedule."""
+    """AdamW and its learning rate schedule."""
 
-    lr: float = 1e-5  # peak learning rate
-    beta1: float = 0.9  # AdamW
-    beta2: float = 0.95  # AdamW
-    eps: float = 1e-8  # AdamW
-    weight_decay: float = 0.01  # AdamW
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
-    warmup_steps: int = 0  # training steps of linear warm-up from 0
-    min_lr_ratio: float = 0.0  # where the schedule ends, as a share of lr
-    gradient_clipping: float = 1.0  # largest gradient norm; 0: no clipping
+    lr: float = 1e-5  # largest learning rate
+    beta1: float = 0.9  # decay of AdamW's mean of gradients, per optimizer step
+    beta2: float = 0.95  # decay of AdamW's mean of squared gradients, per optimizer step
+    eps: float = 1e-8  # added to AdamW's divisor, against division by 0
+    weight_decay: float = 0.01  # AdamW's weight decay
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # shape of the learning rate after warm-up
+    warmup_steps: int = 0  # training steps in which the learning rate rises from 0 to lr
+    min_lr_ratio: float = 0.0  # last learning rate of the schedule, as a share of lr
+    gradient_clipping: float = 1.0  # largest gradient norm, longer gradients are scaled down; 0: no clipping
 
 
 @dataclass
 class PPOActorConfig:
-    """The trainer: the policies of section 5, and the optimizer (AReaL: PPOActorConfig)."""
+    """The trainer: its forward passes, the decoupled PPO objective, and the optimizer (AReaL: PPOActorConfig)."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"  # compute type of the forward pass; parameters stay float32
-    ppo_n_minibatches: int = 4  # optimizer steps per epoch over the batch
+    dtype: Literal["float32", "bfloat16"] = "float32"  # number format of forward passes; parameters are float32
+    ppo_n_minibatches: int = 4  # optimizer steps per pass over the batch
     ppo_epochs: int = 1  # passes over the batch
-    mb_tokens: int = 16384  # tokens (padding included) in one forward pass; more are accumulated
-    layout: Literal["padded", "packed"] = "padded"  # rows one under another, or end to end without padding
-    gradient_checkpointing: bool = False  # keep a layer's input only and compute the rest again in the backward pass
-    enable_tree_training: bool = False  # compute once what rows share at their beginning
-    offload: bool = False  # true: parameters, gradients and optimizer live in host memory (FSDP2 CPU offload)
-    use_decoupled_loss: bool = True  # the paper's objective; false: standard PPO
-    recompute_logprob: bool = True  # standard PPO: pi_old by a forward pass; else the server's (recompute_logprobs)
-    prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"  # pi_prox: asked, guessed, or compared
-    eps_clip: float = 0.2  # the ratio pi_theta/pi_prox is clipped below at 1 - eps_clip
-    eps_clip_higher: float | None = None  # and above at 1 + eps_clip_higher; default eps_clip
-    c_clip: float | None = None  # dual clip: where A < 0 the loss is at most c_clip * |A|; > 1
-    behave_imp_weight_cap: float | None = 5.0  # the largest pi_prox/pi_behav; null: no cap
-    behave_imp_weight_level: Literal["token", "sequence"] = "token"  # a token's own weight, or its row's geometric mean
-    behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # above the cap: out of the loss, or the cap itself
-    loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # what counts the same; constant: see ppo.py
-    max_new_tokens: int | None = None  # longest turn: of loss_aggregation constant, overlong_tokens; default gconfig's
-    entropy_coeff: float = 0.0  # weight of the entropy bonus
-    kl_ctl: float = 0.0  # weight of the KL penalty to the reference model (ref.path)
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # how a token's KL is estimated (advantages.kl_estimate)
-    kl_placement: Literal["reward", "loss"] = "reward"  # a turn pays for its KL, or the loss has a term (use k2 or k3)
+    mb_tokens: int = 16384  # most tokens, padding included, in one forward pass; larger mini-batches take several
+    layout: Literal["padded", "packed"] = "padded"  # padded: one row per sequence; packed: sequences end to end
+    gradient_checkpointing: bool = False  # true: recompute layers in the backward pass, which saves memory
+    enable_tree_training: bool = False  # true: compute tokens once that several rows share at their beginning
+    offload: bool = False  # true: keep parameters, gradients and optimizer state in host memory (FSDP2 CPU offload)
+    use_decoupled_loss: bool = True  # true: decoupled PPO, made for stale data; false: standard PPO
+    recompute_logprob: bool = True  # standard PPO: old logprobs by a forward pass; false: take the server's
+    prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"  # how pi_prox is computed
+    eps_clip: float = 0.2  # lower bound of the ratio pi_theta / pi_prox is 1 - eps_clip
+    eps_clip_higher: float | None = None  # upper bound of that ratio is 1 + eps_clip_higher; default eps_clip
+    c_clip: float | None = None  # dual clip, above 1: bounds the loss by c_clip * |A| where A < 0; null: off
+    behave_imp_weight_cap: float | None = 5.0  # largest weight pi_prox / pi_behav; null: no limit
+    behave_imp_weight_level: Literal["token", "sequence"] = "token"  # one weight per token, or one per sequence
+    behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # above the cap: drop the token, or use the cap
+    loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # what has equal weight in the loss (ppo.py)
+    max_new_tokens: int | None = None  # longest turn, for loss_aggregation=constant; default gconfig.max_new_tokens
+    entropy_coeff: float = 0.0  # weight of the entropy bonus in the loss
+    kl_ctl: float = 0.0  # weight of the KL penalty towards the reference model; 0: no reference model
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # formula for the KL of one token (training/advantages.py)
+    kl_placement: Literal["reward", "loss"] = "reward"  # subtract the KL from rewards, or add it to the loss (k2 or k3)
     anneal: bool = False  # true: entropy_coeff and kl_ctl fall linearly to 0 over max_steps
-    overlong_tokens: int | None = None  # the last tokens before max_new_tokens in which a turn pays more and more
-    overlong_penalty_factor: float = 1.0  # what a turn of max_new_tokens pays
-    gamma: float = 1.0  # discount of a turn's advantage, per token, towards its first
-    gae_lambda: float = 1.0  # multiplies gamma: without a critic they do the same
-    reward_bias: float = 0.0  # r <- (r + bias) * scaling, before clipping
-    reward_scaling: float = 1.0  # see reward_bias
-    reward_clip: float = 20.0  # rewards are clipped to +- this
-    adv_norm: NormConfig = field(default_factory=NormConfig)  # baseline and spread of the advantages
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW
+    overlong_tokens: int | None = None  # penalise the last this many tokens before max_new_tokens; null: off
+    overlong_penalty_factor: float = 1.0  # penalty of a turn with max_new_tokens, subtracted from its reward
+    gamma: float = 1.0  # discount of the advantage, per token, from the end of a turn to its beginning
+    gae_lambda: float = 1.0  # multiplied with gamma; without a critic the two act as one number
+    reward_bias: float = 0.0  # added to every reward, before scaling
+    reward_scaling: float = 1.0  # multiplies every reward, after the bias and before clipping
+    reward_clip: float = 20.0  # scaled rewards are cut to the range from -reward_clip to reward_clip
+    adv_norm: NormConfig = field(default_factory=NormConfig)  # baseline and divisor of the advantages
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
 
 
 @dataclass
 class RefConfig:
     """The frozen reference model of the KL penalty."""
 
-    path: str | None = None  # a model directory; default: the model that training starts from, where kl_ctl > 0
+    path: str | None = None  # folder of the reference model, used if kl_ctl > 0; default: model_path
 
 
 @dataclass
 class DatasetConfig:
-    """Prompts: a JSONL file, or a function of one of your modules that returns a list of dicts."""
+    """The training prompts: a JSONL file, or a function that returns a list of dicts."""
 
-    path: str | None = None  # file.jsonl or "module.function"; default: what the task offers
+    path: str | None = None  # FILE.jsonl or module.function; default: the task's dataset
     batch_size: int = 8  # prompt groups per training step
-    shuffle: bool = True  # a new order every epoch, from the run's seed
+    shuffle: bool = True  # true: a new random order in every epoch, from the run's seed
 
 
 @dataclass
 class ValidDatasetConfig:
-    """Prompts of the evaluation."""
+    """The prompts of the evaluation."""
 
-    path: str | None = None  # as train_dataset.path; default: that one, else what the task offers
+    path: str | None = None  # FILE.jsonl or module.function; default: train_dataset.path, else the task's dataset
 
 
 @dataclass
 class EvaluatorConfig:
-    """Evaluation: the same workflow under is_eval, without the staleness gate."""
+    """The evaluation: one episode per validation prompt, without the staleness gate."""
 
-    interval: int = 0  # evaluate every so many steps; 0: never
-    base_url: str | None = None  # mode=eval: an OpenAI endpoint to evaluate agents on; default: model_path on a server
+    interval: int = 0  # evaluate every this many steps; 0: never
+    base_url: str | None = None  # mode=eval: OpenAI endpoint to evaluate agents on; default: a server with model_path
 
 
 @dataclass
 class SaverConfig:
-    """Hugging Face checkpoints under checkpoints/."""
+    """The Hugging Face checkpoints in the run's folder checkpoints/."""
 
-    interval: int = 0  # save every so many steps; 0: only the last one
-    keep: int = 2  # how many are kept
+    interval: int = 0  # save every this many steps, and after the last one; 0: only after the last one
+    keep: int = 2  # number of newest checkpoints to keep; older ones are deleted
 
 
 @dataclass
 class WeightUpdateConfig:
-    """How new weights reach the servers."""
+    """How new weights reach the inference servers."""
 
-    mode: Literal["disk", "distributed", "tensor"] = "disk"  # a directory, a process group, or handles on one machine
-    bucket_mb: float = 512.0  # MiB gathered and sent at once (distributed, tensor)
-    address: str = "127.0.0.1"  # of this machine as the servers reach it (distributed)
+    mode: Literal["disk", "distributed", "tensor"] = "disk"  # by files, by a process group, or by shared memory
+    bucket_mb: float = 512.0  # MiB that are gathered and sent at once (modes distributed and tensor)
+    address: str = "127.0.0.1"  # address at which the servers reach this machine (mode distributed)
 
 
 @dataclass
 class LoggerConfig:
     """What a run prints and writes."""
 
-    live: bool = True  # a table that follows the run; false, or no terminal: one line a step
-    sample_interval: int = 20  # print a sample conversation every so many steps; 0: never
-    tokens_interval: int = 1  # write tokens/{step}.safetensors every so many steps; 0: never
+    live: bool = True  # true: show a live table if there is a terminal; false: print one line per step
+    sample_interval: int = 20  # print a sample conversation every this many steps; 0: never
+    tokens_interval: int = 1  # write the batch to tokens/{step}.safetensors every this many steps; 0: never
 
 
 @dataclass
 class TrainConfig:
-    """One run."""
+    """The whole configuration of a run."""
 
-    mode: Literal["train", "eval"] = "train"  # eval: one episode per validation prompt, then the end
-    recover: Literal["auto", "off"] = "auto"  # auto: a run started again under its trial_name goes on where it was
-    recover_interval: int = 10  # training steps between the checkpoints that it goes on from
-    task: str | None = "tasks.guess"  # module with make_model, dataset, WORKFLOW, summary; null: give them by keys
-    experiment_name: str = "guess"  # the run is written to {fileroot}/{experiment_name}/{trial_name}
-    trial_name: str = "auto"  # auto: the date and time
-    fileroot: str = "runs"  # where runs are written
-    seed: int = 1  # of the data order, the sampling and the base model
-    max_steps: int = 80  # training steps
-    model_path: str | None = None  # a Hugging Face model directory; default: what the task makes
-    tokenizer_path: str | None = None  # default: model_path
-    workflow: str | None = None  # "module.Class", a RolloutWorkflow or an agent with async run(); default: the task's
+    mode: Literal["train", "eval"] = "train"  # train, or evaluate once on the validation prompts and end
+    recover: Literal["auto", "off"] = "auto"  # auto: a run with the same trial_name goes on from its last checkpoint
+    recover_interval: int = 10  # training steps between two checkpoints for recovery
+    task: str | None = "tasks.guess"  # Python module with data, workflow and model; null: each has a key of its own
+    experiment_name: str = "guess"  # the run's files go to {fileroot}/{experiment_name}/{trial_name}
+    trial_name: str = "auto"  # name of this run; auto: the date and time
+    fileroot: str = "runs"  # folder that holds all runs
+    seed: int = 1  # seed of the data order, of sampling and of the task's base model
+    max_steps: int = 80  # number of training steps
+    model_path: str | None = None  # Hugging Face folder of the model; default: a small model that the task makes
+    tokenizer_path: str | None = None  # Hugging Face folder of the tokenizer; default: model_path
+    workflow: str | None = None  # module.Class of an agent or a RolloutWorkflow; default: the task's
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the workflow's class
-    should_accept_fn: str | None = None  # "module.function": trajectory -> bool; false rejects it
+    should_accept_fn: str | None = None  # module.function that gets a trajectory and returns false to reject it
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -243,17 +251,17 @@ class TrainConfig:
     saver: SaverConfig = field(default_factory=SaverConfig)
     weight_update: WeightUpdateConfig = field(default_factory=WeightUpdateConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
-    dry_run: bool = False  # true, or --dry-run: print processes, GPUs, ports and memory, and start nothing
+    dry_run: bool = False  # true, or --dry-run: print the plan (processes, GPUs, ports, memory) and start nothing
 
     @property
     def run_dir(self) -> Path:
-        """Where the run is written."""
+        """The folder that the run writes to."""
         return Path(self.fileroot) / self.experiment_name / self.trial_name
 
 
 DEMO = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
 
-# Spellings of the documents, and where the key lives here.
+# Other names of keys, as the documents write them, and the key that each one sets.
 ALIASES = {
     "model": "model_path",
     "data": "train_dataset.path",
@@ -266,7 +274,7 @@ ALIASES = {
 }
 
 
-# The least that a number may be, where it is not null.
+# The smallest value that each of these keys may have, unless it is null.
 AT_LEAST = {
     1: """max_steps recover_interval saver.keep server.count server.tp_size proxy.workers train_dataset.batch_size
     gconfig.n_samples gconfig.max_new_tokens actor.ppo_n_minibatches actor.ppo_epochs actor.overlong_tokens
@@ -285,7 +293,10 @@ class Key(NamedTuple):
 
 
 def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
-    """Every key of the configuration, in the order of this file. What it means is the comment at its line's end."""
+    """Return every key of the configuration, in the order of this file.
+
+    A key's meaning is the comment at the end of its line, which is read from the source of the dataclass `cls`.
+    """
     meanings = dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(cls), re.MULTILINE))
     keys = []
     for name, default in vars(cls()).items():
@@ -297,14 +308,20 @@ def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """{"actor": {"eps_clip": 0.2}} -> {"actor.eps_clip": 0.2}; the free-form workflow_kwargs stay whole."""
+    """Turn {"actor": {"eps_clip": 0.2}} into {"actor.eps_clip": 0.2}.
+
+    The value of workflow_kwargs is not flattened, since its keys are the user's own.
+    """
     if not isinstance(tree, dict) or prefix == "workflow_kwargs.":
         return {prefix.rstrip("."): tree}
     return {k: v for name, child in tree.items() for k, v in flatten(child, f"{prefix}{name}.").items()}
 
 
 def set_keys(config: DictConfig, given: Any, source: str) -> None:
-    """Write the given keys into `config`. Aliases are known; an unknown key is an error that names the nearest one."""
+    """Write the given keys into `config`. `source` says where they come from, for error messages.
+
+    Raises ConfigError for an unknown key, with the nearest known key as a hint.
+    """
     known = [key.name for key in list_keys()]
     for name, value in flatten(OmegaConf.to_container(given)).items():
         name = ALIASES.get(name, name)
@@ -314,12 +331,16 @@ def set_keys(config: DictConfig, given: Any, source: str) -> None:
             near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else "`python train.py --help` lists the keys."
             raise ConfigError(f"unknown key {name!r} in {source}; {hint}")
-        OmegaConf.update(config, name, "off" if name == "recover" and value is False else value)  # YAML: off is false
+        if name == "recover" and value is False:
+            value = "off"  # YAML reads the word off as false
+        OmegaConf.update(config, name, value)
 
 
 def resolve(config: TrainConfig) -> None:
-    """Refuse what can be seen to be wrong; write derived defaults back, so that the run's config.yaml shows every value
-    that was used."""
+    """Check the values, and fill in the defaults that depend on other keys. Raises ConfigError.
+
+    The filled-in values become part of `config`, so the run's config.yaml shows every value that was used.
+    """
     for least, names in AT_LEAST.items():
         for name in names.split():
             value = attrgetter(name)(config)
@@ -331,7 +352,7 @@ def resolve(config: TrainConfig) -> None:
         raise ConfigError(f"actor.c_clip={actor.c_clip}; dual clip needs a value above 1, or null")
     if (actor.overlong_tokens or 1) > actor.max_new_tokens:
         both = f"actor.overlong_tokens={actor.overlong_tokens} and max_new_tokens={actor.max_new_tokens}"
-        raise ConfigError(f"{both}: the last tokens of a turn are not more than all of it")
+        raise ConfigError(f"{both}: make the first at most the second")
     if actor.gamma == 0 or max(actor.gamma, actor.gae_lambda) > 1:
         raise ConfigError("actor.gamma and actor.gae_lambda must lie between 0 and 1")
     if strange := set(rollout.openai.fixed_sampling) - vars(gconfig).keys():
@@ -340,15 +361,14 @@ def resolve(config: TrainConfig) -> None:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ConfigError(
-                f"rollout.openai.side_conversations: {pattern!r} is no regular expression: {error}"
-            ) from error
+            reason = f"{pattern!r} is no regular expression: {error}"
+            raise ConfigError(f"rollout.openai.side_conversations: {reason}") from error
     if rollout.group_size not in (None, gconfig.n_samples) and gconfig.n_samples != 1:
         both = f"rollout.group_size={rollout.group_size} and gconfig.n_samples={gconfig.n_samples}"
-        raise ConfigError(f"{both} are one number; give one of them")
+        raise ConfigError(f"{both} are one number under two names; give only one of them")
     if rollout.consumer_batch_size not in (None, batch):
         both = f"rollout.consumer_batch_size={rollout.consumer_batch_size} and train_dataset.batch_size={batch}"
-        raise ConfigError(f"{both} must be equal: a step consumes what the gate counts per version")
+        raise ConfigError(f"{both} must be equal: both are the prompt groups of a step; give only the second")
     rollout.group_size = gconfig.n_samples = rollout.group_size or gconfig.n_samples
     rollout.consumer_batch_size = batch
     rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or (rollout.max_head_offpolicyness + 1) * batch
@@ -357,28 +377,34 @@ def resolve(config: TrainConfig) -> None:
 
 
 def changed(path: Path, config: TrainConfig) -> list[str]:
-    """What was set otherwise in the config.yaml of a run that `config` goes on with: "key=before -> now"."""
+    """Return the keys of the config.yaml at `path` that `config` sets otherwise, each as "key=before -> now".
+
+    Returns an empty list if there is no file at `path`, as in a new run.
+    """
     before = flatten(OmegaConf.to_container(OmegaConf.load(path))) if path.exists() else {}
     now = flatten(dataclasses.asdict(config))
     return [f"{k}={before[k]} -> {now[k]}" for k in now if k in before and before[k] != now[k]]
 
 
 class Parser(argparse.ArgumentParser):
-    """Its errors are ours."""
+    """An argument parser that raises ConfigError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; options are --config FILE, --dry-run, --help and key=value words")
 
 
 def load(argv: list[str]) -> TrainConfig:
-    """The run's configuration from the command line. Raises ConfigError; `--help` prints and exits."""
+    """Return the run's configuration, read from the words of the command line. `--help` prints the keys and exits.
+
+    Raises ConfigError.
+    """
     keys = (f"  {k.name}={'null' if k.default is None else k.default}\n      {k.meaning}" for k in list_keys())
     epilog = "keys, their defaults and meanings:\n" + "\n".join(keys)
     parser = Parser("python train.py", epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
-    meaning = f"a recipe; may be repeated, and later ones win; default: configs/{DEMO.name}"
+    meaning = f"a YAML recipe; may be given several times, later ones win; default: configs/{DEMO.name}"
     parser.add_argument("--config", type=Path, action="append", metavar="FILE", help=meaning)
-    parser.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="wins over the recipes")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan of the run, and start nothing")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="a key and its value, which win over the recipes")
     args = parser.parse_intermixed_args(argv)
     if bare := [word for word in args.words if "=" not in word]:
         parser.error(f"cannot read {bare[0]!r}")
