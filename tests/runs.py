@@ -1,8 +1,9 @@
-"""Runs of train.py as a user starts them: the command, its first step, its children, and that none of them is left."""
+"""Helpers for tests of whole runs: start train.py as a user does, wait for a step, check that its children end."""
 
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,41 +12,61 @@ import pytest
 from conftest import ROOT
 
 SMALL_GUESS = ["--config", "configs/demo.yaml", "gconfig.n_samples=4", "actor.ppo_n_minibatches=2"]
-
-
-SMALL_MAZE = ["--config", "configs/maze.yaml"]
+MAZE_BATCH = 8  # prompt groups per step in configs/maze.yaml
+STRADDLING_MAZE = [  # the maze, with completions that every weight update interrupts (walkers.py)
+    *("--config", "configs/maze.yaml", "workflow=walkers.WalkUntilUpdated"),
+    *(f"workflow_kwargs.batch_size={MAZE_BATCH}", "workflow_kwargs.reward_fn=tasks.maze.reward"),
+]
+WITH_TEST_MODULES = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}  # so that train.py can import walkers.py
 
 
 def command(tmp_path: Path, *words: str) -> list[str]:
+    """Return the command that runs train.py and writes the run to tmp_path/e/t."""
     fixed = [f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "logger.live=false"]
     return [sys.executable, "-u", "train.py", *words, *fixed]
 
 
+def signalled(command: list[str], line: str, number: signal.Signals) -> list[str]:
+    """Return `command` (made by `command()`), changed so that the run sends itself a signal when it prints `line`."""
+    python, unbuffered, *script = command
+    return [python, unbuffered, "tests/signalled.py", line, str(int(number)), *script]
+
+
 def run(tmp_path: Path, *words: str) -> list[dict]:
-    """The lines of metrics.jsonl of a finished run."""
-    done = subprocess.run(command(tmp_path, *words), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    """Run train.py to its end and return the lines of its metrics.jsonl."""
+    done = subprocess.run(
+        command(tmp_path, *words), cwd=ROOT, env=WITH_TEST_MODULES, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = (tmp_path / "e" / "t" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
-def start_and_wait_for_step(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
-    """A run that has finished its first step, and the pids of its children by script."""
-    process = subprocess.Popen(
-        command(tmp_path, *words), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def start_and_hold(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
+    """Start a run that stops (SIGSTOP) after its first step; return it and its children's pids by script.
+
+    The run goes on when it gets SIGCONT.
+    """
+    held = signalled(command(tmp_path, *words), "step 1 ", signal.SIGSTOP)
+    process = subprocess.Popen(held, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     seen = []
     for line in process.stdout:
         seen.append(line)
         if line.startswith("step 1 "):
-            break
-    else:
-        pytest.fail("the run ended before its first step:\n" + "".join(seen))
-    return process, children(process.pid)
+            return process, children(process.pid)
+    pytest.fail("the run ended before its first step:\n" + "".join(seen))
+
+
+def start_and_wait_for_step(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
+    """Start a run and return it after its first step, with its children's pids by script."""
+    process, pids = start_and_hold(tmp_path, *words)
+    process.send_signal(signal.SIGCONT)
+    return process, pids
 
 
 def children(pid: int) -> dict[str, int]:
+    """Return the pids of a process's children by the script that each runs."""
     table = subprocess.run(
         ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
     ).stdout
@@ -59,11 +80,13 @@ def children(pid: int) -> dict[str, int]:
 
 
 def assert_gone(pids: dict[str, int]) -> None:
+    """Check that no process of `pids` is alive."""
     for name, pid in pids.items():
         assert not is_alive(pid), f"{name} ({pid}) is still there"
 
 
 def is_alive(pid: int) -> bool:
+    """Return whether a process with this pid exists."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -72,6 +95,7 @@ def is_alive(pid: int) -> bool:
 
 
 def check_metrics(metrics: list[dict], eta: int) -> None:
+    """Check that every line has every metric, that no token is older than eta, and that no episode failed."""
     names = [
         "step",
         "version",
@@ -109,7 +133,7 @@ def check_metrics(metrics: list[dict], eta: int) -> None:
 
 
 def wait_gone(pid: int) -> None:
-    """Wait for the end of a process that is not a child of ours: a pidfd becomes readable then (Linux)."""
+    """Wait until a process that is not our child has ended. Its pidfd becomes readable at that moment (Linux)."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, rest_of
-from runs import SMALL_GUESS, SMALL_MAZE, assert_gone, check_metrics, command, run, start_and_wait_for_step, wait_gone
+from runs import (
+    SMALL_GUESS,
+    STRADDLING_MAZE,
+    assert_gone,
+    check_metrics,
+    command,
+    run,
+    start_and_wait_for_step,
+    wait_gone,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -47,7 +56,7 @@ def test_guess_staleness(guess_run, eta: int) -> None:
 @pytest.mark.parametrize("eta", [0, 2])
 def test_maze_staleness(tmp_path: Path, eta: int) -> None:
     """Long answers straddle weight updates at eta = 2, never at 0, and the age bound holds for every token."""
-    metrics = run(tmp_path, *SMALL_MAZE, "max_steps=5", f"rollout.max_head_offpolicyness={eta}")
+    metrics = run(tmp_path, *STRADDLING_MAZE, "max_steps=5", f"rollout.max_head_offpolicyness={eta}")
     check_metrics(metrics, eta)
     mixed = max(line["mixed_version_share"] for line in metrics)
     assert (mixed > 0) == (eta > 0)

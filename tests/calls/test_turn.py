@@ -698,9 +698,9 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
             other = anthropic.AsyncAnthropic(base_url=found[2], api_key="DUMMY", http_client=http)
             for _ in range(3):
                 if protocol == "chat":
-                    events: Any = await chat.chat.completions.create(**request, max_tokens=30, stream=True)
+                    events: Any = await chat.chat.completions.create(**request, max_tokens=300, stream=True)
                 else:
-                    events = await other.messages.create(**request, max_tokens=30, stream=True)
+                    events = await other.messages.create(**request, max_tokens=300, stream=True)
                 assert len([event async for event in events]) > 5
             assert len(transport.idle) == 1
             if protocol == "chat":

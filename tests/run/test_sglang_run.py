@@ -15,7 +15,7 @@ from statistics import mean, variance
 import httpx
 import pytest
 from conftest import ROOT, SGLANG, rest_of, run_sglang
-from runs import assert_gone, command, start_and_wait_for_step
+from runs import STRADDLING_MAZE, WITH_TEST_MODULES, assert_gone, command, start_and_wait_for_step
 
 from tasks import maze
 
@@ -45,8 +45,8 @@ def train(url: str, model_dir: Path, folder: Path, *words: str) -> list[dict]:
     assert httpx.post(url + "/update_weights_from_disk", json=base, timeout=60).json()["success"] is True
     fixed = [f"rollout.server_addrs=[{url}]", f"model_path={model_dir}", f"fileroot={folder}", "logger.live=false"]
     named = ["experiment_name=e", "trial_name=t", f"rollout.max_head_offpolicyness={ETA}"]
-    command = [sys.executable, "train.py", "--config", "configs/maze.yaml", *words, *fixed, *named]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    command = [sys.executable, "train.py", *STRADDLING_MAZE, *words, *fixed, *named]
+    done = subprocess.run(command, cwd=ROOT, env=WITH_TEST_MODULES, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     metrics = [json.loads(line) for line in (folder / "e" / "t" / "metrics.jsonl").read_text().splitlines()]
     for step, line in enumerate(metrics, start=1):

@@ -1,0 +1,38 @@
+"""Run a script that sends itself a signal when it prints a line with a given beginning.
+
+    python tests/signalled.py "step 3 " 9 train.py max_steps=5
+
+Some tests kill a run after a certain step. If a test read the run's output and then killed it, a fast run could already
+be a step further. This script makes the moment exact: the run stops (SIGSTOP) or dies (SIGKILL) as soon as it has
+printed the line.
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Run the script named by the third argument with the arguments that follow it."""
+    _, beginning, number, *sys.argv = sys.argv
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    write = sys.stdout.write
+    found = False
+
+    def watched_write(text: str) -> int:
+        nonlocal found
+        written = write(text)
+        if found and text.endswith("\n"):
+            found = False
+            os.kill(os.getpid(), int(number))
+        if text.startswith(beginning):
+            found = True  # print() writes the end of the line with a second call
+        return written
+
+    sys.stdout.write = watched_write  # type: ignore[method-assign]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
