@@ -1,42 +1,39 @@
-"""Workflows: what one episode does, and how anything that a user hands over becomes one.
+"""Workflows: what one episode does, and what it returns.
 
-The rule: a rollout is a coroutine, `arun_episode(engine, data)`, that turns one sample of the dataset into rows to
-train on. It returns one of three things: a dict of tensors (see rollout/trajectory.py), a dict of interactions (calls
-of an agent, with their tokens and rewards), or None, which rejects the sample. Everything else about an episode, when
-it may start, how many run at once, what becomes of its result, belongs to rollout/executor.py.
+An **episode** is one run of `arun_episode(engine, data)`, a coroutine that turns one sample of the dataset into rows to
+train on. The executor decides when an episode starts and what becomes of its result (rollout/executor.py).
 
-Four kinds come with the project.
+**What a workflow may return** (Rollout Workflow, "Return Types"):
+- a dict of tensors, which is a trajectory (rollout/trajectory.py);
+- a dict of interactions: the calls of an agent, with their tokens and rewards (cache.py);
+- None, which rejects the sample.
+An exception rejects the sample, too, and is counted as a failure.
 
-  RLVRWorkflow            one prompt, one answer, one verifiable reward
-  MultiTurnWorkflow       answer, look at the reward, reflect, answer again
-  OpenAIProxyWorkflow     any agent: an object with `async def run(self, data, **extra_kwargs)`
-                          which talks to a base_url
-  GroupedRolloutWorkflow  the same workflow several times for one prompt, side by side
+**The workflows here:**
 
-`resolve_workflow` makes one of these of an instance, a class with its keyword arguments, a "module.Class" string, or
-an agent. Code inside an episode learns what it runs in from `workflow_context`: is this an evaluation, which task,
-which member of the group.
+    RLVRWorkflow            one prompt, one answer, one reward that a function computes
+    MultiTurnWorkflow       answer; while the reward is not positive, reflect and answer again
+    OpenAIProxyWorkflow     an agent: an object with `async def run(self, data, **extra_kwargs)`
+    GroupedRolloutWorkflow  several episodes of another workflow for one prompt
 
-Agents. The proxy gives each episode a session of its own, and the agent gets its URL. It may return a number (int,
-float, bool, numpy or torch scalar: the reward of its last completion), a dict {completion id: number}, or None when
-it set its rewards by itself over HTTP; None with nothing set rejects the episode.
+`resolve_workflow` makes a workflow from a workflow object, a class with its arguments, an import path, or an agent.
 
-Where agents run. In mode inline, the default, in the event loop of all episodes: one agent object serves them all, many
-at a time, so what belongs to one episode belongs into local variables of `run`, and what blocks (a synchronous client,
-time.sleep) blocks everybody. In mode subproc each episode has a process for itself (rollout/workers.py): a copy of the
-agent, the session's URL and key in the environment, synchronous code welcome. The price is pickling and some 50 MB a
-process.
+**Agents.** The proxy opens a session for each episode, and the agent gets the session's URL as base_url. The agent
+returns a number (the reward of its last completion), or a dict {completion id: reward}, or None if it has already sent
+its rewards to the proxy over HTTP. An episode in which no reward was set is rejected.
 
-Groups. The members of a group run concurrently, each with a copy of `data` of its own. A member that returns None is
-left out; one that raises, or returns what is no trajectory, is counted, logged and left out; the others are kept. Only
-when every member raised does the group raise, the first exception. Which group a row belongs to is written on the row
-(`group_ids`), so a group that lost a member stays a group.
+**Where agents run** (Agent Workflow, "Execution Modes"). In mode inline all agents run in the event loop of all
+episodes. One agent object serves many episodes at once, so `run` must keep what belongs to an episode in local
+variables. A blocking call (a synchronous client, time.sleep) stops every episode. In mode subproc each episode has a
+process of its own with a copy of the agent (rollout/workers.py). Synchronous code is allowed there. The agent must be
+picklable, and each process takes some 50 MB.
 
-Seeds. With a seed for the run, every request's sampling noise is derived from (seed, task, member, turn) and from
-nothing else, so that the order in which episodes happen to run does not change what they sample.
+**Groups** (Rollout Workflow, "Grouped Rollout"). The members of a group run concurrently, each with its own copy of
+`data`. A member that returns None or raises is left out, and the other members are kept. Example: of four members one
+raises and one returns None; the group has the rows of the other two. If all members raise, the group raises.
 
-How this differs from AReaL: there a failing member takes its whole group along; `return 1` from an agent is an error;
-groups are found again by position; workflow_kwargs beside an instance are ignored with a warning.
+**Seeds.** If the run has a seed, the sampling seed of each request depends only on (seed, task, member, turn), and not
+on which episodes happen to run at the same time.
 """
 
 import asyncio
@@ -73,15 +70,15 @@ EpisodeResult = Trajectory | Interactions | None
 
 @dataclass(frozen=True)
 class WorkflowContext:
-    """What an episode is part of."""
+    """Where an episode belongs (Rollout Workflow, "Workflow Context")."""
 
-    is_eval: bool = False
-    task_id: int | None = None  # None outside of an executor
-    sample_idx: int = 0  # which member of its group
+    is_eval: bool = False  # whether the episode belongs to an evaluation
+    task_id: int | None = None  # the dispatcher's task; None outside of an executor
+    sample_idx: int = 0  # the index of this member in its group
 
     @property
     def name(self) -> str:
-        """The episode's name within the run: its session at the proxy, the conversation at the server, its seeds."""
+        """The episode's name in the run. The sampling seeds and the choice of the inference server depend on it."""
         return f"{'eval-' if self.is_eval else ''}{self.task_id}-{self.sample_idx}"
 
 
@@ -89,32 +86,32 @@ _context: ContextVar[WorkflowContext] = ContextVar("workflow_context", default=W
 
 
 class workflow_context:
-    """The context of the running episode: `workflow_context.get().is_eval`. Every episode sees its own."""
+    """The context of the running episode, for example `workflow_context.get().is_eval`. Each episode has its own."""
 
     get, set = _context.get, _context.set
 
     @staticmethod
     def stat_scope() -> str:
-        """ "rollout" or "eval-rollout": the name under which statistics and dumps of this episode go."""
+        """Return "rollout" or "eval-rollout", the name under which this episode is counted and dumped."""
         return "eval-rollout" if _context.get().is_eval else "rollout"
 
 
 class RolloutWorkflow(ABC):
-    """One episode (docs/rollout_workflow.txt)."""
+    """The interface of every workflow (Rollout Workflow, "Interface")."""
 
     @abstractmethod
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
-        """Run it. None rejects the sample; an exception rejects it and counts as failed."""
+        """Run one episode on one sample. Return a trajectory, interactions, or None to reject the sample."""
 
 
 def is_interactions(result: Any) -> bool:
-    """Whether an episode returned interactions rather than tensors."""
+    """Return whether an episode returned interactions and not tensors."""
     values = result.values() if isinstance(result, dict) else ()
     return bool(values) and all(isinstance(value, InteractionWithTokenLogpReward) for value in values)
 
 
 def to_tensors(result: Any) -> Trajectory:
-    """An episode's result as tensors: interactions become rows, one under another, each with its parent's place."""
+    """Return an episode's result as tensors. Each interaction becomes a row; `parents` holds its parent's row index."""
     if not is_interactions(result):
         return result
     places = {interaction: k for k, interaction in enumerate(result.values())}
@@ -124,9 +121,9 @@ def to_tensors(result: Any) -> Trajectory:
 
 
 def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
-    """One row [1, L] of a conversation in which every prompt begins with all tokens before it.
+    """Return one row [1, L] for a conversation in which each prompt begins with all tokens before it.
 
-    It is the row of an agent's conversation in export style concat (cache.py), with the same `reward` for every turn.
+    Every turn gets the reward `reward`. The row looks like a row of an agent in export style concat (cache.py).
     """
     *earlier, last = [
         InteractionWithTokenLogpReward([], model_response=turn, reward=reward, turn=k) for k, turn in enumerate(turns)
@@ -137,10 +134,10 @@ def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
 
 @dataclass(eq=False, repr=False)
 class RLVRWorkflow(RolloutWorkflow):
-    """`data["messages"]` (chat) -> one completion -> one reward.
+    """Sample one completion for the chat `data["messages"]`, and compute its reward.
 
-    `reward_fn(prompt, completion, prompt_ids, completion_ids, **data)` is a function, a coroutine function, or
-    "module.function"; it gets texts and token ids and returns a number.
+    `reward_fn(prompt, completion, prompt_ids, completion_ids, **data)` returns a number. It may be a function, a
+    coroutine function, or a string "module.function". It gets texts and token ids.
     """
 
     reward_fn: Callable[..., Any] | str
@@ -156,20 +153,18 @@ class RLVRWorkflow(RolloutWorkflow):
         return to_row([response], await self.reward(response, data))
 
     def prompt_ids(self, messages: list[dict]) -> list[int]:
-        """The chat template over the messages, ready for the assistant to speak."""
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=True, add_generation_prompt=True, return_dict=False
-        )
+        """Return the token ids of the rendered messages, up to the start of the assistant's answer."""
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
     async def turn(self, engine: Any, input_ids: list[int], turn: int) -> ModelResponse:
-        """One request; its noise and its server depend on the episode, not on what else is running."""
+        """Send one request. Its sampling seed and its server depend only on the episode and the turn."""
         seed = None if self.gconfig.seed is None else call_seed(self.gconfig.seed, _context.get().name, turn)
         gconfig = self.gconfig.new(n_samples=1, seed=seed)
         request = ModelRequest(input_ids, gconfig=gconfig, tokenizer=self.tokenizer, session=_context.get().name)
         return await engine.agenerate(request)
 
     async def reward(self, response: ModelResponse, data: dict[str, Any]) -> float:
-        """The reward function's answer to this prompt and completion."""
+        """Return the reward of a completion."""
         prompt, completion = response.input_tokens, response.output_tokens
         texts = self.tokenizer.decode(prompt), self.tokenizer.decode(completion)
         return await self.async_reward_fn(*texts, prompt, completion, **data)
@@ -177,15 +172,15 @@ class RLVRWorkflow(RolloutWorkflow):
 
 @dataclass(eq=False, repr=False)
 class MultiTurnWorkflow(RLVRWorkflow):
-    """Try, and while the reward is not positive, be told so and try again, in one growing conversation.
+    """Answer, and while the reward is not positive, add `reflection_message` and answer again in one conversation.
 
-    An answer found at the k-th try (k = 1, 2, ...) is worth turn_discount^(k-1) of its reward. The next prompt is the
-    last one, the tokens that were sampled, and the reflection message: nothing is tokenised twice (calls/prompts.py). A
-    conversation that has filled the context ends there, with the reward of its last answer.
+    An answer that is right at the k-th try (k = 1, 2, ...) is worth turn_discount^(k-1) of its reward. The next prompt
+    is the last prompt, the sampled tokens, and the reflection message. Sampled tokens are not tokenised again
+    (calls/prompts.py). A conversation that fills the context ends with the reward of its last answer.
     """
 
-    max_turns: int = 3
-    turn_discount: float = 0.9
+    max_turns: int = 3  # answers at most
+    turn_discount: float = 0.9  # what each further try costs
     reflection_message: str = "That is not right. Think about what went wrong, then answer again."
 
     def __post_init__(self) -> None:
@@ -200,23 +195,25 @@ class MultiTurnWorkflow(RLVRWorkflow):
         context = getattr(engine, "context_length", None) or math.inf  # tokens
         messages, prompt_ids, reward = data["messages"], self.prompt_ids(data["messages"]), 0.0
         turns: list[ModelResponse] = []
+        # The first prompt is sent even if it fills the context: then the engine raises an error that says so.
         while len(turns) < self.max_turns and reward <= 0 and (not turns or len(prompt_ids) < context):
             turns.append(await self.turn(engine, prompt_ids, turn=len(turns)))
             reward = await self.reward(turns[-1], data)
-            said = [{"role": "assistant", "content": "its tokens are there"}]
-            parent = InteractionWithTokenLogpReward(messages, model_response=turns[-1], output_message_list=said)
-            messages = [*messages, *said, {"role": "user", "content": self.reflection_message}]
+            # The next prompt holds the tokens of the answer, so the text of the answer is a placeholder.
+            answer = [{"role": "assistant", "content": "replaced by the sampled tokens"}]
+            parent = InteractionWithTokenLogpReward(messages, model_response=turns[-1], output_message_list=answer)
+            messages = [*messages, *answer, {"role": "user", "content": self.reflection_message}]
             prompt_ids = self.prompts.prompt(AgentRequest(messages), parent)
         return to_row(turns, reward * self.turn_discount ** (len(turns) - 1))
 
 
 @dataclass(eq=False, repr=False)
 class GroupedRolloutWorkflow(RolloutWorkflow):
-    """`group_size` episodes of one workflow for one prompt; `on_failures` hears how many of them raised, if not all."""
+    """Run `group_size` episodes of one workflow for one prompt, and merge their results."""
 
     workflow: RolloutWorkflow
     group_size: int
-    on_failures: Callable[[int], Awaitable[None]] | None = None
+    on_failures: Callable[[int], Awaitable[None]] | None = None  # called with how many members raised, if not all did
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         members = (self._run_member(i, engine, data) for i in range(self.group_size))
@@ -236,16 +233,15 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
             return concat_padded_tensors([{k: x for k, x in row.items() if k != "parents"} for row in rows])
         merged = dict(item for episode in episodes for item in episode.items())
         if len(merged) < sum(map(len, episodes)):
-            raise ValueError(
-                f"two members returned the same interaction ids: {[list(episode) for episode in episodes]}"
-            )
+            raise ValueError(f"two members returned the same interaction ids: {[list(e) for e in episodes]}")
         return merged
 
     async def _run_member(self, i: int, engine: Any, data: dict[str, Any]) -> EpisodeResult:
+        """Run the i-th member in a context and with a sample of its own. Raises ValueError for a malformed result."""
         workflow_context.set(replace(_context.get(), sample_idx=i))
         try:
             result = await self.workflow.arun_episode(engine, copy.deepcopy(data))
-        except SystemExit as error:  # a task of ours that raised it would end the event loop, and every episode
+        except SystemExit as error:  # in a task it would end the event loop, and with it every episode
             raise RuntimeError(f"the episode called sys.exit({error.code!r})") from error
         if result is not None and not is_interactions(result):
             check_trajectory_format(result)
@@ -253,34 +249,35 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 def make_agents_client() -> Any:
-    """An HTTP client of the kind that the installed openai SDK runs on. No request has a limit: its episode has one."""
+    """Return an HTTP client for agents that use the openai SDK. No request has a time limit, but each episode has."""
     transport: Any = StackTransport(sdk_http)
     return openai.DefaultAsyncHttpxClient(transport=transport, timeout=None, trust_env=False)
 
 
-# What episodes on one event loop share: a way to the proxy's /rl calls, the agents' client, their processes.
+# The episodes of one event loop share a transport for the proxy's /rl endpoints, the agents' HTTP client, and the
+# worker processes of mode subproc.
 _rl_transport = PerLoop(StackTransport)
 _agents_client = PerLoop(make_agents_client)
 
 
 @functools.cache
 def agents_pool(size: int) -> PerLoop[WorkerPool]:
-    """The processes of mode subproc, at most `size`."""
+    """Return the pool of at most `size` worker processes for mode subproc; one pool for each event loop."""
     return PerLoop(lambda: WorkerPool(size))
 
 
 @dataclass(eq=False, repr=False)
 class OpenAIProxyWorkflow(RolloutWorkflow):
-    """An agent's episode: a session at the proxy, `agent.run` with the session's URL, its rewards, the export."""
+    """Run an agent in a session of the proxy, set the rewards that it returns, and export its interactions."""
 
     agent: Any
-    proxy_addr: str | tuple[str, ...]  # several: an episode keeps to one
-    admin_key: str
-    mode: str = "inline"  # or subproc
-    subproc_max_workers: int = 4
-    discount: float = 1.0  # gamma by which a turn's reward reaches the turn before it
-    export_style: str = "individual"  # or concat
-    episode_timeout: float = 3600.0  # seconds; an episode that takes longer is cancelled and has failed
+    proxy_addr: str | tuple[str, ...]  # with several proxies, each episode uses one of them
+    admin_key: str  # opens the proxy's management endpoints
+    mode: str = "inline"  # where agents run: inline or subproc
+    subproc_max_workers: int = 4  # agents that run at once in mode subproc
+    discount: float = 1.0  # share of a turn's reward that reaches the turn before it (gamma)
+    export_style: str = "individual"  # individual: one row per turn; concat: one row per conversation
+    episode_timeout: float = 3600.0  # seconds; a longer episode is cancelled and counted as failed
 
     def __post_init__(self) -> None:
         if self.mode == "subproc":
@@ -295,10 +292,11 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             http_client = await _agents_client.get()
             return await self._episode(functools.partial(self.agent.run, data, http_client=http_client))
         pool = await agents_pool(self.subproc_max_workers).get()
-        async with pool.worker() as worker:  # first the process: an episode that waits for one holds no session
+        async with pool.worker() as worker:  # before the session starts: waiting agents hold no session
             return await self._episode(functools.partial(worker.call, run_agent, self.agent, data))
 
     async def _episode(self, run: Callable[..., Awaitable[Any]]) -> EpisodeResult:
+        """Open a session, call `run(base_url=..., api_key=...)`, set its rewards, and export the interactions."""
         transport = await _rl_transport.get()
         client = OpenAIProxyClient(transport, self._choose_proxy(), self.admin_key, _context.get().name)
         limit = f"{self.episode_timeout:g} s (rollout.openai.episode_timeout_seconds)"
@@ -312,18 +310,20 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
                 elif rewards is not None:
                     await client.set_last_reward(rewards)
         interactions = await client.export_interactions(discount=self.discount, style=self.export_style)
-        # What nobody rewarded, a side conversation (cache.py), comes first: the last row's reward is the episode's.
+        # Interactions without a reward are side conversations (calls/side_conversations.py). They come first, so that
+        # the last row holds the reward of the episode.
         ordered = dict(sorted(interactions.items(), key=lambda item: item[1].reward is not None))
         return ordered if client.rewarded_count else None
 
     def _choose_proxy(self) -> str:
+        """Return the proxy of this episode, chosen by task and member so that all proxies get as many episodes."""
         addresses = (self.proxy_addr,) if isinstance(self.proxy_addr, str) else self.proxy_addr
         context = _context.get()
         return addresses[((context.task_id or 0) + context.sample_idx) % len(addresses)]
 
 
 def import_string(path: str) -> Any:
-    """The object named "module.Name". Raises ImportError that says which part of the path is missing."""
+    """Return the object at the import path "module.Name". Raises ImportError that says which part is missing."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise ImportError(f"{path!r}: a path like 'my_module.MyClass' is needed")
@@ -331,7 +331,7 @@ def import_string(path: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there and lacks one of its own imports
+            raise  # the module exists, but one of its own imports is missing
         raise ImportError(f"{path!r}: there is no module {error.name!r} on the Python path") from error
     if not hasattr(module, name):
         raise ImportError(f"{path!r}: module {module_name!r} has no {name!r}")
@@ -339,6 +339,7 @@ def import_string(path: str) -> Any:
 
 
 def _instantiate(cls: type, kwargs: dict[str, Any], defaults: dict[str, Any]) -> Any:
+    """Return `cls(**kwargs)`, with those `defaults` that its __init__ names and kwargs lack."""
     signature = inspect.signature(cls)
     kwargs = {key: value for key, value in defaults.items() if key in signature.parameters} | kwargs
     try:
@@ -357,11 +358,13 @@ def resolve_workflow(
     defaults: dict[str, Any] | None = None,
     on_failures: Callable[[int], Awaitable[None]] | None = None,
 ) -> RolloutWorkflow:
-    """A RolloutWorkflow from what the user gave: an instance, a class, "module.Name" of either, or an agent.
+    """Return a RolloutWorkflow for what the user gave (Rollout Workflow, "Workflow Resolution").
 
-    proxy: keyword arguments of OpenAIProxyWorkflow (proxy_addr, admin_key, ...), needed for agents. defaults: arguments
-    (gconfig, tokenizer) that a RolloutWorkflow's class gets when its __init__ names them and workflow_kwargs do not.
-    Raises ImportError, TypeError or ValueError; each says what to change.
+    workflow: a workflow object, an agent object, a class of either, or an import path "module.Name" of any of them.
+    workflow_kwargs: the arguments of a class. group_size: more than 1 wraps the workflow in GroupedRolloutWorkflow.
+    proxy: the arguments of OpenAIProxyWorkflow (proxy_addr, admin_key, ...), needed for agents. defaults: arguments
+    (gconfig, tokenizer) for a workflow's class whose __init__ names them, if workflow_kwargs do not hold them.
+    Raises ImportError, TypeError or ValueError, and says what to change.
     """
     resolved = import_string(workflow) if isinstance(workflow, str) else workflow
     cls = resolved if inspect.isclass(resolved) else type(resolved)
@@ -375,6 +378,6 @@ def resolve_workflow(
         raise ValueError(f"workflow_kwargs were given, but {workflow!r} is an object already; give its class instead")
     if not is_workflow:
         if proxy is None:
-            raise ValueError(f"{cls.__name__} is an agent, and agents need a proxy: none was given")
+            raise ValueError(f"{cls.__name__} is an agent, and agents need a proxy: give the executor a ProxyAddress")
         resolved = OpenAIProxyWorkflow(resolved, **proxy)
     return GroupedRolloutWorkflow(resolved, group_size, on_failures) if group_size > 1 else resolved

@@ -1,28 +1,24 @@
-"""The one thread, the one event loop, the one lock: AsyncTaskRunner (write-up, section 3.1), the seam to all three.
+"""AsyncTaskRunner: one thread, one event loop and one lock for all episodes (write-up, section 3.1).
 
-Episodes are coroutines; hundreds of them wait for tokens at once, so one loop in one daemon thread runs them all.
-A caller submits an async function, and hears in the loop's thread of each that ends, in order of completion:
+Episodes are coroutines. Hundreds of them wait for tokens at once, so one event loop in one daemon thread runs them all.
 
-    runner.submit(async_fn, *args, task_id=7)   the loop starts it
-    runner.on_done(result)                      the runner calls this with what it returned or raised
+    runner.submit(async_fn, *args, task_id=7)   starts async_fn(*args) in the loop
+    runner.on_done(result)                      is called in the loop's thread when the task has ended
 
-**Every change of state happens under one lock, and every wait is a wait on it.** wait_for(attempt) looks again
-whenever something ended, and only then: no thread sleeps for a while and looks. Work reaches the loop by
-call_soon_threadsafe.
+**Every change of state happens under one lock.** `wait_for(attempt)` calls `attempt` again after each change, and only
+then, so no thread polls. Example: three tasks run and the trainer waits for two results. The runner calls `attempt`
+when the first task ends, and again when the second one ends.
 
-**The seam.** The dispatcher knows threads and time through the public names of AsyncTaskRunner alone. A subclass with a
-virtual clock, or one that lets a seeded scheduler choose who ends next, runs the same dispatcher
-(tests/rollout/test_dispatcher.py: VirtualRunner).
+**The seam.** The dispatcher knows threads and time only through the public names of this class. A subclass with a
+virtual clock, or one that chooses which task ends next, runs the same dispatcher (tests/rollout/test_dispatcher.py:
+VirtualRunner).
 
-**What a task raises is its result; what our own code raises is told to on_failure**: it means that no more will come,
-and whoever listens (the dispatcher) ends the run. destroy() cancels what runs, lets it clean up, and joins the thread.
+**Errors.** An exception of a task is the result of that task. An exception of our own code in the thread goes to
+`on_failure`, and the dispatcher then stops the run. destroy() cancels the running tasks, lets them clean up, and joins
+the thread.
 
-**Not promised.** A task that blocks the loop blocks all; one that swallows its cancellation outlives destroy(),
-which names it in the log.
-
-**Beside AReaL.** Same names. There the runner keeps results for a thread that polls for them, a full output queue
-kills its own thread, a paused runner looks every 0.5 s and collects nothing, and the exception of a failed task is
-lost. Here nothing is kept, and pausing is a decision, hence the dispatcher's.
+**What is not promised.** A task that blocks the loop blocks all tasks. A task that ignores its cancellation outlives
+destroy(), which names the task in the log.
 """
 
 import asyncio
@@ -36,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 new_event_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
-with suppress(ImportError):  # faster, and not there on Windows
+with suppress(ImportError):  # uvloop is faster; it does not exist on Windows
     import uvloop
 
     new_event_loop = uvloop.new_event_loop
@@ -47,12 +43,12 @@ AsyncFn = Callable[..., Awaitable[Any]]
 
 
 class TaskQueueFullError(RuntimeError):
-    """The runner holds max_queue_size tasks already."""
+    """The runner already holds max_queue_size tasks."""
 
 
 @dataclass
 class TimedResult(Generic[T]):
-    """How a task ended: its data (None: rejected), or the exception that it raised."""
+    """How a task ended: the data that it returned (None: rejected), or the exception that it raised."""
 
     task_id: int
     create_time: int  # time.monotonic_ns() when the coroutine started
@@ -63,18 +59,18 @@ class TimedResult(Generic[T]):
 class AsyncTaskRunner:
     """Runs coroutines on one event loop in one daemon thread, at most max_queue_size at once.
 
-    Under `lock` it calls on_done with the TimedResult of every task that ends, and then lets every wait look again.
+    When a task ends, the runner takes `lock`, calls on_done with the TimedResult, and wakes every `wait_for`.
     """
 
     def __init__(self, max_queue_size: int):
         if max_queue_size < 1:
             raise ValueError(f"max_queue_size must be 1 or more, not {max_queue_size}")
         self.max_queue_size = max_queue_size
-        self.lock = threading.Condition()  # re-entrant
+        self.lock = threading.Condition()  # re-entrant; guards the state of the runner and of the dispatcher
         self.on_done: Callable[[TimedResult], None] = lambda result: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
-        # all mutable state; _active is guarded by the lock
-        self._active: dict[int, asyncio.Task | None] = {}  # submitted, not finished
+        # all mutable state of this object; `lock` guards _active
+        self._active: dict[int, asyncio.Task | None] = {}  # submitted and not finished; None: not started yet
         self._stop = asyncio.Event()
         self._runner = asyncio.Runner(loop_factory=new_event_loop)
         self._loop = self._runner.get_loop()
@@ -82,27 +78,30 @@ class AsyncTaskRunner:
         self._thread.start()
 
     def submit(self, async_fn: AsyncFn, *args: Any, task_id: int) -> None:
-        """Runs async_fn(*args) soon. TaskQueueFullError: no room. The id must not be in use."""
+        """Start async_fn(*args) in the loop, under an id that no running task has.
+
+        Raises TaskQueueFullError if max_queue_size tasks are already submitted and not finished.
+        """
         with self.lock:
             if len(self._active) >= self.max_queue_size:
                 raise TaskQueueFullError(f"max_queue_size={self.max_queue_size} tasks are submitted and not finished")
             self._active[task_id] = None
-            # A fresh context: a task must not inherit the variables of the one that made room for it.
+            # The task gets a fresh context, so it cannot see the context variables of the task that ended before it.
             context = contextvars.Context()
             self._loop.call_soon_threadsafe(self._start, task_id, async_fn, args, context=context)
 
     def wait_for(self, attempt: Callable[[], T], timeout: float | None) -> T:
-        """Calls attempt(), under the lock, now and after every `lock.notify_all()` until it returns something true.
+        """Call attempt() under the lock, now and after every `lock.notify_all()`, until it returns something true.
 
-        Returns its last value, a false one when `timeout` seconds have passed. What it raises is raised. Without
-        a timeout the main thread still takes a KeyboardInterrupt at once.
+        Returns the last value of attempt(), which is false if `timeout` seconds have passed (None: wait for ever). An
+        exception of attempt() is passed on. Ctrl-C ends the wait of the main thread at once.
         """
         with self.lock:
             return self.lock.wait_for(attempt, timeout)
 
     def destroy(self, timeout: float = 10.0) -> None:
-        """Cancels what runs, lets it clean up, and joins the thread. Safe to call twice."""
-        with suppress(RuntimeError):  # the loop is closed
+        """Cancel the running tasks, let them clean up, and join the thread. It may be called twice."""
+        with suppress(RuntimeError):  # the loop is already closed
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -111,7 +110,7 @@ class AsyncTaskRunner:
     # ---- the thread
 
     def _thread_main(self) -> None:
-        with self._runner:  # leaving it cancels what the episodes have left behind, and closes the loop
+        with self._runner:  # at its end it cancels the tasks that episodes have left running, and closes the loop
             try:
                 self._runner.run(self._main())
             except BaseException as error:
@@ -119,7 +118,7 @@ class AsyncTaskRunner:
 
     async def _main(self) -> None:
         await self._stop.wait()
-        # The episodes first, and only then the loop: they may have to say farewell to a server.
+        # The episodes end before the loop does, because they may have to tell a server that they end.
         episodes = [task for task in self._active.values() if task]
         for episode in episodes:
             episode.cancel()
@@ -129,13 +128,13 @@ class AsyncTaskRunner:
         self._active[task_id] = self._loop.create_task(self._supervise(task_id, async_fn, args))
 
     async def _supervise(self, task_id: int, async_fn: AsyncFn, args: tuple) -> None:
-        """The one supervisor: what a task raises is its result; what our own code raises ends the run."""
+        """Run one task to its end and report its result. An exception of our own code goes to on_failure."""
         create_time = time.monotonic_ns()
         try:
             result = TimedResult(task_id, create_time, await async_fn(*args))
-        except (KeyboardInterrupt, GeneratorExit):  # the interpreter's: the loop ends, or has ended
+        except (KeyboardInterrupt, GeneratorExit):  # raised by the interpreter: the loop ends
             raise
-        except BaseException as error:  # sys.exit(), and what libraries raise that is no Exception (Rust's panics)
+        except BaseException as error:  # also SystemExit, and errors of libraries that are no Exception
             result = TimedResult(task_id, create_time, None, error)
         with self.lock:
             del self._active[task_id]
