@@ -1,44 +1,45 @@
-"""Which inference servers there are, which of them live, and which one takes a conversation.
+"""Which inference servers there are, which of them are alive, and which one takes a conversation.
 
-The rule: **a server that is lost costs what it was computing, and nothing else.** Every request keeps what it has
-received; what the lost server was generating at that moment is generated again by another one. The run goes on while
-one server lives.
+The rule: **losing a server costs only what it was computing.** A request keeps the tokens that it has received, and
+another server generates what is missing. The run goes on while one server lives.
 
-**Affinity.** The turns of a conversation go to one server, where their prefix is cached. Which one is a matter of
-hashing (rendezvous: every conversation ranks all servers in an order of its own), so no table is kept, processes that
-know nothing of each other agree, and a server that disappears moves only its own conversations.
+**Affinity.** All turns of a conversation go to one server, because their prefix is cached there. Each conversation
+ranks the servers in an order of its own (rendezvous hashing). So no table is needed, all processes agree on the order,
+and the loss of a server moves only the conversations that it had.
 
-**Lost** is a server that does not answer, or answers 5xx. Nobody announces it: each process that speaks to servers
-finds out by itself, with the request that failed. That costs no protocol between trainer and proxies.
+**Two states.** Each process keeps its own record of each server, and nobody announces a loss:
 
-**Come back** is harder, because a server that was restarted has the weights it was started with, and says so: version
-0 in the middle of version 40. It must have the current weights before its first request:
+    living -- a request got no answer, a 5xx, or tokens of old weights --> lost
+    lost   -- the server answers again, and its weights may be used    --> living
 
-- The trainer asks its lost servers before each weight update whether they are back; those that are take part in it.
-- Everyone else looks at a lost server every few seconds, and uses it again only once the version that it reports is
-  not below the newest one that this process has received tokens of.
-- A server can die and return while nobody looks. So each answer is checked, too: an update pauses all servers before
-  it changes the first, hence a request that was *sent after* tokens of version v had come from anywhere gets no token
-  below v, unless from a server that was restarted. Such tokens are thrown away, and the server is lost.
-- A server can be lost and live: it obeyed, and only its answer did not arrive. Left paused, it would keep waiting all
-  who have not lost it. So after an update the lost are continued, too: with the old weights their tokens are judged as
-  above, and with half an update ("7-incomplete") none is taken, and another server is asked.
+A lost server may be dead, restarted, or alive with only its answer lost. Three rules keep old weights out:
 
-**Through sglang-router** generation goes to the router's address, whose own policy chooses (cache_aware does what
-affinity does). The router answers 404 to abort, pause, continue and weight updates, so those go to each of its workers
-(GET /workers), asked anew before each update: a worker that joins gets the weights then. (A proxy asks once: a request
-that was given up at a worker which joined later is generated to its end.)
+- The trainer looks at its lost servers before each update. A server that answers takes part, whatever weights it has.
+- Any other process looks at a lost server every few seconds. It uses the server again when the server's version is at
+  least the newest version of which this process has received tokens.
+- A server may restart while nobody looks, and then it is back at version 0. Therefore every answer is checked. An
+  update pauses all servers before it changes the first. So a request that is sent after tokens of version 7 have
+  arrived must get tokens of version 7 or newer. Older tokens are thrown away, and their server is lost.
 
-Not promised. A server cut off by the network for the length of an update, alive all the while, may still be sent
-requests by a process that has not yet seen a token of the new version; those tokens bear the old version, truly. A
-server that hangs with its connections open is lost only after `request_timeout`. A server that dies in the middle of an
-update in mode distributed breaks the process group, and that run ends (with disk and tensor it goes on).
+After an update the trainer also continues the lost servers. A lost server that is alive would otherwise stay paused,
+and processes that still use it would wait. If that server has old weights, the check of its answers finds them. If it
+has half an update, it bears the version "7-incomplete", which no engine accepts.
+
+**Routers.** An address may belong to an sglang-router. Requests for tokens go to the router, which chooses a worker.
+The router does not pass on abort, pause, continue and weight updates, so these calls go to each of its workers. The
+trainer asks for the list of workers (GET /workers) before each update, so a worker that joins gets the weights then.
+A proxy asks once, at its start. It does not abort requests at a worker that joins later.
+
+**Not promised.** A server that misses an update because the network cuts it off may still be used by a process that
+has seen no token of the new version. Its tokens bear their true, older version. A server that hangs with open
+connections is lost only after `request_timeout`. If a server dies during an update in mode distributed, the run ends.
 """
 
 import hashlib
 import logging
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import httpx
 
@@ -47,116 +48,163 @@ from inference.wire import CALL_TIMEOUT, EngineError, Wire, run_all
 logger = logging.getLogger("nano_areal.servers")
 
 LOOK_AGAIN = 2.0  # seconds between two looks at a lost server
-LOOK_TIMEOUT = 2.0  # seconds that a look may take
+LOOK_TIMEOUT = 2.0  # seconds that a lost server has to answer a look
 
 
 def rank_servers(servers: list[str], key: str) -> list[str]:
-    """All servers in the order in which a conversation tries them (rendezvous hashing): every conversation
-    has its own fixed order, and a server that disappears moves only those that had it first."""
+    """Return the servers in the order in which conversation `key` tries them.
+
+    This is rendezvous hashing: without one of the servers, the order of the others stays as it is.
+    """
     return sorted(servers, key=lambda server: hashlib.blake2b(f"{key}@{server}".encode()).digest())
 
 
 def read_version(label: Any) -> int:
-    """The weights' version that a server reports; -1 for what is no number ("default", an unfinished update)."""
+    """Return the policy version that a server reports, or -1 if its label is not a number."""
     return int(label) if str(label).isdecimal() else -1
 
 
+@dataclass
+class Server:
+    """What this process knows about one server or router."""
+
+    state: Literal["living", "lost"] = "living"
+    reason: str = ""  # why it was lost
+    look_at: float = 0.0  # when to look at it again while it is lost, in seconds of time.monotonic()
+
+
 class Servers:
-    """The servers of a run as one process sees them. `addresses`: base URLs, of servers or of routers."""
+    """All servers of a run, as one process sees them. `addresses` are the base URLs of servers or routers."""
 
     def __init__(self, addresses: list[str], wire: Wire) -> None:
-        self.addresses = [address.rstrip("/") for address in addresses]  # where generation goes
+        self.addresses = [address.rstrip("/") for address in addresses]  # requests for tokens go here
         self._wire = wire
-        # All that changes:
-        self.workers = self.addresses  # where control goes: behind a router, its workers
-        self.lost: dict[str, str] = {}  # server -> why
+        # Everything that changes:
+        self.workers_of = {address: [address] for address in self.addresses}  # control calls go to these URLs
         self.newest = 0  # the newest version of which tokens have come
-        self._look_at: dict[str, float] = {}  # when to look at a lost server again, in time.monotonic()'s seconds
+        self._records = {address: Server() for address in self.addresses}  # by URL, of addresses and workers
+
+    # Questions
+
+    @property
+    def workers(self) -> list[str]:
+        """The URLs of all servers: an address itself, or the workers behind it if it is a router."""
+        return [worker for workers in self.workers_of.values() for worker in workers]
 
     def living(self) -> list[str]:
-        """Those of `workers` that are not lost."""
-        return [server for server in self.workers if server not in self.lost]
+        """Return the workers that are not lost."""
+        return [worker for worker in self.workers if self._records[worker].state == "living"]
 
-    def lose(self, server: str, why: Exception) -> None:
-        """From now on `server` gets no request, until it is found again."""
-        self._look_at[server] = time.monotonic() + LOOK_AGAIN
-        if server not in self.lost:
-            self.lost[server] = str(why)
-            logger.warning("lost server %s (%s); %d of %d left", server, why, len(self.living()), len(self.workers))
+    @property
+    def lost(self) -> dict[str, str]:
+        """The URL of each lost server or router, with the reason."""
+        return {url: record.reason for url, record in self._records.items() if record.state == "lost"}
 
-    def find(self, server: str) -> None:
-        """`server` is back, with weights that may be used."""
-        if self.lost.pop(server, None) is not None:
-            logger.warning("server %s is back", server)
+    # Events: what moves a server from one state to the other
 
-    def check_age(self, server: str, versions: list[int], sent_after: int) -> None:
-        """Take note of the tokens that came. EngineError (503) if they are older than `newest` was at their
-        request: then the server was restarted."""
+    def lose(self, url: str, why: Exception) -> None:
+        """Record that a request to `url` failed. The server gets no request until it is found again."""
+        record = self._records[url]
+        record.look_at = time.monotonic() + LOOK_AGAIN
+        if record.state == "living":
+            record.state, record.reason = "lost", str(why)
+            logger.warning("lost server %s (%s); %d of %d left", url, why, len(self.living()), len(self.workers))
+
+    def find(self, url: str) -> None:
+        """Record that `url` answers and that its weights may be used."""
+        record = self._records[url]
+        if record.state == "lost":
+            record.state = "living"
+            logger.warning("server %s is back", url)
+
+    def check_age(self, url: str, versions: list[int], sent_after: int) -> None:
+        """Check the versions of new tokens. `sent_after` is what `newest` was when their request was sent.
+
+        Raises EngineError (503) if a token is older, because then the server was restarted with old weights.
+        """
         if versions and min(versions) < sent_after:
-            reason = f"{server} answered with weights of version {min(versions)} after version {sent_after} was out"
+            reason = f"{url} answered with weights of version {min(versions)} after version {sent_after} was out"
             raise EngineError(f"{reason}: it was restarted, and waits for the next weight update", 503)
         self.newest = max([self.newest, *versions])
 
     async def choose(self, key: str) -> str:
-        """The server for a conversation. Where none is known to live, the one lost or looked at longest ago."""
-        ranking = rank_servers(self.addresses, key)
-        for server in ranking:
-            if server not in self.lost or await self._look(server):
-                return server
-        return min(ranking, key=self._look_at.__getitem__)
+        """Return the address for conversation `key`: the first in its order that lives or has just come back.
 
-    async def _look(self, server: str) -> bool:
-        """Whether a lost server is back with the current weights; asked of it every LOOK_AGAIN seconds only."""
-        if time.monotonic() < self._look_at[server]:
+        If all are lost, return the one whose next look is due first.
+        """
+        ranking = rank_servers(self.addresses, key)
+        for url in ranking:
+            if self._records[url].state == "living" or await self._look(url):
+                return url
+        return min(ranking, key=lambda url: self._records[url].look_at)
+
+    async def _look(self, url: str) -> bool:
+        """Return whether a lost server is back with current weights. Ask it at most once every LOOK_AGAIN seconds."""
+        record = self._records[url]
+        if time.monotonic() < record.look_at:
             return False
-        self._look_at[server] = time.monotonic() + LOOK_AGAIN
+        record.look_at = time.monotonic() + LOOK_AGAIN
         try:
-            info = await self._wire.call(server + "/model_info", timeout=LOOK_TIMEOUT)
+            info = await self._wire.call(url + "/model_info", timeout=LOOK_TIMEOUT)
         except EngineError:
             return False
         if read_version(info.get("weight_version")) < self.newest:
             return False
-        self.find(server)
+        self.find(url)
         return True
 
-    # Control: from the trainer's main thread, in event loops of its own
+    # Control: the trainer's main thread, which has no event loop, waits for these calls
 
     def refresh(self) -> None:
-        """At the start and before each update: a router's workers of now (a server answers 404 there), and the lost
-        servers that answer again (with what weights does not matter: they are about to get new ones). EngineError
-        where a router no longer answers."""
-        urls = [address + "/workers" for address in self.addresses]
-        urls += [server + "/model_info" for server in list(self.lost)]
+        """Ask routers for their workers, and find the lost servers that answer again.
+
+        The weights of a server that is found do not matter here, because a weight update follows.
+        Raises EngineError if a router no longer answers.
+        """
+        # 1. Ask everything at once. A server has no /workers and answers 404.
+        urls = [address + "/workers" for address in self.addresses] + [url + "/model_info" for url in self.lost]
         results = run_all((self._wire.call(url, timeout=LOOK_TIMEOUT) for url in urls), return_exceptions=True)
         answers = {url: result for url, result in zip(urls, results) if isinstance(result, dict)}
-        told = {a: answers.get(a + "/workers", {}).get("workers") for a in self.addresses}
-        if gone := [a for a, behind in told.items() if behind is None and a not in self.workers]:  # routers until now
-            raise EngineError(f"no answer from the router {', '.join(gone)}", 503)
-        workers = [w for a, behind in told.items() for w in ([a] if behind is None else behind)]
-        self.workers = [(w["url"] if isinstance(w, dict) else w).rstrip("/") for w in workers]
-        for server in self.workers:
-            if server + "/model_info" in answers:
-                self.find(server)
+
+        # 2. Take over each router's list of workers.
+        for address in self.addresses:
+            told = answers.get(address + "/workers", {}).get("workers")
+            if told is not None:
+                listed = [worker["url"] if isinstance(worker, dict) else worker for worker in told]
+                self.workers_of[address] = [url.rstrip("/") for url in listed]
+            elif self.workers_of[address] != [address]:  # a router until now
+                raise EngineError(f"no answer from the router {address}", 503)
+
+        # 3. Find the lost servers that answered.
+        for worker in self.workers:
+            self._records.setdefault(worker, Server())
+            if worker + "/model_info" in answers:
+                self.find(worker)
 
     def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT, lost: bool = False) -> list[Any]:
-        """POST (without a body: GET) to all living servers at once, a list of bodies one to each; the answers of those
-        that still live, in the order of `workers`. Waits for all. `lost`: the lost are told, too, for some may live;
-        what they answer does not matter.
+        """Send `body` to every living server at once, wait for all, and return their answers in the order of `workers`.
 
-        EngineError names every server that failed, with its reason: when none is left, or when one answered with an
-        error, which is nobody's death.
+        A list of bodies holds one for each server. Without a body the call is a GET. With `lost`, lost servers are
+        told too, and their answers are ignored.
+
+        A server that cannot be reached is lost, and the others' answers count. Raises EngineError, which names every
+        server that failed and why, if a server answers with an error or if no server is left.
         """
         living = self.living()
         bodies = body if isinstance(body, list) else [body] * len(living)
         if len(bodies) != len(living):
             raise EngineError(f"a server was lost meanwhile: {'; '.join(self.lost.values())}", 503)
         calls = [self._wire.call(server + path, one, timeout) for server, one in zip(living, bodies)]
-        calls += [self._wire.call(server + path, body, LOOK_TIMEOUT) for server in list(self.lost) if lost]
+        if lost:
+            calls += [self._wire.call(server + path, body, LOOK_TIMEOUT) for server in self.lost]
         answers = dict(zip(living, run_all(calls, return_exceptions=True)))
         failed = {server: answer for server, answer in answers.items() if isinstance(answer, Exception)}
-        dead = [s for s, error in failed.items() if isinstance(error.__cause__, httpx.TransportError)]
-        if len(dead) < len(failed) or len(dead) == len(living):
-            raise EngineError("; ".join(map(str, (failed or self.lost).values())), 503)
-        for server in dead:
+        unreachable = [url for url, error in failed.items() if isinstance(error.__cause__, httpx.TransportError)]
+        an_error_was_answered = len(unreachable) < len(failed)
+        nobody_is_left = len(unreachable) == len(living)
+        if an_error_was_answered or nobody_is_left:
+            reasons = failed.values() or self.lost.values()
+            raise EngineError("; ".join(str(reason) for reason in reasons), 503)
+        for server in unreachable:
             self.lose(server, failed[server])
         return [answer for server, answer in answers.items() if server not in failed]
