@@ -1,17 +1,20 @@
-"""The processes of a run: planned, started, watched, ended. No concept of its own.
+"""The processes of a run: how they are planned, started, watched and ended.
 
-**The plan** (`plan_servers`) is a pure function of configuration and GPUs; `--dry-run` prints it and starts nothing.
-The trainer's ranks have the first GPUs, the servers the last; where there are too few for both, or by
-`server.colocate`, they share. Whatever can be seen to fail is refused before anything starts, in one line: a port
-that is taken, a server that does not answer, an SGLang that was built for another torch, too little memory. The
-memory is an estimate; its formulas stand in `estimate_memory`.
+**The plan.** `plan_servers` decides which inference servers to start and on which GPUs. It is a pure function of the
+configuration and the GPUs. The trainer's ranks get the first GPUs and the servers get the last ones. They share GPUs
+if there are too few for both, or if `server.colocate` is true. With 8 GPUs, 4 ranks and 2 servers of 2 GPUs each, the
+ranks get GPUs 0 to 3 and the servers get 4, 5 and 6, 7. `--dry-run` prints the plan and starts nothing.
 
-**The processes.** train.py is the parent. Its children (inference server, proxy) get a pipe as standard input and end
-when it closes (`--exit-with-parent`), so that not even `kill -9` of the parent leaves one behind. They live in sessions
-of their own: Ctrl-C reaches train.py alone, which ends them in order. A child that dies is noticed by a thread that
-waits for it, and the run fails with the end of the child's log instead of hanging on a request; of several servers one
-may die, which is said, and the run goes on (inference/servers.py). SGLang, which knows no --exit-with-parent, runs on
-a leash.
+`plan_run` refuses a run that cannot work, with one line that says why: a port is taken, a server does not answer, the
+installed SGLang needs another torch, or the memory is too small. The memory is an estimate (`estimate_memory`).
+
+**The processes.** train.py is the parent of the inference servers and the proxies. Each child gets a pipe as its
+standard input and ends when that pipe closes (`--exit-with-parent`), so no child is left behind even after `kill -9`
+of the parent. SGLang has no such option and therefore runs under `leash.py`. Each child has a session of its own, so
+Ctrl-C reaches train.py alone, and train.py ends the children in order.
+
+A thread waits for each child. If a child dies, the run fails with the last lines of the child's log, and does not
+hang on a request. Among several inference servers one may die: the run logs the death and goes on with the others.
 """
 
 import importlib.util
@@ -42,30 +45,30 @@ logger = logging.getLogger("nano_areal.launch")
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
-START_SECONDS = 1800.0  # in which a server has to answer first; a large model may take minutes
-GRACE_SECONDS = 5.0  # what a child gets to end by itself before it is killed
-DEATH_SECONDS = 0.5  # between the end of a killed process's connections and its own
-HOLD_SECONDS = 3.0  # the same where it ends by a signal, and first finishes what it answers (serve.py: 2 s)
+START_SECONDS = 1800.0  # seconds in which a server must give its first answer; a large model may take minutes
+GRACE_SECONDS = 5.0  # seconds that a child has to end by itself before it is killed
+DEATH_SECONDS = 0.5  # seconds from the end of a killed process's connections to the end of the process
+HOLD_SECONDS = 3.0  # the same for a process that first finishes its answers, for up to 2 seconds (serve.py)
 
 
 class ProcessDied(RuntimeError):
-    """A child ended that should not have; the message holds the end of its log."""
+    """A child process ended too early. The message contains the last lines of its log."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A process before it is started. `--port` is added to its command."""
+    """A process that is not started yet. `Fleet.start` adds `--port` to its command."""
 
     name: str
     command: list[str]
-    gpus: list[str] = field(default_factory=list)  # as CUDA_VISIBLE_DEVICES names them
-    port: int | None = 0  # 0: any free one; None: it listens on none
-    environment: dict[str, str] = field(default_factory=dict)  # beside ours
+    gpus: list[str] = field(default_factory=list)  # names of its GPUs, as in CUDA_VISIBLE_DEVICES
+    port: int | None = 0  # 0: any free port; None: the process does not listen
+    environment: dict[str, str] = field(default_factory=dict)  # added to the environment of this process
 
 
 @dataclass
 class Child:
-    """A process of ours, in a session of its own."""
+    """A running child process, in a session of its own."""
 
     name: str
     url: str
@@ -73,36 +76,38 @@ class Child:
     process: subprocess.Popen[bytes]
 
     def last_words(self, lines: int = 5) -> str:
+        """Return a message with the exit code and the last lines of the log."""
         text = self.log.read_text(errors="replace").strip().splitlines()[-lines:]
         return "\n".join([f"{self.name} ended with code {self.process.returncode}; the end of {self.log}:", *text])
 
     def wait_ready(self) -> str:
-        """Its URL once it answers. ProcessDied if it ends first, TimeoutError if it does neither."""
+        """Wait until the process answers and return its URL. Raises ProcessDied if it ends first, else TimeoutError."""
         deadline = time.monotonic() + START_SECONDS
         while self.process.poll() is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.name} did not answer within {START_SECONDS:.0f} s; see {self.log}")
-            # trust_env: a proxy of the environment is not for our own machine
+            # trust_env=False: a proxy that the environment names is not for addresses of this machine
             with suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200:
                     return self.url
-            time.sleep(0.05)  # a socket that is not open yet has no event to wait for
+            time.sleep(0.05)  # there is no event to wait for before the socket is open
         raise ProcessDied(self.last_words())
 
     def kill_session(self) -> None:
-        """End it, and what it leaves behind."""
+        """Kill the process and everything that it started."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 def free_port() -> int:
+    """Return a port that nothing listens on at this moment."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return taken.getsockname()[1]
 
 
 class Fleet:
-    """The children of this process, started by `start`, ended by `stop`."""
+    """The child processes of this process. `start` starts one, `stop` ends all of them."""
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
@@ -110,7 +115,7 @@ class Fleet:
         self.stopping = False
 
     def start(self, planned: Planned) -> Child:
-        """Start it and return at once; the child's `wait_ready` waits for its first answer."""
+        """Start a process and return at once. The returned child's `wait_ready` waits for its first answer."""
         port = planned.port or free_port()
         self.log_dir.mkdir(parents=True, exist_ok=True)
         log = self.log_dir / f"{planned.name}.log"
@@ -129,14 +134,14 @@ class Fleet:
         return self.children[-1]
 
     def watch(self, on_death: list[Callable[[ProcessDied], None]]) -> None:
-        """From now on tell of each child that ends by itself."""
+        """Call the functions in `on_death` when a child that the run needs ends by itself. Returns at once."""
 
         def wait_for(child: Child) -> None:
             child.process.wait()
             child.kill_session()
             if self.stopping:
                 return
-            if left := self.others(child):
+            if left := self.replacements(child):
                 logger.error("%s\nthe run goes on with %d inference servers", child.last_words(), left)
                 return
             for tell in on_death:
@@ -145,20 +150,20 @@ class Fleet:
         for child in self.children:
             threading.Thread(target=wait_for, args=(child,), name=f"watch-{child.name}", daemon=True).start()
 
-    def others(self, child: Child) -> int:
-        """How many are left to do the work of one that died: of several servers one may."""
+    def replacements(self, child: Child) -> int:
+        """Return how many running processes can do the work of `child`. Only inference servers replace each other."""
         servers = [c for c in self.children if c.name.startswith("server")]
         return sum(c.process.poll() is None for c in servers) if child in servers else 0
 
     def raise_death(self, error: BaseException) -> None:
-        """Raise ProcessDied from `error` if a child that is needed has ended."""
-        time.sleep(DEATH_SECONDS)  # for one that is just ending
+        """Raise ProcessDied if a child that the run needs has ended. `error` is what the run noticed, and its cause."""
+        time.sleep(DEATH_SECONDS)  # a dying process closes its connections before it has ended
         dead = [child for child in self.children if child.process.poll() is not None]
-        if lost := [child.last_words() for child in dead if not self.others(child)]:
+        if lost := [child.last_words() for child in dead if not self.replacements(child)]:
             raise ProcessDied("\n".join(lost)) from error
 
     def stop(self) -> None:
-        """End the children, last started first: close their pipe, wait, then kill. Idempotent."""
+        """End the children, the last started first: close their pipes, wait, then kill. May be called again."""
         self.stopping = True
         for child in reversed(self.children):
             assert child.process.stdin is not None
@@ -174,20 +179,23 @@ class Fleet:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs of this machine that the run may use, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the names of the GPUs that the run may use, as in CUDA_VISIBLE_DEVICES."""
     numbers = [str(i) for i in range(torch.cuda.device_count())]
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return named.split(",")[: len(numbers)] if named else numbers
 
 
 def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Planned]:
-    """The servers to launch beside `ranks` trainers: none where rollout.server_addrs names some. Raises ConfigError."""
+    """Return the servers to start beside `ranks` trainers on `gpus`. There are none if rollout.server_addrs is set.
+
+    Raises ConfigError if the GPUs are too few.
+    """
     server = config.server
     if config.rollout.server_addrs:
         return []
     wanted, spare = server.count * server.tp_size, gpus[ranks:]
     shared = len(spare) < wanted if server.colocate is None else server.colocate
-    pool = gpus * server.count if shared else spare[-wanted:]  # shared: each takes the next ones, round and round
+    pool = gpus * server.count if shared else spare[-wanted:]  # shared: after the last GPU comes the first again
     if gpus and len(pool) < wanted:
         need = f"server.count={server.count} with server.tp_size={server.tp_size}"
         remedy = "lower them, or set server.colocate=true"
@@ -206,7 +214,10 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
 
 
 def server_command(config: TrainConfig, mem_fraction: float | None) -> list[str]:
-    """What starts a server, but for its port, on GPUs with a share of their memory; server.args come last, and win."""
+    """Return the command that starts an inference server, without its port.
+
+    `mem_fraction` is the server's share of each GPU's memory, None without GPUs. `server.args` come last, so they win.
+    """
     server = config.server
     options: dict[str, object] = {
         "--model-path": config.model_path,
@@ -225,18 +236,18 @@ def server_command(config: TrainConfig, mem_fraction: float | None) -> list[str]
 
 
 def own_command(module: str, options: dict[str, object], *arguments: str) -> list[str]:
-    """The command that starts a server of ours, without its port. `Fleet.start` tells it where our modules are."""
+    """Return the command that starts one of this project's own servers, without its port."""
     return [sys.executable, "-P", "-m", module, *words(options), *arguments, "--exit-with-parent"]
 
 
 def words(options: dict[str, object]) -> list[str]:
-    """Options as a command line has them: one that is None is left out, one that is a list is repeated."""
+    """Turn options into words of a command line. None leaves an option out, a list repeats it."""
     several = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
     return [str(word) for name, values in several.items() for v in values if v is not None for word in (name, v)]
 
 
 def check_sglang() -> None:
-    """ConfigError unless sglang is installed, with the torch that it was built for."""
+    """Raise ConfigError unless sglang is installed together with the torch that it was built for."""
     elsewhere = "or name one elsewhere: server.command='PYTHON -m sglang.launch_server' or rollout.server_addrs=[URL]"
     try:
         version, requires = metadata.version("sglang"), metadata.requires("sglang") or []
@@ -252,35 +263,42 @@ def check_sglang() -> None:
 
 
 def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
-    """ConfigError for a server that does not answer as an inference server or a router does, and for a port that is
-    taken."""
+    """Raise ConfigError for a port that is taken, and for a server that does not answer.
+
+    An inference server answers GET /model_info, a router answers GET /workers.
+    """
     for url in config.rollout.server_addrs:
         try:
             urls = [url.rstrip("/") + path for path in ("/model_info", "/workers")]
             status = [httpx.get(each, timeout=10, trust_env=False).status_code for each in urls]
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            reason = f"{url} cannot be reached ({error}): is it up, is it right?"
+            reason = f"{url} cannot be reached ({error}): start that server, or correct the address"
             raise ConfigError(f"rollout.server_addrs: {reason}") from error
         if 200 not in status:
-            raise ConfigError(f"rollout.server_addrs: {url} is no inference server: it answered {status[0]}")
+            raise ConfigError(
+                f"rollout.server_addrs: {url} is no inference server: it answered {status[0]}; correct the address"
+            )
     for process in planned:
         try:
             listen("127.0.0.1", process.port or 0).close()
         except OSError as error:
-            raise ConfigError(f"server.port: {process.port} cannot be used ({error}); 0 takes any free port") from error
+            raise ConfigError(
+                f"server.port: {process.port} cannot be used ({error}); choose another, or 0 for any free port"
+            ) from error
 
 
 def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[float, float, int]:
-    """What a rank needs and what a server needs on each of its GPUs (GiB), and the number of parameters n.
+    """Return the GiB that a rank needs, the GiB that a server needs on each of its GPUs, and the parameter count n.
 
-    With T = actor.mb_tokens, L layers of width H, vocabulary V:
+    T is actor.mb_tokens, L the number of layers, H their width, tp is server.tp_size:
 
-    trainer = 16 n / ranks   float32 parameter, gradient, two AdamW moments; a reference model is 4 n / ranks more
-                             (with actor.offload they are in host memory)
-            + 32 T L H       activations of a pass, 16 values of 2 bytes a layer and token;
-                             with gradient_checkpointing 1
-            + 0.5 GiB        a chunk of logits at a time (training/logprobs.py), forward and backward
-    server  = b n / tp + 2 b K D L max_total_tokens / tp    weights, and K key-value heads of D numbers; b bytes each
+    trainer = 16 n / ranks   bytes for parameters, gradients and two AdamW moments in float32; a reference model adds
+                             4 n / ranks; with actor.offload and a GPU these bytes are in host memory instead
+            + 32 T L H       activations of a forward pass: 16 numbers of 2 bytes per layer, token and unit of width;
+                             with actor.gradient_checkpointing 2 T L H
+            + 0.5 GiB        one chunk of logits at a time (training/logprobs.py), forward and backward
+    server  = b n / tp                               weights of b bytes: 2 on a GPU, 4 on a CPU
+            + 2 b K D L max_total_tokens / tp        keys and values of K key-value heads with D numbers each
     """
     assert config.model_path is not None
     shape = AutoConfig.from_pretrained(config.model_path)
@@ -298,8 +316,10 @@ def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[flo
 
 
 def check_memory(needs: list[tuple[Planned, float]], gpus: list[str], have: float) -> None:
-    """ConfigError where processes that need so many GiB do not fit together on a GPU, or without GPUs in the machine,
-    of `have` GiB."""
+    """Raise ConfigError if the processes of one GPU need more than `have` GiB together.
+
+    `needs` holds each process and its GiB. Without GPUs all processes share the machine's memory of `have` GiB.
+    """
     for gpu in gpus or [""]:
         here = {planned.name: gib for planned, gib in needs if gpu in planned.gpus or not gpus}
         if sum(here.values()) > have:
@@ -313,9 +333,11 @@ def check_memory(needs: list[tuple[Planned, float]], gpus: list[str], have: floa
 
 
 def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
-    """The servers to launch, and the plan as `--dry-run` prints it, after all that can be checked was found right.
-    Raises ConfigError."""
-    gpus, ranks = visible_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # which torchrun sets
+    """Return the servers to start, and the plan as `--dry-run` prints it, after all checks.
+
+    Raises ConfigError for a run that cannot work.
+    """
+    gpus, ranks = visible_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets LOCAL_WORLD_SIZE
     servers = plan_servers(config, gpus, ranks)
     check_addresses(config, servers)
     trainer, server, parameters = estimate_memory(config, int(os.environ.get("WORLD_SIZE", 1)), bool(gpus))
@@ -335,6 +357,6 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
 
 
 def revision() -> str:
-    """The commit of this checkout, or unknown."""
+    """Return the git commit of this checkout, or "unknown"."""
     found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return found.stdout.strip() or "unknown"

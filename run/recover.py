@@ -1,30 +1,27 @@
-"""Coming back from the dead: checkpoints, the log of finished groups, and what is kept of each after `kill -9`.
+"""Checkpoints for recovery: how a run that was killed goes on where it was.
 
-A run that is started again under its name goes on (`recover: auto`). The rule of what it goes on *from*:
+A run that is started again under the same name goes on from its last checkpoint (`recover: auto`). The rules:
 
-- **One process writes a run.** Who wants to go on with one that is still alive, as after a lost connection, is refused.
-- **A checkpoint is a step.** recover/step00040 holds all that step 41 depends on: model and optimizer (sharded, by
-  torch.distributed.checkpoint, so that any number of ranks reads it), schedules, random state, the place in the data,
-  and which groups were open: drawn from the data, not yet trained on. Of its files state.pickle comes last, and all at
-  once; a checkpoint without it never existed.
-- **A step that no checkpoint holds did not happen.** Its line is cut from metrics.jsonl and it is done again. So every
-  step is in the surviving lineage once: its line is written before the checkpoint is.
-- **A finished group outlives its process.** Before a group counts as accepted it is a file,
-  recover/groups/{task}.safetensors. Each open group of the checkpoint whose file is there is put back as
-  finished, in its place in the order of start; the others are rolled out again, under the same id and so
-  with the same sampling seeds.
-- **Except when it comes from weights that are gone.** A group with a token newer than the checkpoint's version v was
-  sampled by a policy that the new lineage will not have (its version v + 1 is another one). It is dropped and rolled
-  out again. Older tokens are as good as ever: their weights are this lineage's, too.
+- **One process writes a run.** A second process that is started on the same run is refused while the first one lives.
+- **A checkpoint holds everything that the next step depends on.** recover/step00040 holds the model and the optimizer
+  (sharded by torch.distributed.checkpoint, so any number of ranks can read it), the schedules, the random states, the
+  position in the data, and the list of open groups. A group is open if its prompt was drawn from the data and no step
+  has trained on it yet. state.pickle is written last and in one piece: a checkpoint without it is ignored.
+- **A step after the last checkpoint is done again.** Its line is removed from metrics.jsonl. A step's line is written
+  before its checkpoint, so in the end metrics.jsonl has every step once.
+- **A finished group survives the process.** A group becomes the file recover/groups/{task_id}.safetensors before it
+  counts as accepted. After a restart, an open group with a file is put back as finished, at its place in the order of
+  start. An open group without a file is rolled out again, with the same id and therefore the same sampling seeds.
+- **A group with tokens of lost weights is dropped.** Suppose the checkpoint has version 40 and the run was killed at
+  version 42. The restarted run makes a new version 41 with other weights. A group with a token of the old version 41
+  is therefore rolled out again. A group with tokens of versions up to 40 is kept.
 
-Why the age bound of staleness.py still holds: groups that are put back stand in front, in their old order, so each is
-consumed no later than it would have been; the gate is told version * B + (groups put back) places are taken. With a
-smaller eta or batch than before it would not hold: a group that would be too old at its turn is rolled out again.
+The age bound of staleness.py still holds. Restored groups stand first and in their old order, so a step consumes them
+no later than before. The gate counts version * B + (restored groups) places as taken, with B the batch size. If eta
+or B is smaller than before the restart, a group that would become too old is rolled out again.
 
-Not promised: that the order of starts is the same as without the crash, unless the run is synchronous; survival of a
-power failure between the write of a file and the disk; the groups that agents submit beside prepare_batch.
-
-Beside AReaL: there in-flight and accepted but untrained rollouts are lost, and before #1345 the gate opened too wide.
+Not promised: the same order of starts as without the kill, unless the run is synchronous; a power failure between the
+write of a file and the disk; groups that agents submit outside prepare_batch.
 """
 
 import fcntl
@@ -49,29 +46,34 @@ PARTIAL = ".partial"  # suffix of a file that is being written
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """All or nothing, whenever the process dies."""
+    """Write a file so that it exists completely or not at all, whenever the process dies."""
     partial = path.with_suffix(PARTIAL)
     partial.write_bytes(content)
     os.replace(partial, path)
 
 
 def claim(run_dir: Path) -> TextIO:
-    """Make the run's folder this process's own while the returned file is open; however it ends, the kernel lets go.
-    ConfigError where another process has it. A file system without locks protects nobody."""
+    """Lock the run's folder for this process, for as long as the returned file is open.
+
+    The kernel releases the lock when the process ends, however it ends. Raises ConfigError if another process holds the
+    lock. On a file system without locks nothing is protected.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = (run_dir / "lock").open("w")
-    os.register_at_fork(after_in_child=lock.close)  # or a child would keep it
+    os.register_at_fork(after_in_child=lock.close)  # a forked child would hold the lock too
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ConfigError(f"{run_dir} is being written by another process: wait, or give another trial_name") from error
-    except OSError:  # no locks here
+        raise ConfigError(
+            f"{run_dir} is being written by another process: wait until it ends, or give another trial_name"
+        ) from error
+    except OSError:  # this file system has no locks
         pass
     return lock
 
 
 def folders_of_steps(folder: Path) -> dict[int, Path]:
-    """Those named step00040 and so on; what somebody keeps beside them has another name."""
+    """Return the folders named step00040 and so on, by step. Folders with other names are ignored."""
     named = {path.name.removeprefix("step"): path for path in folder.glob("step*")}
     return {int(step): path for step, path in named.items() if step.isdecimal()}
 
@@ -90,7 +92,7 @@ def save_model(actor: Any, folder: Path, step: int, keep: int) -> None:
 
 
 class GroupLog:
-    """Finished groups that no checkpoint has trained on, a file each. Written by the rollout's threads."""
+    """The finished groups that no checkpoint has trained on, one file each. The rollout's threads write it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -99,39 +101,44 @@ class GroupLog:
             left.unlink()
 
     def path(self, task_id: int) -> Path:
+        """Return the file of a group."""
         return self.folder / f"{task_id}.safetensors"
 
     def write(self, task_id: int, group: Trajectory) -> None:
+        """Write a finished group to its file."""
         write_whole(self.path(task_id), save({k: v.contiguous().clone() for k, v in group.items()}))
 
     def read(self, task_ids: Any, version: int) -> dict[int, Trajectory]:
-        """Those of `task_ids` that are here and hold no token newer than `version`, in the order given."""
+        """Return those of the groups `task_ids` that have a file and no token newer than `version`, in that order."""
         groups = {i: complete(load_file(self.path(i)), i) for i in task_ids if self.path(i).exists()}
         return {i: group for i, group in groups.items() if (tail_version(group) or 0) <= version}
 
     def keep(self, task_ids: Any, below: float = float("inf")) -> None:
-        """Forget every group with an id less than `below` but `task_ids`."""
+        """Delete the files of all groups with an id less than `below`, except the groups `task_ids`."""
         for path in self.folder.glob("*.safetensors"):
             if int(path.stem) < below and int(path.stem) not in task_ids:
                 path.unlink()
 
 
 def cut_metrics(path: Path, last_step: int) -> None:
-    """Leave the lines of steps 1 to last_step, which are the first; the last one may be torn."""
+    """Keep the lines of steps 1 to last_step in metrics.jsonl and remove the lines after them.
+
+    Raises ConfigError if a line is missing. The last line may be incomplete, since the process died.
+    """
     lines = path.read_text().splitlines(keepends=True)[:last_step] if path.exists() else []
     steps = [json.loads(line)["step"] for line in lines if line.endswith("\n")]
     if steps != list(range(1, last_step + 1)):
-        raise ConfigError(f"{path} does not hold steps 1 to {last_step}; it was changed, give another trial_name")
+        raise ConfigError(f"{path} does not hold steps 1 to {last_step}: the file was changed; give another trial_name")
     write_whole(path, "".join(lines).encode())
 
 
 class Recovery:
-    """The checkpoints of one run. All ranks make one and call its methods together; off: they do nothing."""
+    """The checkpoints of one run. All ranks call its methods together. With mode "off" they do nothing."""
 
     def __init__(self, run_dir: Path, mode: str) -> None:
         self.folder, self.on = run_dir / "recover", mode == "auto"
-        self.step = 0  # of the checkpoint that the run goes on from
-        self.groups: GroupLog | None = None  # rank 0's
+        self.step = 0  # step of the checkpoint that the run goes on from, 0 if there is none
+        self.groups: GroupLog | None = None  # rank 0 has it, the other ranks have None
         if self.on and dist.get_rank() == 0:
             found = folders_of_steps(self.folder)
             self.step = max((step for step in found if (found[step] / "state.pickle").exists()), default=0)
@@ -140,16 +147,19 @@ class Recovery:
         self.step = share(self.step)
 
     def checkpoint(self, step: int) -> Path:
+        """Return the folder of the checkpoint of `step`."""
         return self.folder / f"step{step:05d}"
 
     def save(self, step: int, actor: Any, executor: Any) -> None:
-        """The checkpoint of `step`, whose line is in metrics.jsonl; then older ones are deleted."""
+        """Write the checkpoint of `step`, then delete the older ones. The step's line is already in metrics.jsonl."""
         target = self.checkpoint(step)
         if self.groups:
-            shutil.rmtree(target, ignore_errors=True)  # what a crash has left there
+            shutil.rmtree(
+                target, ignore_errors=True
+            )  # an incomplete checkpoint, from a life of the run that was killed
         dist.barrier()
         actor.save_state(target)
-        if self.groups:  # what rank 0 alone knows, when all ranks have written
+        if self.groups:  # rank 0 writes its own state after all ranks have written theirs
             rollout = executor.state_dict()
             state = {"steps": actor.steps, "rollout": rollout, "random": (random.getstate(), torch.get_rng_state())}
             write_whole(target / "state.pickle", pickle.dumps(state))
@@ -159,9 +169,9 @@ class Recovery:
         dist.barrier()
 
     def load(self, actor: Any, executor: Any) -> int:
-        """Put back the newest checkpoint; its step, 0 if there is none. The servers' weights are the caller's.
+        """Restore the newest checkpoint and return its step, 0 if there is none.
 
-        ConfigError where it does not fit the model.
+        The caller sends the restored weights to the servers. Raises ConfigError if the checkpoint does not fit the model.
         """
         if not self.step:
             if self.groups:
