@@ -1,32 +1,39 @@
-"""What a model's text contains beside text: its reasoning and its calls of tools.
+"""Take the text of a model apart: its reasoning, its text for the user, and its tool calls.
 
-A policy model writes tokens; an agent wants a message with `tool_calls` and perhaps reasoning. The default form is
-Qwen's and Hermes's:
+A model writes one text; an agent wants a message with `tool_calls` and perhaps reasoning. The default form is the one
+of Qwen and Hermes:
 
-    <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {...}}</tool_call>
+    <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
-The rule: what is certainly a call becomes one, everything else stays text. A call that is not closed, no JSON, without
-an object of arguments, or of a tool that was not offered is text like any other, so a request never fails because of
-what a model wrote, and the agent (and through the reward the policy) sees it. Blank space around reasoning and before a
-call belongs to the form and is dropped; that of a text without calls is kept, for it comes back in the next request.
+What is a call. The JSON between <tool_call> and the next </tool_call> is a call if it names a tool that the agent has
+offered and its arguments are an object. Everything else is text: a call without its end mark, broken JSON, an unknown
+tool. A request therefore never fails because of what the model wrote, and the agent sees the mistake. Blank space
+around the reasoning and before a call belongs to the form and is dropped. A text without calls is kept to the letter,
+because the agent sends it back in its next request.
 
-Streaming. `certain(p)` is the part of the text that no continuation of p can change: what may be the beginning of a
-mark is held back, and so is blank space, which a call may follow. So certain(p) is a prefix of parse(whole), and it
-only grows with p. Calls come with the end of the text.
+What a stream holds back. `certain` returns the part of an unfinished text that no continuation can change:
 
-Reasoning that the prompt begins. Whether it does may depend on a variable of the template or on the last message, so
-each call's own prompt is looked at: a <think> at its end is put before the model's text (`begun`).
+    "1 <tools"      -> "1 <tools"
+    "1 <tool"       -> "1"          <tool may become <tool_call>, and the blank before a call is dropped
+    "Hello \\n"      -> "Hello"      a call may follow
+    "<think>so </t" -> reasoning "so"
 
-Forcing a call. Without a grammar in the engine a call can be forced all the same: the first words of the call are put
-before the model's own (`opening`), as part of the prompt, untrained. The model fills in the arguments, or the name too
-where several tools are there. A model that then writes no valid JSON has written text.
+With every new token the certain part stays or grows, and it is always the beginning of what `parse` returns for the
+whole text. The calls are sent when the text is complete.
 
-Another form. A tokenizer with a response template (transformers) reads its model's form itself; a `tool_call_parser`
-that is not one of `HERMES` names one of SGLang's, for which SGLang must be installed. Of these nothing is certain
-before the end where tools are offered, and a call in them cannot be forced: `opening` refuses. A response template is
-read as if each prompt ended like a first one; an end token that is not the tokenizer's belongs into stop_token_ids.
+Reasoning in the prompt. Some chat templates end the prompt with <think>. `begun` looks at the end of each prompt, and a
+<think> found there is put before the model's text.
 
-It does not promise to repair anything. AReaL takes SGLang's parser or vLLM's, else warns and parses nothing.
+Forced calls. If tool_choice demands a call, `opening` returns the first words of one. They are added to the prompt,
+untrained, and put before the model's text when it is parsed. The model writes the arguments, and also the name if there
+are several tools. This needs no grammar, so the model may still write broken JSON, which stays text.
+
+Other forms. A tokenizer with a response template (transformers) reads its own model's form. A `tool_call_parser` that
+is not in `HERMES` names a parser of SGLang, which must be installed. If tools are offered, nothing in these forms is
+certain before the end, and a call cannot be forced. A response template is read as if every prompt ended like a first
+one. If the model has an end token that is not the tokenizer's, stop_token_ids must name it.
+
+What it does not promise: it repairs nothing that the model wrote.
 """
 
 import functools
@@ -39,13 +46,13 @@ from run.fields import Refusal, read_json
 
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 THINK, END_OF_THINK = "<think>", "</think>"
-HERMES = (None, "hermes", "qwen", "qwen25", "qwen3")  # names of the form above
-THINKERS = (None, "qwen3", "qwen3-thinking", "deepseek-r1", "glm45")  # who writes <think> ... </think>
-Tools = list[dict[str, Any]]  # in chat form
+HERMES = (None, "hermes", "qwen", "qwen25", "qwen3")  # values of tool_call_parser that mean the form above
+THINKERS = (None, "qwen3", "qwen3-thinking", "deepseek-r1", "glm45")  # reasoning parsers for <think> ... </think>
+Tools = list[dict[str, Any]]  # in the form of chat completions
 
 
 class Call(NamedTuple):
-    """A call of a tool; `arguments` is a JSON object as text."""
+    """A tool call; `arguments` is a JSON object as text."""
 
     name: str
     arguments: str
@@ -53,7 +60,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Parsed:
-    """A model's text, taken apart."""
+    """The parts of a model's text."""
 
     text: str
     reasoning: str = ""
@@ -61,52 +68,59 @@ class Parsed:
 
 
 def without_partial(text: str, marks: list[str]) -> str:
-    """`text` without an end that may be the beginning of a mark (a tag, a stop string) still to be completed."""
-    ends = (n for mark in marks for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n]))
-    return text[: len(text) - max(ends, default=0)]
+    """Return `text` without an end that may be the beginning of a mark: "1 <to" becomes "1 " for the mark "<tool>"."""
+    beginnings = [mark[:n] for mark in marks for n in range(1, len(mark))]
+    held_back = max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
+    return text[: len(text) - held_back]
 
 
 def split_thinking(text: str) -> tuple[str, str, bool]:
-    """(reasoning, what follows it, whether it is over)."""
+    """Return the reasoning, the text after it, and whether the reasoning has ended."""
     bare = text.lstrip()
     if not bare.startswith(THINK):
         return "", text, True
     reasoning, mark, rest = bare.removeprefix(THINK).partition(END_OF_THINK)
-    return reasoning.strip(), rest.lstrip(), bool(mark)
+    return reasoning.strip(), rest.lstrip(), mark == END_OF_THINK
 
 
 def split_calls(text: str, tools: Tools) -> tuple[str, list[Call], int]:
-    """(the text beside the calls, the calls, how far `text` is read: behind the last mark that closes a call)."""
+    """Return the text beside the calls, the calls, and the position after the last </tool_call> that ends a pair."""
+    names = frozenset(tool["function"]["name"] for tool in tools)
     pieces: list[str] = []
     calls: list[Call] = []
-    names = frozenset(tool["function"]["name"] for tool in tools)
-    begin = end = 0  # of the piece, of what is read
-    while tools and (opened := text.find(CALL, end)) >= 0 and (closed := text.find(END_OF_CALL, opened)) >= 0:
+    piece_begin = read = 0  # where the next piece of text begins; the position up to which all pairs are read
+    while tools:
+        opened = text.find(CALL, read)
+        closed = text.find(END_OF_CALL, opened)
+        if opened < 0 or closed < 0:
+            break
         call = read_call(text[opened + len(CALL) : closed], names)
-        end = closed + len(END_OF_CALL)
+        read = closed + len(END_OF_CALL)
         if call is not None:
-            pieces.append(text[begin:opened].rstrip())
+            pieces.append(text[piece_begin:opened].rstrip())
             calls.append(call)
-            begin = end
-    pieces.append(text[begin:].rstrip() if calls else text[begin:])
-    return "".join(pieces), calls, end
+            piece_begin = read
+    pieces.append(text[piece_begin:].rstrip() if calls else text[piece_begin:])
+    return "".join(pieces), calls, read
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(4096)  # a stream parses its text again at each token, and reads each call once
 def read_call(body: str, names: frozenset[str]) -> Call | None:
-    """What stands between the marks as a call of one of the tools, or None. A stream asks again at each token."""
+    """Return the call in the text between two marks, or None if it is no call of one of the named tools."""
     try:
         call = read_json(body)
-        arguments = json.dumps(call["arguments"], ensure_ascii=False)
-        return Call(call["name"], arguments) if call["name"] in names and isinstance(call["arguments"], dict) else None
+        name, arguments = call["name"], call["arguments"]
+        if name not in names or not isinstance(arguments, dict):
+            return None
+        return Call(name, json.dumps(arguments, ensure_ascii=False))
     except (ValueError, TypeError, KeyError):
         return None
 
 
 class OutputParser:
-    """Reads the texts of one model. It holds no state of a text: a stream asks again with all there is so far.
+    """Parse the texts of one model. A parser keeps nothing about a text: a stream passes all of its text each time.
 
-    Raises ValueError for a parser that does not exist here.
+    Raises ValueError if there is no parser of the given name.
     """
 
     def __init__(
@@ -115,62 +129,68 @@ class OutputParser:
         if reasoning_parser not in THINKERS:
             raise ValueError(f"reasoning_parser: one of {', '.join(filter(None, THINKERS))} is needed")
         self._tokenizer = tokenizer
-        self._sglang = tool_call_parser not in HERMES and sglang_parser(tool_call_parser)
+        self._sglang = None if tool_call_parser in HERMES else sglang_parser(str(tool_call_parser))
         template = getattr(tokenizer, "response_template", None)
-        self.special_tokens = tool_call_parser is None and template is not None  # parse wants them in the text
-        if self.special_tokens:  # and the end of a prompt
+        # Whether the tokenizer's response template parses the text, which must then contain the special tokens.
+        self.special_tokens = tool_call_parser is None and template is not None
+        if self.special_tokens:  # a response template also wants a prompt, for the marks at its end
             talk = [{"role": "user", "content": "x"}]
             self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
 
     def foreign(self, tools: Tools) -> bool:
-        """Whether the form is not ours. Its marks may be special tokens, so they must be in the text."""
-        return self.special_tokens or bool(self._sglang and tools)
+        """Return whether the text has another form than the default; then it must contain the special tokens."""
+        return self.special_tokens or (self._sglang is not None and bool(tools))
 
     def parse(self, text: str, tools: Tools) -> Parsed:
-        """A whole text. Only `tools` can be called: without them nothing is a call. Never raises."""
+        """Return the parts of a whole text. Only `tools` can be called. Never raises."""
         if self.foreign(tools):
             try:
-                return self._foreign(text, tools)
+                return self._parse_foreign(text, tools)
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-                return Parsed(text)  # a form that is not kept: all of it is text
+                return Parsed(text)  # the model has not kept to the form
         reasoning, rest, _ = split_thinking(text)
         rest, calls, _ = split_calls(rest, tools)
         return Parsed(rest, reasoning, calls)
 
     def certain(self, text: str, tools: Tools) -> Parsed:
-        """The beginnings of text and reasoning that no continuation of `text` can change; no calls."""
-        text = text.rstrip("\ufffd")  # the bytes of a character that is not yet complete
+        """Return the beginnings of the text and the reasoning that no continuation of `text` can change; no calls."""
+        text = text.rstrip("\ufffd")  # stands for the bytes of a character that is not yet complete
         if self.foreign(tools) or THINK.startswith(text.lstrip()):
             return Parsed("")
-        reasoning, rest, over = split_thinking(text)
-        if not over:
-            return Parsed("", split_thinking(without_partial(text, [END_OF_THINK]))[0])
+        reasoning, rest, has_ended = split_thinking(text)
+        if not has_ended:
+            reasoning, _, _ = split_thinking(without_partial(text, [END_OF_THINK]))
+            return Parsed("", reasoning)
         if not tools:
             return Parsed(rest, reasoning)
-        read = split_calls(rest, tools)[2]
+        _, _, read = split_calls(rest, tools)
         opened = rest.find(CALL, read)
         decided = rest[:opened] if opened >= 0 else rest[:read] + without_partial(rest[read:], [CALL])
-        return Parsed(split_calls(decided, tools)[0].rstrip(), reasoning)
+        beside_calls, _, _ = split_calls(decided, tools)
+        return Parsed(beside_calls.rstrip(), reasoning)
 
     def begun(self, prompt: str) -> str:
-        """What a prompt that ends so has begun of the answer: <think> or nothing. It belongs to what `parse` gets."""
+        """Return <think> if the prompt ends with it, else "". The text for `parse` must begin with this."""
         return THINK if prompt.rstrip().endswith(THINK) and not self.special_tokens else ""
 
     def opening(self, tool_choice: str, tools: Tools, begun: str) -> str:
-        """The text that begins a call, to be put between what is `begun` and the model's own; "" where none is forced.
+        """Return the first words of a forced call, or "" if tool_choice forces none.
 
-        It belongs to the text that `parse` gets. Raises Refusal for a form in which a call cannot be forced.
+        For the tool f they are '<tool_call>\\n{"name": "f", "arguments": '. The text for `parse` consists of `begun`, this
+        opening and the model's text. Raises Refusal if a call in this model's form cannot be forced.
         """
         if tool_choice in ("auto", "none"):
             return ""
         if self.foreign(tools):
             raise Refusal("tool_choice: this model's form of tool calls cannot be forced; use auto")
         names = [tool["function"]["name"] for tool in tools] if tool_choice == "required" else [tool_choice]
-        head = f"{END_OF_THINK}\n\n" * bool(begun) + f'{CALL}\n{{"name": '
-        return head + (f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"')
+        end_of_reasoning = f"{END_OF_THINK}\n\n" if begun else ""
+        call = f'{CALL}\n{{"name": '
+        call += f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"'  # else the model writes the name
+        return end_of_reasoning + call
 
-    def _foreign(self, text: str, tools: Tools) -> Parsed:
-        """By SGLang's parser or the tokenizer's response template. Raises ValueError for a form that is not kept."""
+    def _parse_foreign(self, text: str, tools: Tools) -> Parsed:
+        """Parse with SGLang's parser or the tokenizer's response template. Raises ValueError for an unknown tool."""
         if self._sglang:
             reasoning, rest, _ = split_thinking(text)
             rest, functions = self._sglang(rest, tools)
@@ -182,12 +202,16 @@ class OutputParser:
         names = frozenset(tool["function"]["name"] for tool in tools)
         calls = [read_call(json.dumps(function), names) for function in functions]
         if None in calls:
-            raise ValueError("a call of no tool")
+            raise ValueError("the text contains a call of a tool that was not offered")
         return Parsed(rest, reasoning, [call for call in calls if call])
 
 
 def sglang_parser(name: str) -> Callable[[str, Tools], tuple[str, list[dict[str, Any]]]]:
-    """SGLang's parser of that name: (text, tools) -> (text beside the calls, the calls). Raises ValueError."""
+    """Return SGLang's parser of that name as a function of a text and the tools.
+
+    The function returns the text beside the calls, and the calls as {"name", "arguments"}. Raises ValueError if SGLang
+    is not installed or has no such parser.
+    """
     try:
         from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -195,7 +219,7 @@ def sglang_parser(name: str) -> Callable[[str, Tools], tuple[str, list[dict[str,
         ours = ", ".join(filter(None, HERMES))
         reason = "needs SGLang, which cannot be imported"
         raise ValueError(f"tool_call_parser: {name} {reason}; without it: {ours}") from error
-    FunctionCallParser([], name)  # an unknown name is an error now
+    FunctionCallParser([], name)  # raises ValueError for an unknown name, before the first request
 
     def parse(text: str, tools: Tools) -> tuple[str, list[dict[str, Any]]]:
         parser = FunctionCallParser([Tool.model_validate(tool) for tool in tools], name)
