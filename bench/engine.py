@@ -39,7 +39,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from inference.tiny.model import TinyModel, run_step
-from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
+from inference.tiny.scheduler import Request, SamplingParams, Scheduler, Sequence
 
 PROMPT, NEW = 64, 128
 # name: layers, width, vocabulary, heads, key heads, width of the feed-forward layers
@@ -93,7 +93,7 @@ def by_engine(tiny: TinyModel, batch: list[list[int]], new: int) -> float:
     start = time.process_time()
     for i, prompt in enumerate(batch):
         params = SamplingParams(max_new_tokens=new, sampling_seed=i)
-        scheduler.submit(Sequence(str(i), len(prompt), list(prompt), params))
+        scheduler.submit(Sequence(Request(str(i), prompt, params)))
     while run_step(scheduler, tiny):
         pass
     seconds = time.process_time() - start

@@ -1,37 +1,41 @@
-"""The slot cache and one step of a batch: how a Hugging Face model decodes many sequences at once.
+"""One step of a batch: how a Hugging Face model decodes many sequences at once over a cache of keys and values.
 
-**The rule.** A *slot* is one row of the KV cache. It knows how many of its tokens are `cached`; a step feeds what is
-not, `tokens[cached:]`, for every row it is given, and returns the logits of each row's last token. So prefill, decode,
-resuming after an abort, starting over under new weights and continuing a conversation are one code path: they differ
-in `cached` only.
+**The rule.** A step feeds each sequence the tokens whose keys and values are not in the cache yet, and returns the
+logits of its last token. Prefill, decode, a restart under new weights and the next turn of a conversation run the same
+code. They differ only in how many tokens are cached already.
 
-**How it works.** A transformers model asks three things of its cache and mask: it calls `past_key_values.update(k, v,
-layer)`, it takes `position_ids`, and a 4-D `attention_mask` is used as it is. SlotCache answers the first by writing
-keys and values where each row's sequence ends and returning a view of the cache; nothing is concatenated. The model
-itself is unmodified; only its attention function is ours (transformers' AttentionInterface), because it computes all
-query heads that share a key head in one go and because of the next paragraph.
+**Three coordinates** locate a token:
 
-**Bits.** A row's logits shall not depend on its neighbours, or a run with a fixed seed would not repeat itself: which
-requests meet in a batch is a matter of milliseconds. A matrix product rounds differently when its shape makes the
-library choose another kernel. Measured with torch 2.13 and MKL on a CPU with AVX-512: results are equal bit by bit as
-long as every product has at least four rows and the number of keys avoids two residues (`key_length`). Then one row
-alone, the same row among 64, prefill in one go, prefill after a reused prefix and token-by-token decoding all give
-identical logits. Filling up to four rows makes a single stream of a larger model a quarter slower (0.13M parameters:
-not at all), so it is done where `deterministic` asks for it; else batches of one to three rows differ in the last bit.
-Another processor or BLAS may choose its kernels elsewhere: there the tokens are still almost always the same, and
-logits agree to 1e-6. bench/engine.py prints which of the two holds.
+    slot      the row of the cache that belongs to its sequence; four spare slots follow the scheduler's slots
+    row       the row of the batch that feeds the token; row r belongs to slot first_slot + r
+    position  the place of the token in its sequence, from 0; its key and value are stored at (slot, position)
 
-**Randomness** is counter-based: the uniform number that picks the token at position p of a request with seed s is a
-hash of (s, p). No generator has state, so a request's noise depends on nothing but itself, and an aborted request
-that is sent again with its partial output goes on with the numbers it would have got.
+An example with 6 + 4 slots: step(feeds=[[b0, b1, b2, b3], [c2, c3]], cached=[0, 2], first_slot=1). Rows end at the
+right edge, so the last column holds the last token of each sequence. Padding (--) is written to the last spare slot,
+which no step reads.
 
-**Logprobs** are log_softmax(logits / T) over the whole vocabulary in float32, before top_p and top_k, and after
-penalties (they change the logits); at T = 0 log_softmax(logits). That is SGLang's definition and what a trainer
-reproduces by dividing its logits by the same T.
+    cache    position 0  1  2  3      batch    column 0  1  2  3      position       written to slot
+    slot 0            a0 a1 a2 a3
+    slot 1            .  .  .  .      row 0           b0 b1 b2 b3      0  1  2  3     1  1  1  1
+    slot 2            c0 c1 .  .      row 1           -- -- c2 c3      0  0  2  3     9  9  2  2
 
-What it does not do: sliding windows, recurrent layers, soft-capped attention (`check` runs a few tokens through the
-model's own forward and refuses a model that disagrees), paged memory (each slot is as long as the longest sequence
-so far), anything but float32. AReaL has no such file: its servers are SGLang and vLLM, on GPUs.
+The model is an unmodified transformers model, which calls `SlotCache.update` and `slot_attention` in each layer.
+
+**Bits.** A row's logits must not depend on its neighbours, or a run with a fixed seed would not repeat itself. A matrix
+product rounds differently if its shape makes the library choose another kernel. Measured with torch 2.13 and MKL on a
+CPU with AVX-512, logits are equal bit by bit as long as every product has at least four rows and the number of keys
+follows `key_length`. Then a row has the same logits alone and among 64 others, and prefill the same as decoding.
+Filling a decode step up to four rows makes a single stream of a larger model a quarter slower, so only `deterministic`
+asks for it. Other processors choose other kernels: their logits agree to about 1e-6, and their tokens almost always.
+bench/engine.py prints whether the bits are equal on the machine at hand.
+
+**Randomness.** The uniform number that picks the token at position p of a request with seed s is a hash of (s, p). No
+generator keeps a state. An aborted request that is sent again with its partial output goes on with its own numbers.
+
+**Logprobs** are log_softmax(logits / T) over the whole vocabulary, in float32, after penalties and before top_p and
+top_k. At T = 0 they are log_softmax(logits). A trainer reproduces them by dividing its logits by T.
+
+Not supported: sliding windows, recurrent layers, soft-capped attention, paged memory, any precision but float32.
 """
 
 import base64
@@ -51,25 +55,35 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
 
-MIN_ROWS = 4  # fewer rows in a matrix product select another kernel, and other bits
+MIN_ROWS = 4  # a matrix product with fewer rows uses another kernel, which rounds differently
 
 
 class ModelError(ValueError):
-    """A model or a set of weights that cannot be used; the message is one line."""
+    """A model or a set of weights that cannot be used. The message is one line."""
+
+
+# The cache, and the attention that reads it
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least n."""
+    return -(-n // multiple) * multiple
 
 
 def key_length(longest: int) -> int:
-    """Keys attended to when the longest row has `longest`: a multiple of 64, so that shapes repeat; 256
-    and 320 keys (modulo the attention kernel's block of 512) are summed in another order than the rest,
-    so 384 replaces them."""
-    keys = -(-longest // 64) * 64
-    return keys + (-keys % 128 or 128 if keys % 512 in (256, 320) else 0)
+    """Return how many keys every row attends to, if the longest row has `longest`. Multiples of 64 let shapes repeat.
+    The attention kernel works in blocks of 512 keys and sums 256 or 320 of them in another order: 384 replaces both."""
+    keys = round_up(longest, 64)
+    if keys % 512 in (256, 320):
+        keys = round_up(keys + 1, 128)
+    return keys
 
 
 def slot_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **kwargs: Any):
-    """softmax(q k' / sqrt(d) + mask) v, the query heads of one key head stacked as rows of one product.
+    """Compute softmax(q k' / sqrt(d) + mask) v, with all query heads that share a key head in one matrix product.
 
-    query (n, heads, q, d); key, value (n, groups, keys, d); mask (n, 1, q, keys), 0 or -inf. Returns (n, q, heads, d).
+    query (n, heads, q, d); key, value (n, groups, keys, d); mask (n, 1, q, keys), 0 or -inf. Returns (n, q, heads, d)
+    and, as transformers expects, None in place of the attention weights.
     """
     n, heads, q, d = query.shape
     stacked = query.reshape(n, key.shape[1], -1, d)  # (n, groups, heads/groups * q, d)
@@ -86,45 +100,52 @@ AttentionInterface.register("slots", slot_attention)
 
 
 class SlotCache:
-    """Keys and values of all slots: `kv` (layers, 2, rows, groups, length, d). Four spare rows: filler for batches
-    below four rows, the last of them also the place where the keys of padding are thrown."""
+    """The keys and values of all slots, in one tensor `kv` (layers, 2, slots + 4, groups, positions, d).
+
+    The four spare slots fill up small batches. The last one, `discard`, takes the keys and values of padding.
+    """
 
     def __init__(self, layers: int, slots: int, groups: int, d: int) -> None:
         self.kv = torch.zeros(layers, 2, slots + MIN_ROWS, groups, 64, d)
-        self.where = torch.empty(0)  # (n * groups * q,): flat places that the step under way writes
-        self.rows = slice(0, 0)  # the rows it reads
-        self.keys = 0  # and how many of their keys
+        self.discard = slots + MIN_ROWS - 1
+        self.write: tuple[Tensor, ...] = ()  # index of the step's fed tokens in kv[layer, 0] and kv[layer, 1]
+        self.read: tuple[slice, ...] = ()  # index of what the step attends to
 
-    def aim(self, rows: slice, places: Tensor, positions: Tensor, keys: int) -> None:
-        """Set what `update` will do in this step: places, positions (n, q) say which cache row and position each
-        fed token is written to; `rows` and `keys` what is read. Makes room for so many keys, at least doubling, so
-        that copying stays rare."""
-        groups, length = self.kv.shape[-3:-1]
-        if keys > length:
-            length = max(keys, 2 * length)
-            self.kv = F.pad(self.kv, (0, 0, 0, length - self.kv.shape[-2]))
-        flat = (places[:, None] * groups + torch.arange(groups)[:, None]) * length + positions[:, None]
-        self.where, self.rows, self.keys = flat.flatten(), rows, keys  # flat: (n, groups, q)
+    def begin_step(self, slots: Tensor, positions: Tensor, read_slots: slice, n_keys: int) -> None:
+        """Make room for n_keys positions, and note where `update` shall write and what it shall return.
+
+        slots, positions (rows, columns): where the key and value of each fed token go. read_slots: the slots of the
+        rows, of which the first n_keys positions are read. The cache at least doubles when it grows.
+        """
+        length = self.kv.shape[-2]
+        if n_keys > length:
+            self.kv = F.pad(self.kv, (0, 0, 0, max(n_keys, 2 * length) - length))
+        groups = torch.arange(self.kv.shape[-3])[:, None]
+        self.write = (slots[:, None], groups, positions[:, None])  # together (rows, groups, columns)
+        self.read = (read_slots, slice(None), slice(n_keys))
 
     def update(self, k: Tensor, v: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """What transformers calls: k, v (n, groups, q, d) of the fed tokens -> views (n, groups, keys, d) of all."""
-        d = k.shape[-1]
+        """Store k, v (rows, groups, columns, d) of the fed tokens; return views (rows, groups, keys, d) of all keys and
+        values of these rows. transformers calls this in every layer."""
         keys, values = self.kv[layer]
-        keys.view(-1, d).index_copy_(0, self.where, k.reshape(-1, d))
-        values.view(-1, d).index_copy_(0, self.where, v.reshape(-1, d))
-        return keys[self.rows, :, : self.keys], values[self.rows, :, : self.keys]
+        keys[self.write] = k
+        values[self.write] = v
+        return keys[self.read], values[self.read]
 
-    def swap(self, i: int, j: int) -> None:
-        """Exchange two rows."""
+    def exchange(self, i: int, j: int) -> None:
+        """Exchange the contents of slots i and j."""
         self.kv[:, :, [i, j]] = self.kv[:, :, [j, i]]
 
 
+# The model
+
+
 class TinyModel:
-    """A causal LM and its slots. `step` is the only forward pass; `replace_weights` the only change of weights."""
+    """A causal language model and its cache. Only `step` runs the model, and only `replace_weights` changes it."""
 
     def __init__(self, path: str, slots: int, deterministic: bool = False) -> None:
-        """Read a Hugging Face directory. Raises ModelError where it is none or of an architecture that does not fit,
-        and what transformers raises for other reasons: OSError and ValueError."""
+        """Read a Hugging Face folder. Raises ModelError if it holds no model, or one that the slot cache cannot serve.
+        transformers raises OSError or ValueError for other faults of the folder."""
         if not (Path(path) / "config.json").is_file():
             raise ModelError(f"no model in {path}: a Hugging Face directory with config.json is needed")
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="slots")
@@ -132,11 +153,11 @@ class TinyModel:
         heads = config.num_attention_heads
         self.model = model.eval()
         self.slots = slots
-        self.min_rows = MIN_ROWS if deterministic else 1
+        self.min_rows = MIN_ROWS if deterministic else 1  # rows of a decode step at least
         self.vocab_size: int = config.vocab_size
         self.context_length: int = config.max_position_embeddings
         eos = model.generation_config.eos_token_id
-        self.eos = frozenset(eos if isinstance(eos, list) else [eos])  # ids that end a sequence; may hold None
+        self.eos = frozenset(eos if isinstance(eos, list) else [eos])  # token ids that end a text; may contain None
         groups = getattr(config, "num_key_value_heads", None) or heads
         d = getattr(config, "head_dim", None) or config.hidden_size // heads
         self.cache = SlotCache(config.num_hidden_layers, slots, groups, d)
@@ -144,7 +165,7 @@ class TinyModel:
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Refuse a model whose own forward pass disagrees with `step`."""
+        """Compare `step` with the model's own forward pass on six tokens. Raises ModelError if they disagree."""
         kinds = set(getattr(self.model.config, "layer_types", None) or []) - {"full_attention"}
         if kinds:
             raise ModelError(f"layers of kind {', '.join(kinds)} are not supported, only full attention")
@@ -154,45 +175,57 @@ class TinyModel:
         theirs = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
         self.model.set_attn_implementation("slots")
         if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
-            raise ModelError(f"{type(self.model).__name__} does not fit the slot cache: its logits are others")
+            name = type(self.model).__name__
+            raise ModelError(f"{name} is not supported: with the slot cache it gives other logits than without")
 
     @torch.inference_mode()
-    def step(self, feeds: list[list[int]], cached: list[int], first: int = 0, every: bool = False) -> Tensor:
-        """Feed the rows first, first + 1, .. their next tokens.
+    def step(self, feeds: list[list[int]], cached: list[int], first_slot: int = 0, all_logits: bool = False) -> Tensor:
+        """Run one forward pass. Row r feeds slot first_slot + r the tokens feeds[r], which follow cached[r] tokens.
 
-        feeds: per row, the tokens behind its `cached` first ones. Returns logits (n, k, vocab), the last of the k
-        being those of each row's last token; with `every` k covers the longest feed. Rows are right-aligned.
+        Returns logits (n, k, vocab) of the last k columns, so [:, -1] are those of each row's last token. k is the
+        number of columns if all_logits is set, else at most four.
         """
-        n, q = len(feeds), max(map(len, feeds))
-        if q > 1:  # prefill: columns of padding in front
-            q = -(-q // MIN_ROWS) * MIN_ROWS
-        else:  # decode: at least min_rows rows
-            fill = max(0, self.min_rows - n)
-            feeds, cached = [*feeds, *[[]] * fill], [*cached, *[0] * fill]
+        # 1. Fill up: prefill to a multiple of four columns, decode to at least min_rows rows.
+        n, columns = len(feeds), max(map(len, feeds))
+        if columns > 1:
+            columns = round_up(columns, MIN_ROWS)
+        else:
+            empty = max(0, self.min_rows - n)
+            feeds, cached = feeds + [[]] * empty, cached + [0] * empty
         rows = len(feeds)
-        ids = torch.tensor([[0] * (q - len(feed)) + feed for feed in feeds])  # (rows, q)
-        ends = torch.tensor([c + len(feed) for c, feed in zip(cached, feeds, strict=True)])[:, None]
-        positions = ends + torch.arange(-q, 0)  # (rows, q)
-        padding = positions < torch.tensor(cached)[:, None]
+        ids = torch.tensor([[0] * (columns - len(feed)) + feed for feed in feeds])  # (rows, columns)
+
+        # 2. Positions: each row counts up to its last token, in the last column; padding gets position 0.
+        begin = torch.tensor(cached)[:, None]  # (rows, 1)
+        end = begin + torch.tensor([len(feed) for feed in feeds])[:, None]  # (rows, 1)
+        positions = end + torch.arange(-columns, 0)  # (rows, columns)
+        padding = positions < begin
         positions = positions.masked_fill(padding, 0)
-        places = torch.arange(first, first + rows)[:, None].masked_fill(padding, self.slots + MIN_ROWS - 1)
-        keys = key_length(int(positions.max()) + 1)
-        self.cache.aim(slice(first, first + rows), places, positions, keys)
-        mask = torch.zeros(rows, q, keys).masked_fill_(torch.arange(keys) > positions[:, :, None], float("-inf"))
+
+        # 3. Slots: what is fed is written to the row's own slot, padding to the discard slot.
+        slots = torch.arange(first_slot, first_slot + rows)[:, None]  # (rows, 1)
+        slots = slots.masked_fill(padding, self.cache.discard)  # (rows, columns)
+        n_keys = key_length(int(positions.max()) + 1)
+        self.cache.begin_step(slots, positions, slice(first_slot, first_slot + rows), n_keys)
+
+        # 4. Mask: a token attends to the positions 0 .. its own. 0 where it attends, -inf elsewhere.
+        hidden = torch.arange(n_keys) > positions[:, :, None]  # (rows, columns, keys)
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+
+        # 5. The forward pass. `update` writes the new keys and values, then attention reads all of them.
         output = self.model(
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask[:, None],
             past_key_values=self.cache,
-            logits_to_keep=q if every else min(q, MIN_ROWS),
+            logits_to_keep=columns if all_logits else min(columns, MIN_ROWS),
         )
         return output.logits[:n]
 
     @torch.inference_mode()
     def replace_weights(self, named: Mapping[str, Tensor], whole: bool = True) -> None:
-        """Copy new weights over the old; an error, and nothing copied, when names or shapes do not match, or when it
-        should be the `whole` model and is not. What is NaN or infinite in the cache becomes 0: a row's next sequence
-        masks it by adding -inf and weighs it with 0, and NaN stays NaN under both."""
+        """Copy new weights over the old ones. Raises ModelError, before the first copy, if a name or a shape does not
+        match, or if `whole` is set and a weight is missing."""
         own = self.model.state_dict()
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         if unknown := named.keys() - own.keys():
@@ -204,11 +237,16 @@ class TinyModel:
                 raise ModelError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}")
         for name, tensor in named.items():
             own[name].copy_(tensor)
+        # The mask adds -inf to the scores of a slot's old keys, and attention then weighs their values with 0. Neither
+        # removes a NaN or an infinity that bad weights have left in the cache, so they become 0 here.
         self.cache.kv.nan_to_num_(0.0, 0.0, 0.0)
 
 
+# Reading new weights
+
+
 def read_weights(path: str) -> dict[str, Tensor]:
-    """All tensors of a directory's safetensors files; ModelError when there are none or they cannot be read."""
+    """Read all tensors of a folder's safetensors files. Raises ModelError if there are none or one is damaged."""
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
         raise ModelError(f"no *.safetensors in {path}")
@@ -219,7 +257,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
 
 def receive_weights(group: Any, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> dict[str, Tensor]:
-    """The tensors that rank 0 of `group` broadcasts in this order."""
+    """Receive the tensors that rank 0 of the process group broadcasts, in the order of `names`."""
     like = zip(names, dtypes, shapes, strict=True)
     named = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in like}
     for work in [group.broadcast(tensor, 0) for tensor in named.values()]:
@@ -228,10 +266,11 @@ def receive_weights(group: Any, names: list[str], dtypes: list[str], shapes: lis
 
 
 class TensorReader(pickle.Unpickler):
-    """Reads tensors and nothing else: a pickle can call any function, and this one came over HTTP."""
+    """Unpickle tensors and refuse everything else: a pickle from the network could call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch.storage", "_load_from_bytes"):  # which itself would read any pickle
+        """Return what the pickle names, if a tensor needs it. Raises ModelError otherwise."""
+        if (module, name) == ("torch.storage", "_load_from_bytes"):  # torch's own version would read any pickle
             return lambda raw: torch.load(io.BytesIO(raw), weights_only=True)
         if (module, name) in {("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")}:
             return super().find_class(module, name)
@@ -239,12 +278,15 @@ class TensorReader(pickle.Unpickler):
 
 
 def unpack_weights(serialised: list[str]) -> dict[str, Tensor]:
-    """The tensors in weights.serialise's base64, one for each rank of a server."""
+    """Read the tensors of /update_weights_from_tensor: one base64 text for each GPU of a server, here just one."""
     return dict(TensorReader(io.BytesIO(base64.b64decode(serialised[0]))).load())
 
 
+# Sampling
+
+
 def uniforms(seeds: list[int], positions: list[int]) -> Tensor:
-    """One number in [0, 1) per row, a hash (splitmix64) of (seed, position). (n,) float32, 23 bits."""
+    """Return one number in [0, 1) for each row: the splitmix64 hash of (seed, position). (n,) float32, 23 bits."""
     x = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
     for word in (np.array(positions, dtype=np.uint64), np.uint64(0)):
         x = (x ^ word) + np.uint64(0x9E3779B97F4A7C15)
@@ -255,7 +297,10 @@ def uniforms(seeds: list[int], positions: list[int]) -> Tensor:
 
 
 def truncate(weights: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Zero what top_k and top_p leave out, never the likeliest; not renormalised. weights (n, vocab) -> the same."""
+    """Set the weights of the tokens that top_k and top_p exclude to 0, but never that of the most likely token.
+
+    weights (n, vocab). The result has this shape too, and its rows no longer sum to 1.
+    """
     ranked, order = weights.sort(dim=-1, descending=True)
     rank = torch.arange(weights.shape[1])
     top_k = torch.tensor([p.top_k if p.top_k > 0 else weights.shape[1] for p in params])[:, None]
@@ -265,46 +310,59 @@ def truncate(weights: Tensor, params: list[SamplingParams]) -> Tensor:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, batch: list[Sequence]) -> tuple[list[int], list[float]]:
-    """Draw the next token of each sequence; logits (n, vocab). Returns n tokens and their logprobs."""
-    params = [one.params for one in batch]
-    for i, one in enumerate(batch):  # logit_v -= penalty * (how often v was generated)
-        if penalty := one.params.frequency_penalty:
-            logits[i] -= penalty * torch.bincount(torch.tensor(one.output, dtype=torch.int), minlength=logits.shape[1])
+def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
+    """Draw the next token of each sequence from its row of logits (n, vocab). Return n tokens and their logprobs."""
+    params = [sequence.request.params for sequence in sequences]
+    vocab = logits.shape[1]
+
+    # 1. Penalties: logit_v -= penalty * (how often v was generated)
+    for i, sequence in enumerate(sequences):
+        if params[i].frequency_penalty:
+            counts = torch.bincount(torch.tensor(sequence.output, dtype=torch.int), minlength=vocab)
+            logits[i] -= params[i].frequency_penalty * counts
+
+    # 2. Logprobs: log_softmax(logits / T)
     temperature = torch.tensor([p.temperature for p in params])[:, None]  # (n, 1)
-    greedy = temperature < 1e-6  # dividing by less would overflow; SGLang takes it as greedy too
+    greedy = temperature < 1e-6  # SGLang's limit, too: dividing by less would overflow
     logprobs = torch.log_softmax(logits / temperature.masked_fill(greedy, 1), dim=-1)  # (n, vocab)
+
+    # 3. top_k and top_p, applied only to the rows that ask for them, because the cut rounds a row's weights
     weights = logprobs.exp()
-    if cut := [i for i, p in enumerate(params) if p.top_p < 1 or p.top_k > 0]:  # only these: others must not see it
+    if cut := [i for i, p in enumerate(params) if p.top_p < 1 or p.top_k > 0]:
         weights[cut] = truncate(weights[cut], [params[i] for i in cut])
-    # token = min { v : sum_{w <= v} p_w > u * sum_w p_w }
+
+    # 4. The draw: token = min { v : sum_{w <= v} p_w > u * sum_w p_w }
     cdf = weights.cumsum(-1)
-    u = uniforms([p.sampling_seed for p in params], [len(one.tokens) for one in batch])[:, None]
-    token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)  # (n, 1)
+    positions = [len(sequence.tokens) for sequence in sequences]
+    u = uniforms([p.sampling_seed for p in params], positions)[:, None]  # (n, 1)
+    token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=vocab - 1)  # (n, 1)
     if greedy.any():
         token = torch.where(greedy, logprobs.argmax(-1, keepdim=True), token)
     return token[:, 0].tolist(), logprobs.gather(1, token)[:, 0].tolist()
 
 
+def score_prompt(prompt: list[int], logits: Tensor) -> list[float | None]:
+    """Return log p(token | tokens before it) at temperature 1 for each prompt token, and None for the first.
+
+    logits (k, vocab), k >= len(prompt): the last rows belong to the prompt.
+    """
+    logprobs = torch.log_softmax(logits[-len(prompt) : -1], dim=-1)  # (len(prompt) - 1, vocab)
+    return [None, *logprobs.gather(1, torch.tensor(prompt)[1:, None])[:, 0].tolist()]
+
+
 @torch.inference_mode()
 def run_step(scheduler: Scheduler, model: TinyModel) -> bool:
-    """Plan, compute and account one step; False when there was nothing to do."""
-    first, batch = scheduler.plan()
-    if not batch:
+    """Plan one step, compute it, and give the scheduler the new tokens. Return False if there was nothing to do."""
+    step = scheduler.plan()
+    if not step.sequences:
         return False
-    while scheduler.moves:
-        model.cache.swap(*scheduler.moves.pop(0))
-    scored = [i for i, one in enumerate(batch) if one.scored and not one.input_logprobs]
-    feeds = [one.tokens[one.cached :] for one in batch]
-    logits = model.step(feeds, [one.cached for one in batch], first, every=bool(scored))
-    for i in scored:
-        batch[i].input_logprobs = score_prompt(batch[i].tokens, logits[i])
-    scheduler.advance(batch, *sample(logits[:, -1], batch))
+    for i, j in scheduler.moves:
+        model.cache.exchange(i, j)
+    scheduler.moves.clear()
+    unscored = [s for s in step.sequences if s.request.wants_prompt_logprobs and not s.prompt_logprobs]
+    logits = model.step(step.feeds, step.cached, step.first_slot, all_logits=bool(unscored))  # (n, k, vocab)
+    for sequence in unscored:
+        row = step.sequences.index(sequence)
+        sequence.prompt_logprobs = score_prompt(sequence.tokens, logits[row])
+    scheduler.extend(step, *sample(logits[:, -1], step.sequences))
     return True
-
-
-def score_prompt(prompt: list[int], logits: Tensor) -> list[float | None]:
-    """log p(t | before) at temperature 1 of each token, None for the first; logits (at least n, vocab) of n tokens,
-    right-aligned."""
-    logprobs = torch.log_softmax(logits[-len(prompt) : -1], dim=-1)  # (n - 1, vocab)
-    return [None, *logprobs.gather(1, torch.tensor(prompt)[1:, None])[:, 0].tolist()]

@@ -1,15 +1,18 @@
-"""A /generate body to sequences, and a sequence back to a body: SGLang's wire format.
+"""SGLang's wire format: a /generate body becomes sequences, and a sequence becomes the body of a reply.
 
-**The rule.** What can be refused is refused here, before anything is queued, with a message that names the field and
-what it may hold; so a sequence that reaches the scheduler can run to its end. The forms are those measured on SGLang:
-a logprob entry is [logprob, id, null], finish_reason an object, `weight_versions` spans over the output, the stop
-token kept in `output_ids` and cut from `text`. A body with one prompt answers an object, a list of prompts a flat list.
+**The rule.** A request that cannot be served is refused here, before anything is queued. The message names the field
+and says what it may hold. Every sequence that reaches the scheduler can therefore run to its end.
 
-Different from SGLang: an id outside the vocabulary is an error and not the server's death, a request without
-sampling parameters gets plain defaults and not those of the model's generation_config.json, `sampling_seed` always
-counts. Top-level fields that are not known are ignored, as SGLang does; sampling parameters that are not known or not
-implemented (grammars, min_p, n ..) are errors unless they ask for nothing, since ignoring one would change what is
-sampled. Prompts are token ids, never text: whoever trains on tokens knows them.
+**How it works.** `Protocol.parse` reads a body, `Protocol.answer` writes one. The forms are those measured on SGLang:
+
+- A logprob entry is [logprob, token id, null], and finish_reason is an object.
+- `weight_versions` lists spans of the output: {"version": "3", "start": 0, "end": 5} covers output tokens 0 to 4.
+- A stop token stays in `output_ids` and is cut from `text`.
+- A body with one prompt gets an object as its reply. A body with a list of prompts gets a list.
+
+Unknown fields at the top level of the body are ignored. Unknown or unimplemented sampling parameters are refused,
+because ignoring one would change what is sampled. Prompts are token ids and never text: a client that trains on tokens
+has the ids already.
 """
 
 import random
@@ -20,12 +23,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from inference.tiny.scheduler import SamplingParams, Sequence
+from inference.tiny.scheduler import Request, SamplingParams, Sequence
 from run.fields import Refusal, as_object, get
 
 
 def parse_params(raw: Any, default_seed: int) -> SamplingParams:
-    """The request's sampling_params, checked. Raises Refusal naming the field."""
+    """Read and check sampling_params; null counts as absent. Raises Refusal, which names the wrong fields."""
     given = {name: value for name, value in as_object(raw, "sampling_params").items() if value is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
@@ -37,16 +40,16 @@ def parse_params(raw: Any, default_seed: int) -> SamplingParams:
 
 @dataclass
 class Protocol:
-    """Reads and writes bodies for one model; it holds what is checked against, and the source of seeds."""
+    """Reads requests and writes replies for one model."""
 
     vocab_size: int
-    max_length: int  # tokens of prompt and output together
-    eos: frozenset[int]
-    decode: Callable[..., str]  # the tokenizer's
-    seeds: random.Random
+    max_length: int  # most tokens of prompt and output together
+    eos: frozenset[int]  # token ids that end a text
+    decode: Callable[..., str]  # the tokenizer's method: token ids to text
+    seeds: random.Random  # gives a seed to each request that has none
 
     def parse(self, body: dict[str, Any]) -> tuple[list[Sequence], bool]:
-        """A /generate body as sequences, and whether input_ids was a list of prompts. Raises Refusal."""
+        """Return the sequences of a /generate body, and whether input_ids was a list of prompts. Raises Refusal."""
         ids = body.get("input_ids")
         if body.get("text") is not None or not isinstance(ids, list):
             raise Refusal("give the prompt as input_ids, a list of token ids, not as text")
@@ -56,7 +59,7 @@ class Protocol:
         if start not in (-1, 0):
             raise Refusal("logprob_start_len must be 0, for logprobs of the whole prompt, or -1, for none of it")
         stream, return_logprob = bool(body.get("stream")), bool(body.get("return_logprob"))
-        scored = return_logprob and start == 0
+        prompt_logprobs = return_logprob and start == 0
         if stream and batch:
             raise Refusal("stream takes one prompt")
         sequences = []
@@ -65,11 +68,11 @@ class Protocol:
             self.check(prompt, params)
             stops = frozenset() if params.ignore_eos else self.eos.union(params.stop_token_ids)
             name = f"{rid}_{i}" if batch else rid
-            sequences.append(Sequence(name, len(prompt), prompt, params, stops, scored, stream, return_logprob))
+            sequences.append(Sequence(Request(name, prompt, params, stops, stream, return_logprob, prompt_logprobs)))
         return sequences, batch
 
     def check(self, prompt: Any, params: SamplingParams) -> None:
-        """Refuse what cannot be generated."""
+        """Raise Refusal if the prompt is not a list of known token ids, or is too long together with its output."""
         if not isinstance(prompt, list) or not prompt:
             raise Refusal("input_ids must be a list of token ids, not empty")
         for token in prompt:
@@ -81,27 +84,35 @@ class Protocol:
                 f"{self.max_length}, the lesser of the model's context length and --max-total-tokens"
             )
 
-    def answer(self, seq: Sequence) -> dict[str, Any]:
-        """The body for what a sequence has by now. Meanwhile it grows, its list of logprobs last, and then it ends: so
-        that list says how much there is, and the end is looked at first."""
-        finish, n = seq.finish, len(seq.logprobs)
-        ids = seq.tokens[seq.prompt_tokens : seq.prompt_tokens + n]
+    def answer(self, sequence: Sequence) -> dict[str, Any]:
+        """Return the reply's body for the tokens that a sequence has now.
+
+        The engine's thread may extend the sequence meanwhile. It appends to `tokens`, then to `logprobs`, and sets
+        `finish` last. This method therefore reads `finish` first, and takes as many tokens as there are logprobs.
+        """
+        finish, n = sequence.finish, len(sequence.logprobs)
+        request = sequence.request
+        prompt_tokens = len(request.prompt)
+        ids = sequence.tokens[prompt_tokens : prompt_tokens + n]
         meta: dict[str, Any] = {
-            "id": seq.rid,
+            "id": request.rid,
             "finish_reason": finish,
-            "prompt_tokens": seq.prompt_tokens,
-            "weight_version": seq.marks[-1][0],
-            "num_retractions": seq.retractions,
+            "prompt_tokens": prompt_tokens,
+            "weight_version": sequence.version_starts[-1][0],
+            "num_retractions": sequence.retractions,
             "completion_tokens": n,
-            "cached_tokens": seq.cached_tokens,
-            "weight_versions": seq.spans(n),
+            "cached_tokens": sequence.reused_tokens,
+            "weight_versions": sequence.spans(n),
         }
-        if seq.return_logprob:
-            meta["input_token_logprobs"] = [[lp, t, None] for lp, t in zip(seq.input_logprobs, seq.tokens)]
-            meta["output_token_logprobs"] = [[lp, t, None] for lp, t in zip(seq.logprobs[:n], ids, strict=True)]
-        return {"text": self.text(ids, (finish or {}).get("matched")), "output_ids": ids, "meta_info": meta}
+        if request.return_logprob:
+            prompt_entries = zip(sequence.prompt_logprobs, request.prompt)  # none if they were not asked for
+            meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in prompt_entries]
+            entries = zip(sequence.logprobs[:n], ids, strict=True)
+            meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in entries]
+        matched = finish.get("matched") if finish else None
+        return {"text": self.text(ids, matched), "output_ids": ids, "meta_info": meta}
 
     def text(self, ids: list[int], matched: int | str | None) -> str:
-        """The output as text, without the token or string that ended it."""
+        """Return the output as text, without the stop token or stop string (`matched`) that ended it."""
         text = self.decode(ids[:-1] if isinstance(matched, int) else ids, skip_special_tokens=True)
         return text.partition(matched)[0] if isinstance(matched, str) else text

@@ -1,32 +1,41 @@
-"""What runs next: the decisions of the inference server, without a tensor, a thread or a socket.
+"""The scheduler: it decides which sequences the next step feeds, and when new weights may be loaded.
 
-**The rule.** Every request ends exactly once, with the tokens it has, whatever interrupts it; every token is counted
-to the version of the weights that computed it; and a request's tokens depend on what is interrupting it as little as
-its pause mode allows.
+**The rule.** A request becomes a sequence. The sequence waits in a queue, runs in a *slot* (one row of the KV cache),
+and finishes once. Each step gives every sequence that it feeds one more token.
 
-**How it works.** A *slot* is a row of the cache and holds the sequence whose keys are in it: slots 0 .. n-1 those that
-run, the others some that have ended, whose keys are remembered. `plan` fills the running slots from the queue and says
-whom the next step feeds; `advance` takes the tokens it gave. Everything else is an event between two steps: submit,
-abort, pause, resume, request_update, relabel. Because running slots are always the first n, a step reads the cache as
-a view; filling the hole that an ended request leaves costs one exchange of two rows (`moves`), which is left to
-whoever holds the cache.
+**How it works.** The engine's thread alternates between two calls, and `model.py` computes a forward pass in between.
 
-- **Admission** is first come, first served, while a slot is free and the running requests' prompts plus
-  max_new_tokens fit into max_total_tokens: nothing that runs is ever pushed out for lack of room. The idle slot whose
-  sequence shares the longest prefix with the request is taken, so the next turn of a conversation feeds only its tail.
-- **Pause** stops the planning. `abort` ends every request with what it has, `retract` puts the running ones back
-  at the head of the queue and forgets their keys, `in_place` leaves them where they are. New requests queue up.
-- **An update of the weights** waits until nothing runs (the queue waits behind it), or happens at once while paused.
-  It makes every remembered prefix stale: keys of old weights are never given to a new request, also with flush_cache
-  false, where SGLang would. Only what was paused `in_place` goes on with old keys.
+    plan()      1. load new weights, if nothing runs or generation is paused
+                2. admit waiting sequences into free slots
+                3. feed the sequences that were just admitted (prefill), or else all running ones (decode)
+    extend()    append one token to each sequence that was fed, and finish those that have reached their end
 
-Different from SGLang, on purpose: an update without a pause does not wait for what is only queued, which so starts
-under the new weights; an abort is delivered at once also while paused in place; a stop token that is also the last
-allowed token ends with "stop". AReaL keeps none of this: it talks to SGLang.
+The running sequences occupy slots 0 to n-1, so a step reads one contiguous part of the cache. When a sequence
+finishes, the last running sequence moves into its slot. An example with three slots and four requests:
+
+    event               waiting    slot 0  slot 1  slot 2    the step that follows
+    submit A, B, C, D   A B C D    -       -       -
+    plan                D          A       B       C         prefill A, B and C
+    plan                D          A       B       C         decode A, B and C; A reaches its end
+    A finishes          D          C       B       (A)       C moved; slot 2 remembers the keys and values of A
+    plan                           C       B       D         prefill D, which reuses A's keys if its prompt begins alike
+    plan                           C       B       D         decode C, B and D
+
+**What the scheduler guarantees.**
+
+- *Order.* Sequences start in the order of their arrival. If the first one does not fit, all others wait behind it.
+- *Memory.* The prompts and max_new_tokens of all running sequences together never exceed max_total_tokens. A running
+  sequence therefore always has room for its next token, and is never evicted to make room for another.
+- *Retraction.* Only a pause in mode "retract" takes a running sequence out of its slot. The sequence keeps its tokens,
+  returns to the head of the queue, and has its keys and values computed again when it restarts.
+- *End.* Every sequence finishes exactly once, with the tokens that it has, for the reason stop, length or abort.
+- *Versions.* Every token is counted to the version of the weights that computed it. Keys of old weights are never
+  given to another sequence. Only a sequence that was paused in mode "in_place" goes on with its own old keys.
+
+The scheduler does not promise fairness: a long request at the head of the queue delays the short ones behind it.
 """
 
 import asyncio
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,232 +44,302 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-PREFILL_TOKENS = 1024  # fed by one prefill step at most, padding included: more falls out of a CPU's cache
+PREFILL_TOKENS = 1024  # most tokens of one prefill step, padding included; larger steps overflow a CPU's cache
 
 
 class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
-    """SGLang's sampling_params with what each may hold; the last four are not implemented and may ask for nothing."""
+    """SGLang's sampling_params and their limits. The last four are not implemented and accept only their default."""
 
     max_new_tokens: int = Field(default=128, ge=1, lt=2**31)
-    temperature: float = Field(default=1.0, ge=0, lt=2**31)  # 0 is greedy
+    temperature: float = Field(default=1.0, ge=0, lt=2**31)  # 0 takes the most likely token
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] = -1  # -1 keeps all
+    top_k: Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] = -1  # -1 keeps all tokens
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     stop: list[Annotated[str, Field(min_length=1)]] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False  # also ignores stop_token_ids, as in SGLang
-    sampling_seed: int = 0  # given by the server where the request brings none
+    sampling_seed: int = 0  # protocol.py fills in a random seed if the request has none
     min_p: float = Field(default=0.0, ge=0, le=0)
     presence_penalty: float = Field(default=0.0, ge=0, le=0)
     repetition_penalty: float = Field(default=1.0, ge=1, le=1)
     n: Literal[1] = 1
 
 
-@dataclass(eq=False)
-class Sequence:
-    """One request. `tokens` is prompt and output, `marks` where a version begins: (version, index in the output)."""
+@dataclass(frozen=True)
+class Request:
+    """What the client asked for. Nothing in here changes."""
 
-    rid: str
-    prompt_tokens: int
-    tokens: list[int]
+    rid: str  # the request's id, which /abort_request names
+    prompt: list[int]
     params: SamplingParams
-    stop_ids: frozenset[int] = frozenset()
-    scored: bool = False  # the prompt's logprobs are wanted
-    stream: bool = False  # who waits hears of every token
-    return_logprob: bool = False
-    news: asyncio.Event = field(default_factory=asyncio.Event)  # it has ended or, streaming, grown
-    # All that changes:
-    logprobs: list[float] = field(default_factory=list)
-    input_logprobs: list[float | None] = field(default_factory=list)
-    marks: list[tuple[str, int]] = field(default_factory=list)
-    finish: dict[str, Any] | None = None
-    retractions: int = 0
-    cached_tokens: int = 0  # found in the cache when it was admitted
-    # and in its slot, while it has one
-    cached: int = 0  # the first so many of `tokens` have keys there
-    stale: bool = False  # these are of weights before the present ones
-    used: int = 0  # the step it was last in
-
-    @property
-    def output(self) -> list[int]:
-        return self.tokens[self.prompt_tokens :]
+    stop_ids: frozenset[int] = frozenset()  # token ids that end the output
+    stream: bool = False  # the client wants to see every token as it comes
+    return_logprob: bool = False  # the reply holds logprobs
+    wants_prompt_logprobs: bool = False  # the reply holds logprobs of the prompt, too
 
     @property
     def reserved(self) -> int:
-        """Tokens of the cache that it may come to need."""
-        return self.prompt_tokens + self.params.max_new_tokens
+        """The number of tokens that this request may fill in the cache at most."""
+        return len(self.prompt) + self.params.max_new_tokens
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request and what has been generated for it so far."""
+
+    request: Request
+    # What the steps compute:
+    tokens: list[int] = field(init=False)  # prompt and output
+    logprobs: list[float] = field(default_factory=list)  # one for each output token
+    prompt_logprobs: list[float | None] = field(default_factory=list)  # one for each prompt token, if requested
+    finish: dict[str, Any] | None = None  # SGLang's finish_reason, as soon as the sequence has finished
+    # What only the reply needs:
+    version_starts: list[tuple[str, int]] = field(default_factory=list)  # (version, index of its first output token)
+    retractions: int = 0  # how often a pause took the sequence out of its slot
+    reused_tokens: int = 0  # tokens whose keys were in the cache when the sequence started
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # set at the end; if streaming, at every token
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.tokens[len(self.request.prompt) :]
 
     def spans(self, n: int) -> list[dict[str, Any]]:
-        """SGLang's weight_versions: which of the first n output tokens, [start, end), which version computed."""
-        bounds = pairwise([*self.marks, ("", n)])
-        return [{"version": version, "start": a, "end": b} for (version, a), (_, b) in bounds if a < b]
+        """Return SGLang's weight_versions: which version computed output tokens start .. end - 1, for the first n."""
+        spans = []
+        for (version, start), (_, end) in pairwise([*self.version_starts, ("", n)]):
+            if start < min(end, n):
+                spans.append({"version": version, "start": start, "end": min(end, n)})
+        return spans
 
 
-def nobody() -> Sequence:
-    """What a slot holds that remembers nothing."""
-    return Sequence("", 0, [], SamplingParams(), finish={"type": "empty"})
+@dataclass
+class Slot:
+    """One row of the KV cache. A slot whose sequence has finished remembers its tokens for a later request."""
+
+    cached: list[int] = field(default_factory=list)  # the tokens whose keys and values it holds, from position 0 on
+    stale: bool = False  # some of these keys and values come from earlier weights
+    used: int = 0  # number of the last step that fed this slot
+
+
+@dataclass
+class Step:
+    """One forward pass: sequences[i] computes in slots[i], which is slot first_slot + i of the cache."""
+
+    first_slot: int
+    sequences: list[Sequence]
+    slots: list[Slot]
+
+    @property
+    def cached(self) -> list[int]:
+        """How many tokens of each sequence have their keys and values in the cache."""
+        return [len(slot.cached) for slot in self.slots]
+
+    @property
+    def feeds(self) -> list[list[int]]:
+        """The tokens of each sequence that are not in the cache yet: the input of the forward pass."""
+        return [sequence.tokens[n:] for sequence, n in zip(self.sequences, self.cached, strict=True)]
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
-    """Length of the longest common prefix, by bisection over slice comparisons."""
-    return bisect_left(range(1, min(len(a), len(b)) + 1), True, key=lambda k: a[:k] != b[:k])
+    """Return the length of the longest common prefix of a and b."""
+    length = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        length += 1
+    return length
 
 
 class Scheduler:
-    """Queue, slots and the version at hand. Not thread-safe: one thread sends it events."""
+    """The queue, the slots and the current version. It is not thread-safe: only the engine's thread calls it."""
 
     def __init__(self, slots: int, max_total_tokens: int, version: str, decode: Callable[[list[int]], str]) -> None:
         self.max_total_tokens = max_total_tokens
-        self.decode = decode  # for stop strings
-        # All that changes:
+        self.decode = decode  # turns token ids into text, to search it for stop strings
+        # Everything below changes; nothing else does.
         self.version = version
-        self.slots = [nobody() for _ in range(slots)]
-        self.running = 0  # slots[:running] are at work (one that just ended stays among them until the next plan)
+        self.paused: str | None = None  # the mode of the pause, or None
         self.waiting: deque[Sequence] = deque()
-        self.paused: str | None = None
-        self.updates: deque[Callable[[], None]] = deque()  # that are asked for, in order
-        self.finished: list[Sequence] = []  # for the shell to take
-        self.moves: list[tuple[int, int]] = []  # rows of the cache to exchange before the next step, in this order
-        self.steps = 0
+        self.running: list[Sequence] = []  # running[i] computes in slots[i]
+        self.slots = [Slot() for _ in range(slots)]
+        self.moves: list[tuple[int, int]] = []  # pairs of slots that the cache must exchange before the next step
+        self.updates: deque[Callable[[], None]] = deque()  # loads of new weights that wait for their moment
+        self.finished: list[Sequence] = []  # sequences whose end the server has not announced yet
+        self.steps = 0  # steps computed so far
 
     def __repr__(self) -> str:
-        queues = f"running={len(self.at_work())}, waiting={len(self.waiting)}, updates={len(self.updates)}"
+        queues = f"running={len(self.running)}, waiting={len(self.waiting)}, updates={len(self.updates)}"
         return f"Scheduler(version={self.version!r}, paused={self.paused}, {queues})"
 
-    # questions
-
-    def at_work(self) -> list[Sequence]:
-        """The requests that run."""
-        return [one for one in self.slots[: self.running] if one.finish is None]
-
     def live(self) -> list[Sequence]:
-        """Every request that has not ended: running or waiting."""
-        return [*self.at_work(), *self.waiting]
+        """Return every sequence that has not finished, running or waiting."""
+        return [*self.running, *self.waiting]
 
-    # events
+    # What the server asks for between two steps
 
-    def submit(self, request: Sequence) -> None:
-        """Take a request in."""
-        assert request.reserved <= self.max_total_tokens, "one that can never run is refused before"
-        request.marks.append((self.version, 0))
-        self.waiting.append(request)
+    def submit(self, sequence: Sequence) -> None:
+        """Append a sequence to the queue. The protocol has refused requests that could never fit."""
+        assert sequence.request.reserved <= self.max_total_tokens, "the request is larger than max_total_tokens"
+        sequence.version_starts.append((self.version, 0))
+        self.waiting.append(sequence)
 
     def abort(self, matches: Callable[[Sequence], bool] = lambda _: True) -> None:
-        """End the matching requests with what they have."""
-        for request in self.live():
-            if matches(request):
-                self._end(request, {"type": "abort", "message": "Aborted"})
-        self.waiting = deque(r for r in self.waiting if r.finish is None)
+        """Finish every sequence that matches, running or waiting, with the tokens that it has."""
+        for sequence in self.live():
+            if matches(sequence):
+                self._finish(sequence, {"type": "abort", "message": "Aborted"})
+        self.waiting = deque(sequence for sequence in self.waiting if sequence.finish is None)
+        self._release()
 
     def pause(self, mode: str) -> None:
-        """Stop planning; what happens to running requests is the mode: abort, retract or in_place."""
+        """Plan no step until `resume`. Running sequences finish ("abort"), return to the queue ("retract"), or keep
+        their slots ("in_place"). New requests wait."""
         self.paused = mode
         if mode == "abort":
             self.abort()
         elif mode == "retract":
-            for request in reversed(self.at_work()):
-                request.retractions += 1
-                self.waiting.appendleft(request)
-            self.slots[: self.running] = [nobody() for _ in range(self.running)]
-            self.running = 0
+            self._retract()
 
     def resume(self) -> None:
+        """Plan steps again."""
         self.paused = None
 
     def request_update(self, load: Callable[[], None]) -> None:
-        """Have `plan` call `load` once nothing runs or all is paused; it brings new weights and then says renew()."""
+        """Let `plan` call `load` once nothing runs or generation is paused; `load` copies new weights and calls
+        `renew`. No sequence is admitted before that."""
         self.updates.append(load)
 
     def renew(self, version: str | None) -> None:
-        """The weights are others now: of this version, or of the same where None is given."""
+        """Note that the weights have changed, and with them the version, unless it is None. Cached keys are stale."""
         self.relabel(version or self.version)
-        for one in self.slots:
-            one.stale = True
+        for slot in self.slots:
+            slot.stale = True
 
     def relabel(self, version: str) -> None:
-        """From now on tokens are of this version."""
+        """Count all tokens from now on to this version."""
         if version != self.version:
-            for request in self.live():
-                request.marks.append((version, len(request.logprobs)))
+            for sequence in self.live():
+                sequence.version_starts.append((version, len(sequence.logprobs)))
         self.version = version
 
-    def plan(self) -> tuple[int, list[Sequence]]:
-        """Load new weights where they are due, fill the slots, and say what to feed next: the sequences of the slots
-        from which one on; none when there is nothing to do."""
-        while self.updates and (self.paused or not self.at_work()):
-            self.updates.popleft()()
+    # The two halves of a step
+
+    def plan(self) -> Step:
+        """Load new weights if it is time, admit what fits, and return what to feed; no sequences mean no step."""
+        while self.updates and (self.paused or not self.running):
+            load = self.updates.popleft()
+            load()
         if self.paused:
-            return 0, []
-        for i in reversed(range(self.running)):
-            if self.slots[i].finish is not None:
-                self.running -= 1
-                self._swap(i, self.running)
-        first = self.running
-        if not self.updates:
-            self._admit()
-        if first == self.running:  # nobody new, whose prompt would go first
-            first = 0
-        return first, self.slots[first : self.running]
+            return Step(0, [], [])
+        started = 0 if self.updates else self._admit()
+        first = len(self.running) - started if started else 0  # prefill the new sequences alone, else decode all
+        return Step(first, self.running[first:], self.slots[first : len(self.running)])
 
-    def advance(self, batch: list[Sequence], tokens: list[int], logprobs: list[float]) -> None:
-        """The step gave each of the sequences that it fed a token."""
+    def extend(self, step: Step, tokens: list[int], logprobs: list[float]) -> None:
+        """Append to each sequence of the step its new token, and finish the sequences that have reached their end."""
         self.steps += 1
-        for request, token, logprob in zip(batch, tokens, logprobs, strict=True):
-            request.cached = len(request.tokens)
-            request.used = self.steps
-            request.tokens.append(token)
-            request.logprobs.append(logprob)
-            if token in request.stop_ids:
-                self._end(request, {"type": "stop", "matched": token})
-            elif request.params.stop and (matched := self._stop_string(request)) is not None:
-                self._end(request, {"type": "stop", "matched": matched})
-            elif len(request.logprobs) >= request.params.max_new_tokens:
-                self._end(request, {"type": "length", "length": len(request.logprobs)})
+        for slot, feed in zip(step.slots, step.feeds, strict=True):
+            slot.cached += feed
+            slot.used = self.steps
+        for sequence, token, logprob in zip(step.sequences, tokens, logprobs, strict=True):
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            if (reason := self._finish_reason(sequence)) is not None:
+                self._finish(sequence, reason)
+        self._release()
 
-    # parts of the above
+    # Admit
 
-    def _end(self, request: Sequence, finish: dict[str, Any]) -> None:
-        assert request.finish is None, f"{request.rid} ends twice"
-        request.finish = finish
-        self.finished.append(request)
+    def _admit(self) -> int:
+        """Start waiting sequences in order, as many as fit into the slots, the memory and one prefill step. Return how
+        many started."""
+        reserved = sum(sequence.request.reserved for sequence in self.running)
+        started, longest = 0, 0
+        while self.waiting and len(self.running) < len(self.slots):
+            sequence = self.waiting[0]
+            reserved += sequence.request.reserved
+            if reserved > self.max_total_tokens:
+                break
+            slot, reused = self._best_slot(sequence)
+            longest = max(longest, len(sequence.tokens) - reused)
+            if started and (started + 1) * longest > PREFILL_TOKENS:  # each row is padded to the longest
+                break
+            self._start(self.waiting.popleft(), slot, reused)
+            started += 1
+        return started
 
-    def _stop_string(self, request: Sequence) -> str | None:
-        tail = max(len(stop.encode()) for stop in request.params.stop) + 8  # a token is at least a byte
-        text = self.decode(request.output[-tail:])
-        return next((stop for stop in request.params.stop if stop in text), None)
+    def _best_slot(self, sequence: Sequence) -> tuple[int, int]:
+        """Return the idle slot that caches most of the sequence, and how many tokens of it can be reused. Among equals,
+        return the slot that has been idle for longest."""
+        reusable = len(sequence.tokens) - 1  # the last token is fed in any case: its logits give the next token
+        if sequence.request.wants_prompt_logprobs:
+            reusable = 0  # the logits of all tokens are needed
+        ranked = []
+        for i in range(len(self.running), len(self.slots)):
+            slot = self.slots[i]
+            shared = 0 if slot.stale else common_prefix(slot.cached, sequence.tokens)
+            ranked.append((min(shared, reusable), -slot.used, i))
+        reused, _, best = max(ranked)
+        return best, reused
 
-    def _swap(self, i: int, j: int) -> None:
+    def _start(self, sequence: Sequence, slot: int, reused: int) -> None:
+        """Run the sequence in the first slot behind the running ones, on the keys that `slot` remembers."""
+        self._exchange(slot, len(self.running))
+        self.slots[len(self.running)] = Slot(sequence.tokens[:reused])
+        self.running.append(sequence)
+        sequence.reused_tokens = max(sequence.reused_tokens, reused)
+
+    def _exchange(self, i: int, j: int) -> None:
+        """Exchange two slots, and have the cache exchange their keys and values before the next step."""
         if i != j:
             self.slots[i], self.slots[j] = self.slots[j], self.slots[i]
             self.moves.append((i, j))
 
-    def _admit(self) -> None:
-        """Move requests from the queue into slots[running:], as many as fit into one prefill step."""
-        total = sum(request.reserved for request in self.at_work())
-        fed: list[int] = []
-        while self.waiting and self.running < len(self.slots):
-            request = self.waiting[0]
-            total += request.reserved
-            if total > self.max_total_tokens:
-                return
-            i, shared = self._best_slot(request)
-            fed.append(len(request.tokens) - shared)
-            if len(fed) > 1 and len(fed) * max(fed) > PREFILL_TOKENS:
-                return
-            self.waiting.popleft()
-            self._swap(i, self.running)
-            self.slots[self.running] = request
-            request.cached, request.stale = shared, False
-            request.cached_tokens = max(request.cached_tokens, shared)
-            self.running += 1
+    # Retract
 
-    def _best_slot(self, request: Sequence) -> tuple[int, int]:
-        """The idle slot that remembers most of the request, else the one idle for longest, and how much of it.
-        At least one token is fed, and all of them where the prompt's logprobs are wanted."""
-        limit = 0 if request.scored else len(request.tokens) - 1
-        ranked = []
-        for i, one in enumerate(self.slots[self.running :], self.running):
-            kept = [] if one.stale else one.tokens[: one.cached]
-            ranked.append((min(limit, common_prefix(kept, request.tokens)), -one.used, i))
-        shared, _, best = max(ranked)
-        return best, shared
+    def _retract(self) -> None:
+        """Put the running sequences back at the head of the queue, and forget their keys and values."""
+        for i, sequence in enumerate(self.running):
+            sequence.retractions += 1
+            self.slots[i] = Slot()
+        self.waiting.extendleft(reversed(self.running))
+        self.running = []
+
+    # Finish
+
+    def _finish_reason(self, sequence: Sequence) -> dict[str, Any] | None:
+        """Return why the sequence ends with its last token, as SGLang's finish_reason, or None if it goes on."""
+        token, request = sequence.tokens[-1], sequence.request
+        if token in request.stop_ids:
+            return {"type": "stop", "matched": token}
+        if request.params.stop and (matched := self._matched_stop(sequence)) is not None:
+            return {"type": "stop", "matched": matched}
+        if len(sequence.logprobs) >= request.params.max_new_tokens:
+            return {"type": "length", "length": len(sequence.logprobs)}
+        return None
+
+    def _matched_stop(self, sequence: Sequence) -> str | None:
+        """Return the first of the request's stop strings that the end of the output contains, or None."""
+        stops = sequence.request.params.stop
+        tail = max(len(stop.encode()) for stop in stops) + 8  # every token holds at least one byte
+        text = self.decode(sequence.output[-tail:])
+        return next((stop for stop in stops if stop in text), None)
+
+    def _finish(self, sequence: Sequence, reason: dict[str, Any]) -> None:
+        """Mark the sequence as finished; the server announces it after the step."""
+        assert sequence.finish is None, f"{sequence.request.rid} finishes twice"
+        sequence.finish = reason
+        self.finished.append(sequence)
+
+    def _release(self) -> None:
+        """Free the slots of finished sequences: the last running sequence moves into each hole."""
+        for i in reversed(range(len(self.running))):
+            if self.running[i].finish is not None:
+                last = len(self.running) - 1
+                self.running[i] = self.running[last]
+                self.running.pop()
+                self._exchange(i, last)

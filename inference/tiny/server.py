@@ -86,7 +86,7 @@ def supervised() -> Iterator[None]:
 def tell(sequences: list[Sequence]) -> None:
     """Those who wait for them, in the loop."""
     for seq in sequences:
-        seq.news.set()
+        seq.changed.set()
 
 
 class Engine:
@@ -140,7 +140,7 @@ class Engine:
         self.stepping = run_step(self.scheduler, self.model)
         news, self.scheduler.finished = self.scheduler.finished, []
         if self.stepping:
-            news += [seq for seq in self.scheduler.at_work() if seq.stream]
+            news += [seq for seq in self.scheduler.running if seq.request.stream]
             self.thread.submit(self._step)
         if news:
             self.loop.call_soon_threadsafe(tell, news)
@@ -201,10 +201,10 @@ class Server:
         sequences, batch = self.protocol.parse(await self._body(request))
         for seq in sequences:
             self.engine.call(self.scheduler.submit, seq)
-        if sequences[0].stream:
+        if sequences[0].request.stream:
             return StreamingResponse(self._stream(sequences[0]), media_type="text/event-stream")
         for seq in sequences:
-            await seq.news.wait()
+            await seq.changed.wait()
         answers = [self.protocol.answer(seq) for seq in sequences]
         return reply(answers if batch else answers[0])
 
@@ -212,8 +212,8 @@ class Server:
         """Server-sent events, each with all tokens so far."""
         ended = False
         while not ended:
-            await seq.news.wait()
-            seq.news.clear()
+            await seq.changed.wait()
+            seq.changed.clear()
             answer = self.protocol.answer(seq)
             ended = answer["meta_info"]["finish_reason"] is not None
             yield b"data: " + orjson.dumps(answer) + b"\n\n"
@@ -223,7 +223,7 @@ class Server:
 
     async def abort_request(self, request: Request) -> Response:
         rid = (await self._body(request, rid=str))["rid"]
-        await self.engine.call(self.scheduler.abort, lambda seq: seq.rid == rid)
+        await self.engine.call(self.scheduler.abort, lambda seq: seq.request.rid == rid)
         return Response()
 
     async def pause_generation(self, request: Request) -> Response:

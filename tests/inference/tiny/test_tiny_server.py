@@ -7,6 +7,7 @@ interrupts whatever in any order, every request ends once, with spans that cover
 
 import base64
 import itertools
+import json
 import os
 import pickle
 import re
@@ -31,7 +32,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from inference.tiny.model import ModelError, TinyModel, key_length, read_weights, run_step, sample, uniforms
 from inference.tiny.protocol import Protocol, parse_params
-from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence, common_prefix
+from inference.tiny.scheduler import Request, SamplingParams, Scheduler, Sequence, common_prefix
 from inference.weights import serialise
 from run.fields import Refusal
 
@@ -44,7 +45,7 @@ def tiny(tiny_model_dir: Path) -> TinyModel:
 
 
 def sequence(rid: str, prompt: list[int], new: int, seed: int = 0, **params: Any) -> Sequence:
-    return Sequence(rid, len(prompt), list(prompt), SamplingParams(max_new_tokens=new, sampling_seed=seed, **params))
+    return Sequence(Request(rid, prompt, SamplingParams(max_new_tokens=new, sampling_seed=seed, **params)))
 
 
 def make_scheduler(slots: int = 6, max_total_tokens: int = 10_000) -> Scheduler:
@@ -71,7 +72,7 @@ def by_forward(path: Path, ids: list[int], temperature: float = 1.0) -> list[flo
 
 def versioned_logprobs(one: Sequence, paths: dict[str, Path]) -> list[float]:
     """What each token's logprob should be: a forward pass under the weights of its version."""
-    scores = {version: by_forward(path, one.tokens)[one.prompt_tokens - 1 :] for version, path in paths.items()}
+    scores = {version: by_forward(path, one.tokens)[len(one.request.prompt) - 1 :] for version, path in paths.items()}
     spans = one.spans(len(one.logprobs))
     return [scores[span["version"]][t] for span in spans for t in range(span["start"], span["end"])]
 
@@ -104,11 +105,10 @@ def straddle(tiny: TinyModel, mode: str, new_weights: Path) -> list[Sequence]:
     scheduler.resume()
     if mode == "abort":
         for one in requests:
-            rest = Sequence(one.rid, one.prompt_tokens, list(one.tokens), one.params)
-            rest.prompt_tokens = len(rest.tokens)
-            rest.params = SamplingParams(max_new_tokens=12 - len(one.logprobs), sampling_seed=one.params.sampling_seed)
+            seed = one.request.params.sampling_seed
+            rest = sequence(one.request.rid, one.tokens, 12 - len(one.logprobs), seed=seed)
             run(tiny, rest, scheduler=scheduler)
-            one.marks.append(("1", len(one.logprobs)))
+            one.version_starts.append(("1", len(one.logprobs)))
             one.tokens, one.logprobs = rest.tokens, one.logprobs + rest.logprobs
     run(tiny, scheduler=scheduler)
     return requests
@@ -155,7 +155,7 @@ def test_keys_of_old_weights_are_not_reused(tiny: TinyModel, other_model_dir: Pa
     run(tiny, scheduler=scheduler)
     again = sequence("again", PROMPT, 4)
     run(tiny, again, scheduler=scheduler)
-    assert again.cached_tokens == 0
+    assert again.reused_tokens == 0
     expected = by_forward(other_model_dir, again.tokens)[len(PROMPT) - 1 :]
     assert again.logprobs == pytest.approx(expected, abs=1e-4)
 
@@ -235,8 +235,8 @@ def test_a_reused_prefix_equals_a_fresh_prefill(tiny: TinyModel) -> None:
     reused, fresh = sequence("turn 2", prompt, 12, seed=2), sequence("turn 2", prompt, 12, seed=2)
     run(tiny, reused, scheduler=scheduler)
     run(tiny, fresh)
-    assert reused.cached_tokens == len(turn.tokens) - 1  # the last token was sampled, never fed
-    assert fresh.cached_tokens == 0
+    assert reused.reused_tokens == len(turn.tokens) - 1  # the last token was sampled, never fed
+    assert fresh.reused_tokens == 0
     assert reused.tokens == fresh.tokens
     assert reused.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
 
@@ -314,7 +314,7 @@ def test_other_small_models_fit_the_slot_cache(tmp_path: Path, family: str) -> N
     requests = [sequence(str(i), PROMPT[: 3 + 4 * i], 5 + i, seed=i, temperature=0.8) for i in range(5)]
     run(model, *requests)
     for one in requests:
-        expected = by_forward(tmp_path, one.tokens, 0.8)[one.prompt_tokens - 1 :]
+        expected = by_forward(tmp_path, one.tokens, 0.8)[len(one.request.prompt) - 1 :]
         assert one.logprobs == pytest.approx(expected, abs=1e-4)
     model.replace_weights(read_weights(str(tmp_path)))
 
@@ -384,10 +384,10 @@ class Play:
             case ("submit", length, new):
                 one = sequence(str(len(self.requests)), list(range(length)), new)
                 self.requests.append(one)
-                self.tags[one.rid] = []
+                self.tags[one.request.rid] = []
                 scheduler.submit(one)
             case ("abort", i):
-                scheduler.abort(lambda one: one.rid == str(i))
+                scheduler.abort(lambda one: one.request.rid == str(i))
             case ("pause", mode):
                 scheduler.pause(mode)
             case ("continue",):
@@ -397,38 +397,43 @@ class Play:
             case ("step",):
                 self.step()
         for one in scheduler.finished:
-            assert one.rid not in self.ended, "a request ends once"
-            self.ended[one.rid] = len(one.logprobs)
+            assert one.request.rid not in self.ended, "a request ends once"
+            self.ended[one.request.rid] = len(one.logprobs)
         scheduler.finished = []
 
     def renew(self) -> None:
         """New weights: the scheduler decides when."""
-        assert self.scheduler.paused or not self.scheduler.at_work()
+        assert self.scheduler.paused or not self.scheduler.running
         self.version += 1
         self.scheduler.renew(str(self.version))
 
     def step(self) -> None:
-        first, batch = self.scheduler.plan()
+        step = self.scheduler.plan()
         for i, j in self.scheduler.moves:
             self.kv[i], self.kv[j] = self.kv[j], self.kv[i]
         self.scheduler.moves.clear()
-        for row, one in enumerate(batch, first):  # the rows hold what is said to be cached; feeding fills them up
-            assert self.scheduler.slots[row] is one
-            cached, fed = self.kv[row][: one.cached], one.tokens[one.cached :]
-            assert [token for token, _ in cached] == one.tokens[: one.cached]
-            assert one.stale or {version for _, version in cached} <= {self.version}
-            assert fed
-            self.kv[row] = cached + [(token, self.version) for token in fed]
-            self.tags[one.rid].append(str(self.version))
-        self.scheduler.advance(batch, [len(one.tokens) for one in batch], [0.0] * len(batch))
+        rows = zip(step.sequences, step.slots, step.cached, step.feeds, strict=True)
+        for i, (one, slot, n, fed) in enumerate(rows, step.first_slot):
+            assert self.scheduler.running[i] is one
+            assert self.scheduler.slots[i] is slot
+            cached = self.kv[i][:n]
+            assert [token for token, _ in cached] == slot.cached == one.tokens[:n]
+            assert slot.stale or {version for _, version in cached} <= {self.version}
+            assert fed == one.tokens[n:] != []
+            self.kv[i] = cached + [(token, self.version) for token in fed]
+            self.tags[one.request.rid].append(str(self.version))
+        self.scheduler.extend(step, [len(one.tokens) for one in step.sequences], [0.0] * len(step.sequences))
 
     def check(self) -> None:
         for one in self.requests:
             n = len(one.logprobs)
-            assert one.tokens == list(range(one.prompt_tokens)) + list(range(one.prompt_tokens, one.prompt_tokens + n))
+            prompt = len(one.request.prompt)
+            assert one.tokens == list(range(prompt)) + list(range(prompt, prompt + n))
             told = [s["version"] for s in one.spans(n) for _ in range(s["start"], s["end"])]
-            assert told == self.tags[one.rid], "spans cover exactly the tokens, with the weights that computed them"
-            assert self.ended.get(one.rid, n) == n, "never a token after the end"
+            assert told == self.tags[one.request.rid], (
+                "spans cover exactly the tokens, with the weights that computed them"
+            )
+            assert self.ended.get(one.request.rid, n) == n, "never a token after the end"
 
 
 @settings(max_examples=300, deadline=None)
@@ -453,8 +458,8 @@ def test_admission_never_exceeds_the_token_budget() -> None:
     scheduler = make_scheduler(slots=8, max_total_tokens=30)
     for i in range(6):
         scheduler.submit(sequence(str(i), [1] * 5, 5))
-    first, batch = scheduler.plan()
-    assert (first, len(batch)) == (0, 3)
+    step = scheduler.plan()
+    assert (step.first_slot, len(step.sequences)) == (0, 3)
     assert repr(scheduler) == "Scheduler(version='0', paused=None, running=3, waiting=3, updates=0)"
 
 
@@ -475,7 +480,7 @@ def test_a_stop_string_ends_the_text_where_it_is_complete(
     scheduler.submit(one)
     for token in tiny_tokenizer.encode(text):
         if one.finish is None:
-            scheduler.advance(scheduler.plan()[1], [token], [0.0])
+            scheduler.extend(scheduler.plan(), [token], [0.0])
     end = min(text.index(stop) + len(stop) for stop in stops if stop in text)
     assert tiny_tokenizer.decode(one.output) == text[:end]
     assert one.finish == {"type": "stop", "matched": next(stop for stop in stops if text[:end].endswith(stop))}
@@ -497,21 +502,21 @@ def test_a_number_that_no_tensor_holds_is_refused(name: str, value: int) -> None
 def test_any_integer_is_a_seed(seed: int) -> None:
     """The noise takes 64 bits of it."""
     params = parse_params({"sampling_seed": seed, "top_k": 2**31 - 1, "temperature": 2**31 - 1}, 0)
-    tokens, _ = sample(torch.zeros(1, 8), [Sequence("a", 0, [], params)])
+    tokens, _ = sample(torch.zeros(1, 8), [Sequence(Request("a", [], params))])
     assert 0 <= tokens[0] < 8
 
 
 def overtaken(last: int) -> dict[str, Any]:
     """An answer while the engine's thread takes the last step, just before the answer's look number `last`."""
     scheduler, looks = make_scheduler(slots=1), itertools.count()
-    one = Sequence("a", 1, [7], SamplingParams(), stop_ids=frozenset({2}), return_logprob=True)
+    one = Sequence(Request("a", [7], SamplingParams(), stop_ids=frozenset({2}), return_logprob=True))
     scheduler.submit(one)
-    scheduler.advance(scheduler.plan()[1], [1], [0.0])
+    scheduler.extend(scheduler.plan(), [1], [0.0])
 
     class Looked(Sequence):
         def __getattribute__(self, name: str) -> Any:
             if next(looks) == last:
-                scheduler.advance(scheduler.plan()[1], [2], [0.0])
+                scheduler.extend(scheduler.plan(), [2], [0.0])
             return super().__getattribute__(name)
 
     one.__class__ = Looked
@@ -720,8 +725,12 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
     with httpx.stream("POST", url + "/generate", json=long, timeout=60) as response, ExitStack() as stack:
         next(response.iter_lines())
         if how == "update":
-            with pytest.raises(httpx.ReadTimeout):  # who asked for it gives up
-                httpx.post(url + "/update_weights_from_disk", json={"model_path": str(tiny_model_dir)}, timeout=0.2)
+            with socket.create_connection(("127.0.0.1", int(port))) as caller:  # it gives up when the update waits
+                body = json.dumps({"model_path": str(tiny_model_dir)})
+                head = f"POST /update_weights_from_disk HTTP/1.1\r\nHost: server\r\nContent-Length: {len(body)}"
+                caller.sendall(f"{head}\r\n\r\n{body}".encode())
+                while "updates=1" not in (state := httpx.get(url + "/model_info").json()["state"]):
+                    assert "running=1" in state
         if how == "group":
             mute = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             mute.settimeout(60)
