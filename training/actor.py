@@ -1,45 +1,37 @@
-"""The trainer's model: sharded over the ranks, asked for logprobs, moved by PPO, copied to the servers.
+"""The trainer's model: it computes log-probabilities, learns by PPO, and sends its weights to the servers.
 
-One step, as the loop of train.py drives it:
+One training step, in the order in which train.py calls the actor:
 
-    batch = actor.prepare_batch(...)                    trajectories, from the rollout side
-    batch["prox_logp"] = actor.compute_logp(batch)      pi_prox: the weights as they are now
-    batch["ref_logp"] = ref.compute_logp(batch)         a frozen copy, where there is a KL penalty
+    batch = actor.prepare_batch(...)                    the trajectories that the rollout side has finished
+    batch["prox_logp"] = actor.compute_logp(batch)      log pi_prox: the weights at the start of the step
+    batch["ref_logp"] = ref.compute_logp(batch)         a frozen copy of the model, if there is a KL penalty
     actor.compute_advantages(batch)                     ppo.py
     actor.ppo_update(batch)                             a few optimizer steps
-    actor.update_weights(meta)                          the servers follow
+    actor.update_weights(meta)                          the servers load the new weights
 
-Two classes. FSDPEngine is a frozen model that can be asked for logprobs: the reference model is one, laid out, sharded
-and rounded as the policy is. FSDPPPOActor adds what moves: optimizer, schedule, version, and the way to the servers.
+FSDPEngine is a frozen model that computes log-probabilities. The reference model is an FSDPEngine. FSDPPPOActor is the
+policy: an FSDPEngine with an optimizer, learning rate schedule, policy version, and connection to the servers.
 
-**Cutting a batch.** A batch is B rows of different lengths. It is cut twice, and both cuts are plain functions of the
-lengths, so a run repeats. *Minibatches* are optimizer steps: rows are dealt out, longest first, each to the minibatch
-with the fewest tokens, so that no step rests on a handful of tokens. Only the learning sees this cut. *Micro-batches*
-are forward passes: rows of similar length together, at most mb_tokens with the padding, and the gradients add up.
-Only memory and time see this one: the loss divides by the trained tokens of the whole minibatch, over all ranks, and
-never by those of a piece.
+**A batch is cut twice.** First its B rows are dealt to mini-batches, and each mini-batch makes one optimizer step. Rows
+are dealt by length, so that all mini-batches have about equally many tokens. Then the rows of a mini-batch are cut
+into pieces, and each piece makes one forward and one backward pass of at most `mb_tokens` tokens. The gradients of the
+pieces add up, because each piece divides its loss by the trained tokens of the whole mini-batch on all ranks. So the
+size of the pieces changes time and memory only. Example: 64 rows of 1,000 tokens, 4 mini-batches and mb_tokens=4096
+give 4 optimizer steps, each with 16 rows in 4 pieces.
 
-**How rows meet the model** is a layout's business (training/layout.py): padded, packed, or sharing their prefixes in a
-tree. No logits are made beside those of a chunk of tokens (training/logprobs.py).
+**Layouts and logits.** A layout decides how rows stand in a piece: padded, packed, or as a tree (`layout.py`).
+Log-probabilities are read from hidden states, a chunk of tokens at a time (`logprobs.py`).
 
-**One rank is not a special case.** The model is sharded with FSDP2 over a mesh of however many ranks there are. Without
-torchrun that is one, on a process group that lives in this process and opens no port. A parameter is then its own
-shard, and the hooks cost 5 to 8 ms an optimizer step: a quarter of the smallest model's, nothing to a large one.
+**Ranks.** FSDP2 shards the model over all ranks. Without torchrun there is one rank, and the code is the same. Every
+rank has the whole batch, and rank 0 gets it from the rollout side. Each rank computes advantages and mini-batches from
+the whole batch, so all ranks agree on them. Only the model's work is divided: each rank passes its own rows of a
+mini-batch through the model. The sum over ranks then gives the gradient that one rank alone would compute.
 
-**What ranks share, and what they divide.** Every rank holds the whole batch and none holds the whole model. Rank 0 gets
-the batch from the rollout side and hands it to all; advantages, minibatches and statistics are then the same plain
-functions of the same rows everywhere, and N ranks take the steps that one would take. What is divided is the work:
-of each minibatch a rank passes its own rows through the model, dealt out by tokens, and logprobs are summed into their
-places. A batch is small beside a model (32 bytes a token); handing out rows instead would tear groups apart before
-their baseline is known. Rank 0 alone reads the model's files and hands out the shards, one tensor at a time.
+**Temperature.** A token's log-probability is computed at the temperature that the token was sampled at, so that
+pi_theta, pi_prox and pi_behav are comparable.
 
-**Temperature.** A token's logprob is that of the distribution it was sampled from: softmax of the logits divided by the
-token's own temperature. So pi_theta, pi_prox and pi_behav speak of the same thing. A token with temperature 0 was not
-sampled from any distribution that has a gradient; it is read at 1 and belongs outside the loss.
-
-Different from AReaL: padded rows are the default and packed ones attend apart, without a mask (training/layout.py);
-logprobs are where their tokens are, with nothing rolled; a batch with nothing to train on and a loss that is not a
-number are errors, before the optimizer is touched. Not here: tensor, pipeline and context parallelism, LoRA, critics.
+**Not here:** tensor, pipeline and context parallelism, LoRA, critics. Results of different layouts and rank counts
+agree up to rounding, not bit for bit.
 """
 
 import math
@@ -65,7 +57,7 @@ from inference.weights import WeightUpdateMeta
 from ppo import aggregation_weights, compute_advantages, ppo_actor_loss_fn
 from run.config import OptimizerConfig, PPOActorConfig
 from training.advantages import kl_estimate
-from training.layout import LAYOUTS, Batch, Piece, Places, refuse_layers, row_lengths, split_minibatches
+from training.layout import LAYOUTS, Batch, Piece, TokenIndex, refuse_layers, row_lengths, split_minibatches
 from training.logprobs import add_read_hidden, token_logprobs
 from training.proximal import guess_errors, interpolation, loglinear
 from training.ranks import join_ranks, leave_ranks, share
@@ -73,10 +65,10 @@ from training.tree_attention import TREES
 
 
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
-    """The share of the peak learning rate that training step `step` (from 0) uses.
+    """Return the learning rate of training step `step`, counted from 0, as a share of the peak learning rate.
 
-    It climbs by equal parts and is 1 from the last step of the warm-up on; linear and cosine then fall, and would be
-    at min_lr_ratio in step max_steps.
+    The share rises in equal parts during the warm-up. Afterwards "constant" stays at 1, while "linear" and "cosine"
+    fall to min_lr_ratio, which they reach at step max_steps.
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
@@ -85,14 +77,25 @@ def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
     return 1 - (1 - config.min_lr_ratio) * fallen[config.lr_scheduler_type]
 
 
+def step_means(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Return the metrics of a training step from those of its mini-batches: means weighted by trained tokens."""
+    tokens = sum(part["tokens"] for part in parts)
+    names = parts[0].keys() - {"tokens"}
+    mean = {name: sum(part[name] * part["tokens"] for part in parts) / tokens for name in names}
+    # effective sample size, as a share of the n tokens = (sum w)^2 / (n sum w^2) = (mean w)^2 / mean w^2
+    square = mean.pop("behave_weight_square")
+    mean["behave_ess"] = mean["behave_weight_mean"] ** 2 / square if square > 0 else 0.0
+    return mean
+
+
 class FSDPEngine:
-    """A causal language model, sharded over the ranks and frozen."""
+    """A frozen causal language model, sharded over the ranks."""
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         self.config, self.model_path = config, str(model_path)
         self.layout = TREES if config.enable_tree_training else LAYOUTS[config.layout]
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        # All mutable state: the model, and whether this object made the process group and therefore ends it.
+        # All mutable state: the model, and whether this object made the process group and must end it.
         self.model: Any = None
         self.owns_process_group = False
 
@@ -105,94 +108,99 @@ class FSDPEngine:
         return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
 
     def create_process_group(self) -> None:
-        """Join torchrun's ranks, or be a world of one that needs no port. Does nothing where a group exists."""
+        """Join the ranks of torchrun, or make a process group of one rank; do nothing if a group exists."""
         self.owns_process_group = join_ranks() or self.owns_process_group
 
     def initialize(self) -> None:
-        """Load the model sharded: each decoder layer, then what is left. Only rank 0 reads it, into host memory."""
-        # 1. The structure without a number in it, cut for the ranks.
+        """Make the sharded model and load its weights. All ranks call it; only rank 0 reads the model's files."""
         config = AutoConfig.from_pretrained(self.model_path)
-        with torch.device("meta"):
+        with torch.device("meta"):  # the structure only: tensors on this device have shapes and no numbers
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=self.layout.attention
             )
         if self.layout is not LAYOUTS["padded"]:
             refuse_layers(model)
-        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        on_host = self.config.offload
-        offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if on_host else OffloadPolicy()
-        layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
-        for module in [*layers, model]:
-            fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
-
-        # 2. The numbers, from rank 0 to all. Buffers that no file holds, such as rotary frequencies, come the same way.
-        state, buffers = {}, {}
-        if self.rank == 0:
-            whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
-            state, buffers = whole.state_dict(), dict(whole.named_buffers())
-            model._weight_conversions = (
-                whole._weight_conversions
-            )  # how the files name what memory holds (inference/weights.py)
-            if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
-                raise ValueError(
-                    f"{type(model).__name__} splits tensors of its files, which cannot be undone one by one"
-                )
-        model.to_empty(device="cpu" if on_host else self.device)
-        everything = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=on_host)
-        sharded.set_model_state_dict(model, state, options=everything)
-        buffers = share(buffers)
-        for name, buffer in model.named_buffers():
-            buffer.data = buffers[name].to(self.device)
-
-        # 3. What it does: predict, and keep only the input of a layer where the backward pass is to compute the rest
-        # again. transformers' own switch needs layers in training mode, in which some drop out.
-        model.eval()
+        layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+        self.shard(model, layers)
+        self.load(model)
+        model.eval()  # no dropout
         if self.config.gradient_checkpointing:
+            # transformers' own switch works only in training mode, in which some models apply dropout.
             for layer in layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         add_read_hidden(model)
         self.model = model
 
-    def compute_logp(self, batch: Batch) -> Tensor:
-        """(B, T) float32: log p(token t | tokens before t) at each token's temperature; 0 at position 0 and padding.
+    def shard(self, model: Any, layers: list[Any]) -> None:
+        """Shard each decoder layer of the model, and then the rest of the model, over all ranks."""
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+        precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        on_host = self.config.offload
+        offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if on_host else OffloadPolicy()
+        for module in [*layers, model]:
+            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
-        All ranks call it with the same batch, and all have the whole answer.
+    def load(self, model: Any) -> None:
+        """Read the weights on rank 0, into host memory, and send every rank its shards."""
+        state, buffers = {}, {}
+        if self.rank == 0:
+            whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
+            state, buffers = whole.state_dict(), dict(whole.named_buffers())
+            # How the names in the files follow from the names in memory (inference/weights.py).
+            model._weight_conversions = whole._weight_conversions
+            if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
+                raise ValueError(
+                    f"{type(model).__name__} splits tensors of its files, which cannot be undone one by one"
+                )
+        offload = self.config.offload
+        model.to_empty(device="cpu" if offload else self.device)
+        options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload)
+        sharded.set_model_state_dict(model, state, options=options)
+        # The files do not hold all buffers (rotary frequencies, for example), so rank 0 sends its buffers as well.
+        buffers = share(buffers)
+        for name, buffer in model.named_buffers():
+            buffer.data = buffers[name].to(self.device)
+
+    def compute_logp(self, batch: Batch) -> Tensor:
+        """Return log p(token t | tokens before t), (B, T) float32, at each token's temperature.
+
+        Position 0 and padding have the value 0. All ranks call it with the same batch and get the same result.
         """
-        logp = torch.zeros(batch["input_ids"].shape)
+        logp = torch.zeros(batch["input_ids"].shape)  # (B, T)
         with torch.no_grad():
             for piece in self.passes(batch, range(len(logp))):
-                at, found, _ = self.forward(batch, piece, "attention_mask")
-                logp[at] = found.cpu()
-        return self.all_reduce(logp)
+                index, piece_logp, _ = self.forward(batch, piece, batch["attention_mask"])
+                logp[index] = piece_logp.cpu()  # (N,)
+        return self.all_reduce(logp)  # each token is computed by one rank and is 0 on all others
 
-    def forward(self, batch: Batch, piece: Piece, which: str) -> tuple[Places, Tensor, Tensor]:
-        """One forward pass, read at the piece's N tokens where batch[which] is set.
+    def forward(self, batch: Batch, piece: Piece, mask: Tensor) -> tuple[TokenIndex, Tensor, Tensor]:
+        """Run one forward pass and read it at the N tokens of the piece at which `mask` (B, T) is set.
 
-        Returns where those are in the batch, so that batch[key][at] is (N,), log p of each of them (N,), and the
-        entropy of the distribution that it was drawn from (N,).
+        Returns the index of these tokens in the batch, their log-probabilities (N,), and the entropies (N,) of the
+        distributions that they were sampled from.
         """
-        at, before = piece.read(batch[which])
-        inputs = {k: x.to(self.device) if isinstance(x, Tensor) else x for k, x in piece.inputs.items()}
-        ids, temperatures = (batch[key][at].to(self.device) for key in ("input_ids", "temperatures"))  # (N,)
-        before = before.to(self.device)
+        index, predicted_by = piece.select(mask)  # ((N,), (N,)), (N,)
+        ids = batch["input_ids"][index].to(self.device).long()  # (N,)
+        temperatures = batch["temperatures"][index].to(self.device)  # (N,)
 
         def read(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            return token_logprobs(hidden.flatten(0, 1)[before], weight, ids.long(), temperatures)
+            states = hidden.flatten(0, 1)[predicted_by.to(self.device)]  # (b, t, D) -> (b * t, D) -> (N, D)
+            return token_logprobs(states, weight, ids, temperatures)
 
-        return at, *self.model.read_hidden(read, **inputs)
+        inputs = {key: x.to(self.device) if isinstance(x, Tensor) else x for key, x in piece.inputs.items()}
+        return index, *self.model.read_hidden(read, **inputs)  # ((N,), (N,)), (N,), (N,)
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """The sum (or the maximum) of `x` over the ranks, in place."""
+        """Replace `x` by its sum (or, with `op`, its maximum) over the ranks, and return it."""
         if dist.get_world_size() > 1:
             dist.all_reduce(x, op)
         return x
 
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
-        """This rank's forward passes over its share of `rows`, which are dealt out by tokens.
+        """Deal `rows` to the ranks by their lengths and return this rank's share, cut into pieces.
 
-        FSDP's ranks gather each layer together: one that makes fewer passes leaves the others waiting. So the list is
-        filled up until all ranks have equally many, with passes of which nothing is read. A share may be empty.
+        In FSDP all ranks gather each layer together, so all ranks must make equally many forward passes. A rank with
+        fewer pieces gets extra ones from which no token is read.
         """
         lengths = row_lengths(batch)
         shares = split_minibatches([lengths[row] for row in rows], dist.get_world_size())
@@ -201,22 +209,26 @@ class FSDPEngine:
         count = len(pieces) if own else 0
         most = int(self.all_reduce(torch.tensor(count), dist.ReduceOp.MAX))
         nothing = torch.empty(0, dtype=torch.int64)
-        return pieces[:count] + [Piece(pieces[0].inputs, nothing, nothing, nothing)] * (most - count)
+        extra = Piece(pieces[0].inputs, row=nothing, column=nothing, predicted_by=nothing)
+        return pieces[:count] + [extra] * (most - count)
 
     def full_state(self) -> dict[str, Tensor]:
-        """The whole model on the CPU of rank 0, empty on the other ranks; all ranks call it. Tied names once."""
-        alone = weights.named_buckets(self.model, torch.float32, bucket_mb=0)  # one tensor at a time
-        return {name: tensor.cpu() for bucket in alone for name, tensor in bucket if self.rank == 0}
+        """Return the whole model on the CPU of rank 0, and {} on all other ranks. All ranks call it."""
+        state: dict[str, Tensor] = {}
+        for bucket in weights.named_buckets(self.model, torch.float32, bucket_mb=0):  # 0: one tensor at a time
+            if self.rank == 0:
+                state |= {name: tensor.cpu() for name, tensor in bucket}
+        return state
 
     def save(self, path: str | Path) -> None:
-        """A directory that `from_pretrained` reads: safetensors, configuration and tokenizer. All ranks call it."""
+        """Write the model, its configuration and its tokenizer as a Hugging Face directory. All ranks call it."""
         state = self.full_state()
         if self.rank == 0:
             weights.write_checkpoint(state, self.model_path, path)
         dist.barrier()
 
     def destroy(self) -> None:
-        """Let the model go, and end the process group if it was made here. Idempotent."""
+        """Release the model, and end the process group if this object made it. A second call does nothing."""
         self.model = None
         if self.owns_process_group:
             leave_ranks()
@@ -224,190 +236,204 @@ class FSDPEngine:
 
 
 class FSDPPPOActor(FSDPEngine):
-    """The policy: the model above with an optimizer, a version, and a way to the servers.
-
-    Under several ranks all calls are made on all ranks, with the same arguments.
-    """
+    """The policy that learns. All ranks call every method with the same arguments."""
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         super().__init__(config, model_path)
-        # All mutable state beside the model: the optimizer, how far the schedule is, the version, the rollout side.
+        # All mutable state beside the model.
         self.optimizer: Any = None
-        self.steps, self.max_steps = 0, 1
+        self.steps, self.max_steps = 0, 1  # training steps done, and in the whole run
         self.version = 0
-        self.rollout: Any = None
+        self.rollout: Any = None  # the rollout engine; rank 0 alone uses it
         self.weight_update_meta = WeightUpdateMeta()
 
     def initialize(self, max_steps: int) -> None:  # type: ignore[override]
-        """Load and shard the model; `max_steps` is the length of the schedules, in training steps."""
+        """Load the model and make the optimizer; `max_steps` is the length of the schedules, in training steps."""
         super().initialize()
         self.max_steps = max_steps
         o = self.config.optimizer
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), o.lr, (o.beta1, o.beta2), o.eps, o.weight_decay, fused=True
-        )
+        betas = (o.beta1, o.beta2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), o.lr, betas, o.eps, o.weight_decay, fused=True)
 
     def connect_engine(self, rollout: Any, meta: WeightUpdateMeta) -> None:
-        """Name the rollout engine that batches come from and weights go to."""
+        """Set the rollout engine that batches come from and that new weights are sent to."""
         self.rollout, self.weight_update_meta = rollout, meta
 
     def prepare_batch(self, *args: Any, **kwargs: Any) -> Batch:
-        """The engine's prepare_batch on rank 0; every rank returns that batch, whole."""
+        """Call the rollout engine's prepare_batch on rank 0 and return its batch on every rank."""
         return share(self.rollout.prepare_batch(*args, **kwargs) if self.rank == 0 else None)
 
     def policies(self) -> tuple[str, str]:
-        """The keys under which the batch has the logprobs of pi_prox and of pi_behav; in standard PPO both are pi_old.
+        """Return the keys of the batch that hold log pi_prox and log pi_behav.
 
-        Where pi_prox is guessed from the two others (loglinear) the batch has none, and the first key is pi_behav's.
+        Standard PPO has one old policy, pi_old, so both keys are the same. With prox_logp_method=loglinear the batch
+        does not hold log pi_prox, and both keys name log pi_behav.
         """
         c = self.config
-        recompute = c.prox_logp_method != "loglinear" if c.use_decoupled_loss else c.recompute_logprob
-        prox = "prox_logp" if recompute else "logprobs"
-        return prox, "logprobs" if c.use_decoupled_loss else prox
+        if not c.use_decoupled_loss:
+            old = "prox_logp" if c.recompute_logprob else "logprobs"
+            return old, old
+        return "logprobs" if c.prox_logp_method == "loglinear" else "prox_logp", "logprobs"
 
     def should_compute_prox_logp(self) -> bool:
-        """Whether ppo_update reads batch["prox_logp"]: as pi_prox, or as the recomputed pi_old of standard PPO."""
+        """Return whether ppo_update reads batch["prox_logp"], so that compute_logp must be called first."""
         return "prox_logp" in self.policies()
 
     @property
     def guesses(self) -> bool:
-        """Whether pi_prox is guessed from versions, to be used or to be compared (training/proximal.py)."""
+        """Whether pi_prox is guessed from versions (`proximal.py`), for the loss or only for the metrics."""
         return self.config.use_decoupled_loss and self.config.prox_logp_method != "recompute"
 
     def compute_advantages(self, batch: Batch) -> None:
         """Write batch["advantages"] (B, T)."""
-        batch["advantages"] = compute_advantages(batch, replace(self.config, kl_ctl=self.annealed(self.config.kl_ctl)))
+        config = replace(self.config, kl_ctl=self.annealed(self.config.kl_ctl))
+        batch["advantages"] = compute_advantages(batch, config)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
-        """ppo_epochs times ppo_n_minibatches optimizer steps; returns means over the trained tokens of all of them.
+        """Make ppo_epochs * ppo_n_minibatches optimizer steps and return the metrics of the training step.
 
-        Writes batch["theta_logp"] (B, T): log pi_theta of each trained token as its last training forward pass saw it,
-        and batch["step_fraction"] (B,): how much of the step lay before that pass.
-        Raises ValueError if something is missing or no token is trained, FloatingPointError before an optimizer step
-        whose loss or gradient is not finite. A minibatch without a trained token is no step.
+        Writes batch["theta_logp"] (B, T), log pi_theta of each trained token in its last training forward pass, and
+        batch["step_fraction"] (B,), the share of this step's mini-batches that were done before that pass.
+        Raises ValueError if the batch lacks a key or has no trained token, and FloatingPointError if a loss or a
+        gradient is not finite; the optimizer then does not make this step.
         """
-        needed = {"advantages", self.policies()[0]} | ({"versions"} if self.guesses else set())
-        needed |= {"ref_logp"} if self.config.kl_ctl > 0 and self.config.kl_placement == "loss" else set()
-        if missing := needed - batch.keys():
-            raise ValueError(f"the batch lacks {sorted(missing)}; compute_logp and compute_advantages come first")
+        self.check_ready(batch)
         lengths = row_lengths(batch)
-        batch["theta_logp"] = torch.zeros(batch["input_ids"].shape)
-        batch["step_fraction"] = torch.zeros(len(lengths))
+        batch["theta_logp"] = torch.zeros(batch["input_ids"].shape)  # (B, T)
+        batch["step_fraction"] = torch.zeros(len(lengths))  # (B,)
         lr = self.config.optimizer.lr * lr_factor(self.steps, self.config.optimizer, self.max_steps)
-        self.optimizer.param_groups[0]["lr"] = lr  # it has one group
+        self.optimizer.param_groups[0]["lr"] = lr  # AdamW has one parameter group here
 
-        parts = split_minibatches(lengths, self.config.ppo_n_minibatches) * self.config.ppo_epochs
-        steps = [self.minibatch_step(batch, rows, k / len(parts)) for k, rows in enumerate(parts)]
-        stats = [step for step in steps if step]
+        minibatches = split_minibatches(lengths, self.config.ppo_n_minibatches) * self.config.ppo_epochs
+        parts = [self.minibatch_step(batch, rows, k / len(minibatches)) for k, rows in enumerate(minibatches)]
+        parts = [part for part in parts if part]  # a mini-batch without a trained token makes no step
         self.all_reduce(batch["theta_logp"])
-        if not stats:
+        if not parts:
             hint = "requests that say store: false, or sample with top_p, penalties or temperature 0, are not trained"
             raise ValueError(f"no token of the batch is trained: loss_mask is 0 everywhere; {hint} (docs/agents.md)")
-        tokens = sum(s["tokens"] for s in stats)
-        mean = {key: sum(s[key] * s["tokens"] for s in stats) / tokens for key in stats[0] if key != "tokens"}
-        # effective sample size = (sum w)^2 / (n sum w^2)
-        square = mean.pop("behave_weight_square")
-        mean["behave_ess"] = mean["behave_weight_mean"] ** 2 / square if square > 0 else 0.0
+        stats = step_means(parts)
         if self.guesses:
             ahead = (batch["loss_mask"] > 0) & (batch["versions"] > self.version)  # (B, T)
-            mean["versions_ahead"] = int(ahead.sum())
-        return mean | {"lr": lr}
+            stats["versions_ahead"] = int(ahead.sum())
+        return stats | {"lr": lr}
+
+    def check_ready(self, batch: Batch) -> None:
+        """Raise ValueError if the batch lacks a key that ppo_update reads."""
+        needed = {"advantages", self.policies()[0]}
+        if self.guesses:
+            needed.add("versions")
+        if self.config.kl_ctl > 0 and self.config.kl_placement == "loss":
+            needed.add("ref_logp")
+        missing = sorted(needed - batch.keys())
+        if missing:
+            raise ValueError(f"the batch lacks {missing}; call compute_logp and compute_advantages first")
 
     def minibatch_step(self, batch: Batch, rows: list[int], fraction: float) -> dict[str, float]:
-        """One optimizer step on `rows`, gradients accumulated over micro-batches; empty if no token is trained.
+        """Make one optimizer step on `rows` and return its metrics, or {} if no token of the rows is trained.
 
-        `fraction` of the training step's minibatches are done.
+        `fraction` is the share of this training step's mini-batches that are done already.
         """
-        trained = torch.zeros(len(batch["loss_mask"]), dtype=torch.int64)  # (B,) tokens of each row of this minibatch
+        c = self.config
+        trained = torch.zeros(len(batch["loss_mask"]), dtype=torch.int64)  # (B,) trained tokens, 0 for other rows
         trained[rows] = (batch["loss_mask"][rows, 1:] > 0).sum(1)
-        tokens, c = int(trained.sum()), self.config
+        tokens = int(trained.sum())
         if tokens == 0:
             return {}
         batch["step_fraction"][rows] = fraction
         shares = aggregation_weights(trained, c.loss_aggregation, c.max_new_tokens)  # (B,)
 
-        # 1. Gradients. FSDP averages them over the ranks where the loss wants a sum.
+        # 1. Gradients of all pieces add up. FSDP averages over the ranks, and the factor turns the mean into a sum.
         self.optimizer.zero_grad()
         parts = []
         for piece in self.passes(batch, rows):
             loss, part = self.piece_loss(batch, piece, tokens, shares)
             (loss * dist.get_world_size()).backward()
             if c.enable_tree_training:
-                tree = piece.inputs["input_ids"].numel() if len(piece.row) else 0
-                part["tree_token_ratio"] = tree / batch["attention_mask"][rows].sum()
+                computed = piece.inputs["input_ids"].numel() if len(piece.row) else 0
+                part["tree_token_ratio"] = computed / batch["attention_mask"][rows].sum()
             parts.append(part)
 
-        # 2. Clip, check, step.
+        # 2. Clip the gradient, check that everything is finite, make the step.
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.optimizer.gradient_clipping or math.inf)
         grad_norm = float(norm.full_tensor())
-        stats = {key: float(self.all_reduce(torch.stack([p[key] for p in parts]).sum())) for key in parts[0]}
+        stats = {key: float(self.all_reduce(torch.stack([part[key] for part in parts]).sum())) for key in parts[0]}
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
             raise FloatingPointError(
-                f"loss {stats['loss']}, gradient norm {grad_norm} in training step {self.steps + 1}; the weights were "
-                "not touched by it. Look for a logprob or a reward that is not finite, or lower actor.optimizer.lr"
+                f"loss {stats['loss']}, gradient norm {grad_norm} in training step {self.steps + 1}; this optimizer step "
+                "was not made. Look for a logprob or a reward that is not finite, or lower actor.optimizer.lr"
             )
         self.optimizer.step()
         return stats | {"grad_norm": grad_norm, "tokens": tokens}
 
     def piece_loss(self, batch: Batch, piece: Piece, tokens: int, shares: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The share of the minibatch's loss that a piece bears, with its graph, and the statistics' shares.
+        """Return the part of the mini-batch's loss that comes from this piece, with its graph, and its metrics.
 
-        The minibatch has `tokens` trained tokens; `shares` (B,) says what one of each row counts.
+        The mini-batch has `tokens` trained tokens, N of them in this piece. `shares` (B,) are the aggregation weights
+        of the rows. Loss and metrics are divided by `tokens`, so those of all pieces add up.
         """
         c = self.config
-        at, logp, entropy = self.forward(batch, piece, "loss_mask")  # (N,), (N,)
-        theta_logp, rows = logp.detach(), at[0]
-        batch["theta_logp"][at] = theta_logp.cpu()
-        prox_logp, old_logp = (batch[key][at].to(self.device) for key in self.policies())
-        A = (batch["advantages"][at] * shares[rows]).to(self.device)
-        means = {"entropy": entropy}  # over tokens
+        # 1. pi_theta
+        index, logp, entropy = self.forward(batch, piece, batch["loss_mask"])  # ((N,), (N,)), (N,), (N,)
+        theta_logp, rows = logp.detach(), index[0]  # (N,), (N,)
+        batch["theta_logp"][index] = theta_logp.cpu()
+        means = {"entropy": entropy}  # metrics that are means over the trained tokens
+
+        # 2. pi_prox and pi_behav
+        prox_logp, old_logp = (batch[key][index].to(self.device) for key in self.policies())  # (N,), (N,)
         if self.guesses:
-            alpha = interpolation(batch["versions"][at], self.version, batch["step_fraction"][rows]).to(self.device)
+            versions, fraction = batch["versions"][index], batch["step_fraction"][rows]  # (N,), (N,)
+            alpha = interpolation(versions, self.version, fraction).to(self.device)  # (N,)
             if c.prox_logp_method == "loglinear":
                 prox_logp = loglinear(old_logp, theta_logp, alpha)
             else:
                 means |= guess_errors(prox_logp, old_logp, theta_logp, alpha)
-        mask, rows = torch.ones_like(logp), rows.to(self.device)
-        loss, stats = ppo_actor_loss_fn(logp, prox_logp, old_logp, A, mask, c, sequence_ids=rows, denominator=tokens)
+
+        # 3. loss = - J - entropy_coeff * mean entropy + kl_ctl * mean KL(pi_theta, pi_ref)
+        A = (batch["advantages"][index] * shares[rows]).to(self.device)  # (N,)
+        mask, ids = torch.ones_like(logp), rows.to(self.device)  # (N,), (N,)
+        loss, stats = ppo_actor_loss_fn(logp, prox_logp, old_logp, A, mask, c, sequence_ids=ids, denominator=tokens)
         if c.entropy_coeff:
             loss = loss - self.annealed(c.entropy_coeff) * entropy.sum() / tokens
         if "ref_logp" in batch:
-            ref_logp = batch["ref_logp"][at].to(self.device)
+            ref_logp = batch["ref_logp"][index].to(self.device)  # (N,)
             means["ref_kl"] = kl_estimate(theta_logp, ref_logp, "k3")
             if c.kl_ctl > 0 and c.kl_placement == "loss":
                 loss = loss + self.annealed(c.kl_ctl) * kl_estimate(logp, ref_logp, c.kl_estimator).sum() / tokens
         return loss, stats | {"loss": loss.detach()} | {key: x.detach().sum() / tokens for key, x in means.items()}
 
     def annealed(self, coefficient: float) -> float:
-        """What is left of the weight of entropy or KL in this training step."""
+        """Return the coefficient of entropy or KL in this training step; with `anneal` it falls linearly to 0."""
         return coefficient * (max(1 - self.steps / self.max_steps, 0) if self.config.anneal else 1)
 
     def step_lr_scheduler(self) -> None:
-        """A training step is over: the schedules of learning rate, entropy bonus and KL penalty move on."""
+        """End a training step: move the schedules of learning rate, entropy bonus and KL penalty by one step."""
         self.steps += 1
 
     def save_state(self, path: Path) -> None:
-        """Model and optimizer, each rank its shards, as torch.distributed.checkpoint writes them."""
+        """Write model and optimizer as a torch.distributed.checkpoint; each rank writes its own shards."""
         model, optimizer = sharded.get_state_dict(self.model, self.optimizer)
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
 
     def load_state(self, path: Path) -> None:
-        """The reverse; the number of ranks may be another one, and the optimizer's keys are those of this run."""
+        """Read what save_state wrote; the number of ranks may have changed.
+
+        Learning rate, betas, eps and weight decay come from this run's configuration, not from the checkpoint.
+        """
         model, optimizer = sharded.get_state_dict(self.model, self.optimizer)
         dcp.load({"model": model, "optimizer": {"state": optimizer["state"]}}, checkpoint_id=path)
         sharded.set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
-        """Bring the servers to these weights, as version meta.version; between rollout.pause and rollout.resume.
+        """Send the weights to the servers as version meta.version. Call it between rollout.pause and rollout.resume.
 
-        Raises RuntimeError on rank 0 as weights.send does; the other ranks, which wait for tensors, end with it.
+        Raises RuntimeError on rank 0 if the update fails; the other ranks then end with rank 0.
         """
         if meta.mode == "disk":
             self.save(meta.directory)
         buckets = () if meta.mode == "disk" else weights.named_buckets(self.model, self.dtype, meta.bucket_mb)
         if self.rank == 0:
             self.rollout.update_weights(meta, buckets)
-        for _ in buckets:  # whoever sends nothing gathers along
+        for _ in buckets:  # gathering a bucket needs all ranks, so ranks that send nothing also go through the buckets
             pass
         dist.barrier()
 

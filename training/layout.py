@@ -1,31 +1,33 @@
-"""How a piece of a batch is laid before the model: as padded rows, as one packed row, or by a layout of your own.
+"""Layouts: how the rows of a batch become the input of a forward pass.
 
-The rule: whatever the layout, every token has the log-probability that it has in its own sequence alone. A layout is a
-matter of time and memory, never of learning, and one can be exchanged for another in the middle of a run.
+A layout cuts rows into pieces. A piece is the input of one forward pass, together with an index that says which hidden
+state of that pass predicts which token of the batch. The actor (`actor.py`) needs nothing else: it runs the model on
+the piece's input, picks the hidden states of the wanted tokens, and computes log-probabilities from them.
 
-A layout is one function, which cuts rows into pieces, and the attention that its pieces need. A piece is a forward
-pass: what the model gets, and which of its hidden states predicts each of the rows' tokens. The actor knows nothing
-else about it: it runs the model, picks the hidden states of the tokens that are wanted and turns them into
-log-probabilities (training/logprobs.py). A tree of shared prefixes is a third layout and needs no other word from the
-actor.
+**The rule.** In every layout each token has the log-probability that it has when its row goes through the model alone.
+So a layout changes time and memory and never what is learned, and a run may change its layout between two steps.
 
-    padded    rows of similar length, one under another, filled up on the right. A causal model sees no padding behind a
-              token, so there is no mask at all. Simple, and the fastest for rows that are alike.
-    packed    rows end to end in one long row. Nothing is computed for padding. position_ids start again at 0 with each
-              sequence, and each attends to itself alone: its part of q, k and v goes through attention by itself. There
-              is no mask that could be forgotten, and no (T, T) matrix.
+**padded** puts rows of similar length one under another and fills the shorter ones up on the right. In a causal model
+no token sees the padding behind it, so padded rows need no attention mask. This layout is simple, and it is the fastest
+one when rows are equally long.
 
-Why not a mask, or position_ids alone, for packed rows. Models read position_ids as a hint that rows are packed, some
-kernels do and some do not, and with a cache none does: then neighbours leak into each other and nothing says so
-(AReaL #1442). A dense mask is right, and costs T * T for work that is nearly all masked.
+**packed** puts rows end to end into one long row, so that no padding is computed. position_ids start at 0 again in each
+sequence. The attention function cuts the queries, keys and values of the long row into sequences and computes
+attention for one sequence at a time. It builds no mask, and so no (t, t) matrix.
 
-What keeps rows apart in a packed row or a tree is the attention function, so causal attention has to be all by which
-tokens see one another. A model with sliding windows, capped attention, attention sinks, convolutions or recurrent
-states is refused there; padded rows go through any model that transformers runs with sdpa.
+**tree** is the third layout. It computes a prefix that several rows share only once (`tree_attention.py`).
 
-What a layout does not decide: which rows make an optimizer step (split_minibatches), what the loss divides by.
+**Example.** Two rows of tokens, [a b c] and [d e], have three tokens that a model can predict: b, c and e. As a padded
+piece the hidden states are numbered a 0, b 1, c 2, d 3, e 4, padding 5. As a packed piece they are numbered the same
+way without the padding. In both, state 0 predicts b, state 1 predicts c, and state 3 predicts e.
 
-Different from AReaL: there packed rows are the only kind, and depend on the attention kernel for being kept apart.
+**Why packed rows need an attention function.** A model may take position_ids that start over as a hint that its row
+holds several sequences, but not every attention kernel follows the hint. Where a kernel ignores it, the sequences see
+each other and no error is raised. A dense mask would be correct, but it takes t * t numbers that are nearly all zero.
+
+**Limits.** In packed rows and trees only the attention function keeps sequences apart. Models with sliding windows,
+capped attention, attention sinks, convolutions or recurrent states are therefore refused in these two layouts.
+Padded rows work with every model that transformers runs with its attention implementation "sdpa".
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,45 +40,53 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 Batch = dict[str, Tensor]
-BEYOND = ("sliding_window", "softcap", "s_aux")  # what transformers may ask of an attention function beside causality
-Places = tuple[Tensor, Tensor]  # rows (N,) and columns (N,) of a batch: batch[key][places] is (N,)
+TokenIndex = tuple[Tensor, Tensor]  # rows (N,) and columns (N,) of a batch, so that batch[key][index] is (N,)
+
+# Arguments of transformers' attention functions that ask for more than causal attention.
+BEYOND_CAUSAL = ("sliding_window", "softcap", "s_aux")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One forward pass over some rows of a batch, of which n tokens can be read: all but the first of each row."""
+    """The input of one forward pass, and where its n predictable tokens stand in the batch.
 
-    inputs: dict[str, Any]  # the model's: input_ids (b, t) int64, and what the layout's attention reads
-    row: Tensor  # (n,) where in the batch a token is
-    column: Tensor  # (n,)
-    before: Tensor  # (n,) which of the b * t hidden states, counted row by row, predicts it
+    The first token of a row has nothing before it, so no hidden state predicts it and it is not among the n tokens.
+    """
 
-    def read(self, which: Tensor) -> tuple[Places, Tensor]:
-        """The N tokens that can be read and where `which` (B, T) is set: their places, and `before` of each."""
-        wanted = which[self.row, self.column] > 0  # (n,)
-        return (self.row[wanted], self.column[wanted]), self.before[wanted]
+    inputs: dict[str, Any]  # the model's arguments: input_ids (b, t) int64, and what the attention function needs
+    row: Tensor  # (n,) the row of each token in the batch
+    column: Tensor  # (n,) the column of each token in the batch
+    predicted_by: Tensor  # (n,) the number of the hidden state that predicts each token, from 0 to b * t - 1
+
+    def select(self, mask: Tensor) -> tuple[TokenIndex, Tensor]:
+        """Return the index of the N tokens at which `mask` (B, T) is set, and the numbers of their hidden states."""
+        wanted = mask[self.row, self.column] > 0  # (n,)
+        return (self.row[wanted], self.column[wanted]), self.predicted_by[wanted]  # ((N,), (N,)), (N,)
 
 
 class Layout(NamedTuple):
-    """How rows meet the model."""
+    """A way to cut rows into pieces, and the attention function that these pieces need."""
 
-    attention: str  # the attention function (transformers' AttentionInterface) that the model is loaded with
-    cut: Callable[[Batch, Sequence[int], int], list[Piece]]  # (batch, rows, mb_tokens); a longer row is its own piece
+    attention: str  # the name of the attention function in transformers' AttentionInterface
+    cut: Callable[[Batch, Sequence[int], int], list[Piece]]  # (batch, rows, most tokens in a piece) -> pieces
 
 
 def row_lengths(batch: Batch) -> list[int]:
-    """Tokens of each row. Raises ValueError if padding is anywhere but on the right."""
+    """Return the number of tokens of each row. Raises ValueError if a row is padded anywhere but on the right."""
     mask = batch["attention_mask"].bool()  # (B, T)
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
-        raise ValueError("rows must be padded on the right: attention_mask has a 1 after a 0")
+        raise ValueError("attention_mask has a 1 after a 0: pad the rows on the right")
     return mask.sum(1).tolist()
 
 
 def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Rows dealt to `n` minibatches: longest first, each to the one with the fewest tokens. No minibatch is empty."""
+    """Deal rows to `n` mini-batches: the longest row first, each to the mini-batch that has the fewest tokens.
+
+    No mini-batch is empty, so fewer than `n` rows give fewer than `n` mini-batches.
+    """
     n = min(n, len(lengths))
     parts: list[list[int]] = [[] for _ in range(n)]
-    loads = [0] * n
+    loads = [0] * n  # tokens of each mini-batch
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         lightest = min(range(n), key=lambda j: (loads[j], len(parts[j])))
         parts[lightest].append(row)
@@ -85,12 +95,13 @@ def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
 
 
 def split_microbatches(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> list[list[int]]:
-    """Rows in pieces of similar length, each at most `mb_tokens` when padded to its longest row.
+    """Group rows of similar length, so that each group has at most `mb_tokens` tokens when padded.
 
-    A single row that is longer is a piece of its own.
+    A row that is longer than `mb_tokens` becomes a group of its own.
     """
     pieces: list[list[int]] = []
     for row in sorted(rows, key=lambda i: -lengths[i]):
+        # The first row of a group is its longest, so every row of the group is padded to that length.
         if pieces and lengths[pieces[-1][0]] * (len(pieces[-1]) + 1) <= mb_tokens:
             pieces[-1].append(row)
         else:
@@ -99,69 +110,84 @@ def split_microbatches(rows: Sequence[int], lengths: Sequence[int], mb_tokens: i
 
 
 def split_packs(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> list[list[int]]:
-    """First-fit decreasing: longest row first, each into the first piece that stays within `mb_tokens`."""
+    """Group rows by first-fit decreasing: the longest row first, each into the first group that has room for it.
+
+    A group has room for `mb_tokens` tokens. A row that is longer becomes a group of its own.
+    """
     pieces: list[list[int]] = []
-    room: list[int] = []
+    room: list[int] = []  # tokens that each group can still take
     for row in sorted(rows, key=lambda i: -lengths[i]):
-        j = next((j for j, free in enumerate(room) if lengths[row] <= free), len(pieces))
-        if j == len(pieces):
-            pieces.append([])
-            room.append(mb_tokens)
-        pieces[j].append(row)
-        room[j] -= lengths[row]
+        fitting = [j for j, free in enumerate(room) if lengths[row] <= free]
+        if fitting:
+            pieces[fitting[0]].append(row)
+            room[fitting[0]] -= lengths[row]
+        else:
+            pieces.append([row])
+            room.append(mb_tokens - lengths[row])
     return pieces
 
 
 def cut_padded(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
-    """Rows one under another, cut to the longest of them."""
+    """Cut rows into padded pieces: b rows one under another, padded on the right to the longest of them."""
     pieces = []
     for members in split_microbatches(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][members].bool()  # (b, T)
-        longest = int(real.sum(1).max())
-        row, before = real[:, 1:longest].nonzero(as_tuple=True)  # (n,), (n,)
-        ids = batch["input_ids"][members, :longest].long()  # (b, t)
-        pieces.append(Piece({"input_ids": ids}, torch.tensor(members)[row], before + 1, row * longest + before))
+        t = int(real.sum(1).max())
+        row, previous = real[:, 1:t].nonzero(as_tuple=True)  # (n,), (n,): a token's row, the column of the token before
+        inputs = {"input_ids": batch["input_ids"][members, :t].long()}  # (b, t)
+        pieces.append(Piece(inputs, torch.tensor(members)[row], previous + 1, predicted_by=row * t + previous))
     return pieces
 
 
 def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
-    """Rows end to end, each attending to itself."""
+    """Cut rows into packed pieces: rows end to end in one long row of t tokens, without padding."""
     pieces = []
     for members in split_packs(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][members].bool()  # (b, T)
-        row, column = real.nonzero(as_tuple=True)  # (t,), (t,): the tokens, row after row
-        inputs: dict[str, Any] = {"input_ids": batch["input_ids"][members][real].long()[None]}  # (1, t)
-        inputs |= {"position_ids": column[None], "sequence_lengths": real.sum(1).tolist()}
-        later = column.nonzero()[:, 0]  # (n,)
-        pieces.append(Piece(inputs, torch.tensor(members)[row[later]], column[later], later - 1))
+        row, column = real.nonzero(as_tuple=True)  # (t,), (t,): all tokens, row after row
+        inputs: dict[str, Any] = {
+            "input_ids": batch["input_ids"][members][real].long()[None],  # (1, t)
+            "position_ids": column[None],  # (1, t)
+            "sequence_lengths": real.sum(1).tolist(),  # (b,), read by attend_apart
+        }
+        later = column.nonzero()[:, 0]  # (n,) where in the long row all but the first tokens of the sequences stand
+        pieces.append(Piece(inputs, torch.tensor(members)[row[later]], column[later], predicted_by=later - 1))
     return pieces
 
 
-def refuse(more: Iterable[str]) -> None:
-    """Raise ValueError where a model has `more` than causal attention: packed rows and trees would get it wrong."""
-    if names := ", ".join(sorted(more)):
-        raise ValueError(f"packed rows and trees have no {names}; set actor.layout=padded, enable_tree_training=false")
+def refuse(features: Iterable[str]) -> None:
+    """Raise ValueError if there are `features` of a model that packed rows and trees cannot compute."""
+    names = ", ".join(sorted(features))
+    if names:
+        raise ValueError(f"packed rows and trees allow no {names}; set actor.layout=padded, enable_tree_training=false")
 
 
 def refuse_layers(model: Any) -> None:
-    """The same at the start, also for what an attention function never sees: convolutions, recurrent states."""
+    """Raise ValueError at the start of a run if the model has layers that packed rows and trees cannot compute.
+
+    The attention function alone could not notice convolutions and recurrent states, because it is never called there.
+    """
     if not model._supports_sdpa:
-        raise ValueError(f"{type(model).__name__} has attention of its own, which no layout of rows fits")
+        raise ValueError(f"{type(model).__name__} has attention of its own, so no layout here can train it")
     config = model.config.get_text_config()
     window = ["sliding_window"] if getattr(config, "sliding_window", None) else []
-    refuse({*(getattr(config, "layer_types", None) or window)} - {"full_attention"})
+    layer_types = getattr(config, "layer_types", None) or window
+    refuse(set(layer_types) - {"full_attention"})
 
 
 def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any):
-    """Causal attention within each sequence of a packed row.
+    """Compute causal attention within each sequence of a packed row: transformers' attention function "packed".
 
-    query (1, heads, t, d); key, value (1, groups, t, d); sequence_lengths add up to t. Returns (1, t, heads, d).
+    query (1, heads, t, d); key and value (1, groups, t, d); the `sequence_lengths` of the piece add up to t.
+    Returns the output (1, t, heads, d), and None in place of the attention weights.
     """
-    refuse(name for name in BEYOND if kwargs.get(name) is not None)
-    parts = zip(*(x.split(kwargs["sequence_lengths"], dim=2) for x in (query, key, value)))
+    refuse(name for name in BEYOND_CAUSAL if kwargs.get(name) is not None)
+    lengths = kwargs["sequence_lengths"]
     how: dict[str, Any] = {"is_causal": True, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    out = [F.scaled_dot_product_attention(q, k, v, **how) for q, k, v in parts]
-    return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None
+    out = []
+    for q, k, v in zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2)):
+        out.append(F.scaled_dot_product_attention(q, k, v, **how))  # (1, heads, length, d)
+    return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None  # (1, t, heads, d)
 
 
 AttentionInterface.register("packed", attend_apart)

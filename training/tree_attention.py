@@ -65,7 +65,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 
-from training.layout import BEYOND, Batch, Layout, Piece, refuse, row_lengths, split_packs
+from training.layout import BEYOND_CAUSAL, Batch, Layout, Piece, refuse, row_lengths, split_packs
 
 BLOCK = 128  # queries that look for their keys together; also FlexAttention's block
 
@@ -180,7 +180,7 @@ def cut_trees(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
         inputs = {"input_ids": tree.input_ids, "position_ids": tree.position_ids, "tree": tree}
         row = torch.cat([torch.full((len(path) - 1,), rows[i]) for i, path in zip(tree.rows, tree.paths)])
         column = torch.cat([torch.arange(1, len(path)) for path in tree.paths])
-        pieces.append(Piece(inputs, row, column, before=torch.cat([path[:-1] for path in tree.paths])))
+        pieces.append(Piece(inputs, row, column, predicted_by=torch.cat([path[:-1] for path in tree.paths])))
     return pieces
 
 
@@ -218,7 +218,7 @@ def tree_attention(
     tree: PackedTree | None = kwargs.get("tree")
     if tree is None:
         raise ValueError(f"no tree reached {type(module).__name__}: call the model with tree=PackedTree")
-    refuse(name for name in BEYOND if kwargs.get(name) is not None)
+    refuse(name for name in BEYOND_CAUSAL if kwargs.get(name) is not None)
     if query.is_cuda:
         return flex_attention_forward(module, query, key, value, block_mask(tree, query.device), scaling=scaling)
     out = []
