@@ -176,8 +176,8 @@ class OutputParser:
     def opening(self, tool_choice: str, tools: Tools, begun: str) -> str:
         """Return the first words of a forced call, or "" if tool_choice forces none.
 
-        For the tool f they are '<tool_call>\\n{"name": "f", "arguments": '. The text for `parse` consists of `begun`, this
-        opening and the model's text. Raises Refusal if a call in this model's form cannot be forced.
+        For the tool f they are '<tool_call>\\n{"name": "f", "arguments": '. `parse` gets `begun`, this opening
+        and the model's text. Raises Refusal if a call in this model's form cannot be forced.
         """
         if tool_choice in ("auto", "none"):
             return ""
