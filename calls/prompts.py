@@ -1,33 +1,37 @@
-"""Between messages and tokens: the prompt of a turn, and the text of an answer while its tokens come.
+"""Messages become the tokens of a prompt, and the tokens of an answer become text while they arrive.
 
-The rule. Tokens that were sampled are never tokenised again. The prompt of a first turn is the chat template over its
-messages. The prompt of a later turn is
+Prompts. A sampled token is never tokenised a second time. The prompt of a first turn is the chat template, rendered
+over the messages. The prompt of a later turn is
 
-    parent's prompt ids + parent's output ids + the tail: what the template puts after an assistant's text
+    prompt tokens of the parent + output tokens of the parent + tail
 
-so one turn costs its own length, not the conversation's. The tail is cut from a rendering of [user, assistant:
-SENTINEL] + the new messages: what stands behind the sentinel. It begins, blanks aside, with what ends an assistant's
-turn: <|im_end|>, or several marks, or where nothing closes a turn, the mark of the next role. A parent that ended by
-itself has sampled that, as its own last tokens; then the tail up to there is left out. A parent that was cut by length,
-or ended with another of the model's end tokens, did not sample it, and there it stays, in the prompt, untrained.
+The tail is the text that the template puts behind the parent's answer. `PromptBuilder` renders a stub, [user "x",
+assistant SENTINEL], with the new messages behind it, and takes everything behind SENTINEL. So a turn costs its own
+length, not the length of the conversation. An example with the template of Qwen:
 
-Templates. Many render a history otherwise than the model wrote it: they drop the reasoning of earlier turns, strip
-whitespace, add an empty <think> to the prompt. With the rule above the model keeps seeing what it wrote, and the
-conversation is one sequence for training. What the rule needs is that the tail depends on the new messages only; this
-is checked at the start with two histories of different length. Where it does not hold, or where a template refuses the
-stub (some want to see a call before its result), the turn is rendered in full, and so it always is with
-chat_template_type "hf"; concat then forks the row where the tokens differ.
+    parent's prompt    <|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n
+    parent's output    Hi!<|im_end|>
+    tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
-An *opening* is text before the model's own, in the prompt, untrained, that belongs to the answer, so that its reader
-begins with it: a <think> with which the prompt ends, and the first words of a forced tool call (tool_choice).
+The rendered tail begins with the marks that close an assistant's turn, here <|im_end|>. If the model has sampled these
+marks, the tail continues behind them. If a length limit cut the answer, the marks stay in the tail. They are then part
+of the prompt and are not trained.
 
-Text (`TextReader`). A piece of a stream is final when no later token can change it: a character whose bytes are not all
-there is held back, and so is what may be the beginning of a stop string. A byte that never becomes a character is
-U+FFFD by itself. Each token is decoded a bounded number of times, in a window of few tokens, so the work is linear in
-the answer.
+Many templates change the history: they remove old reasoning or strip blanks. With this rule the model keeps seeing what
+it wrote, and one conversation is one sequence for training. The rule needs a tail that depends on the new messages
+only. `PromptBuilder` checks this once, with two histories of different length. If the check fails, all turns are
+rendered in full, as they are with the option chat_template_type "hf". If the template refuses one stub, only that turn
+is rendered in full. The tokens of such a turn may differ from its parent's, and then a concat export starts a new row.
 
-It does not promise what a model makes of a history that its template would have shortened; AReaL renders the whole
-history again at every turn, and its `concat` looks for the end-of-turn token in it and gives up where there are two.
+Text. `TextReader.read` returns only text that no later token can change. Three things are held back: a character of
+which some bytes are missing, the possible beginning of a stop string, and the end-of-turn token. Some decoders look at
+neighbours: they drop the space of the first token of a text, or put a space between two words. Therefore new tokens are
+decoded together with a few tokens before them. Each token is decoded a bounded number of times.
+
+An opening is text of the answer that stands in the prompt and is not sampled: a <think> with which the prompt ends, or
+the first words of a forced tool call. The text of an answer begins with its opening.
+
+The module does not promise that a model copes with a history that its template would have shortened.
 """
 
 import contextlib
@@ -35,7 +39,6 @@ import copy
 import hashlib
 import inspect
 import json
-import sys
 from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
@@ -49,22 +52,23 @@ from inference.io_struct import GenerationHyperparameters
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
-REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # how a chat template does
-WINDOW = 16  # U+FFFD at the end of a text, or tokens without text, of which one no longer waits for what they become
+REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # what a template raises for bad messages
+OPEN_CHARACTER = 3  # tokens, and U+FFFD, that an incomplete character can take: complete it has at most 4 bytes
+WITHOUT_TEXT = 16  # so many tokens without text are special tokens; they do not wait for a neighbour
 
 
 class PromptBuilder:
-    """Messages to token ids, by the tokenizer's chat template."""
+    """Turns messages into prompt tokens with the chat template of the tokenizer."""
 
     def __init__(self, tokenizer: Any, chat_template_type: str = "concat") -> None:
         if not tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat template")
+            raise ValueError("the tokenizer has no chat template; use the tokenizer of a chat model")
         self._tokenizer = tokenizer
         self._reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
-        self.splices = chat_template_type == "concat" and self._is_local()
+        self.splices = chat_template_type == "concat" and self._is_local()  # whether a child begins with its parent
 
     def _is_local(self) -> bool:
-        """Whether what follows an assistant's text depends on the new messages only."""
+        """Return whether the text behind an assistant's answer depends on the new messages only."""
         new: list[Message] = [{"role": "user", "content": "c"}]
         longer: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
@@ -73,35 +77,38 @@ class PromptBuilder:
             return False
 
     def prompt(self, ask: AgentRequest, parent: InteractionWithTokenLogpReward | None) -> list[int]:
-        """The prompt ids of a call. Raises Refusal where the template refuses the messages."""
+        """Return the prompt tokens of a call. Raises Refusal if the chat template refuses the messages."""
         if taken := ask.template_kwargs.keys() & self._reserved:
             names = ", ".join(sorted(taken))
-            raise Refusal(f"chat_template_kwargs: {names} cannot be set, variables of the template can")
+            raise Refusal(f"chat_template_kwargs: {names} cannot be set; only variables of the template can")
         variables = ask.template_kwargs | ({"tools": ask.tools} if ask.tools else {})
-        ids = self._spliced(ask.messages, parent, variables) if parent and self.splices else None
-        return ids or self.encode(self._render(ask.messages, variables))
-
-    def _spliced(
-        self, messages: list[Message], parent: InteractionWithTokenLogpReward, variables: dict[str, Any]
-    ) -> list[int] | None:
-        tokens, known = parent.tokens, len(parent.messages) + len(parent.output_message_list)
-        try:
-            tail = self._tail(messages[known:], variables)
-        except Refusal:  # of the stub; a rendering in full says whether the messages are at fault
-            return None
-        blanks = next((i for i, token in enumerate(tail) if self._tokenizer.decode([token]).strip()), 0)
-        said, marks = tokens.output_tokens, tail[blanks:]
-        sampled = next((k for k, x in enumerate(marks, 1) if [x] == said[-1:] and said[-k:] == marks[:k]), 0)
-        return tokens.input_tokens + said + tail[blanks + sampled if sampled else 0 :]
+        if parent and self.splices:
+            known = len(parent.messages) + len(parent.output_message_list)
+            with contextlib.suppress(Refusal):  # perhaps of the stub only; the full rendering tells
+                tail = self._tail(ask.messages[known:], variables)
+                said = parent.tokens.output_tokens
+                return parent.tokens.input_tokens + said + self._without_sampled_marks(tail, said)
+        return self.encode(self._render(ask.messages, variables))
 
     def _tail(self, new: list[Message], variables: dict[str, Any], before: Iterable[Message] = ()) -> list[int]:
+        """Return the tokens that the template puts behind an assistant's answer that `new` follows."""
         text = self._render([*before, *STUB, *new], variables)
         _, found, tail = text.partition(SENTINEL)
         if not found:
             raise Refusal("messages: the chat template leaves out what an assistant said")
         return self.encode(tail)
 
+    def _without_sampled_marks(self, tail: list[int], said: list[int]) -> list[int]:
+        """Return the tail without the marks at its beginning with which the model has ended its answer itself."""
+        blanks = next((i for i, token in enumerate(tail) if self._tokenizer.decode([token]).strip()), 0)
+        marks = tail[blanks:]
+        for count, mark in enumerate(marks, 1):
+            if said[-1:] == [mark] and said[-count:] == marks[:count]:
+                return marks[count:]
+        return tail
+
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
+        """Return the text of the messages. Raises Refusal if the template accepts no form of their tool calls."""
         options = {"tokenize": False, "add_generation_prompt": True} | variables
         try:
             return self._tokenizer.apply_chat_template(messages, **options)
@@ -112,12 +119,15 @@ class PromptBuilder:
             raise Refusal(f"messages: the chat template refuses them: {error}") from error
 
     def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without a token that begins a text."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def other_forms(messages: list[Message]) -> list[list[Message]]:
-    """Calls as some templates want them: with ids of nine letters or digits (Mistral's), with arguments that are text
-    (DeepSeek's). Nothing where there are none."""
+    """Return copies of the messages with tool calls as some templates want them; none if there are no tool calls.
+
+    Mistral's templates want ids of nine letters or digits. DeepSeek's want arguments as text and not as an object.
+    """
     short, texts = copy.deepcopy(messages), copy.deepcopy(messages)
     ids = [(call, "id") for message in short for call in message.get("tool_calls", ())]
     for holder, key in ids + [(message, "tool_call_id") for message in short if "tool_call_id" in message]:
@@ -129,8 +139,14 @@ def other_forms(messages: list[Message]) -> list[list[Message]]:
 
 
 class TextReader:
-    """The text of one answer.
-    `read` takes all tokens so far and says what is final of their text; `whole` takes all."""
+    """Turns the tokens of one answer into text: `read` while they arrive, `whole` at the end.
+
+        tokens      a  b  c | d  e  f | g  h
+                      context         ^ settled
+
+    The text of all tokens before `settled` is known for good. The tokens from `settled` on are pending: every `read`
+    decodes them together with `context`, the last settled tokens that have text.
+    """
 
     def __init__(
         self, tokenizer: Any, gconfig: GenerationHyperparameters, opening: str = "", special_tokens: bool = False
@@ -138,56 +154,65 @@ class TextReader:
         self._tokenizer, self._opening, self._skips = tokenizer, opening, not special_tokens
         self._stop, self._stop_ids = gconfig.stop, frozenset(gconfig.stop_token_ids)
         # All that changes:
-        self._text = opening  # of the tokens before `_read`, which is final
-        self._cut = sys.maxsize  # characters before the first stop string
-        self._read = 0  # tokens
-        # The last of those that had text. They are decoded again before the next ones, for a decoder may drop or add a
-        # space at the beginning.
-        self._context: list[int] = []
+        self._settled = 0  # number of tokens whose text is in `_text`
+        self._text = opening  # the opening and the text of the settled tokens
+        self._context: list[int] = []  # settled tokens that are decoded again before the pending ones
 
     def whole(self, tokens: list[int]) -> str:
-        """Without the end-of-turn token, and without a stop string and what follows it."""
-        text = self._opening + self._decode(self._own(tokens))
-        return text[: self._end(text, len(self._opening))]
+        """Return the text of a complete answer, up to its end-of-turn token or its first stop string."""
+        text = self._opening + self._decode(self._without_end(tokens))
+        return text[: self._stop_at(text)]
 
     def read(self, tokens: list[int]) -> str:
-        """As `whole` of the tokens so far, as far as no later token changes it. Call it with ever more tokens."""
-        tokens, before = self._own(tokens)[self._read :], self._decode(self._context)
-        fresh = self._decode(self._context + tokens)[len(before) :]
-        complete = fresh.rstrip("\ufffd")
-        if len(fresh) - len(complete) > WINDOW:  # a character has four bytes: all but the last three never become one
-            tokens = tokens[:-3]
-            complete = fresh = self._decode(self._context + tokens)[len(before) :]
-        text = self._text + complete
-        if complete == fresh and (fresh or len(tokens) > WINDOW):  # so many tokens without text are special ones
-            self._text, self._read = text, self._read + len(tokens)
-            self._context = tokens if fresh else self._context
-        longest = max(map(len, self._stop), default=0)
-        found = self._end(text, max(len(self._opening), len(text) - len(fresh) - longest))
-        self._cut = min(self._cut, found) if found < len(text) else self._cut
-        return without_partial(text, self._stop)[: self._cut]
+        """Return the text of all tokens so far that no later token can change. `tokens` only grows between calls."""
+        pending = self._without_end(tokens)[self._settled :]
+        fresh = self._text_behind_context(pending)
+        incomplete = min(len(fresh) - len(fresh.rstrip("\ufffd")), OPEN_CHARACTER)
+        certain = fresh[: len(fresh) - incomplete]
+        text = self._text + certain
+        if incomplete:  # the character may have begun in any of the last three tokens, so these stay pending
+            pending = pending[:-OPEN_CHARACTER]
+            fresh = self._text_behind_context(pending)
+        is_whole = certain.startswith(fresh)  # false if a character goes on behind these pending tokens
+        if is_whole and (fresh or len(pending) > WITHOUT_TEXT):
+            self._text += fresh
+            self._settled += len(pending)
+            if fresh:
+                self._context = pending
+        return without_partial(text, self._stop)[: self._stop_at(text)]
 
     def token(self, token: int) -> str:
-        """The text of one token, with the space that the first token of a text would lose."""
+        """Return the text of one token, with the space that a decoder drops from the first token of a text."""
         return self._tokenizer.decode([token, token])[len(self._tokenizer.decode([token])) :]
 
-    def _own(self, tokens: list[int]) -> list[int]:
+    def _without_end(self, tokens: list[int]) -> list[int]:
+        """Return the tokens without an end-of-turn token at their end."""
         return tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens
 
+    def _text_behind_context(self, tokens: list[int]) -> str:
+        """Return the text that `tokens` add to the text of the context."""
+        return self._decode(self._context + tokens)[len(self._decode(self._context)) :]
+
     def _decode(self, tokens: list[int]) -> str:
+        """Return the text of some tokens; a byte that belongs to no character is one U+FFFD."""
         text = self._tokenizer.decode(tokens, skip_special_tokens=self._skips)
-        if "\ufffd" in text and (mended := spoiling_no_other(self._tokenizer, tokens)) != tokens:
+        if "\ufffd" in text:
+            mended = mend_byte_tokens(self._tokenizer, tokens)
             text = self._tokenizer.decode(mended, skip_special_tokens=self._skips)
         return text
 
-    def _end(self, text: str, start: int) -> int:
-        """Where the first stop string begins, from `start` on; else the length of the text."""
-        return min((i for stop in self._stop if (i := text.find(stop, start)) >= 0), default=len(text))
+    def _stop_at(self, text: str) -> int:
+        """Return where the first stop string begins behind the opening, or the length of the text if there is none."""
+        found = [text.find(stop, len(self._opening)) for stop in self._stop]
+        return min((at for at in found if at >= 0), default=len(text))
 
 
-def spoiling_no_other(tokenizer: Any, tokens: list[int]) -> list[int]:
-    """Tokens for bytes (<0x0A>) in a row are decoded as one text or not at all. Here those that are no character are
-    replaced by those of U+FFFD, so that they spoil no other."""
+def mend_byte_tokens(tokenizer: Any, tokens: list[int]) -> list[int]:
+    """Return the tokens with bad bytes replaced by the bytes of U+FFFD.
+
+    Some tokenizers have a token for each byte, like <0x0A>. Their decoder reads a run of such tokens as one text, and
+    a single bad byte spoils the whole run. After the replacement every run is a valid text.
+    """
     pieces: list[str] = []
     known = filter(None, tokenizer.convert_ids_to_tokens(tokens))
     for is_byte, run in groupby(known, lambda piece: len(piece) == 6 and piece.startswith("<0x")):

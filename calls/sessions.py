@@ -1,25 +1,26 @@
-r"""Who may start, who is known, who has expired: the decisions behind the proxy's URLs.
+"""The sessions of a proxy: which may start, which are known, and which have expired.
 
-An episode is a session. One grant admits one session: the dispatcher decides what may start, and a grant is how
-that decision reaches the proxy. A start that fails keeps its grant for the next try, and one that nobody claims
-lapses after GRANT_SECONDS, so that neither kind of failure moves the number of sessions for good (AReaL counts a
-grant whose start never came for ever).
+An episode is a session. One grant admits one session. The dispatcher decides when an episode may start, and the grant
+brings this decision to the proxy. A start that fails leaves its grant for the next try. A grant that nobody uses lapses
+after GRANT_SECONDS. So a failed start never changes for good how many sessions may run.
 
-    start --> open --> ended --> forgotten        ended: no more work, waits for its export
-                \_______________/^                forgotten: exported, discarded, or idle for too long
+    state      | meaning
+    -----------+-----------------------------------------------------------------------------
+    open       | the session takes calls
+    ended      | the session takes no more calls and waits for its export
+    forgotten  | the session was exported or discarded after its end, or it was idle for too long
 
-A session is idle from the end of its last request on, and never while it generates (AReaL counts from the start of
-the last request, and only looks when somebody starts a session). Nobody watches the clock: whenever a session is
-started or asked for, those that were idle for too long are forgotten first. A session that is forgotten takes its tree
-with it. Nothing here does I/O or reads a clock of its own: `clock` is the one seam, and each method is one decision.
+A session is idle from the end of its last request. It is never idle while it generates. With a timeout of 3600 seconds,
+a session whose last answer came at 12:00 is forgotten at 13:00. No timer runs: the proxy looks for sessions that were
+idle for too long whenever a session starts or a request names one. A forgotten session loses its conversation tree.
 
-A session also remembers which request it answered with which turn, so that a client's retry is recognised
-(calls/turn.py).
+A session also remembers which request it answered with which turn, so that turn.py can recognise a client's retry.
 
-It does not promise that an ended session is exported: who fails to ask in time finds it expired.
+The methods decide and do no I/O. The time comes from the function `clock`.
+
+The module does not promise that an ended session is exported: a session that is not exported in time is forgotten.
 """
 
-import asyncio
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection
@@ -30,50 +31,50 @@ from cache import InteractionCache
 from calls.messages import Found, Refusal
 from calls.side_conversations import PATTERNS
 
-GRANT_SECONDS = 60.0  # a grant that nobody claims for this long lapses
+GRANT_SECONDS = 60.0  # an unused grant lapses after this time
 
 
 @dataclass(eq=False)
 class Session:
-    """One episode. All of its state is here."""
+    """One episode and all of its state."""
 
     session_id: str
     task_id: str
-    last_used: float  # clock of the last request's start or end
+    last_used: float  # when the last request started or ended, in seconds of `clock`
     cache: InteractionCache
-    calls: int = 0  # completions asked for
-    running: set[asyncio.Task] = field(default_factory=set)  # turns in flight
-    turns: dict[bytes, list[Any]] = field(default_factory=dict)  # turns by the request body that asked for them
+    calls: int = 0  # number of answers that calls have asked for
+    running: set[Any] = field(default_factory=set)  # turns (turn.py) that are being generated
+    turns: dict[bytes, list[Any]] = field(default_factory=dict)  # the turns of each request body, by its hash
     ended: bool = False
 
     def finished(self, interaction_id: str) -> Found | None:
-        """A call that has its answer, for those that refer to it."""
+        """Return the messages and tools of a finished interaction, or None if the id is unknown or unfinished."""
         found = self.cache.get(interaction_id)
         return (found.messages + found.output_message_list, found.tools) if found and found.complete else None
 
 
 class SessionTable:
-    """Who may start, who is known, who has expired: decisions only, the time comes from `clock`."""
+    """The open and ended sessions, and the grants for new ones."""
 
     def __init__(self, timeout: float, clock: Callable[[], float], side_patterns: Collection[str] = PATTERNS) -> None:
         self.timeout = timeout
         self.clock = clock
         self.side_patterns = side_patterns
         self._sessions: dict[str, Session] = {}
-        self._grants: deque[float] = deque()  # when each unclaimed grant lapses
+        self._grants: deque[float] = deque()  # when each unused grant lapses, earliest first
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     @property
     def capacity(self) -> int:
-        """How many sessions may start now."""
+        """Return how many sessions may start now."""
         while self._grants and self._grants[0] <= self.clock():
             self._grants.popleft()
         return len(self._grants)
 
     def find(self, session_id: str) -> Session:
-        """The session, used just now. Raises Refusal 404 for one that is unknown, exported or expired."""
+        """Return a session and restart its timeout. Raises Refusal 404 if it is unknown, exported or expired."""
         self.expire()
         session = self._sessions.get(session_id)
         if session is None:
@@ -82,19 +83,19 @@ class SessionTable:
         return session
 
     def open(self, session_id: str) -> Session:
-        """`find` for work. Raises Refusal 410 after the session's end."""
+        """Return a session that takes calls. Raises Refusal 404 if it is unknown, 410 if it has ended."""
         session = self.find(session_id)
         if session.ended:
             raise Refusal("session: it has ended and takes no more work; start a new one", 410)
         return session
 
     def grant(self) -> int:
-        """One more session may start. The new capacity."""
+        """Let one more session start; return how many may start now."""
         self._grants.append(self.clock() + GRANT_SECONDS)
         return self.capacity
 
     def start(self, task_id: str) -> Session:
-        """A new session for one grant. Raises Refusal 429 without one."""
+        """Use one grant and return a new session. Raises Refusal 429 if there is no grant."""
         if not self.capacity:
             raise Refusal("session: none may start; POST /grant_capacity first", 429)
         self._grants.popleft()
@@ -104,21 +105,22 @@ class SessionTable:
         return session
 
     def touch(self, session: Session) -> None:
-        """It was used just now: its timeout begins anew."""
+        """Restart the timeout of a session."""
         session.last_used = self.clock()
 
     def end(self, session: Session) -> None:
-        """No more work: what is being generated is given up."""
+        """End a session: it takes no more calls, and its running turns are stopped."""
         session.ended = True
-        for generation in session.running:
-            generation.cancel()
+        for turn in session.running:
+            turn.end_with_session()
 
     def forget(self, session: Session) -> None:
+        """End a session and remove it with its conversation tree."""
         self.end(session)
         self._sessions.pop(session.session_id, None)
 
     def expire(self) -> None:
-        """Forget what was idle for longer than the timeout; a session that generates is not idle."""
+        """Forget every session that has been idle for longer than the timeout."""
         oldest = self.clock() - self.timeout
         for session in list(self._sessions.values()):
             if session.last_used <= oldest and not session.running:

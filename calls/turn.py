@@ -1,29 +1,42 @@
-"""A turn: one call of an agent, from its place in the tree to the last byte of its reply.
+"""A turn: one call of an agent, from its place in the conversation tree to the last byte of its reply.
 
-    entered in the tree -> generated (n times, where n answers were asked for) -> finished in the tree -> rendered
+    enter the call in the tree -> generate its answers -> finish it in the tree -> send the reply
 
-The rule of order: an interaction is in the tree before the first byte of its reply leaves, and complete (tokens,
-logprobs, versions, message) before the last. So whatever a client does with what it reads, the tree knows it already.
+Order. An interaction is in the tree before the first byte of its reply leaves. It has its tokens and its message before
+the last byte leaves. So a client that has read a reply can continue from it or reward it at once.
 
-A turn is not a connection. It runs as a task of its own, and connections listen: usually one, two after a retry. When
-the last listener hangs up the generation is aborted. What had not been read is forgotten, and so is one of n answers
-that waits for the others; of a stream somebody has read the beginning, so it stays in the tree as a turn that ended
-there: its tokens were sampled like any other.
+States. A turn is a task of its own, and connections listen to it: usually one, or two after a retry.
 
-Retries. An SDK that times out, or gets a 5xx, sends the same body again, and says so (x-stainless-retry-count). Without
-care the first generation becomes a sibling that nobody reads and that is trained all the same. The rule (`retried`),
-for a body that equals an earlier one of the session byte by byte:
+    state      | event                                       | next state
+    -----------+---------------------------------------------+-----------
+    running    | all answers are generated                   | finished
+    running    | the engine fails, or the session ends       | failed
+    running    | the last listener hangs up                  | abandoned
+    finished   | the last listener hangs up                  | unread
+    unread     | the client sends the request again          | finished
+    failed     | the client sends the request again          | replaced
+    abandoned  | the client sends the request again          | replaced
+    abandoned  | the session ends while the server is told   | failed
 
-    1. an equal turn has lost its listener, or has failed   -> its reply, if it got to one; else a new turn, and what
-                                                               the first had left in the tree is dropped
-    2. it says that it is a retry                           -> the equal turn that is in flight, else the last one
-    3. otherwise                                            -> a new turn: best of n, asked n times on purpose, is n
+The state decides what stays in the tree. A finished turn stays. A failed turn is removed. An abandoned turn is aborted
+at the server. Its streamed tokens stay as a turn that ended there, because the client has read them. A replaced turn is
+removed, unless a later turn already continues it.
 
-Streaming is real: the tokens come from the server as they are sampled, become text (calls/prompts.py), and of the text
-what is certain (calls/tools.py) is sent on; while nothing is, a comment now and then. Streamed or not, the reply is
-made of the same answer.
+Retries. A client repeats a request if its connection times out or the reply is a 5xx. The SDKs of OpenAI and Anthropic
+then send the header x-stainless-retry-count. A repeated request has the same body, byte by byte, in the same session.
+`match_retry` applies the first rule that fits:
 
-It does not promise that a turn survives its session: at the end of that everything in flight is given up.
+    1. One of the equal turns is unread, failed or abandoned: the request is a retry of that turn.
+    2. The request says that it is a retry: it belongs to an equal turn that is running, else to the last equal turn.
+    3. Otherwise the request is a new call. An agent that sends one body twice on purpose gets two samples.
+
+A retry gets the reply of its turn. A failed or abandoned turn has no reply, so a new turn replaces it.
+
+Example. An agent asks for one answer and hangs up after 10 seconds. The turn is abandoned, and the server stops. The
+agent sends the same body again: rule 1 finds the abandoned turn, it becomes replaced, and a new turn is generated.
+Training sees one turn and not two.
+
+The module does not promise that a turn outlives its session: the end of a session stops all its turns.
 """
 
 import asyncio
@@ -31,6 +44,7 @@ import contextlib
 import dataclasses
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from enum import Enum
 from time import monotonic
 from typing import Any
 
@@ -40,56 +54,89 @@ from starlette.responses import StreamingResponse
 from cache import InteractionWithTokenLogpReward
 from calls.messages import AgentRequest, Refusal
 from calls.prompts import TextReader
-from calls.replies import Answer, Protocol, parts_of
+from calls.replies import Answer, Protocol, Stream, parts_of
 from calls.sessions import Session
 from calls.tools import OutputParser
 from inference.io_struct import ModelRequest, ModelResponse
 from inference.wire import EngineError
 
-PING_SECONDS = 15.0  # a stream that has said nothing for so long sends a comment: clients do not give up on it
+PING_SECONDS = 15.0  # a silent stream sends a comment after this time, so that the client keeps waiting
+State = Enum("State", "RUNNING FINISHED UNREAD FAILED ABANDONED REPLACED")  # the table above
 
 
 class Turn:
-    """A call that is being answered. Entering it in the tree finds its `parent`."""
+    """A call that is being answered. The constructor enters the call in the tree and finds its `parent`."""
 
     def __init__(self, session: Session, protocol: Protocol, ask: AgentRequest, parser: OutputParser) -> None:
         self.session, self.protocol, self._parser = session, protocol, parser
         first = protocol.id_prefix + secrets.token_hex(16)
-        self.ids = [first, *(f"{first}-{k}" for k in range(1, ask.n))]  # of its interactions
+        self.ids = [first, *(f"{first}-{k}" for k in range(1, ask.n))]  # one interaction for each answer
         for name in self.ids:
-            session.cache.enter(
-                name,
-                InteractionWithTokenLogpReward(
-                    ask.messages, template_key=ask.template_key, trainable=ask.store, tools=ask.tools
-                ),
+            interaction = InteractionWithTokenLogpReward(
+                ask.messages, template_key=ask.template_key, trainable=ask.store, tools=ask.tools
             )
+            session.cache.enter(name, interaction)
         self.parent = session.cache[first].parent
-        self.ask = dataclasses.replace(ask, messages=[])  # the tree has them now
+        self.ask = dataclasses.replace(ask, messages=[])  # the tree keeps the messages
         # All that changes:
-        self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # since start; the reply, and what it is made of
-        self.input_len = 0  # tokens
-        self.so_far: list[ModelResponse | None] = [None] * ask.n  # what has been streamed
-        self.news = asyncio.get_running_loop().create_future()  # done, and replaced, when a stream has grown
-        self.listeners = self.claims = 0  # connections that wait; retries that were sent here
-        self.gone = False  # it failed, or somebody hung up on it
+        self.state = State.RUNNING
+        self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # set by `start`; its result: reply and answers
+        self.input_len = 0  # tokens of the prompt
+        self.so_far: list[ModelResponse | None] = [None] * ask.n  # the streamed part of each answer
+        self.news = asyncio.get_running_loop().create_future()  # done, and replaced, when a stream has new tokens
+        self.listeners = 0  # connections that wait for the reply
+        self.retries = 0  # retries that this turn has answered
 
-    # Generation
+    # Events
 
     def start(self, engine: Any, calls: list[ModelRequest], reader: Callable[[], TextReader]) -> None:
-        """Generate, one answer a call; each is read by a new `reader`."""
+        """Generate one answer for each of `calls`; `reader` makes the TextReader of an answer."""
         self._reader, self.input_len = reader, len(calls[0].input_ids)
         self.task = asyncio.ensure_future(self._run(engine, calls))
-        self.session.running.add(self.task)
-        self.task.add_done_callback(self.session.running.discard)
-        self.task.add_done_callback(lambda _: self.forget())  # also where it was cancelled before its first step
-        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # somebody may have read it
+        self.session.running.add(self)
+        self.task.add_done_callback(self._clean_up)
+
+    def end_with_session(self) -> None:
+        """The session ends: stop the generation and keep nothing unfinished."""
+        self.state = State.FAILED
+        self.task.cancel()
+
+    async def _last_listener_left(self, hung_up: bool) -> None:
+        """Stop a generation that nobody waits for; note a finished reply that the client may not have read."""
+        if self.state is State.RUNNING:
+            self.state = State.ABANDONED
+        elif self.state is State.FINISHED and hung_up:
+            self.state = State.UNREAD
+        if self.task.cancel():  # False if the task is done
+            await asyncio.wait({self.task})  # until the engine has told the server
+
+    def take_retry(self) -> bool:
+        """The client sends the request again. Return whether this turn has or will have the reply for it."""
+        self.retries += 1
+        if self.state in (State.FAILED, State.ABANDONED):
+            self.state = State.REPLACED
+            for name in self.ids:
+                self.session.cache.drop_orphan(name)
+        elif self.state is State.UNREAD:
+            self.state = State.FINISHED
+        return self.state is not State.REPLACED
 
     def forget(self) -> None:
-        """Nothing came of it: what is unfinished leaves the tree."""
+        """Remove the unfinished interactions of this turn from the tree."""
         for name in self.ids:
             self.session.cache.discard(name)
 
+    def _clean_up(self, task: asyncio.Task) -> None:
+        """The task is done, or was cancelled before its first step."""
+        self.session.running.discard(self)
+        self.forget()
+        if not task.cancelled():
+            task.exception()  # asyncio warns about an exception that nobody has looked at
+
+    # Generation
+
     async def _run(self, engine: Any, calls: list[ModelRequest]) -> tuple[dict[str, Any], list[Answer]]:
+        """Generate all answers and return the reply with them. Interactions are finished all together or not at all."""
         tasks = [asyncio.ensure_future(self._generate(engine, k, call)) for k, call in enumerate(calls)]
         try:
             answers = [self._finish(k, response) for k, response in enumerate(await asyncio.gather(*tasks))]
@@ -97,19 +144,20 @@ class Turn:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            if self.gone and not self.session.ended:  # the caller hung up, and has not asked anew
-                for k, streamed in enumerate(self.so_far):
-                    if streamed:
-                        streamed.stop_reason = streamed.stop_reason or "abort"
-                        self._finish(k, streamed)
-            self.gone = True
+            if self.state is State.ABANDONED:
+                self._keep_streamed()
+            elif self.state is State.RUNNING:
+                self.state = State.FAILED
             raise
         reply = self.protocol.render(self.ask, answers)
         for answer in answers:
             self.session.cache[answer.interaction_id].completion = reply
+        self.state = State.FINISHED
         return reply, answers
 
     async def _generate(self, engine: Any, k: int, call: ModelRequest) -> ModelResponse:
+        """Return the k-th answer of the engine; while it grows, `so_far` and `news` follow it."""
+
         def on_tokens(response: ModelResponse) -> None:
             self.so_far[k] = response
             news, self.news = self.news, asyncio.get_running_loop().create_future()
@@ -118,6 +166,7 @@ class Turn:
         return await (engine.agenerate(call, on_tokens) if self.ask.stream else engine.agenerate(call))
 
     def _finish(self, k: int, response: ModelResponse) -> Answer:
+        """Parse the k-th answer and complete its interaction in the tree."""
         reader = self._reader()
         parsed = self._parser.parse(reader.whole(response.output_tokens), self.ask.callable_tools)
         if parsed.calls and response.stop_reason == "stop":
@@ -127,39 +176,47 @@ class Turn:
         self.session.cache.finish(self.ids[k], response, [answer.message])
         return answer
 
+    def _keep_streamed(self) -> None:
+        """Complete each interaction whose tokens a client has begun to read, with the tokens so far."""
+        for k, streamed in enumerate(self.so_far):
+            if streamed:
+                streamed.stop_reason = streamed.stop_reason or "abort"
+                self._finish(k, streamed)
+
     # Listening
 
     @contextlib.asynccontextmanager
     async def _listening(self, request: Request) -> AsyncIterator[asyncio.Future]:
-        """A future that is done when the caller hangs up. The last listener that leaves too early aborts the turn."""
-        hangup = asyncio.ensure_future(request.receive())  # the body is read: what comes next is the end
+        """Count the caller as a listener; the future is done when the caller hangs up."""
+        hangup = asyncio.ensure_future(request.receive())  # the body has been read, so only a disconnect can follow
         self.listeners += 1
         try:
             yield hangup
         finally:
             self.listeners -= 1
             if not self.listeners:
-                self.gone = self.gone or hangup.done() or not self.task.done()
-                if self.task.cancel():
-                    await asyncio.wait({self.task})  # it tells the server before it is gone
+                await self._last_listener_left(hangup.done())
             hangup.cancel()
 
     def result(self) -> tuple[dict[str, Any], list[Answer]]:
-        """The reply, and its answers. Raises Refusal or EngineError where there is none."""
+        """Return the reply and its answers. Raises Refusal or EngineError if there is no reply."""
         if self.session.ended:
             raise Refusal("session: it ended while this call was generated", 410)
         if not self.task.done() or self.task.cancelled():
-            raise Refusal("the caller hung up", 499)
+            raise Refusal("call: the caller hung up before the reply was ready", 499)
         return self.task.result()
 
     async def reply(self, request: Request) -> dict[str, Any]:
-        """The whole reply, when it is there."""
+        """Wait for the whole reply and return it. Raises Refusal or EngineError."""
         async with self._listening(request) as hangup:
             await asyncio.wait({self.task, hangup}, return_when=asyncio.FIRST_COMPLETED)
             return self.result()[0]
 
     async def events(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """The reply as it grows. Nothing (b"") comes first: what fails before is raised, later it is an event."""
+        """Yield b"" first and then the events of the reply while it grows.
+
+        An error before the first item is raised, so that it can be an HTTP status. A later error is an event.
+        """
         streams = [self.protocol.stream(self.ask, self.ids[0], k) for k in range(len(self.ids))]
         readers = [self._reader() for _ in streams]
         async with self._listening(request) as hangup:
@@ -171,11 +228,7 @@ class Turn:
             due = monotonic() + PING_SECONDS
             try:
                 while not self.task.done() and not hangup.done():
-                    news, frames = self.news, b""
-                    for stream, reader, response in zip(streams, readers, self.so_far):
-                        if response is not None:
-                            text = reader.read(response.output_tokens)
-                            frames += stream.grow(parts_of(self._parser.certain(text, self.ask.callable_tools)))
+                    news, frames = self.news, self._new_events(streams, readers)
                     if frames or monotonic() >= due:
                         yield frames or b": still generating\n\n"
                         due = monotonic() + PING_SECONDS
@@ -183,37 +236,55 @@ class Turn:
                 _, answers = self.result()
                 frames = b"".join(stream.finish(answer) for stream, answer in zip(streams, answers))
                 yield frames + streams[0].end(answers)
-            except Exception as error:  # the client is told; what nobody expected goes on to the log
+            except Exception as error:
                 yield streams[0].error(getattr(error, "status", None) or 500, str(error))
                 if not isinstance(error, Refusal | EngineError):
-                    raise
+                    raise  # an unexpected error belongs into the server's log, too
+
+    def _new_events(self, streams: list[Stream], readers: list[TextReader]) -> bytes:
+        """Return the events for text that has become certain since the last call, b"" if there is none."""
+        frames = b""
+        for stream, reader, response in zip(streams, readers, self.so_far):
+            if response is not None:
+                text = reader.read(response.output_tokens)
+                frames += stream.grow(parts_of(self._parser.certain(text, self.ask.callable_tools)))
+        return frames
 
     async def _wait(self, seconds: float, *others: asyncio.Future) -> None:
-        """Until the turn or one of the others is done, but so long at most."""
+        """Wait until the task or one of `others` is done, at most for `seconds`."""
         await asyncio.wait({self.task, *others}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
 
-def retried(session: Session, body: bytes, says_so: bool) -> Turn | None:
-    """The turn that answers a body that was sent before, if it is a retry: the rule above."""
-    turns: list[Turn] = session.turns.setdefault(body, [])
-    if gone := next((turn for turn in turns if turn.gone), None):
-        gone.gone = False
-        if gone.task.done() and not gone.task.cancelled() and not gone.task.exception():
-            return gone
-        turns.remove(gone)
-        for name in gone.ids:
-            session.cache.drop_orphan(name)
-    elif says_so and turns:
-        candidates = [turn for turn in turns if not turn.task.done()] or turns[-1:]
-        turn = min(candidates, key=lambda turn: turn.claims)  # each retry to another, where several are equal
-        turn.claims += 1
+def match_retry(equal: list[Turn], says_so: bool) -> Turn | None:
+    """Return the turn that a request repeats, or None for a new call, by the three rules above.
+
+    `equal` are the earlier turns of the session with the same body; `says_so`: the request says that it is a retry.
+    """
+    for turn in equal:
+        if turn.state in (State.UNREAD, State.FAILED, State.ABANDONED):
+            return turn
+    if not equal or not says_so:
+        return None
+    running = [turn for turn in equal if turn.state is State.RUNNING]
+    return min(running or equal[-1:], key=lambda turn: turn.retries)  # two running turns get one retry each
+
+
+def earlier_turn(session: Session, body: bytes, says_so: bool) -> Turn | None:
+    """Return the turn that answers a retry, or None if the request needs a new turn; `body` is the body's hash."""
+    equal: list[Turn] = session.turns.setdefault(body, [])
+    turn = match_retry(equal, says_so)
+    if turn is None or turn.take_retry():
         return turn
+    equal.remove(turn)  # the new turn takes its place
     return None
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. However the connection ends, the generator behind them is closed, and in peace: the one who
-    listens for a hang-up is the turn, not Starlette, which would cancel it."""
+    """A response of server-sent events that closes its generator however the connection ends.
+
+    Starlette would cancel the generator at a hang-up. Here the turn listens for the hang-up, so the generator ends
+    by itself.
+    """
 
     media_type = "text/event-stream"
     body_iterator: AsyncGenerator[bytes, None]
