@@ -1,28 +1,32 @@
-"""Replies, whole and as events, in the three protocols: what strict clients read, in the order in which they read it.
+"""Write one answer in three protocols, whole or as a stream of events.
 
-An `Answer` is what a call came to: tokens, and what they say as text, reasoning and tool calls. Each protocol has a way
-to say it in one body and a way to say it in events, and the two are the same: the pieces of a stream, put together by
-the official SDKs' helpers, are the whole reply.
+An `Answer` holds the sampled tokens and what they say: text, reasoning and tool calls. Each protocol has a function
+`render_...`, which makes the body of a whole reply, and a subclass of `Stream`, which makes its events. Both say the
+same: if the helpers of the official SDKs put the events of a stream together, they get the whole reply.
 
-    chat        chunk with the role; chunks with text; one with the calls; one with finish_reason; [usage;] [DONE]
-    responses   response.created, .in_progress; for each item output_item.added, [content_part.added,] deltas, their
-                end, [content_part.done,] output_item.done; response.completed, or .incomplete where a length cut it
-    messages    message_start with usage; for each block content_block_start, deltas, content_block_stop; message_delta
-                with stop_reason and usage; message_stop. Every event has its `event:` line, without it Anthropic's
-                client hears nothing, silently
+    chat        a chunk with the role; chunks with reasoning and text; one with each call; one with finish_reason;
+                one with the usage, if the agent asked for it; [DONE]
+    responses   response.created; response.in_progress; for each item output_item.added, deltas, output_item.done;
+                response.completed, or response.incomplete if a length limit cut the answer
+    messages    message_start; for each block content_block_start, deltas, content_block_stop; message_delta with
+                stop_reason and usage; message_stop
 
-Real clients broke on each of these, on a missing role, index, usage or created_at, and on keys that are null: no key
-here is, but `content` of a chat message that only calls.
+How a stream is made. A `Stream` does no input or output: it takes the parts of an answer and returns bytes, which the
+proxy sends. `start` returns the events before the first token. `grow` takes the certain parts (`tools.py`) and returns
+events for what is new in them. `finish` takes the whole answer and returns events for everything not yet sent, such as
+text that was held back, and tool calls. `end` closes the reply, which may hold several answers.
 
-A `Stream` is a pure object: what an answer consists of so far goes in, bytes come out, the proxy writes them. `grow`
-takes what is certain (calls/tools.py), `finish` the whole answer, and sends what is left of it: held-back text, calls,
-the reason to stop. Calls come in one piece, which every client takes.
+    start -> message_start      grow("Let") -> content_block_start, delta "Let"      grow("Let me") -> delta " me"
 
-Ids. A reply's id is that of its interaction, and all others derive from it, so that they are unique and can be looked
-up: the calls of chatcmpl-<x> are call_<x>_0, call_<x>_1, ..., the items of resp_<x> are rs_<x>, msg_<x>, fc_<x>_0, ...
+Ids. All ids are derived from the id of the interaction, so an agent can refer to each item. The tool calls of
+chatcmpl-<x> are call_<x>_0, call_<x>_1. The items of resp_<x> are rs_<x> (reasoning), msg_<x> (text) and fc_<x>_0.
 
-It does not promise what only the provider's own models have: annotations, citations, refusals, signatures that mean
-anything, cached tokens. AReaL has no events for Responses.
+Strict clients. Real clients have failed on a missing role, index, usage or created_at, on keys that are null, and on
+events of Anthropic's without an `event:` line. So every reply has those keys, and the only key that may be null is the
+`content` of a chat message that consists of tool calls.
+
+What it does not promise: annotations, citations, refusals and counts of cached tokens have no content here, and
+signatures of reasoning are placeholders.
 """
 
 import json
@@ -36,146 +40,159 @@ from calls.tools import Parsed
 from inference.io_struct import ModelResponse
 
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-BLOCK_DELTAS = {  # Anthropic's events within a block
+BLOCK_DELTAS = {  # how Anthropic's protocol names the delta of each part, and the key that holds the new text
     "reasoning": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
     "call": ("input_json_delta", "partial_json"),
 }
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}  # as Anthropic names them
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}  # finish_reason -> Anthropic's
 Part = tuple[str, Any]  # ("reasoning", text), ("text", text) or ("call", tool call)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call came to."""
+    """One completion: its tokens, and the parts that were parsed from their text."""
 
     interaction_id: str
     response: ModelResponse
     parsed: Parsed
-    token_texts: list[str] = field(default_factory=list)  # of the sampled tokens, only where logprobs were asked for
+    token_texts: list[str] = field(default_factory=list)  # texts of the sampled tokens, if the agent wants logprobs
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """In chat form, with ids; their arguments are JSON text."""
-        x = tail(self.interaction_id)
+        """Return the tool calls in the form of chat completions, with ids; their arguments are JSON text."""
+        x = suffix_of(self.interaction_id)
         calls = enumerate(self.parsed.calls)
         return [{"id": f"call_{x}_{k}", "type": "function", "function": call._asdict()} for k, call in calls]
 
     @property
     def message(self) -> Message:
-        """The canonical message: what the tree of the session keeps, and what a client will send back."""
+        """Return the message in normal form, which the conversation tree keeps and compares with later requests."""
         said = {"content": self.parsed.text, "reasoning_content": self.parsed.reasoning, "tool_calls": self.tool_calls}
         return normalise({"role": "assistant", **said})
 
     @property
     def finish_reason(self) -> str:
-        """stop, length or tool_calls."""
+        """Return "length" if a limit or an abort cut the answer, else "tool_calls" or "stop"."""
         if self.response.stop_reason in ("length", "abort"):
             return "length"
         return "tool_calls" if self.parsed.calls else "stop"
 
     @property
     def logprobs(self) -> list[dict[str, Any]]:
-        """Of the sampled tokens, in OpenAI's form; the bytes of one that is no whole character are not known."""
-        pairs = zip(self.token_texts, self.response.output_logprobs, strict=False)
-        known = [(text, logprob, [] if "\ufffd" in text else list(text.encode())) for text, logprob in pairs]
-        return [{"token": t, "logprob": p, "bytes": raw, "top_logprobs": []} for t, p, raw in known]
+        """Return the logprobs of the sampled tokens in OpenAI's form; `bytes` is [] for a part of a character."""
+        entries = []
+        for text, logprob in zip(self.token_texts, self.response.output_logprobs, strict=False):
+            known_bytes = [] if "\ufffd" in text else list(text.encode())
+            entries.append({"token": text, "logprob": logprob, "bytes": known_bytes, "top_logprobs": []})
+        return entries
 
     @property
     def parts(self) -> list[Part]:
-        """What it consists of, in order: where there is no call, a text, if an empty one."""
-        silent = not (self.parsed.text or self.parsed.calls)
-        return parts_of(self.parsed) + [("text", "")] * silent + [("call", call) for call in self.tool_calls]
+        """Return reasoning, text and calls, in this order. An answer without text and calls has one empty text."""
+        parts = parts_of(self.parsed)
+        if not self.parsed.text and not self.parsed.calls:
+            parts.append(("text", ""))
+        return parts + [("call", call) for call in self.tool_calls]
 
 
 def parts_of(parsed: Parsed) -> list[Part]:
-    """The parts of an answer before its calls."""
+    """Return the parts of an answer that come before its calls, without the empty ones."""
     return [part for part in (("reasoning", parsed.reasoning), ("text", parsed.text)) if part[1]]
 
 
-def tail(interaction_id: str) -> str:
-    """An id without its prefix: the x of chatcmpl-x, resp_x, msg_x, call_x."""
-    return interaction_id.replace("-", "_", 1).partition("_")[2]
+def suffix_of(item_id: str) -> str:
+    """Return an id without its prefix: "ab_0" for "call_ab_0", "ab" for "chatcmpl-ab" and "resp_ab"."""
+    return item_id.replace("-", "_", 1).partition("_")[2]
 
 
-def some(**fields: Any) -> dict[str, Any]:
-    """Those of `fields` that hold something: a key is there or it is not, but never null."""
+def without_empty(**fields: Any) -> dict[str, Any]:
+    """Return the fields that hold something; strict clients reject keys that are null."""
     return {name: value for name, value in fields.items() if value}
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """One server-sent event, named by its type if it has one; all of it is ASCII, so that no line separator hides in
-    it."""
+    """Return a server-sent event, with an `event:` line if the data has a type: b'event: ping\\ndata: {...}\\n\\n'.
+
+    The JSON is ASCII, so no character in a text (U+2028, say) is mistaken for the end of a line.
+    """
     name = f"event: {data['type']}\n" if "type" in data else ""
     return f"{name}data: {json.dumps(data)}\n\n".encode()
 
 
 class Stream:
-    """The events of one answer. Its parts come one after the other: opened, said in pieces, closed.
+    """The events of one answer, as bytes. Each part is opened, sent in pieces and closed before the next one begins.
 
-    `index`: which of chat's n answers it is.
+    `index` is the position of the answer among the n answers of a chat completion.
     """
 
     def __init__(self, ask: AgentRequest, interaction_id: str, index: int = 0) -> None:
         self.ask, self.interaction_id, self.index = ask, interaction_id, index
         self.created = int(time.time())
         # All that changes:
-        self.place = 0  # of the part that is open, or comes next
-        self.said: str | None = None  # of that part; None: it is not open
-        self.logprobs: list[dict[str, Any]] = []  # of the whole answer, when it is there
+        self.position = 0  # index of the part that is open, or of the next one
+        self.sent: str | None = None  # what has been sent of the open part; None if no part is open
+        self.logprobs: list[dict[str, Any]] = []  # of all sampled tokens, once the answer is complete
 
     def start(self, input_len: int) -> bytes:
-        """What comes before the first token. `input_len`: tokens of the prompt."""
+        """Return the events before the first token. `input_len` is the number of tokens in the prompt."""
         raise NotImplementedError
 
     def grow(self, parts: list[Part], whole: bool = False) -> bytes:
-        """What is new in `parts`, which the answer begins with; b"" where there is nothing new. A part is over when
-        there is another one after it, or when they are the whole answer."""
+        """Return events for what is new in `parts`, the first parts of the answer; b"" if nothing is new.
+
+        The last of `parts` stays open unless `whole` says that the answer ends with it.
+        """
         frames = b""
-        for place in range(self.place, len(parts)):
-            part, value = parts[place]
+        for position in range(self.position, len(parts)):
+            part, value = parts[position]
             text = value["function"]["arguments"] if part == "call" else value
-            if self.said is None:
+            if self.sent is None:
                 frames += self._open(part, value)
-            if text != self.said:
-                frames += self._piece(part, value, text[len(self.said or "") :])
-                self.said = text
-            if whole or place < len(parts) - 1:
+            if text != self.sent:
+                frames += self._piece(part, value, text[len(self.sent or "") :])
+                self.sent = text
+            if whole or position < len(parts) - 1:
                 frames += self._close(part, value)
-                self.place, self.said = place + 1, None
+                self.position, self.sent = position + 1, None
         return frames
 
     def finish(self, answer: Answer) -> bytes:
-        """What is left of the answer."""
+        """Return events for everything in the answer that has not been sent."""
         self.logprobs = answer.logprobs
         return self.grow(answer.parts, whole=True)
 
     def end(self, answers: list[Answer]) -> bytes:
-        """What comes when all answers are finished."""
+        """Return the last events of the reply, when all its answers are finished."""
         raise NotImplementedError
 
     def error(self, status: int, message: str) -> bytes:
-        """The stream breaks off."""
+        """Return the event that ends a stream with an error."""
         return event(openai_error(status, message))
 
-    # What a protocol says of a part, which stands at `place`
+    # Each protocol's events for one part
 
     def _open(self, part: str, value: Any) -> bytes:
+        """Return the events before the first piece of a part."""
         return b""
 
     def _piece(self, part: str, value: Any, piece: str) -> bytes:
+        """Return the event with a new piece of a part; a call comes in one piece, which every client accepts."""
         raise NotImplementedError
 
     def _close(self, part: str, value: Any) -> bytes:
+        """Return the events after the last piece of a part."""
         return b""
 
 
 def openai_error(status: int, message: str) -> dict[str, Any]:
+    """Return the body of an error in OpenAI's protocols."""
     kind = ERRORS.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind}}
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """Return the body of an error in Anthropic's protocol."""
     error = openai_error(status, message)["error"]
     return {"type": "error", "error": error | {"type": error["type"].replace("server_error", "api_error")}}
 
@@ -184,26 +201,31 @@ def anthropic_error(status: int, message: str) -> dict[str, Any]:
 
 
 def render_chat(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]:
-    """The body of a chat completion."""
+    """Return the body of a chat completion, with one choice for each answer."""
     choices = []
     for index, answer in enumerate(answers):
-        message = {"role": "assistant", "content": answer.parsed.text or (None if answer.parsed.calls else "")}
-        message |= some(reasoning_content=answer.parsed.reasoning, tool_calls=answer.tool_calls)
+        content = None if answer.parsed.calls and not answer.parsed.text else answer.parsed.text
+        message = {"role": "assistant", "content": content}
+        message |= without_empty(reasoning_content=answer.parsed.reasoning, tool_calls=answer.tool_calls)
         choices.append({"index": index, "message": message} | chat_end(answer))
     head = {"id": answers[0].interaction_id, "object": "chat.completion", "created": int(time.time())}
     return head | {"model": ask.model, "choices": choices, "usage": chat_usage(answers)}
 
 
 def chat_end(answer: Answer) -> dict[str, Any]:
-    return {"finish_reason": answer.finish_reason} | some(logprobs=some(content=answer.logprobs))
+    """Return the last keys of a choice: finish_reason, and the logprobs if the agent asked for them."""
+    return {"finish_reason": answer.finish_reason} | without_empty(logprobs=without_empty(content=answer.logprobs))
 
 
 def chat_usage(answers: list[Answer]) -> dict[str, int]:
+    """Return the token counts of a chat completion, whose answers share one prompt."""
     read, written = answers[0].response.input_len, sum(answer.response.output_len for answer in answers)
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 class ChatStream(Stream):
+    """The chunks of a chat completion."""
+
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         head = {"id": self.interaction_id, "object": "chat.completion.chunk", "created": self.created}
         return event(head | {"model": self.ask.model, "choices": choices} | more)
@@ -216,8 +238,9 @@ class ChatStream(Stream):
 
     def _piece(self, part: str, value: Any, piece: str) -> bytes:
         if part == "call":
-            return self._delta(tool_calls=[{"index": int(value["id"].rpartition("_")[2])} | value])
-        return self._delta(**{"content" if part == "text" else "reasoning_content": piece})
+            k = int(value["id"].rpartition("_")[2])  # 1 for call_ab12_1
+            return self._delta(tool_calls=[{"index": k} | value])
+        return self._delta(content=piece) if part == "text" else self._delta(reasoning_content=piece)
 
     def finish(self, answer: Answer) -> bytes:
         return super().finish(answer) + self._chunk([{"index": self.index, "delta": {}} | chat_end(answer)])
@@ -231,7 +254,7 @@ class ChatStream(Stream):
 
 
 def render_responses(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]:
-    """The body of a response."""
+    """Return the body of a response, which has one answer."""
     (answer,) = answers
     read, written = answer.response.input_len, answer.response.output_len
     usage = {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
@@ -244,79 +267,84 @@ def render_responses(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]
 
 
 def response_head(ask: AgentRequest, interaction_id: str, status: str) -> dict[str, Any]:
+    """Return a response without output. Its `tools` stay empty, because a stream sends this head three times."""
     choice: Any = ask.tool_choice
     if choice not in ("auto", "none", "required"):
         choice = {"type": "function", "name": choice}
     head = {"id": interaction_id, "object": "response", "created_at": int(time.time()), "status": status}
-    # The tools are not said again: they may be many, and this goes out three times a stream.
     asked = {"model": ask.model, "tool_choice": choice, "tools": [], "parallel_tool_calls": True, "metadata": {}}
     return head | asked | {"output": []}
 
 
 def response_item(part: str, value: Any, interaction_id: str, logprobs: Any = ()) -> dict[str, Any]:
-    """A part of an answer as an item of a response's output."""
-    x, done = tail(interaction_id), {"status": "completed"}
+    """Return a part of an answer as an item of a response's output."""
+    x, done = suffix_of(interaction_id), {"status": "completed"}
     if part == "call":
-        fields = {"id": f"fc_{tail(value['id'])}", "type": "function_call", "call_id": value["id"]}
+        fields = {"id": f"fc_{suffix_of(value['id'])}", "type": "function_call", "call_id": value["id"]}
         return fields | value["function"] | done
     if part == "reasoning":
         content = [{"type": "reasoning_text", "text": value}]
         return {"id": f"rs_{x}", "type": "reasoning", "summary": [], "content": content} | done
-    content = [{"type": "output_text", "text": value, "annotations": []} | some(logprobs=logprobs)]
+    content = [{"type": "output_text", "text": value, "annotations": []} | without_empty(logprobs=logprobs)]
     return {"id": f"msg_{x}", "type": "message", "role": "assistant", "content": content} | done
 
 
 class ResponsesStream(Stream):
-    number = 0  # of the next event
+    """The events of a response, which are numbered."""
 
-    def _say(self, kind: str, **data: Any) -> bytes:
+    number = 0  # sequence_number of the next event
+
+    def _event(self, kind: str, **data: Any) -> bytes:
         self.number += 1
         return event({"type": kind, "sequence_number": self.number - 1, **data})
 
-    def _within(self, item: dict[str, Any], kind: str, **data: Any) -> bytes:
-        at = {"item_id": item["id"], "output_index": self.place} | ({"content_index": 0} if "content" in item else {})
-        return self._say(f"response.{kind}", **at, **data)
+    def _item_event(self, item: dict[str, Any], kind: str, **data: Any) -> bytes:
+        """Return an event about an item of the output; items with content also name the place in it."""
+        content_index = {"content_index": 0} if "content" in item else {}
+        return self._event(f"response.{kind}", item_id=item["id"], output_index=self.position, **content_index, **data)
 
     def start(self, input_len: int) -> bytes:
         body = response_head(self.ask, self.interaction_id, "in_progress")
-        return self._say("response.created", response=body) + self._say("response.in_progress", response=body)
+        return self._event("response.created", response=body) + self._event("response.in_progress", response=body)
 
     def _open(self, part: str, value: Any) -> bytes:
         item = response_item(part, value if part == "call" else "", self.interaction_id)
         empty: dict[str, Any] = {"arguments": ""} if part == "call" else {"content": []}
         begun = item | empty | {"status": "in_progress"}
-        frames = self._say("response.output_item.added", output_index=self.place, item=begun)
-        return frames if part == "call" else frames + self._within(item, "content_part.added", part=item["content"][0])
+        frames = self._event("response.output_item.added", output_index=self.position, item=begun)
+        if part != "call":
+            frames += self._item_event(item, "content_part.added", part=item["content"][0])
+        return frames
 
     def _piece(self, part: str, value: Any, piece: str) -> bytes:
         item = response_item(part, value, self.interaction_id)
         if part == "call":
-            return self._within(item, "function_call_arguments.delta", delta=piece)
-        return self._within(item, f"{item['content'][0]['type']}.delta", delta=piece, logprobs=[])
+            return self._item_event(item, "function_call_arguments.delta", delta=piece)
+        return self._item_event(item, f"{item['content'][0]['type']}.delta", delta=piece, logprobs=[])
 
     def _close(self, part: str, value: Any) -> bytes:
         item = response_item(part, value, self.interaction_id, self.logprobs)
         if part == "call":
-            frames = self._within(item, "function_call_arguments.done", **value["function"])
+            frames = self._item_event(item, "function_call_arguments.done", **value["function"])
         else:
             (content,) = item["content"]
-            frames = self._within(item, f"{content['type']}.done", text=value, logprobs=self.logprobs)
-            frames += self._within(item, "content_part.done", part=content)
-        return frames + self._say("response.output_item.done", output_index=self.place, item=item)
+            frames = self._item_event(item, f"{content['type']}.done", text=value, logprobs=self.logprobs)
+            frames += self._item_event(item, "content_part.done", part=content)
+        return frames + self._event("response.output_item.done", output_index=self.position, item=item)
 
     def end(self, answers: list[Answer]) -> bytes:
         body = render_responses(self.ask, answers) | {"created_at": self.created}
-        return self._say(f"response.{body['status']}", response=body)
+        return self._event(f"response.{body['status']}", response=body)
 
     def error(self, status: int, message: str) -> bytes:
-        return self._say("error", code=str(status), message=message, **openai_error(status, message))
+        return self._event("error", code=str(status), message=message, **openai_error(status, message))
 
 
 # Messages
 
 
 def render_messages(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]:
-    """The body of an Anthropic message."""
+    """Return the body of an Anthropic message, which has one answer."""
     (answer,) = answers
     content = [message_block(part, value, answer.interaction_id) for part, value in answer.parts]
     body = message_head(ask, answer.interaction_id, answer.response.input_len, answer.response.output_len)
@@ -324,12 +352,13 @@ def render_messages(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]:
 
 
 def message_head(ask: AgentRequest, interaction_id: str, read: int, written: int) -> dict[str, Any]:
+    """Return an Anthropic message without content; `read` and `written` count tokens."""
     head = {"id": interaction_id, "type": "message", "role": "assistant", "model": ask.model, "content": []}
     return head | {"usage": {"input_tokens": read, "output_tokens": written}}
 
 
 def message_block(part: str, value: Any, signature: str = "") -> dict[str, Any]:
-    """A part of an answer as a block of a message's content. A signature must be there; it is checked by nobody."""
+    """Return a part of an answer as a block of a message; reasoning needs a signature, which nobody checks."""
     if part == "call":
         name, arguments = value["function"]["name"], json.loads(value["function"]["arguments"])
         return {"type": "tool_use", "id": value["id"], "name": name, "input": arguments}
@@ -339,24 +368,26 @@ def message_block(part: str, value: Any, signature: str = "") -> dict[str, Any]:
 
 
 class MessagesStream(Stream):
-    def _block(self, moment: str, **data: Any) -> bytes:
-        return event({"type": f"content_block_{moment}", "index": self.place, **data})
+    """The events of an Anthropic message."""
+
+    def _block_event(self, moment: str, **data: Any) -> bytes:
+        return event({"type": f"content_block_{moment}", "index": self.position, **data})
 
     def start(self, input_len: int) -> bytes:
         return event({"type": "message_start", "message": message_head(self.ask, self.interaction_id, input_len, 0)})
 
     def _open(self, part: str, value: Any) -> bytes:
         block = message_block(part, value) | {"input": {}} if part == "call" else message_block(part, "")
-        return self._block("start", content_block=block)
+        return self._block_event("start", content_block=block)
 
     def _piece(self, part: str, value: Any, piece: str) -> bytes:
         kind, key = BLOCK_DELTAS[part]
-        return self._block("delta", delta={"type": kind, key: piece})
+        return self._block_event("delta", delta={"type": kind, key: piece})
 
     def _close(self, part: str, value: Any) -> bytes:
         signature = {"type": "signature_delta", "signature": self.interaction_id}
-        signed = self._block("delta", delta=signature) if part == "reasoning" else b""
-        return signed + self._block("stop")
+        signed = self._block_event("delta", delta=signature) if part == "reasoning" else b""
+        return signed + self._block_event("stop")
 
     def end(self, answers: list[Answer]) -> bytes:
         body = render_messages(self.ask, answers)
@@ -369,13 +400,13 @@ class MessagesStream(Stream):
 
 @dataclass(frozen=True)
 class Protocol:
-    """How one API speaks: how its ids begin, how its requests are read and its replies and errors written."""
+    """The functions of one protocol."""
 
-    id_prefix: str
-    parse: Callable[..., AgentRequest]  # (body, find)
-    render: Callable[[AgentRequest, list[Answer]], dict[str, Any]]
-    stream: Callable[[AgentRequest, str, int], Stream]
-    error: Callable[[int, str], dict[str, Any]]
+    id_prefix: str  # how the id of an interaction begins
+    parse: Callable[..., AgentRequest]  # (body, find) -> the request
+    render: Callable[[AgentRequest, list[Answer]], dict[str, Any]]  # -> the body of a whole reply
+    stream: Callable[[AgentRequest, str, int], Stream]  # (request, interaction id, index) -> the events of one answer
+    error: Callable[[int, str], dict[str, Any]]  # (status, message) -> the body of an error
 
 
 PROTOCOLS = {  # by the path under /v1/
