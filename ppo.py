@@ -1,53 +1,46 @@
-"""Advantages, and the loss of three policies.
+"""Advantages, and the loss of decoupled PPO, which uses three policies.
 
-A language model that learns while it generates is never quite the policy that wrote its training data. Three
-policies take part in one update, and each gives a log-probability to every token that was sampled:
+In asynchronous training the model that learns is newer than the model that wrote the training data. Three versions of
+the model give a log-probability to every sampled token:
 
-    pi_behav   wrote the token. Its logprob came back from the inference server with the token. One trajectory may
-               have had several: weights may change in the middle of a sentence, and every token keeps its own.
-    pi_prox    the weights at the start of this training step, by one forward pass. The trust region lies round it.
-    pi_theta   the weights now. They move with every minibatch, and only they receive a gradient.
+    pi_behav   the behaviour policy: the weights that sampled the token. Its log-probability comes from the inference
+               server. A weight update may interrupt a completion, so each token keeps the version that sampled it.
+    pi_prox    the proximal policy: the weights at the start of the training step, computed by one forward pass.
+    pi_theta   the current policy: the weights that the optimizer is changing. Only pi_theta receives a gradient.
 
-PPO uses one old policy for two jobs: to correct for data from elsewhere and to say how far a step may go. When the
-data is several versions old, a trust region round the policy that wrote it drags the new policy back to the past.
-Decoupled PPO (arXiv 2505.24298, equation 5) gives each job its policy. With u = pi_theta / pi_prox,
+Standard PPO has one old policy with two jobs. It corrects for data that other weights sampled, and it is the centre of
+the clip, which limits how far one step moves. With data several versions old, such a clip pulls the new policy back
+towards old weights. Decoupled PPO (arXiv 2505.24298, equation 5) splits the jobs. With u = pi_theta / pi_prox,
 
-    J = mean over tokens of   pi_prox / pi_behav * min(u A, clip(u, 1 - eps, 1 + eps) A)
-                              -- correction --      ---------- trust region ----------
+    J = mean over trained tokens of   pi_prox / pi_behav * min(u A, clip(u, 1 - eps, 1 + eps) A)
+                                      behaviour weight     the clip, centred on pi_prox
 
-The correction is a constant in this step. Where pi_prox is pi_behav it is one and the formula is PPO; so standard
-PPO is the same code with the old policy in both places, and not a second branch.
+The behaviour weight is a constant: no gradient flows through it. If pi_prox equals pi_behav, the weight is 1 and J is
+the objective of standard PPO. So standard PPO runs through the same code, with one old policy in both places.
 
-Three guards, each met by a token in every second run:
-  cap         a token that pi_prox finds far likelier than pi_behav did (by more than behave_imp_weight_cap) would
-              outvote a thousand others. It leaves the loss. The mean still divides by the tokens that were there,
-              so a batch of outliers takes a small step, not a normal step in the direction of what is left.
-  clip higher the upper bound may be wider than the lower (eps_clip_higher): unlikely tokens may grow.
-  dual clip   for A < 0, u A has no lower bound, and one token that became likely can wreck a policy in one step.
-              No token costs more than c |A|. The tail of a converged policy needs it: P(end of turn) = .999 with one
-              rare failure is such a token.
+Example: a token has probability 0.2 under pi_behav, 0.3 under pi_prox and 0.45 under pi_theta, and A = 1. Then the
+behaviour weight is 1.5 and u is 1.5. With eps = 0.2 the clip lowers u to 1.2, so the token adds 1.5 * 1.2 = 1.8.
 
-An advantage belongs to a turn, the stretch of tokens that one request to the model generated, and every trained
-token of the turn gets it. A turn's return is its reward after the tree has passed rewards back to parents (cache.py),
-and it is compared with turns of the same group, found by id. Nothing here is a position: groups may lose members,
-come interleaved or have one member, and a reward cannot be lost because the row ends in a tool's answer.
+Three guards limit what a single token can do:
+  cap           A token whose behaviour weight exceeds behave_imp_weight_cap is dropped from the sum. The mean still
+                counts it, so a batch of outliers makes a small step.
+  clip higher   The upper bound of u may be wider than the lower one (eps_clip_higher), so that rare tokens can grow.
+  dual clip     For A < 0 the term u A has no lower bound. With c_clip = c a token costs at most c |A|.
 
-Everything is aligned with tokens: column t of any tensor speaks of token t, nothing is ever rolled.
+An advantage belongs to a turn, and all trained tokens of the turn get it (or a share of it, with GAE). The return of a
+turn is its reward after the conversation tree has passed rewards back to earlier turns (cache.py). A turn is compared
+with turns of the same group, which are found by group id, so rows may stand in any order.
 
-What this does not promise: the clip is a heuristic, and pi_theta may leave the trust region on tokens whose gradient
-is already zero. The cap makes the correction biased. There is no critic.
+In every tensor, column t belongs to token t; nothing is shifted.
 
-What may vary is elsewhere, one small function a variation: other baselines, penalties and credit over tokens in
-training/advantages.py, pi_prox without a forward pass in training/proximal.py. docs/algorithm.md has every equation
-beside its line.
+What this does not promise: the clip does not keep pi_theta inside its bounds, because tokens with zero gradient can
+still move with the others. The cap makes the correction biased. There is no critic.
 
-Different from AReaL: the correction is on, as in the paper (there `rejection_sampling`, off); the write-up of its
-documents puts pi_theta / pi_behav in the unclipped branch, which is not the paper's objective; groups go by id, not
-by blocks of rows; a cell of one, or of equal returns, gives 0 and not 100,000; the KL penalty needs reference
-logprobs, and without them there is none.
-
-Shapes: B rows (sequences), T tokens; of the whole batch N turns and M tokens that are trained.
+Further variants are in training/advantages.py (baselines, penalties, GAE) and training/proximal.py (pi_prox without a
+forward pass). docs/algorithm.md lists each equation with its function.
 """
+
+# Shapes in this file: B rows, T columns; in the whole batch N trained turns and M trained tokens.
 
 import torch
 from torch import Tensor
@@ -59,15 +52,15 @@ Batch = dict[str, Tensor]
 
 
 def describe_mode(config: PPOActorConfig) -> str:
-    """The objective in words: where the logprobs of each policy come from (section 5.2)."""
+    """Return one line that names the objective and the source of each policy's logprobs (write-up, section 5.2)."""
     server, forward = "the inference server", "a forward pass before the update"
     theta = "pi_theta from each training pass"
     if not config.use_decoupled_loss:
         return f"standard PPO: pi_old from {forward if config.recompute_logprob else server}, {theta}"
     prox = {
         "recompute": forward,
-        "loglinear": "pi_behav and pi_theta by their versions, no forward pass",
-        "metrics": f"{forward}, and what loglinear, linear and rollout would have said is logged",
+        "loglinear": "pi_behav and pi_theta by their versions, with no forward pass",
+        "metrics": f"{forward}, and the error of the guesses loglinear, linear and rollout is logged",
     }[config.prox_logp_method]
     cap = config.behave_imp_weight_cap
     bound = "no cap" if cap is None else f"{config.behave_imp_weight_action} above {cap:g}"
@@ -76,32 +69,37 @@ def describe_mode(config: PPOActorConfig) -> str:
 
 
 def compute_cells(level: str, group_ids: Tensor, turn_ids: Tensor, per_turn: bool) -> Tensor:
-    """(N,) the number of the cell within which a turn is compared:
-    its group or the batch, its place in the row or any."""
+    """Return the number of each turn's cell, (N,). Turns are compared with the turns of the same cell.
+
+    A cell is a group or the whole batch, as `level` says. With `per_turn` it holds only turns with the same turn id.
+    """
     group = group_ids if level == "group" else torch.zeros_like(group_ids)
     turn = turn_ids if per_turn else torch.zeros_like(turn_ids)
     return torch.unique(torch.stack([group, turn]), dim=1, return_inverse=True)[1]
 
 
 def cell_mean(x: Tensor, cell: Tensor) -> Tensor:
-    """(N,) the mean of x over each entry's cell."""
+    """Return for each entry of x (N,) the mean of its cell, (N,)."""
     return (torch.bincount(cell, x) / torch.bincount(cell))[cell]
 
 
 def cell_std(x: Tensor, cell: Tensor, eps: float) -> Tensor:
-    """(N,) eps + the standard deviation of x in each entry's cell; 1 where a cell has no spread to divide by."""
+    """Return for each entry of x (N,) the standard deviation of its cell plus eps, (N,).
+
+    The value is 1 if all entries of the cell are equal or if the cell has one entry.
+    """
     # s^2 = sum (x - mean)^2 / (n - 1)
-    squares = torch.bincount(cell, (x - cell_mean(x, cell)).square())
-    variance = (squares / (torch.bincount(cell) - 1).clamp(min=1))[cell]
+    squares = torch.bincount(cell, (x - cell_mean(x, cell)).square())  # (cells,)
+    variance = (squares / (torch.bincount(cell) - 1).clamp(min=1))[cell]  # (cells,) -> (N,)
     return torch.where(variance > 0, variance.sqrt() + eps, 1.0)
 
 
 def normalise(returns: Tensor, group_ids: Tensor, turn_ids: Tensor, norm: NormConfig) -> Tensor:
-    """(N,) returns of turns -> advantages.
+    """Return the advantages (N,) of N turns, given their returns (N,).
 
-    In float64, so that equal returns give exactly 0: a sum of a few float32 numbers has no rounding there.
+    The work is done in float64, where the sum of a few float32 numbers is exact, so equal returns give exactly 0.
     """
-    # A = (R - b) / s
+    # A = (R - b) / s, with the baseline b and the spread s of the turn's cell
     R, b, s = returns.double(), torch.zeros(()), torch.ones(())
     if norm.mean_level != "none":
         baseline = leave_one_out_mean if norm.mean_leave1out else cell_mean
@@ -114,41 +112,42 @@ def normalise(returns: Tensor, group_ids: Tensor, turn_ids: Tensor, norm: NormCo
 
 
 def compute_advantages(batch: Batch, config: PPOActorConfig) -> Tensor:
-    """(B, T) float32: each trained token gets the advantage of its turn, all others 0.
+    """Return the advantages (B, T) float32: each trained token has the advantage of its turn, all other tokens have 0.
 
-    Reads loss_mask, turn_ids, turn_rewards (B, T) and group_ids (B,); with kl_ctl also logprobs and ref_logp (B, T).
-    With gamma * gae_lambda below 1 the earlier tokens of a turn get less of it.
-    Turns that are not trained (a prefix that another row trains, sampling that cannot be corrected) take no part,
-    not in the baseline either. Raises ValueError for a trained token outside any turn and for a reward that is not
-    a finite number.
+    Reads loss_mask, turn_ids and turn_rewards (B, T) and group_ids (B,); with a KL penalty in the reward also logprobs
+    and ref_logp (B, T). If gamma * gae_lambda is below 1, earlier tokens of a turn get a smaller share.
+    Turns without trained tokens take no part, and the baseline does not count them.
+    Raises ValueError if a trained token belongs to no turn or if its reward is not finite.
     """
     trained = batch["loss_mask"] > 0  # (B, T)
-    at = trained.flatten().nonzero()[:, 0]  # (M,) where the trained tokens are, row after row
-    turn_ids, rewards = batch["turn_ids"].flatten()[at].long(), batch["turn_rewards"].flatten()[at].float()  # (M,)
+    at = trained.flatten().nonzero()[:, 0]  # (M,) positions of the trained tokens in the flattened batch
+    turn_ids = batch["turn_ids"].flatten()[at].long()  # (M,)
+    rewards = batch["turn_rewards"].flatten()[at].float()  # (M,) all tokens of a turn carry the turn's reward
     if bool((turn_ids < 0).any()):
         raise ValueError("loss_mask is 1 on a token whose turn_ids is -1; every trained token belongs to a turn")
     if not bool(rewards.isfinite().all()):
         raise ValueError("turn_rewards is not finite on a trained token; check what the reward function returns")
 
-    # The N trained turns, and for each of the M trained tokens the number of its turn. A turn's tokens stand together.
+    # 1. Number the N trained turns. The tokens of a turn stand together, so a new turn starts where row or id changes.
     row, starts = at // max(trained.shape[1], 1), torch.ones(len(at), dtype=torch.bool)  # (M,), (M,)
     starts[1:] = (row[1:] != row[:-1]) | (turn_ids[1:] != turn_ids[:-1])
-    turn_of = starts.cumsum(0) - 1  # (M,)
+    turn_of = starts.cumsum(0) - 1  # (M,) the number of each token's turn, from 0 to N - 1
     row, turn, returns = row[starts], turn_ids[starts], rewards[starts]  # (N,), (N,), (N,)
 
-    # R = clip((r + overlong penalty + bias) * scaling, -c, c), r the reward that all tokens of the turn carry
+    # 2. R = clip((r + overlong penalty + bias) * scaling, -c, c), where r is the turn's reward and c is reward_clip
     if config.overlong_tokens and config.max_new_tokens:
         limit, margin = config.max_new_tokens, config.overlong_tokens
         returns += overlong_penalty(torch.bincount(turn_of), limit, margin, config.overlong_penalty_factor)
     returns = (returns + config.reward_bias) * config.reward_scaling
     returns = returns.clamp(-config.reward_clip, config.reward_clip)
 
-    # R <- R - beta * sum over the turn of KL(pi_behav, pi_ref); k1: log pi_behav - log pi_ref
+    # 3. R <- R - kl_ctl * sum over the turn's tokens of the estimated KL(pi_behav, pi_ref)
     if config.kl_ctl > 0 and config.kl_placement == "reward" and "ref_logp" in batch:
         logp, ref_logp = batch["logprobs"].flatten()[at], batch["ref_logp"].flatten()[at]  # (M,)
         kl = kl_estimate(logp, ref_logp, config.kl_estimator)  # (M,)
         returns.index_add_(0, turn_of, kl, alpha=-config.kl_ctl)
 
+    # 4. A = (R - b) / s, and each token of the turn gets A, or with GAE a share of it
     A = normalise(returns, batch["group_ids"][row].long(), turn, config.adv_norm)  # (N,)
     credit = A[turn_of]  # (M,)
     if config.gamma * config.gae_lambda != 1:
@@ -157,40 +156,45 @@ def compute_advantages(batch: Batch, config: PPOActorConfig) -> Tensor:
 
 
 def behaviour_weight(log_weight: Tensor, cap: float | None, action: str) -> tuple[Tensor, Tensor]:
-    """pi_prox / pi_behav as a constant, and where it exceeds the cap: there it is 0 (mask) or the cap (clamp)."""
+    """Return pi_prox / pi_behav = exp(log_weight) without a gradient, and a mask of the weights above the cap.
+
+    A weight above the cap becomes 0 (action "mask") or the cap (action "clamp").
+    """
     weight, cap = torch.exp(log_weight).detach(), torch.inf if cap is None else cap
     above = weight > cap
     return weight.clamp(max=cap) if action == "clamp" else torch.where(above, 0.0, weight), above
 
 
 def sequence_mean(x: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """The mean of x over the trained tokens of each token's sequence, in x's shape; 0 where a sequence has none.
+    """Replace each entry of x by the mean of x over the trained tokens of its sequence, or by 0 if there are none.
 
-    Of log weights: the log of the geometric mean of a sequence's weights, the same for all its tokens (as GSPO has it).
+    For log weights this is the log of the geometric mean of a sequence's weights, as in GSPO (arXiv 2507.18071).
     """
-    ids = sequence_ids.expand(x.shape)
+    ids = sequence_ids.expand(x.shape)  # the sequence of each token
+    # One total and one count for each sequence.
     total = x.new_zeros(int(ids.max()) + 1 if ids.numel() else 0).index_add_(0, ids[mask], x[mask])
     count = torch.bincount(ids[mask], minlength=len(total)).clamp(min=1)
     return (total / count)[ids]
 
 
 def aggregation_weights(lengths: Tensor, how: str, constant: int | None) -> Tensor:
-    """(B,) what a token of each sequence counts in the mean over tokens, so that the loss is one of
+    """Return the factor (B,) by which the tokens of each sequence count in the loss. L_it is the loss of token t.
 
-        token       sum_i sum_t L_it / sum_i n_i              every token counts the same
-        sequence    1/S sum_i (1/n_i) sum_t L_it              every sequence counts the same (GRPO)
-        constant    1/S sum_i (1/C) sum_t L_it                no length in it: long failures are not cheap (Dr. GRPO)
+        how = "token"       sum_i sum_t L_it / sum_i n_i       every token counts equally
+        how = "sequence"    1/S sum_i (1/n_i) sum_t L_it       every sequence counts equally (GRPO)
+        how = "constant"    1/S sum_i (1/C) sum_t L_it         a long failure costs more than a short one (Dr. GRPO)
 
-    `lengths` (B,) are the trained tokens n_i, S is the number of those above 0: of the whole minibatch, on all ranks.
-    The weights are positive, and the objective is linear in the advantages, so that they are factors of those.
+    `lengths` (B,) are the numbers n_i of trained tokens of the sequences in the mini-batch, on all ranks. S counts the
+    sequences with n_i > 0, and C is `constant`. The loss is linear in the advantages, so the caller multiplies the
+    advantages by these factors.
     """
     if how == "token":
         return torch.ones(lengths.shape)
-    per_sequence = lengths.sum() / torch.count_nonzero(lengths)
+    per_sequence = lengths.sum() / torch.count_nonzero(lengths)  # (), sum_i n_i / S
     if how == "sequence":
         return per_sequence / lengths.clamp(min=1)
     if not constant:
-        raise ValueError("loss_aggregation=constant divides by max_new_tokens, which is not set")
+        raise ValueError("actor.loss_aggregation=constant divides by actor.max_new_tokens, which is not set")
     return (per_sequence / constant).expand(lengths.shape)
 
 
@@ -205,41 +209,42 @@ def ppo_actor_loss_fn(
     sequence_ids: Tensor | None = None,
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The negated objective (to be minimised) and its statistics; all tensors of one shape, usually (B, T).
+    """Return the loss, which is -J, and its metrics. All tensors have one shape: (B, T), or (N,) for flat tokens.
 
-    logp is pi_theta's and carries the gradient; prox_logp is pi_prox's; old_logp is pi_behav's. Standard PPO
-    (use_decoupled_loss false) has one old policy, old_logp, and does not read prox_logp. What stands under a zero of
-    loss_mask is never used, NaN and infinities included.
-
-    `sequence_ids`, the row of each token, is read where the behaviour weight is a sequence's; default: the first axis.
-    `denominator` is the number of trained tokens that the mean is over; default: those given. Loss and statistics are
-    sums divided by it, so the parts of a batch that is cut in pieces add up.
+    logp             log pi_theta, with a gradient
+    prox_logp        log pi_prox; not read in standard PPO (use_decoupled_loss=false)
+    old_logp         log pi_behav; in standard PPO the one old policy
+    loss_mask        1 for trained tokens; values at all other tokens are ignored, also NaN and infinity
+    sequence_ids     the row of each token, for a behaviour weight per sequence; default: the index of the first axis
+    denominator      the number of trained tokens by which loss and metrics are divided, so that the pieces of a
+                     mini-batch add up; default: the trained tokens of loss_mask
     """
     mask = loss_mask.bool()
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator
     prox_logp = prox_logp if config.use_decoupled_loss else old_logp
-    differences = logp - prox_logp.detach(), prox_logp - old_logp, advantages
-    log_u, log_weight, A = (torch.where(mask, x, 0.0) for x in differences)
+    log_u = torch.where(mask, logp - prox_logp.detach(), 0.0)  # log (pi_theta / pi_prox)
+    log_weight = torch.where(mask, prox_logp - old_logp, 0.0)  # log (pi_prox / pi_behav)
+    A = torch.where(mask, advantages, 0.0)
 
     # u = pi_theta / pi_prox
     u = torch.exp(log_u)
     higher = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
     u_clipped = u.clamp(1 - config.eps_clip, 1 + higher)
 
-    # objective = min(u A, clip(u) A), and for A < 0 at least c A
+    # objective = min(u A, clip(u, 1 - eps, 1 + eps_higher) A), and for A < 0 at least c A
     uA = u * A
     objective = torch.minimum(uA, u_clipped * A)
     if config.c_clip is not None:
         objective = torch.where(A < 0, torch.maximum(objective, config.c_clip * A), objective)
 
-    # w = pi_prox / pi_behav, of the token or of its sequence; above the cap 0, or the cap
-    log_ratio = log_u.detach() + log_weight  # of pi_theta / pi_behav
+    # w = pi_prox / pi_behav of the token, or the geometric mean of w over its sequence; above the cap w is 0 or the cap
+    log_ratio = log_u.detach() + log_weight  # log (pi_theta / pi_behav)
     if config.behave_imp_weight_level == "sequence":
         ids = torch.arange(len(mask), device=mask.device)[:, None] if sequence_ids is None else sequence_ids
         log_weight = sequence_mean(log_weight, mask, ids)
     weight, above_cap = behaviour_weight(log_weight, config.behave_imp_weight_cap, config.behave_imp_weight_action)
 
-    # L = - sum over trained tokens of w * objective / denominator; under the mask A, and so the objective, is 0
+    # loss = - sum over trained tokens of w * objective / denominator; other tokens have A = 0 and add nothing
     loss = -(weight * objective).sum() / denominator
 
     with torch.no_grad():
@@ -249,7 +254,7 @@ def ppo_actor_loss_fn(
             "behave_weight_mean": weight.sum(),
             "behave_weight_square": weight.square().sum(),
             "dropped_share": torch.count_nonzero(above_cap & mask),
-            "kl": log_ratio.clamp(-1e4, 1e4).square().sum() / 2,  # k2, bounded
+            "kl": log_ratio.clamp(-1e4, 1e4).square().sum() / 2,  # the estimator k2; the clamp keeps it finite
         }
         stats = {name: x / denominator for name, x in sums.items()}
     return loss, stats
