@@ -1,4 +1,4 @@
-"""The proxy in this process over a scripted engine, spoken to over its HTTP interface."""
+"""A proxy in the process of the test, over an engine that plays a script. Tests speak to it over its HTTP interface."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,9 +20,10 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 class ScriptedEngine:
-    """Answers with the given texts, one a call; a "…" at the end means cut by length. Records what it was asked.
+    """An engine that answers each call with the next of the given texts, and records its requests.
 
-    Streams token by token; `hold`: a generation waits for it, after `held_tokens` tokens of a stream.
+    A text that ends with "…" is cut by length there. If `hold` is set, a generation waits for it. A stream first sends
+    `held_tokens` tokens.
     """
 
     def __init__(self, tokenizer: Any, *texts: str) -> None:
@@ -35,6 +36,7 @@ class ScriptedEngine:
         self.started, self.cancelled = asyncio.Event(), asyncio.Event()
 
     async def agenerate(self, request: ModelRequest, on_tokens: Any = None) -> ModelResponse:
+        """Answer with the next text, or with "ok" if there is none left; streams token by token."""
         self.requests.append(request)
         self.started.set()
         if self.error:
@@ -62,7 +64,7 @@ class ScriptedEngine:
 
 
 class Clock:
-    """Time that moves when a test says so."""
+    """A clock whose time only the test changes."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -72,7 +74,7 @@ class Clock:
 
 
 class Harness:
-    """The proxy in this process, spoken to over its HTTP interface."""
+    """A proxy in this process over a ScriptedEngine, with an HTTP client for it."""
 
     def __init__(self, tokenizer: Any, *texts: str, **options: Any) -> None:
         self.engine = ScriptedEngine(tokenizer, *texts)
@@ -89,17 +91,20 @@ class Harness:
         return await self.http.post(path, json={} if body is None else body, **kwargs)
 
     async def start(self, task_id: str = "task") -> str:
+        """Start a session and return its id."""
         assert (await self.post("/grant_capacity", headers=ADMIN)).status_code == 200
         answer = await self.post("/rl/start_session", {"task_id": task_id}, headers=ADMIN)
         assert answer.status_code == 200, answer.text
         return answer.json()["session_id"]
 
     async def chat(self, session: str, messages: list[dict[str, Any]], **body: Any) -> dict[str, Any]:
+        """Return the reply to a chat completion of the session."""
         answer = await self.post(f"/{session}/v1/chat/completions", {"messages": messages, **body})
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     async def export(self, session: str, **body: Any) -> dict[str, Any]:
+        """End the session and return its exported interactions."""
         assert (await self.post(f"/{session}/rl/end_session")).status_code == 200
         answer = await self.post("/export_trajectories", {"session_id": session, **body}, headers=ADMIN)
         assert answer.status_code == 200, answer.text
@@ -107,7 +112,7 @@ class Harness:
 
 
 class Connection:
-    """One request over raw ASGI, so that a test can hang up, and sees each piece when it is sent."""
+    """One request over raw ASGI: a test can hang up, and it sees each piece of the reply when the proxy sends it."""
 
     def __init__(self, harness: Harness, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
         self.pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -124,17 +129,20 @@ class Connection:
         return {"type": "http.disconnect"}
 
     async def hang_up(self) -> None:
+        """Close the connection and wait until the proxy has noticed."""
         self.gone.set()
         await asyncio.wait_for(self.task, timeout=30)
 
     async def status(self) -> int:
+        """Wait for the head of the reply and return its status."""
         return (await asyncio.wait_for(self.pieces.get(), timeout=30))["status"]
 
     async def read(self) -> bytes:
-        """The next piece of the body; b"" at its end."""
+        """Return the next piece of the body, or b"" at the end."""
         return (await asyncio.wait_for(self.pieces.get(), timeout=30))["body"]
 
     async def rest(self) -> bytes:
+        """Wait for the end and return all pieces that were not read."""
         await asyncio.wait_for(self.task, timeout=30)
         pieces = [self.pieces.get_nowait() for _ in range(self.pieces.qsize())]
         return b"".join(piece.get("body", b"") for piece in pieces)
@@ -142,6 +150,7 @@ class Connection:
 
 @asynccontextmanager
 async def sdk(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncIterator[openai.AsyncOpenAI]:
+    """An OpenAI client of the proxy, whose URL ends with `path`."""
     transport = httpx2.ASGITransport(harness.app)
     async with openai.DefaultAsyncHttpxClient(transport=transport) as http:
         yield openai.AsyncOpenAI(base_url=f"http://proxy{path}", api_key=api_key, http_client=http, max_retries=0)
@@ -149,10 +158,12 @@ async def sdk(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncItera
 
 @asynccontextmanager
 async def claude(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncIterator[anthropic.AsyncAnthropic]:
+    """An Anthropic client of the proxy, whose URL ends with `path`."""
     transport = httpx2.ASGITransport(harness.app)
     async with anthropic.DefaultAsyncHttpxClient(transport=transport) as http:
         yield anthropic.AsyncAnthropic(base_url=f"http://proxy{path}", api_key=api_key, http_client=http, max_retries=0)
 
 
 def reply_message(completion: dict[str, Any]) -> dict[str, Any]:
+    """Return the message of a chat completion."""
     return completion["choices"][0]["message"]

@@ -1,4 +1,4 @@
-"""An agent sees an OpenAI server; the trainer gets its tokens, exactly those that were sampled."""
+"""The proxy is an OpenAI server to an agent, and gives the trainer exactly the tokens that were sampled."""
 
 import asyncio
 import math
@@ -35,7 +35,7 @@ Start = Callable[..., Harness]
 
 
 async def test_a_childs_prompt_is_its_parents_tokens_and_a_tail(start: Start, tiny_tokenizer: Any) -> None:
-    """prompt(t+1) = prompt(t) + output(t) + rendered tail: sampled tokens are never tokenised again."""
+    """prompt(t+1) = prompt(t) + output(t) + rendered tail. Sampled tokens are never tokenised again."""
     harness = start("one", "two", "three")
     session, messages = await harness.start(), list(HELLO)
     for question in ("second", "third", "last"):
@@ -50,11 +50,11 @@ async def test_a_childs_prompt_is_its_parents_tokens_and_a_tail(start: Start, ti
     said = [*tiny_tokenizer.encode("two"), eos]
     assert third == second + said + tiny_tokenizer.encode(tail.format("third"))
     full = tiny_tokenizer.apply_chat_template(messages[:5], add_generation_prompt=True, return_dict=False)
-    assert third == full  # here, where the tokenizer has one way to write a text
+    assert third == full  # this tokenizer has only one way to write a text
 
 
 async def test_a_turn_cut_by_length_gets_its_end_token_untrained(start: Start, tiny_tokenizer: Any) -> None:
-    """The end-of-turn token that the policy did not sample is in the next prompt, with mask 0."""
+    """If a length limit cuts a turn, the next prompt contains the end-of-turn token, and its loss mask is 0."""
     harness = start("cut…", "two")
     session = await harness.start()
     completion = await harness.chat(session, HELLO, max_tokens=3)
@@ -70,7 +70,8 @@ async def test_a_turn_cut_by_length_gets_its_end_token_untrained(start: Start, t
 
 
 async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(tiny_tokenizer: Any) -> None:
-    """The model may write a text with other tokens than the tokenizer would; the next prompt holds the model's."""
+    """The model may write a text with other tokens than the tokenizer would. The next prompt keeps the model's
+    tokens."""
     prompts = PromptBuilder(tiny_tokenizer)
     harness = Harness(tiny_tokenizer)
     session = await harness.start()
@@ -92,7 +93,8 @@ async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(tiny_to
 
 
 async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: Any) -> None:
-    """Where the tail depends on the history, splicing would change the prompt: each turn is rendered whole."""
+    """If the rendered tail depends on the history, a parent's tokens cannot be kept, and every turn is rendered in
+    full."""
     looks_back = tiny_tokenizer.chat_template.replace("{{ m['role'] }}", "{{ m['role'] }}{{ messages | length }}")
     own = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
@@ -107,14 +109,16 @@ async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: An
     await harness.chat(session, messages)
     full = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert harness.engine.requests[1].input_ids == full
-    assert len(await harness.export(session, style="concat")) == 2  # the tokens differ: the row forks
+    assert (
+        len(await harness.export(session, style="concat")) == 2
+    )  # the tokens differ, so each turn is a row of its own
     await harness.http.aclose()
 
 
 @pytest.mark.parametrize("ends", [False, True])
 async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
-    """Tokenising megabytes takes seconds: it happens in a thread, and other calls are answered meanwhile. If the
-    session ends in between, nothing of the call is left."""
+    """A thread tokenises a long prompt, and the proxy answers other calls meanwhile. If the session ends meanwhile,
+    nothing of the call stays."""
     harness = start()
     session, other = await harness.start(), await harness.start()
     prompts, go_on = harness.app.state.proxy.prompts, threading.Event()
@@ -140,7 +144,7 @@ async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "none"])
 async def test_another_form_is_read_with_its_marks(start: Start, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
-    """The marks of a form of SGLang may be special tokens: they stay in the text where there are tools to call."""
+    """The marks of SGLang's parsers may be special tokens. They stay in the text if the call offers tools."""
     read: list[str] = []
 
     def parse(text: str, offered: Any) -> tuple[str, list]:
@@ -155,7 +159,7 @@ async def test_another_form_is_read_with_its_marks(start: Start, monkeypatch: py
     assert read == (["ok<|im_start|>[]"] if choice == "auto" else [])
 
 
-THINKS = (  # as Qwen's templates, DeepSeek's, and one that leaves the mark out behind a tool's result
+THINKS = (  # like Qwen's templates, like DeepSeek's, and a template without <think> behind a tool's result
     ("{% if enable_thinking is false %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}", "enable_thinking"),
     ("{% if thinking %}<think>{% else %}</think>{% endif %}", "thinking"),
     ("{% if messages[-1].role != 'tool' %}<think>\n{% endif %}", "unknown"),
@@ -168,8 +172,8 @@ THINKS = (  # as Qwen's templates, DeepSeek's, and one that leaves the mark out 
 async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
     tiny_tokenizer: Any, begins: str, switch: str, on: bool | None, forced: bool
 ) -> None:
-    """A variable of the template or the last message may decide it, so every call's own prompt is looked at: its answer
-    is read so, and a forced call closes what is open."""
+    """A template may end a prompt with <think>. The proxy looks at the end of each prompt: the answer is then read as
+    reasoning, and a forced tool call closes the reasoning first."""
     template = tiny_tokenizer.chat_template.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n" + begins)
     own = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     own.chat_template = template
@@ -198,7 +202,7 @@ async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
 
 
 async def test_a_stop_string_ends_the_text_but_not_the_tokens(start: Start, tiny_tokenizer: Any) -> None:
-    """The agent reads up to its stop string, the next prompt holds every token that was sampled."""
+    """The agent reads the text before its stop string. The next prompt contains every token that was sampled."""
     harness = start("one STOP two", "ok")
     session = await harness.start()
     completion = await harness.chat(session, HELLO, stop=[" STOP", "two"])
@@ -212,7 +216,8 @@ async def test_a_stop_string_ends_the_text_but_not_the_tokens(start: Start, tiny
 
 
 async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> None:
-    """What the agent sets reaches the engine; the rest is pure sampling, which training can reproduce."""
+    """What the agent sets reaches the engine. The other parameters sample from the plain policy, which training can
+    reproduce."""
     harness = start(sampling={"max_new_tokens": 9})
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -228,8 +233,8 @@ async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> N
 
 
 async def test_a_seed_that_is_fixed_is_the_runs(start: Start) -> None:
-    """An agent's own seed changes nothing then: each call's comes from the server's, or where it has none, is the
-    recipe's."""
+    """If the seed is fixed, an agent's own seed is ignored. The proxy's seed decides, or the recipe's if the proxy
+    has none."""
     for seed, expected in ((1, [call_seed(1, "task", 0), call_seed(1, "task", 1)]), (None, [7, 7])):
         harness = start(seed=seed, sampling={"seed": 7}, fixed_sampling=["seed"])
         await harness.chat(await harness.start(), HELLO, seed=99, n=2)
@@ -237,9 +242,10 @@ async def test_a_seed_that_is_fixed_is_the_runs(start: Start) -> None:
 
 
 async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
-    """A call's seed comes from the server's seed, the task and the call's place in its session, nothing else."""
+    """The seed of a call depends only on the proxy's seed, the task, and the place of the call in its session."""
 
     async def seeds(task_id: str) -> list[int | None]:
+        """Return the seeds of two calls for this task at a new proxy."""
         harness = start(seed=1)
         await harness.start("another")
         session = await harness.start(task_id)
@@ -252,12 +258,13 @@ async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
     assert len({*(await seeds("7")), *(await seeds("8"))}) == 4
 
 
-# The reply
+# Replies
 
 
 @pytest.mark.parametrize("path", ["/{}/v1", "/{}", "/v1", ""])
 async def test_the_official_sdk_is_served_by_url_or_by_key(start: Start, path: str) -> None:
-    """With the session's URL any api_key works; without it the api_key is the session's; /v1 is optional."""
+    """If the URL names the session, any API key works. Otherwise the API key is the session's id. `/v1` may be left
+    out."""
     harness = start("hi there")
     session = await harness.start()
     api_key = "DUMMY" if "{}" in path else session
@@ -272,7 +279,7 @@ async def test_the_official_sdk_is_served_by_url_or_by_key(start: Start, path: s
 
 
 async def test_the_sdk_gets_typed_errors(start: Start) -> None:
-    """What the caller did wrong is the SDK's BadRequestError, which it never retries."""
+    """A caller's mistake becomes the SDK's BadRequestError, which the SDK never retries."""
     harness = start()
     async with sdk(harness, f"/{await harness.start()}/v1") as client:
         with pytest.raises(openai.BadRequestError, match="messages"):
@@ -285,7 +292,7 @@ async def test_the_sdk_gets_typed_errors(start: Start) -> None:
 
 
 async def test_x_api_key_serves_too(start: Start) -> None:
-    """Some clients send their key in another header; a query string changes nothing."""
+    """The proxy reads the key from the header x-api-key, too, and it ignores a query string."""
     harness = start()
     session = await harness.start()
     answer = await harness.post("/v1/chat/completions?beta=true", {"messages": HELLO}, headers={"x-api-key": session})
@@ -293,7 +300,7 @@ async def test_x_api_key_serves_too(start: Start) -> None:
     assert (await harness.post("/v1/chat/completions", {"messages": HELLO})).status_code == 401
 
 
-# The caller's mistakes
+# Mistakes of the caller
 
 
 @pytest.mark.parametrize(
@@ -313,7 +320,8 @@ async def test_x_api_key_serves_too(start: Start) -> None:
 async def test_a_body_is_json_whatever_it_says_it_is(
     start: Start, content: bytes, status: int, content_type: str
 ) -> None:
-    """curl -d sends JSON as a form: it is read; what is no JSON is the caller's mistake, not ours (AReaL: 422, 500)."""
+    """The proxy reads a body as JSON whatever its content type says, because curl -d calls JSON a form. A body that
+    is not JSON is a 400."""
     harness = start()
     session = await harness.start()
     path, headers = f"/{session}/v1/chat/completions", {"content-type": content_type}
@@ -333,7 +341,8 @@ async def test_a_body_is_json_whatever_it_says_it_is(
     ],
 )
 async def test_an_engines_refusal_is_passed_on(start: Start, error: Exception, status: int, kind: str) -> None:
-    """A prompt longer than the context is a 400 and a dead server a 503; the call leaves no trace in the tree."""
+    """A prompt that is longer than the context is a 400, and a dead server is a 503. The failed call is removed from
+    the tree."""
     harness = start()
     session = await harness.start()
     harness.engine.error = error
@@ -347,7 +356,7 @@ async def test_an_engines_refusal_is_passed_on(start: Start, error: Exception, s
 
 
 async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: Any) -> None:
-    """A chat template may raise on an order of roles; that is about the messages, so it names them."""
+    """A chat template may refuse an order of roles. The reply is a 400 that names the messages."""
     own = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     refusal = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tool first') }}{% endif %}"
     own.chat_template = refusal + tiny_tokenizer.chat_template
@@ -371,7 +380,8 @@ async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: An
     ],
 )
 async def test_a_reward_that_makes_no_sense_is_a_400(start: Start, body: Any) -> None:
-    """Not a number, not finite, not a known interaction: 400, and nothing is set."""
+    """A reward must be a finite number and name a known interaction. Otherwise the reply is a 400, and no reward is
+    set."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -383,7 +393,7 @@ async def test_a_reward_that_makes_no_sense_is_a_400(start: Start, body: Any) ->
 
 
 async def test_a_path_that_is_not_there_is_answered_in_the_same_form(start: Start) -> None:
-    """404 and 405 speak OpenAI's form too."""
+    """An unknown path (404) and a wrong method (405) are answered in OpenAI's form of errors."""
     harness = start()
     assert (await harness.post("/set_env")).json()["error"]["type"] == "not_found_error"
     answer = await harness.http.get("/grant_capacity")
@@ -395,7 +405,7 @@ async def test_a_path_that_is_not_there_is_answered_in_the_same_form(start: Star
 
 @pytest.mark.parametrize("path", ["/grant_capacity", "/rl/start_session", "/export_trajectories"])
 async def test_management_needs_the_admin_key(start: Start, path: str) -> None:
-    """401 without a key, 403 with another, the session's own included (AReaL serves /set_env to anybody)."""
+    """A management route replies 401 without a key and 403 with a wrong key. The key of a session is a wrong key."""
     harness = start()
     session = await harness.start()
     assert (await harness.post(path)).status_code == 401
@@ -406,7 +416,7 @@ async def test_management_needs_the_admin_key(start: Start, path: str) -> None:
 
 
 async def test_one_grant_starts_one_session(start: Start) -> None:
-    """429 without a grant; a start that fails keeps its grant; one that nobody claims lapses."""
+    """A start without a grant is a 429. A start that fails keeps its grant, and an unused grant lapses."""
     harness = start()
     begin: Any = {"path": "/rl/start_session", "body": {"task_id": "t"}, "headers": ADMIN}
     assert (await harness.post(**begin)).status_code == 429
@@ -427,7 +437,7 @@ async def test_one_grant_starts_one_session(start: Start) -> None:
 
 
 async def test_no_work_after_the_end(start: Start) -> None:
-    """410 for completions and rewards of an ended session (AReaL accepts both); ending twice is harmless."""
+    """An ended session answers calls and rewards with 410. Ending it a second time is harmless."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -439,7 +449,7 @@ async def test_no_work_after_the_end(start: Start) -> None:
 
 
 async def test_export_gives_everything_once(start: Start) -> None:
-    """Discounted rewards, parents, messages and tensors; then the session is gone, and its memory with it."""
+    """An export contains discounted rewards, parents, messages and tensors. After it the session is forgotten."""
     harness = start("one", "two")
     session = await harness.start()
     first = await harness.chat(session, HELLO)
@@ -459,7 +469,7 @@ async def test_export_gives_everything_once(start: Start) -> None:
 
 @pytest.mark.parametrize("body", [{"style": "all"}, {"discount": "much"}, {"discount": None}])
 async def test_a_wrong_export_loses_nothing(start: Start, body: dict[str, Any]) -> None:
-    """An export that is refused can be asked for again; a session that is open is refused too."""
+    """After a refused export the session can still be exported. The export of an open session is refused."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -471,7 +481,7 @@ async def test_a_wrong_export_loses_nothing(start: Start, body: dict[str, Any]) 
 
 
 async def test_discard_frees_a_session_that_nobody_will_export(start: Start) -> None:
-    """An agent that raised leaves nothing behind."""
+    """If an agent fails, its session is ended with `discard` and forgotten at once."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -480,7 +490,7 @@ async def test_discard_frees_a_session_that_nobody_will_export(start: Start) -> 
 
 
 async def test_a_caller_that_hangs_up_cancels_its_generation(start: Start) -> None:
-    """Nobody will read the answer: the engine is told, and the call leaves no trace."""
+    """If the caller hangs up, the engine stops generating, and the call is removed from the tree."""
     harness = start()
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -493,7 +503,7 @@ async def test_a_caller_that_hangs_up_cancels_its_generation(start: Start) -> No
 
 @pytest.mark.parametrize("discard", [True, False])
 async def test_the_end_of_a_session_cancels_its_generations(start: Start, discard: bool) -> None:
-    """A call that is still running at the end is answered 410 and is not exported half done."""
+    """A call that is running when its session ends is answered 410 and is not exported."""
     harness = start()
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -507,14 +517,17 @@ async def test_the_end_of_a_session_cancels_its_generations(start: Start, discar
 
 
 async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> None:
-    """The clock runs from the last request's end; a long generation is no idleness (AReaL sweeps it)."""
+    """A session expires when the timeout has passed since its last request ended. A session that generates does not
+    expire."""
     harness = start(session_timeout_seconds=10)
     idle, busy = await harness.start(), await harness.start()
     harness.engine.hold = asyncio.Event()
     call = asyncio.ensure_future(harness.post(f"/{busy}/v1/chat/completions", {"messages": HELLO}))
     await harness.engine.started.wait()
     harness.clock.now = 9.0
-    assert (await harness.post(f"/{idle}/rl/set_reward", {"reward": 1})).status_code == 400  # no call yet; used now
+    assert (
+        await harness.post(f"/{idle}/rl/set_reward", {"reward": 1})
+    ).status_code == 400  # refused, since there is no call yet; the timeout restarts
     harness.clock.now = 18.0
     harness.sessions.expire()
     assert len(harness.sessions) == 2
@@ -532,7 +545,7 @@ async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> 
 
 
 def test_use_keeps_a_session_and_not_its_neighbours() -> None:
-    """Whoever was unused for longest goes first, whichever started first; what expired is unknown at once."""
+    """A request restarts the timeout of its own session only. An expired session is unknown at once."""
     clock = Clock()
     table = SessionTable(10.0, clock)
     for _ in range(2):
@@ -548,7 +561,7 @@ def test_use_keeps_a_session_and_not_its_neighbours() -> None:
 
 
 async def test_a_session_disturbs_no_other(start: Start) -> None:
-    """The same words in two sessions are two trees."""
+    """If two sessions contain equal messages, each session still has a tree of its own."""
     harness = start("one", "one", "two")
     left, right = await harness.start(), await harness.start()
     messages = [*HELLO, reply_message(await harness.chat(left, HELLO)), {"role": "user", "content": "?"}]
@@ -572,7 +585,7 @@ async def test_a_session_disturbs_no_other(start: Start) -> None:
 def test_a_proxy_that_cannot_start_says_why(
     option: str, value: str, message: str, tiny_model_dir: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line that begins with `error:`, exit code 2, no traceback."""
+    """A proxy that cannot start prints one line that begins with `error:` and exits with code 2."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         arguments = {"--server": "http://127.0.0.1:9", "--model-path": str(tiny_model_dir), "--port": "0"}
         arguments[option] = str(taken.getsockname()[1]) if value == "taken" else value
@@ -584,7 +597,7 @@ def test_a_proxy_that_cannot_start_says_why(
 
 
 def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
-    """It only needs a tokenizer; torch would take seconds to import and a gigabyte of address space."""
+    """The proxy loads a tokenizer without torch, whose import takes seconds and a gigabyte of address space."""
     code = (
         "import sys, proxy; proxy.load_tokenizer(sys.argv[1]); "
         "sys.exit(any(name == 'torch' and module for name, module in sys.modules.items()))"
@@ -594,9 +607,11 @@ def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
 
 @pytest.mark.parametrize("source", ["environment", "option", "made up"])
 def test_only_an_admin_key_that_was_made_up_is_printed(tiny_model_dir: Any, tiny_server: str, source: str) -> None:
-    """A key that was given is known to who gave it, and the output lands in the run's log file."""
+    """The proxy prints its admin key only if it made the key up itself, because its output goes to a log file."""
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
-    command += ["--admin-key", "s3cret"] * (source == "option") + ["--exit-with-parent"]  # which is gone already
+    command += ["--admin-key", "s3cret"] * (source == "option") + [
+        "--exit-with-parent"
+    ]  # standard input is closed already
     environment = {name: value for name, value in os.environ.items() if name != "NANO_AREAL_ADMIN_KEY"}
     environment |= {"NANO_AREAL_ADMIN_KEY": "s3cret"} if source == "environment" else {}
     streams: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
@@ -607,7 +622,7 @@ def test_only_an_admin_key_that_was_made_up_is_printed(tiny_model_dir: Any, tiny
 
 
 async def test_a_proxy_started_by_hand_offers_a_session(tiny_model_dir: Any, tiny_server: str) -> None:
-    """An agent's author needs no key and no grant: the address is printed, and any SDK talks to it."""
+    """A proxy that a person starts prints the URL of a session. Any SDK can use this URL without a key or a grant."""
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -627,11 +642,12 @@ async def test_a_proxy_started_by_hand_offers_a_session(tiny_model_dir: Any, tin
 
 
 async def test_end_to_end_with_real_servers(tiny_model_dir: Any, tiny_server: str) -> None:
-    """SDK -> proxy process -> server process: every exported token is the server's, spliced turn after turn."""
+    """An SDK, a proxy process and a server process work together. Every exported token is the server's, and each
+    prompt continues the previous tokens."""
     port = free_port()
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
     command += ["--port", str(port), "--seed", "1", "--exit-with-parent"]
-    environment = {**os.environ, "NANO_AREAL_ADMIN_KEY": "admin"}  # as train.py gives it
+    environment = {**os.environ, "NANO_AREAL_ADMIN_KEY": "admin"}  # train.py passes the key this way
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
     url = f"http://127.0.0.1:{port}"
