@@ -1,11 +1,13 @@
-"""One episode of an agent, for its author: what the model was told and said, and what of it would be trained.
+"""Run one episode of an agent and print what the model was told, what it said, and what training would use.
 
     python -m run.episode my_module.MyAgent --model-path DIR --data '{"question": "..."}'
 
-It starts what an episode needs (an inference server on the model, unless --server names one that is up, and a proxy),
-runs `MyAgent().run(data)` as training would, and prints the conversation tree: each call of the model under the one
-that it goes on from, with its tokens and its final reward. Two roots where one conversation was meant say that the
-agent's framework rewrites its history; docs/agents.md says what to do then.
+The command starts an inference server on the model (unless --server names a running one) and a proxy. It runs
+`MyAgent().run(data)` as training would, and prints the conversation tree: each call of the model stands under the
+call that it continues, with its tokens and its final reward.
+
+If one conversation is printed as two trees, the agent's framework rewrites its history. docs/agents.md says what to
+do.
 """
 
 import argparse
@@ -28,36 +30,58 @@ from workflow import resolve_workflow
 
 
 def conversation_tree(interactions: dict[str, InteractionWithTokenLogpReward]) -> Tree:
-    """An episode in export style individual, for reading: each turn under the turn that it goes on from."""
-    root, branches = Tree(f"{len(interactions)} turns"), dict[Any, Tree]()
+    """Draw the interactions of an episode, each under its parent. They come in export style individual."""
+    root = Tree(f"{len(interactions)} turns")
+    branches: dict[Any, Tree] = {}
     for turn in interactions.values():
-        row, known = turn.to_lists(), len(turn.parent.messages + turn.parent.output_message_list) if turn.parent else 0
-        prompt_len, trained = row["turn_ids"].count(-1), sum(row["loss_mask"])
-        sizes = f"{prompt_len} + {len(row['input_ids']) - prompt_len} tokens, {trained} trained"
-        sizes += f" at temperature {temperature:g}" if (temperature := row["temperatures"][-1]) != 1 else ""
-        lines = [f"reward {turn.reward:.2f}, {sizes}, {turn.interaction_id}"]
+        known = 0  # messages that the parent already shows
+        if turn.parent:
+            known = len(turn.parent.messages) + len(turn.parent.output_message_list)
+        lines = [describe_turn(turn)]
         lines += [f"{m['role']}: {spoken(m)}" for m in turn.messages[known:] + turn.output_message_list]
         branches[turn] = branches.get(turn.parent, root).add(escape("\n".join(lines)))
     return root
 
 
+def describe_turn(turn: InteractionWithTokenLogpReward) -> str:
+    """Return one line with a turn's reward, its numbers of tokens, and its id."""
+    row = turn.to_lists()
+    prompt_len, trained = row["turn_ids"].count(-1), sum(row["loss_mask"])
+    sizes = f"{prompt_len} + {len(row['input_ids']) - prompt_len} tokens, {trained} trained"
+    temperature = row["temperatures"][-1]
+    if temperature != 1:
+        sizes += f" at temperature {temperature:g}"
+    return f"reward {turn.reward:.2f}, {sizes}, {turn.interaction_id}"
+
+
 def spoken(message: dict[str, Any]) -> str:
-    """A message's text and its tool calls, as one line of a program would put them."""
+    """Return a message's text and its tool calls on one line. Tool calls look like function calls of a program."""
     functions = [call["function"] for call in message.get("tool_calls", [])]
     calls = [f"{function['name']}({json.dumps(function['arguments'])})" for function in functions]
     return " ".join(filter(None, [message["content"], *calls]))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one episode over real servers and print its tree. Returns 2 for what cannot run, 1 if a server dies."""
-    parser = argparse.ArgumentParser(description="One episode of an agent: its conversation tree, rewards and tokens.")
+    """Run one episode and print its tree. Return 2 if the command line is wrong, 1 if a server dies, else 0."""
+    parser = argparse.ArgumentParser(description="Run one episode of an agent and print its conversation tree.")
     parser.add_argument("agent", help="my_module.MyAgent, a class with `async def run(self, data, **extra_kwargs)`")
-    parser.add_argument("--data", type=json.loads, default={}, help="JSON: the sample that run() gets")
-    parser.add_argument("--kwargs", type=json.loads, default={}, help="JSON: arguments of the agent's class")
-    parser.add_argument("--model-path", required=True, help="Hugging Face folder")
-    parser.add_argument("--server", help="URL of an inference server; default: a inference/tiny/server.py on the model")
-    parser.add_argument("--mode", choices=["inline", "subproc"], default="inline", help="where the agent runs")
-    parser.add_argument("--discount", type=float, default=1.0, help="by which a turn's reward reaches the one before")
+    parser.add_argument("--data", type=json.loads, default={}, help="JSON object that run() gets as its sample")
+    parser.add_argument(
+        "--kwargs", type=json.loads, default={}, help="JSON object with keyword arguments of the agent's class"
+    )
+    parser.add_argument("--model-path", required=True, help="Hugging Face folder of the model")
+    parser.add_argument(
+        "--server", help="URL of a running inference server; default: start inference/tiny/server.py on the model"
+    )
+    parser.add_argument(
+        "--mode",
+        choices=["inline", "subproc"],
+        default="inline",
+        help="run the agent in this process, or in one of its own",
+    )
+    parser.add_argument(
+        "--discount", type=float, default=1.0, help="share of a turn's reward that is passed on to the turn before it"
+    )
     args = parser.parse_args(argv)
     options: dict[str, object] = {"--model-path": args.model_path}
     with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:

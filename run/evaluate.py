@@ -1,10 +1,14 @@
-"""How good is the policy? One episode per validation prompt, under is_eval, with statistics of its own. No concept.
+"""Evaluation: one episode per validation prompt, and the statistics of their rewards.
 
-During training the episodes run on the executor's ungated sibling, by the newest weights. `python train.py mode=eval
-model_path=DIR ...` does the same for a model by itself, and with `evaluator.base_url=URL` agents are sent to any
-endpoint that speaks their protocol, trained by us or not: then there is no proxy and nothing but their word for it.
-They run where they do in training, inline or in processes (`rollout.openai.mode`).
-An episode that fails or is rejected is counted; none of them ends a run.
+During training the episodes run on an executor without the staleness gate, with the newest weights. The statistics
+are kept apart from those of the training episodes. `python train.py mode=eval model_path=DIR ...` evaluates a model
+without training it.
+
+With `evaluator.base_url=URL` agents are evaluated on any endpoint that speaks their protocol. No proxy runs then, so
+the rewards are what the agents return. Agents run where they run in training, inline or in processes
+(`rollout.openai.mode`).
+
+An episode that fails or is rejected is counted, and the evaluation goes on.
 """
 
 import asyncio
@@ -30,9 +34,12 @@ logger = logging.getLogger("nano_areal.evaluate")
 
 
 def describe(rewards: Sequence[float | None], inputs: Inputs) -> dict[str, float | None]:
-    """Statistics of episodes, None for each that brought no reward: eval_reward (their mean; None without any),
-    eval_reward_sem (its standard error; None without two), eval_success (over all episodes), eval_episodes,
-    eval_rejected."""
+    """Return the statistics of the episodes' rewards. An episode without a reward has None.
+
+    eval_reward is the mean reward, None without any reward. eval_reward_sem is its standard error, None below two
+    rewards. eval_success is the share of successes among all episodes. eval_episodes counts the episodes, and
+    eval_rejected those without a reward.
+    """
     found = [reward for reward in rewards if reward is not None]
     n = len(found)
     return {
@@ -45,22 +52,30 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> dict[str, float
 
 
 def evaluate(executor: WorkflowExecutor, inputs: Inputs) -> dict[str, float | None]:
-    """The statistics above, of one episode per validation prompt; `executor` is the one without a gate. An episode of
-    several rows has the reward of the last: the turns before it have their discounted shares of the same reward."""
+    """Roll out one episode per validation prompt and return their statistics. `executor` has no staleness gate.
+
+    The reward of an episode with several rows is that of its last row. The earlier rows have discounted shares of it.
+    """
     groups = executor.rollout_each(inputs.validation, inputs.evaluated, group_size=1, is_eval=True)
     return describe([None if group is None else group["rewards"][-1].item() for group in groups], inputs)
 
 
 def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | None]:
-    """The same, with agents that speak to evaluator.base_url; their key is OPENAI_API_KEY. ConfigError: no agent."""
+    """Run one episode per validation prompt with agents that call evaluator.base_url, and return their statistics.
+
+    The agents' API key is the environment variable OPENAI_API_KEY. Raises ConfigError if the workflow is not an agent.
+    """
     agent = inputs.workflow
     if isinstance(agent, RolloutWorkflow):
-        raise ConfigError("evaluator.base_url is for agents; this workflow needs the tokens of an inference server")
+        raise ConfigError(
+            "evaluator.base_url is for agents, but this workflow needs the tokens of an inference server: leave it out"
+        )
     where = {"base_url": config.evaluator.base_url, "api_key": os.environ.get("OPENAI_API_KEY", "DUMMY")}
     places = asyncio.Semaphore(config.rollout.max_concurrent_rollouts or 1)
     options, timeout = config.rollout.openai, config.rollout.openai.episode_timeout_seconds
 
     async def play(sample: dict, http_client: openai.DefaultAsyncHttpxClient) -> Any:
+        """Run the agent on one sample and return what it returns."""
         if options.mode == "inline":
             async with asyncio.timeout(timeout):
                 return await agent.run(sample, http_client=http_client, **where)
@@ -69,6 +84,7 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
             return await worker.call(run_agent, agent, sample, **where, ours=False)
 
     async def run(i: int, sample: dict, http_client: openai.DefaultAsyncHttpxClient) -> float | None:
+        """Return the reward of one episode, None if it failed or set none."""
         workflow_context.set(WorkflowContext(is_eval=True, task_id=i))
         try:
             async with places:
@@ -76,11 +92,12 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
             return list(reward.values())[-1] if isinstance(reward, dict) else reward
         except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
             raise
-        except BaseException as error:  # an agent may raise anything; the episode is counted
+        except BaseException as error:  # an agent may raise anything; its episode counts as rejected
             logger.warning("eval-rollout task %d failed: %r", i, error)
             return None
 
     async def run_all() -> list[float | None]:
+        """Return the rewards of all episodes, in the order of the prompts."""
         async with openai.DefaultAsyncHttpxClient(timeout=timeout) as http:
             return await asyncio.gather(*(run(i, sample, http) for i, sample in enumerate(inputs.validation)))
 

@@ -1,9 +1,11 @@
-"""What a run is given: a task or its parts, the data, the workflow, the base model. No concept of its own.
+"""What a run works on: the task or its parts, the data, the workflow, and the base model.
 
-A task is a module with make_model, dataset and WORKFLOW, and if it likes WORKFLOW_KWARGS, prepare (which reads the
-lines of a JSONL file), success and summary (tasks/guess.py, tasks/gsm8k.py). Each part may instead be named by a
-configuration key. Everything is looked at before anything is started or written, functions named by their path
-included, so that a mistake is one line.
+A task is a Python module that defines `make_model`, `dataset` and `WORKFLOW`. It may also define `WORKFLOW_KWARGS`,
+`prepare` (turns a line of a JSONL file into a sample), `success` and `summary`. tasks/guess.py and tasks/gsm8k.py are
+examples. Each part can also be given by a configuration key, which wins over the task.
+
+Everything that the configuration names is loaded before anything is started or written. A mistake is therefore one
+line at the start, and not a failure after minutes.
 """
 
 import hashlib
@@ -23,24 +25,24 @@ from workflow import OpenAIProxyWorkflow, import_string, resolve_workflow
 
 @dataclass
 class Inputs:
-    """The task module (or None), its data, the tokenizer, and the workflow or agent that a prompt is given to."""
+    """The task module (or None), the data, the tokenizer, and the workflow or agent that a prompt is given to."""
 
     task: Any
     dataset: list[dict]
     validation: list[dict]
     tokenizer: Any
     workflow: Any
-    evaluated: Any = None  # the same for evaluation, which has an event loop of its own
+    evaluated: Any = None  # a second instance of the workflow, for evaluation, which has an event loop of its own
 
     def success(self, rewards: list[float]) -> float:
-        """The share of rewards that the task calls a success; without a task's word, the positive ones."""
+        """Return the share of rewards that are a success, by the task's `success`, or else those above 0."""
         judge = getattr(self.task, "success", lambda reward: reward > 0)
         return sum(map(judge, rewards)) / len(rewards)
 
 
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Whatever the user's code raises in here is a ConfigError of one line, which names it as `what`."""
+    """Turn an exception of the user's code in the block into a ConfigError of one line that begins with `what`."""
     try:
         yield
     except Exception as error:
@@ -48,7 +50,7 @@ def users_code(what: str) -> Iterator[None]:
 
 
 def load_inputs(config: TrainConfig) -> Inputs:
-    """Task, data and workflow as configured, and the base model made if need be. Raises ConfigError."""
+    """Load the task, the data and the workflow, and make the task's base model if it is missing. Raises ConfigError."""
     with users_code(f"task={config.task}"):
         task = importlib.import_module(config.task) if config.task else None
     dataset = load_dataset(config.train_dataset.path, task, "train")
@@ -56,7 +58,7 @@ def load_inputs(config: TrainConfig) -> Inputs:
     if accept := config.should_accept_fn:
         with users_code(f"should_accept_fn={accept}"):
             if not callable(import_string(accept)):
-                raise TypeError("it is no function")
+                raise TypeError("it is no function; name one as module.function")
     if isinstance(config.workflow, str):
         with users_code(f"workflow={config.workflow}"):
             import_string(config.workflow)
@@ -68,21 +70,25 @@ def load_inputs(config: TrainConfig) -> Inputs:
 
 
 def load_workflow(config: TrainConfig, task: Any, tokenizer: Any) -> Any:
-    """The workflow, or the agent, that serves the whole run. Raises ConfigError."""
+    """Return the workflow or the agent that plays every episode of the run. Raises ConfigError."""
     workflow, kwargs = config.workflow, config.workflow_kwargs
     if workflow is None:
         workflow, kwargs = getattr(task, "WORKFLOW", None), {**getattr(task, "WORKFLOW_KWARGS", {}), **kwargs}
     if workflow is None:
         raise ConfigError("no workflow: set workflow to module.Class, an agent with async run() or a RolloutWorkflow")
     defaults = {"gconfig": config.gconfig, "tokenizer": tokenizer}
-    nowhere = {"proxy_addr": "", "admin_key": "", "mode": config.rollout.openai.mode}  # the executor knows where
+    nowhere = {
+        "proxy_addr": "",
+        "admin_key": "",
+        "mode": config.rollout.openai.mode,
+    }  # the executor fills in the proxy's address
     with users_code(f"workflow={workflow}, workflow_kwargs={kwargs}"):
         resolved = resolve_workflow(workflow, kwargs, proxy=nowhere, defaults=defaults)
     return resolved.agent if isinstance(resolved, OpenAIProxyWorkflow) else resolved
 
 
 def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
-    """Samples from a JSONL file, from a "module.function", or from the task."""
+    """Return the samples of a JSONL file, of a "module.function", or of the task. Raises ConfigError."""
     if path is None and not hasattr(task, "dataset"):
         raise ConfigError("no data: set train_dataset.path to a JSONL file or to module.function")
     where = path or task.__name__
@@ -103,12 +109,14 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """One JSON object a line; ConfigError names the line that is none."""
+    """Return the JSON objects of a file, one per line. Raises ConfigError with the number of a wrong line."""
     samples = []
     try:
-        lines = path.read_bytes().splitlines()  # of text it would cut at more than the ends of lines
+        lines = path.read_bytes().splitlines()  # splitting text instead would also cut at characters such as U+2028
     except OSError as error:
-        raise ConfigError(f"no dataset at {path}: {error}") from error
+        raise ConfigError(
+            f"no dataset at {path} ({error}): correct train_dataset.path or valid_dataset.path"
+        ) from error
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
@@ -121,8 +129,11 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def prepare_model(config: TrainConfig, task: Any) -> None:
-    """Fill in model_path, tokenizer_path, ref.path; the task's base model is made once a seed and kept under .cache/,
-    as long as the task's folder stays as it is."""
+    """Fill in model_path, tokenizer_path and ref.path, and make the task's base model if it is missing.
+
+    A base model is made once for each seed and kept under .cache/. It is made again when a file in the task's folder
+    changes, since the folder's content is part of its name. Raises ConfigError.
+    """
     if config.model_path is None:
         if not hasattr(task, "make_model"):
             raise ConfigError("no model: set model_path to a Hugging Face folder, or task to a module that makes one")

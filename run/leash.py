@@ -1,8 +1,9 @@
-"""`python leash.py COMMAND ...`: run a command that ends when standard input is closed, with all that it started.
+"""`python leash.py COMMAND ...` runs a command, and ends it together with its children when standard input closes.
 
-For servers that are not ours (SGLang) and know nothing of --exit-with-parent. The parent holds the other end of the
-pipe; when it is gone, however it went, the command is asked to end, and after a moment its whole process group is
-killed, this process included. Start it in a session of its own.
+Servers of this project end by themselves when their standard input closes (`--exit-with-parent`). Other servers, such
+as SGLang, do not, so they run under this script. The parent process holds the other end of the pipe. When the parent
+is gone, the script sends the command SIGTERM, and kills the whole process group 3 seconds later, itself included. The
+script must therefore be started in a session of its own.
 """
 
 import os
@@ -11,15 +12,16 @@ import subprocess
 import sys
 import threading
 
-GRACE_SECONDS = 3.0
+GRACE_SECONDS = 3.0  # seconds between SIGTERM and SIGKILL
 
 
 def main(command: list[str]) -> int:
-    """The command's exit code, as a shell tells it."""
+    """Run the command and return its exit code. A signal number n becomes 128 + n, as in a shell."""
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     parent_gone = threading.Event()
 
     def follow_parent() -> None:
+        """Wait until standard input closes, then end the command."""
         while os.read(0, 4096):
             pass
         parent_gone.set()

@@ -1,8 +1,10 @@
-"""What a run writes and prints: metrics.jsonl, trace.json, tokens/, the live table. No concept of its own.
+"""What a run writes and prints: metrics.jsonl, trace.json, the token files, and the live table.
 
-One object a step goes to metrics.jsonl. trace.json is a Chrome trace (open it in a trace viewer): one row per
-prompt group from start to finish, one row for the trainer's phases. tokens/{step}.safetensors holds, for every
-sequence that was trained on, its ids, versions, the three log-probabilities, mask, turn and reward.
+metrics.jsonl gets one JSON object per training step (docs/metrics.md explains every metric). trace.json is a Chrome
+trace, for a trace viewer: one row shows every prompt group from its start to its finish, another row the phases of
+the trainer. tokens/{step}.safetensors holds the batch of a step: for every sequence its token ids, versions, the
+three log-probabilities of each token (behaviour, proximal and current policy), the loss mask, the turns and the
+rewards.
 """
 
 import json
@@ -40,22 +42,29 @@ COLUMNS = (
     ("train_s", "train s", "{:.2f}"),
     ("sync_s", "sync s", "{:.2f}"),
 )
-COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")  # prompt groups, members of groups
-ROWS = 12  # steps that the live table shows
-TRAINER, ROLLOUT = 1, 2  # rows of the trace
-END = "{}]\n"  # of its file
+COUNTS = (
+    "accepted",
+    "rejected",
+    "failed",
+    "dropped",
+    "failed_members",
+)  # counters of prompt groups, and of members of groups
+ROWS = 12  # number of steps that the live table shows
+TRAINER, ROLLOUT = 1, 2  # ids of the two rows in the trace
+END = "{}]\n"  # how a complete trace file ends
 
 
 class Trace:
-    """A Chrome trace, written as it happens; a killed run leaves a readable file (the format allows a missing end).
+    """Writes a Chrome trace while the run runs. Times are microseconds since 1970.
 
-    A run that goes on appends to its trace; without a path nothing is kept. Times are microseconds since 1970.
+    The file of a killed run is readable too, since the format allows a missing end. A run that goes on after a restart
+    appends to its trace. Without a path nothing is written.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.epoch = time.monotonic_ns() - time.time_ns()  # 1970, by the monotonic clock
+        self.epoch = time.monotonic_ns() - time.time_ns()  # the monotonic clock's reading at the start of 1970
         self.lock = threading.Lock()
-        if path and path.exists():  # without its end, and without a line that was being written
+        if path and path.exists():  # remove the end of the file, or a line that a kill cut short
             os.truncate(path, path.read_bytes().removesuffix(END.encode()).rfind(b"\n") + 1)
         self.file = Path(path or os.devnull).open("a", buffering=1)  # noqa: SIM115
         if not self.file.tell():
@@ -64,14 +73,14 @@ class Trace:
             self._write({"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": name}})
 
     def event(self, name: str, task_id: int) -> None:
-        """submit, start, finish, accept, reject ... of one task; start and finish open and close its span."""
+        """Record an event of a prompt group, such as submit or accept. start and finish open and close its bar."""
         phase = {"start": "b", "finish": "e"}.get(name, "n")
         title = f"group {task_id}" if phase in "be" else name
         self._write({"ph": phase, "cat": "rollout", "id": f"{os.getpid()}:{task_id}", "name": title, "tid": ROLLOUT})
 
     @contextmanager
     def span(self, name: str, seconds: dict[str, float]) -> Iterator[None]:
-        """Time a phase of the trainer; `seconds[name + "_s"]` is what it took."""
+        """Record a phase of the trainer, and write its duration to `seconds[name + "_s"]`."""
         begin = time.monotonic_ns()
         yield
         duration = time.monotonic_ns() - begin
@@ -80,23 +89,24 @@ class Trace:
         self._write({"ph": "X", "cat": "trainer", "name": name, "tid": TRAINER, **stamp})
 
     def _write(self, record: dict[str, Any]) -> None:
+        """Write one record of the trace. `record` may bring a time of its own."""
         record = {"pid": 1, "ts": (time.monotonic_ns() - self.epoch) / 1e3, **record}
         with self.lock:
             if not self.file.closed:
                 self.file.write(json.dumps(record) + ",\n")
 
     def close(self) -> None:
+        """End the trace and close its file."""
         with self.lock:
             self.file.write(END)
             self.file.close()
 
 
 def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, float]:
-    """What a batch says about itself at the moment it is consumed by a trainer that holds `version`.
+    """Return the metrics that follow from a batch alone, for a trainer that consumes it at `version`.
 
-    staleness = version - versions over the trained tokens; mixed_version_share = the share of trained rows with
-    tokens of more than one version; tokens = the number of trained tokens;
-    untrained = sampled ones that are not trained.
+    The staleness of a trained token is version - versions. A row is mixed if its trained tokens carry more than one
+    version. A token is untrained if the model sampled it but the loss leaves it out.
     """
     mask = batch["loss_mask"].bool()  # (B, T)
     versions = batch["versions"]
@@ -118,41 +128,33 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, float]:
 
 
 class Logger:
-    """Everything a run reports goes through `log`, once a step. `live`: the table, to be entered while it is shown."""
+    """Reports the run: `log` is called once per step. `live` is the table, a context manager, or None."""
 
     def __init__(self, config: TrainConfig, executor: Any) -> None:
         self.config, self.executor = config, executor
-        self.path = config.run_dir / "metrics.jsonl"  # of a run that goes on, the steps before
+        self.path = config.run_dir / "metrics.jsonl"  # after a restart it already holds the earlier steps
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         self.history: list[dict[str, Any]] = [json.loads(line) for line in lines]
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
-        self.counts = asdict(executor.stats)  # when the last step was logged
-        self.lag_counts = Counter[int]()  # trained tokens by version lag
+        self.counts = asdict(executor.stats)  # the executor's counters when the last step was logged
+        self.lag_counts = Counter[int]()  # number of trained tokens by version lag, since this process began
         console = Console()
         self.live = Live(console=console, auto_refresh=False) if config.logger.live and console.is_terminal else None
 
     def log(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:
-        """Write one step: its tokens, and its line of metrics.jsonl with what was counted since the one before; show
-        the line, and now and then a sample."""
-        step, config, counts = metrics["step"], self.config.logger, asdict(self.executor.stats)
+        """Write and show one step: its batch, its metrics, and now and then a sample conversation.
+
+        The counters among the metrics are the differences since the step before.
+        """
+        step, interval, counts = metrics["step"], self.config.logger.tokens_interval, asdict(self.executor.stats)
         lags = metrics["version"] - batch["versions"][batch["loss_mask"].bool()]
         self.lag_counts.update(lags.tolist())
-        if config.tokens_interval and step % config.tokens_interval == 0:
+        if interval and step % interval == 0:
             path = self.config.run_dir / "tokens" / f"{step:05d}.safetensors"
             path.parent.mkdir(exist_ok=True)
             save_file({k: v.contiguous() for k, v in batch.items()}, path)
 
         said_before = any(line.get("side_conversations") for line in self.history)
-        if metrics["side_conversations"] and not said_before:
-            row = batch["side_conversations"].argmax()
-            text = self.executor.tokenizer.decode(batch["input_ids"][row][batch["attention_mask"][row]])
-            print(
-                f"{metrics['side_conversations']} side conversations were left out of training in step {step}, such as: "
-                f"{' '.join(text.split())[:160]!r}. The key rollout.openai.side_conversations holds their patterns; "
-                "an empty list trains every call",
-                flush=True,
-            )
-
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
         metrics["wall_s"] = time.monotonic() - self.start
         self.counts = counts
@@ -160,16 +162,29 @@ class Logger:
         with self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
 
+        if metrics["side_conversations"] and not said_before:
+            example = self._text(batch, int(batch["side_conversations"].argmax()))[:160]
+            print(
+                f"{metrics['side_conversations']} side conversations were left out of training in step {step}, such as: "
+                f"{example!r}. The key rollout.openai.side_conversations holds their patterns; "
+                "an empty list trains every call",
+                flush=True,
+            )
         if self.live:
             self.live.update(self._table(), refresh=True)
         else:
             print("  ".join(f"{title} {text.format(metrics[key])}" for key, title, text in COLUMNS), flush=True)
-        if config.sample_interval and (step - 1) % config.sample_interval == 0:
-            ids = batch["input_ids"][0][batch["attention_mask"][0]]
-            said = self.executor.tokenizer.decode(ids, skip_special_tokens=False)
-            print(f"a sample, reward {batch['rewards'][0]:.2f}: {' '.join(said.split())}", flush=True)
+        sample_interval = self.config.logger.sample_interval
+        if sample_interval and (step - 1) % sample_interval == 0:
+            print(f"a sample, reward {batch['rewards'][0]:.2f}: {self._text(batch, 0)}", flush=True)
+
+    def _text(self, batch: dict[str, Tensor], row: int) -> str:
+        """Return the text of a row of the batch, on one line."""
+        ids = batch["input_ids"][row][batch["attention_mask"][row]]
+        return " ".join(self.executor.tokenizer.decode(ids, skip_special_tokens=False).split())
 
     def _table(self) -> Table:
+        """Return the live table of the last steps."""
         steps = f"{len(self.history)} of {self.config.max_steps} steps"
         table = Table(box=None, header_style="bold", pad_edge=False, caption=steps, caption_justify="left")
         for _, title, _ in COLUMNS:

@@ -171,7 +171,7 @@ class Recovery:
     def load(self, actor: Any, executor: Any) -> int:
         """Restore the newest checkpoint and return its step, 0 if there is none.
 
-        The caller sends the restored weights to the servers. Raises ConfigError if the checkpoint does not fit the model.
+        The caller sends the restored weights to the servers. Raises ConfigError if the checkpoint is of another model.
         """
         if not self.step:
             if self.groups:
