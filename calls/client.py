@@ -1,31 +1,32 @@
-"""Two clients of the proxy: one episode's session seen from the workflow, and the direct approach.
+"""The two ways in which an episode reaches the proxy: over HTTP, or inside its own process.
 
-OpenAIProxyClient manages a session while an agent talks to it.
+1. Proxy approach. The agent talks HTTP to the proxy with any SDK, and the workflow manages the agent's session with an
+   `OpenAIProxyClient`. The tokens stay at the proxy until the workflow exports them.
 
-    client = OpenAIProxyClient(transport, base_url, admin_key, task_id)
-    await client.grant_capacity()
-    async with client:                                       # start_session ... end_session
-        rewards = await agent.run(data, base_url=client.session_url, api_key=client.api_key)
-        await client.set_last_reward(rewards)
-    interactions = await client.export_interactions(discount=0.9, style="concat")
+       client = OpenAIProxyClient(transport, base_url, admin_key, task_id)
+       await client.grant_capacity()                            # the proxy may start one more session
+       async with client:                                       # start the session; end it at the end of the block
+           reward = await agent.run(data, base_url=client.session_url, api_key=client.api_key)
+           await client.set_last_reward(reward)
+       interactions = await client.export_interactions(discount=0.9, style="concat")
 
-The session ends however the block is left. If it is left by an exception nobody will export the session, so the
-proxy is told to forget it (AReaL keeps it until the sweep of stale sessions an hour later); an error of that
-farewell never hides the agent's own.
+   The session ends however the block is left. If an exception leaves the block, nobody will export the session, so the
+   proxy is told to forget it. An error of that last request never hides the agent's exception. If the proxy refuses a
+   request, the client raises `Refusal` with the proxy's status and message. It retries nothing: the proxy is a process
+   of the same run, and a lost connection means that it has died.
 
-What the proxy refuses is raised as `Refusal` with its status and its words. Nothing is retried here: these
-are small calls to a process of our own, and a lost one means that the process is gone. A reward for an unknown
-interaction is an error of the episode too (AReaL logs it and trains on 0).
+2. Direct approach (Agent Workflow, "Direct Approach", a legacy pattern). A RolloutWorkflow calls the model itself, with
+   an `ArealOpenAI`. This is an AsyncOpenAI that is bound to an engine. Its HTTP client hands each request to the
+   application of the proxy in the same process. Prompts, tool calls, errors and the conversation tree are therefore the
+   proxy's own, and a reward changes the tree at once.
 
-It does not carry tokens on its way in: agents talk to the proxy with any SDK, this class only manages. Its five calls
-an episode go straight to an httpx transport, without httpx's client, whose layer is a third of the cost of a call.
+       client = ArealOpenAI(engine, tokenizer)
+       reply = await client.chat.completions.create(model="default", messages=messages)
+       client.set_last_reward(1.0)
+       interactions = client.export_completions(turn_discount=0.9)
 
-ArealOpenAI is for a RolloutWorkflow that speaks OpenAI by itself (docs/openai_workflows.txt; the documents call it
-legacy): an AsyncOpenAI that is bound to an engine. It contains no second implementation of anything: its HTTP
-client hands each request to the proxy's application in this very process, so prompts, tools, errors and the tree
-are the proxy's, and what the proxy learns it can do. Its rewards act on the tree at once. An AReaL user finds what
-its client gets wrong here put right: a stop string raises there, a failed call stays in the tree, a refused
-parameter is ignored with a warning.
+What it does not promise: no session survives its proxy. An `ArealOpenAI` has one session for its whole life, so an
+episode needs a client of its own.
 """
 
 import math
@@ -41,20 +42,22 @@ import orjson
 from cache import InteractionWithTokenLogpReward, finite
 from run.fields import Refusal
 
-TIMEOUT = httpx.Timeout(600.0).as_dict()  # seconds for one call
+TIMEOUT = httpx.Timeout(600.0).as_dict()  # seconds for one request
 
-# The HTTP library that the installed openai SDK runs on: httpx, or httpx2 since 3.0.
-sdk_http: Any = sys.modules[openai.DefaultAsyncHttpxClient.__base__.__module__.partition(".")[0]]
+# The HTTP library of the installed openai SDK: httpx, or httpx2 since openai 3.0. The SDK's client class inherits from
+# the library's, which stands in a module such as "httpx._client"; the first word is the library.
+_library_client: Any = openai.DefaultAsyncHttpxClient.__base__
+sdk_http: Any = sys.modules[_library_client.__module__.partition(".")[0]]
 
 
 @dataclass(eq=False)
 class ExportedInteraction(InteractionWithTokenLogpReward):
-    """An interaction that was exported elsewhere: its row arrived as lists, without the response behind them."""
+    """An interaction that the proxy has exported: a row of lists in place of the engine's response."""
 
-    row: dict[str, list] = field(default_factory=dict)
+    row: dict[str, list] = field(default_factory=dict)  # its tensors, as lists
 
     def to_lists(self) -> dict[str, list]:
-        """The row as it was exported, with this turn's reward as it is now."""
+        """Return the exported row with the present reward of this turn, which may have been set since."""
         reward = self.reward or 0.0
         turns = zip(self.row["turn_ids"], self.row["turn_rewards"], strict=True)
         turn_rewards = [reward if turn == self.turn else other for turn, other in turns]
@@ -62,24 +65,28 @@ class ExportedInteraction(InteractionWithTokenLogpReward):
 
 
 class OpenAIProxyClient:
-    """One session. `transport` is the caller's and stays open; it may serve many sessions."""
+    """One session at the proxy, as the workflow sees it. Many sessions may share a transport; the caller closes it.
+
+    The five requests of an episode go straight to the httpx transport. httpx's client class would add a third to the
+    time of each request.
+    """
 
     def __init__(self, transport: httpx.AsyncBaseTransport, base_url: str, admin_key: str, task_id: str) -> None:
         self._transport = transport
         self._base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {admin_key}"}  # where the path names a session, that counts
+        self._headers = {"Authorization": f"Bearer {admin_key}"}  # the proxy ignores it if the path names a session
         self.task_id = task_id
-        self.session_id = ""  # these two are known once the session has started
+        self.session_id = ""  # set when the session starts, like the key
         self.api_key = ""
-        self.rewarded_count = 0  # once it has ended: interactions with a reward
+        self.rewarded_count = 0  # interactions with a reward; set when the session ends
 
     @property
     def session_url(self) -> str:
-        """The agent's base_url."""
+        """Return the base_url for the agent."""
         return f"{self._base_url}/{self.session_id}/v1"
 
     async def grant_capacity(self) -> int:
-        """Allow one more session to start. How many may start now."""
+        """Allow the proxy to start one more session, and return how many it may start now."""
         return (await self._post("/grant_capacity", {}))["capacity"]
 
     async def __aenter__(self) -> Self:
@@ -96,20 +103,20 @@ class OpenAIProxyClient:
                 raise
 
     async def set_reward(self, interaction_id: str, reward: float) -> None:
-        """Reward one interaction. Raises ValueError for what is not finite, Refusal for an unknown id."""
+        """Set the reward of one interaction. Raises ValueError if it is not finite, Refusal for an unknown id."""
         body = {"interaction_id": interaction_id, "reward": finite(reward)}
         await self._post(f"/{self.session_id}/rl/set_reward", body)
 
     async def set_last_reward(self, reward: float) -> None:
-        """Reward the last finished interaction. Raises as `set_reward` does."""
+        """Set the reward of the last finished interaction. Raises ValueError or Refusal, as `set_reward` does."""
         await self._post(f"/{self.session_id}/rl/set_reward", {"reward": finite(reward)})
 
     async def export_interactions(
         self, discount: float = 1.0, style: str = "individual"
     ) -> dict[str, InteractionWithTokenLogpReward]:
-        """The session's rows with their final rewards, once: the proxy forgets the session.
+        """Return the interactions of the session with their discounted rewards. The proxy then forgets the session.
 
-        Parents are linked where they are rows themselves (always in style individual).
+        An interaction knows its parent if the parent is exported too; in style "individual" it always is.
         """
         body = {"session_id": self.session_id, "discount": discount, "style": style}
         answer = (await self._post("/export_trajectories", body))["interactions"]
@@ -127,6 +134,7 @@ class OpenAIProxyClient:
         return rows
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Send a POST and return the JSON of its reply. Raises Refusal if the status is not 200."""
         url, content, extensions = self._base_url + path, orjson.dumps(body), {"timeout": TIMEOUT}
         request = httpx.Request("POST", url, content=content, headers=self._headers, extensions=extensions)
         answer = await self._transport.handle_async_request(request)
@@ -137,14 +145,14 @@ class OpenAIProxyClient:
 
 
 class ArealOpenAI(openai.AsyncOpenAI):
-    """The direct approach: an AsyncOpenAI whose calls are answered by the proxy's own code, in this process.
+    """An AsyncOpenAI whose requests are answered by the proxy's own code, in this process.
 
-    `engine` has `async agenerate(ModelRequest)`; `options` are those of `proxy.Proxy` (seed, sampling, and so on).
-    `cache` holds its interactions: one session for the client's whole life.
+    `engine` has `async agenerate(ModelRequest)`. `options` are fields of `proxy.Proxy` (seed, sampling, and so on).
+    `cache` is the conversation tree of the client's one session.
     """
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:
-        from proxy import create_app  # fastapi: only for who goes this way
+        from proxy import create_app  # here, because only the direct approach needs fastapi
 
         options = {"session_timeout_seconds": math.inf} | options
         app = create_app(engine, tokenizer, secrets.token_urlsafe(), **options)
@@ -157,7 +165,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
         super().__init__(base_url=url, api_key=session.session_id, http_client=http_client, max_retries=0)
 
     def copy(self, **changes: Any) -> openai.AsyncOpenAI:  # type: ignore[override]
-        """A client of the same session with other options (timeout, headers, ...)."""
+        """Return a client of this session with other options, such as a timeout or headers."""
         plain = openai.AsyncOpenAI(
             base_url=self.base_url, api_key=self.api_key, http_client=self._client, max_retries=0
         )
@@ -166,28 +174,31 @@ class ArealOpenAI(openai.AsyncOpenAI):
     with_options = copy  # type: ignore[assignment]
 
     def get_interaction(self, interaction_id: str) -> InteractionWithTokenLogpReward:
-        """One call with its tokens, by the id of its completion or response. Raises KeyError."""
+        """Return the interaction with the id of a completion or response. Raises KeyError for an unknown id."""
         return self.cache[interaction_id]
 
     def set_reward(self, interaction_id: str, reward: float) -> None:
-        """Raises KeyError for an id that is unknown or unfinished, ValueError for what is not finite."""
+        """Set the reward of one interaction.
+
+        Raises KeyError if the id is unknown or its call has not finished, ValueError if the reward is not finite.
+        """
         self.cache.set_reward(interaction_id, reward)
 
     def set_last_reward(self, reward: float) -> None:
-        """Reward the last finished call. Raises as `set_reward` does."""
+        """Set the reward of the last finished interaction. Raises KeyError or ValueError, as `set_reward` does."""
         self.cache.set_last_reward(reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Turn rewards into final ones, once, along the tree (cache.py)."""
+        """Add the discounted rewards of later turns to each turn (`cache.py`). May be called once."""
         self.cache.apply_reward_discount(turn_discount)
 
     def export_interactions(self, style: str = "individual") -> dict[str, InteractionWithTokenLogpReward]:
-        """The rows: every call, or (concat) every leaf. Raises ValueError for another style."""
+        """Return every interaction, or in style "concat" every leaf of the tree. Raises ValueError for other styles."""
         return self.cache.export_interactions(style)
 
     def export_completions(self, turn_discount: float = 1.0) -> dict[str, InteractionWithTokenLogpReward]:
-        """The older name: discount, then export every call."""
+        """Discount the rewards and return every interaction; AReaL's older name for these two steps."""
         self.apply_reward_discount(turn_discount)
         return self.export_interactions("individual")
 
-    get_completions = get_interaction  # the older name
+    get_completions = get_interaction  # AReaL's older name
