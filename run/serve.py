@@ -1,7 +1,8 @@
-"""How a server process of this project starts and ends: it takes its port first, and dies with its parent.
+"""Start and end a server process: it takes its port first, and it ends when its parent process dies.
 
-A server binds 127.0.0.1 unless told otherwise. The functions raise OSError and ValueError with one line that says
-what to do; printing it is the script's business.
+The proxy and the small inference server (inference/tiny) share these functions. A server binds 127.0.0.1 by default. If
+something prevents its start, the functions raise OSError or ValueError with one line that says what to do; the script
+prints this line.
 """
 
 import contextlib
@@ -19,8 +20,11 @@ from run.fields import Refusal, as_object
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, taken before anything slow is done. Raises OSError."""
-    if not 0 <= port < 65536:  # the system would leave an open socket behind
+    """Return a listening socket. A server calls this before it loads anything, so a port in use is reported at once.
+
+    Raises OSError if the port cannot be taken.
+    """
+    if not 0 <= port < 65536:  # create_server would raise too, but leave its socket open
         raise OSError(f"--port {port}: a number from 0 (any free port) to 65535 is needed")
     try:
         return socket.create_server((host, port))
@@ -29,14 +33,17 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
-    """Serve until a signal, or until standard input is closed, which it is when the parent has died."""
-    # An idle connection is closed by its client, long before the server would: who closes first while a request is on
-    # its way makes it fail.
-    options: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}
+    """Serve `app` until a signal. With `exit_with_parent`, also stop when standard input is closed.
+
+    The parent holds the other end of standard input, so it closes when the parent dies.
+    """
+    # Clients close an idle connection long before 75 s. If the server closed it first, a request that a client is just
+    # sending over this connection would fail.
+    options: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}  # seconds
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, **options))
 
     def follow_parent() -> None:
-        while os.read(0, 4096):  # not sys.stdin, which would be locked when the process ends
+        while os.read(0, 4096):  # sys.stdin would hold a lock, at which the process would hang when it ends
             pass
         server.should_exit = True
 
@@ -47,7 +54,7 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
 
 
 def read_object(raw: bytes) -> dict[str, Any]:
-    """A request's body as a JSON object, whatever its content type says; no body is an empty one. Raises Refusal."""
+    """Return a request's body as a JSON object; an empty body is {}. Ignores the content type. Raises Refusal."""
     try:
         return as_object(orjson.loads(raw or b"{}"), "body")
     except orjson.JSONDecodeError as error:
@@ -55,13 +62,16 @@ def read_object(raw: bytes) -> dict[str, Any]:
 
 
 def reply(body: Any, status: int = 200) -> Response:
-    """`body` as JSON."""
-    headers = {"retry-after": "1"} if status in (429, 503) else None  # the two that say: try again
+    """Return a response with `body` as JSON. For 429 and 503 it asks the client to try again after one second."""
+    headers = {"retry-after": "1"} if status in (429, 503) else None
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
 def load_tokenizer(model_path: str) -> Any:
-    """The tokenizer of a model folder. transformers would import torch, which takes seconds and serves nothing."""
+    """Return the tokenizer of a model folder. Raises ValueError if there is none.
+
+    transformers imports torch if it can. That takes seconds and a tokenizer does not need it, so torch is hidden here.
+    """
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
