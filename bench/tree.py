@@ -148,7 +148,7 @@ def measure(width: int, length: int, share: float, rounds: int) -> str:
         width,
         length,
         f"{share:g}",
-        f"{len(tree.tout) / rows.numel():.2f}",
+        f"{len(tree.subtree_end) / rows.numel():.2f}",
         *shown,
         f"**{gain:.2f}**",
         f"{worst:.0e}",

@@ -1,54 +1,38 @@
-"""Training on shared prefixes: what sequences have in common is computed once.
+"""Tree attention: a prefix that several rows share goes through the model once.
 
-Eight answers to one prompt repeat the prompt eight times; a conversation exported turn by turn repeats its beginning in
-every row; a branch repeats all that came before it. A causal model computes the same hidden state for a token
-whenever the tokens before it are the same, so all but the first of these computations are wasted. The rule here:
-**every distinct prefix stands in the pass once**, and a forward and backward pass costs what the tree of the rows
-costs, not what the rows cost.
+Rows often begin alike. Eight answers to one prompt repeat the prompt eight times, and a conversation exported turn by
+turn repeats its beginning in every row. A causal model computes the same hidden state for a token whenever the tokens
+before it are the same. So this module lays rows out as a tree of prefixes, in which each distinct prefix stands once.
 
-**The trie needs no nodes.** Sort the rows by their tokens. Neighbours then share the longest prefixes, and what row i
-adds to the tree is what it does not share with row i - 1. Written one after another these additions are the
-tree's tokens in depth-first order: index in that order = time of entry. Two numbers a token are all that attention
-needs to know of it:
+**The tree needs no nodes.** Sort the rows by their tokens. Each row then adds to the tree the tokens that it does not
+share with the row before it. Written one after another, these additions are the tree in depth-first order. The rows
+[a b c d], [a b e] and [a f] become a tree of 6 tokens instead of 9:
 
-    depth[k]   its position in its own sequences: what the rotary embedding is told
-    tout[k]    the first index behind its subtree
+    index            0   1   2   3   4   5
+    token            a   b   c   d   e   f
+    depth            0   1   2   3   2   1      the token's position in its row, for the rotary embedding
+    subtree_end      6   5   4   4   5   6      the first index after all tokens that continue this prefix
 
-and token q sees token k exactly when k is an ancestor of q or q itself,
+Token q may attend to token k if k is q itself or one of its ancestors, and two numbers decide that:
 
-    k <= q < tout[k]                                                    (tin[k] <= tin[q] < tout[k], with tin the index)
+    q sees k   if and only if   k <= q < subtree_end[k]
 
-so a token sees what it would have seen alone and nothing else. Its hidden state, and the gradient that comes back to
-it from all rows that pass through it, are those of the separate sequences. Nothing here recurses or links: a
-conversation of 5,000 turns is a sort and a loop.
+For example, e (q = 4) sees a (4 < 6), b (4 < 5) and itself, but not c and d (4 < 4 is false). So every token sees
+what it sees in its own row. A token that several rows train gets the gradients of all these rows.
 
-**Packing.** One pass holds at most max_tokens. Cut the sorted rows in runs: a cut before row i costs the
-shared[i] tokens that must then be computed twice, and nothing else. The cheapest cuts are a shortest path (`cut`);
-whole groups come out of it by themselves, because the cut between two groups is nearly free, and a group that does
-not fit is cut where its members share least. Runs smaller than the budget are then put together as packed rows are
-(layout.split_packs). Sorting comes first, so the order of the rows in the batch has no say in it.
+**Packing.** A piece holds at most `max_tokens` tokens. Sorted rows are cut into runs, and each run makes one tree.
+A cut before row i costs shared[i] tokens, which are then computed twice; `cheapest_runs` finds the cuts that cost
+least. Small runs are put together by first-fit. The order of the rows in the batch has no influence.
 
-**Not computing what nobody sees.** Most of the N x N mask is empty. On a CPU, queries go in blocks of 128, and each
-block meets only the keys that one of its queries sees: the tokens k below its end with tout[k] beyond its start, picked
-out one by one. On a GPU the same inequality gives FlexAttention's block mask: a key block is empty, full or mixed by
-the largest and smallest tout in it, which takes (N / 128)^2 comparisons and no N x N tensor at any time. `mask` is the
-dense definition; the tests hold both to it.
+**Attention.** The N x N mask is nearly empty, so it is never built. On a CPU 128 queries at a time attend to only
+those keys that one of them sees. On a GPU FlexAttention skips whole blocks of 128 x 128. `PackedTree.mask` is the
+dense mask; the tests compare both ways with it. transformers calls `tree_attention` by the name "tree", so the model's
+own code is unchanged.
 
-**The way into the model.** TREES is a layout (training/layout.py): its pieces are trees, each says for each token of
-each row which hidden state predicts it, and the rest of the actor knows nothing of it. The model is unmodified. Its
-attention function is ours, registered with transformers as "tree", and the tree reaches it as a keyword that
-transformers hands through. A 4-D mask would need no function, but attention over it costs three to four times as much
-(`bench/tree.py`).
-
-What this does not promise: bits. Sums are taken in another order, so losses agree to 1e-6 and gradients to 1e-5, not
-exactly. Nor a gain where little is shared: the metric `tree_token_ratio` (tokens of the trees / tokens of the rows)
-says what there is to gain, and a group that is dealt over four minibatches shares a quarter as well in each. The last
-layer is computed for every row's tokens, shared or not. A model that is more than causal attention is refused
-(training/layout.py). A shared token that two rows train gets both gradients, as it does when they are trained apart.
-
-Different from AReaL: it fills tries first-fit in the order of the input, so that interleaved groups share nothing
-(four interleaved groups of 8 rows: 8,000 tokens, here 3,200); its compression recurses (a 1,200-turn conversation
-ends in RecursionError); its block mask goes through a dense N x N one (256 MiB at 16k tokens).
+**Limits.** Sums are taken in another order, so losses agree to 1e-6 and gradients to 1e-5, not bit for bit. Rows that
+share little gain little; the metric `tree_token_ratio` (tokens of the trees / tokens of the rows) shows the gain. Rows
+of one group that are dealt to different mini-batches do not share a tree. The last layer still runs once per trained
+token of each row. Models with more than causal attention are refused (`layout.py`).
 """
 
 from collections.abc import Sequence
@@ -67,64 +51,72 @@ from transformers.integrations.flex_attention import flex_attention_forward
 
 from training.layout import BEYOND_CAUSAL, Batch, Layout, Piece, refuse, row_lengths, split_packs
 
-BLOCK = 128  # queries that look for their keys together; also FlexAttention's block
+BLOCK = 128  # queries that are computed together, and the block size of FlexAttention
 
 
 @dataclass(frozen=True, eq=False)
 class PackedTree:
-    """Some rows of a batch as one sequence of N tokens, in depth-first order."""
+    """Some rows of a batch as one sequence of N tokens, in depth-first order of their tree."""
 
-    rows: list[int]  # which rows of the batch, in the order of their tokens
-    paths: list[Tensor]  # per row, (length,) int64: where in the tree each of its tokens stands
+    rows: list[int]  # the numbers of the rows in the batch, in sorted order
+    paths: list[Tensor]  # for each row the indices of its tokens in the tree, (length,) int64
     input_ids: Tensor  # (1, N) int64
-    position_ids: Tensor  # (1, N) int64: depth
-    tout: Tensor  # (N,) int64: the first index behind the token's subtree
+    position_ids: Tensor  # (1, N) int64: the depth of each token
+    subtree_end: Tensor  # (N,) int64: the first index after the token's subtree
 
     def mask(self) -> Tensor:
-        """(N, N) bool, the definition: [q, k] says whether q sees k. N^2 bytes: for tests, and for other attentions."""
-        k = torch.arange(len(self.tout), device=self.tout.device)
-        q = k[:, None]
-        # k <= q < tout[k]
-        return (k <= q) & (q < self.tout)
+        """Return the dense mask (N, N) bool: [q, k] says whether q sees k. For tests and for other attentions."""
+        k = torch.arange(len(self.subtree_end), device=self.subtree_end.device)  # (N,)
+        q = k[:, None]  # (N, 1)
+        # k <= q < subtree_end[k]
+        return (k <= q) & (q < self.subtree_end)
 
     @cached_property
     def blocks(self) -> list[tuple[slice, Tensor, Tensor]]:
-        """For each run of BLOCK queries: where it is, the keys that any of them sees (m,), and who sees whom (b, m)."""
+        """For each block of b queries: its slice, the m keys that some query sees (m,), and the mask (b, m) bool."""
         found = []
-        for start in range(0, len(self.tout), BLOCK):
-            stop = min(start + BLOCK, len(self.tout))
-            keys = (self.tout[:stop] > start).nonzero()[:, 0]
-            q = torch.arange(start, stop)[:, None]
-            found.append((slice(start, stop), keys, (keys <= q) & (q < self.tout[keys])))
+        for start in range(0, len(self.subtree_end), BLOCK):
+            stop = min(start + BLOCK, len(self.subtree_end))
+            # Some query in start..stop - 1 sees key k if k < stop and subtree_end[k] > start.
+            keys = (self.subtree_end[:stop] > start).nonzero()[:, 0]  # (m,)
+            q = torch.arange(start, stop)[:, None]  # (b, 1)
+            found.append((slice(start, stop), keys, (keys <= q) & (q < self.subtree_end[keys])))
         return found
 
 
 def sort_rows(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
-    """The rows in the order of their tokens, and (n,) how many tokens each shares with the one before it."""
-    # Bytes compare as token ids do when the highest byte comes first.
+    """Sort rows by their tokens. Return the order of the n rows, and how many tokens each shares with the one before.
+
+    The second result has shape (n,) and starts with 0.
+    """
+    # Big-endian bytes sort as the token ids do.
     order = sorted(range(len(sequences)), key=lambda row: sequences[row].astype(">u4").tobytes())
-    shared = np.zeros(len(order), dtype=np.int64)
+    shared = np.zeros(len(order), dtype=np.int64)  # (n,)
     for i, (before, row) in enumerate(pairwise(order), 1):
         n = min(len(sequences[before]), len(sequences[row]))
-        shared[i] = np.append(sequences[before][:n] != sequences[row][:n], True).argmax()
+        differs = sequences[before][:n] != sequences[row][:n]  # (n,)
+        shared[i] = np.append(differs, True).argmax()  # the first difference, or n if there is none
     return order, shared
 
 
-def cut(lengths: np.ndarray, shared: np.ndarray, max_tokens: int) -> list[tuple[int, int, int]]:
-    """Sorted rows in runs (first, behind the last, tokens), each within max_tokens, with the fewest tokens in all.
+def cheapest_runs(lengths: np.ndarray, shared: np.ndarray, max_tokens: int) -> list[tuple[int, int, int]]:
+    """Cut n sorted rows into runs of at most max_tokens tree tokens, with the fewest tokens in all runs together.
 
-    Row i adds lengths[i] - shared[i] tokens to the run it is in; the first of a run adds all of its own.
+    Returns (first row, row after the last, tokens) for each run. Row i adds lengths[i] - shared[i] tokens to its run;
+    the first row of a run adds all of its tokens.
     """
-    # T(i, j) = shared[i] + sum of (lengths - shared) over rows i..j-1: tokens of a run
-    # waste[j] = min over i with T(i, j) <= max_tokens of waste[i] + shared[i]
+    # tokens(i, j) = shared[i] + sum over rows i..j-1 of (lengths - shared)          tokens of the run i..j-1
+    # waste[j]     = min over i with tokens(i, j) <= max_tokens of waste[i] + shared[i]
     added = np.concatenate([[0], np.cumsum(lengths - shared)])  # (n + 1,)
-    waste, start = np.zeros(len(lengths) + 1), np.zeros(len(lengths) + 1, dtype=np.int64)
+    waste = np.zeros(len(lengths) + 1)  # (n + 1,) the fewest tokens computed twice in rows 0..j-1
+    start = np.zeros(len(lengths) + 1, dtype=np.int64)  # (n + 1,) the first row of the run that ends before row j
     for j in range(1, len(waste)):
-        low = int(np.searchsorted(added, added[j] - max_tokens))
-        fits = shared[low:j] + added[j] - added[low:j] <= max_tokens
-        costs = np.where(fits, waste[low:j] + shared[low:j], np.inf)
-        start[j] = low + int(costs.argmin())  # of equals the first: the longest run
+        low = int(np.searchsorted(added, added[j] - max_tokens))  # a run that starts before `low` is too large
+        fits = shared[low:j] + added[j] - added[low:j] <= max_tokens  # (j - low,)
+        costs = np.where(fits, waste[low:j] + shared[low:j], np.inf)  # (j - low,)
+        start[j] = low + int(costs.argmin())  # of equal costs the first, which is the longest run
         waste[j] = costs.min()
+    # Read the cuts from the end to the beginning.
     runs, j = [], len(lengths)
     while j > 0:
         i = int(start[j])
@@ -134,26 +126,26 @@ def cut(lengths: np.ndarray, shared: np.ndarray, max_tokens: int) -> list[tuple[
 
 
 def lay_out(rows: list[int], sequences: list[np.ndarray], shared: Sequence[int]) -> PackedTree:
-    """The tree of sorted rows, given what each shares with the one before it; the first shares nothing."""
+    """Build the tree of sorted rows; shared[i] is what rows[i] shares with the row before it, and shared[0] is 0."""
     size = sum(len(sequences[row]) for row in rows) - sum(shared)
-    ids, depth, tout = (np.empty(size, dtype=np.int64) for _ in range(3))
-    path, paths, end = np.empty(0, dtype=np.int64), [], 0
+    ids, depth, subtree_end = (np.empty(size, dtype=np.int64) for _ in range(3))  # (N,), (N,), (N,)
+    path, paths, end = np.empty(0, dtype=np.int64), [], 0  # the path of the last row; all paths; tokens so far
     for row, common in zip(rows, shared):
-        tout[path[common:]] = end  # no later row comes through what the last one did not share
-        fresh = np.arange(end, end + len(sequences[row]) - common)
+        subtree_end[path[common:]] = end  # sorted rows never come back to a prefix that this row leaves
+        fresh = np.arange(end, end + len(sequences[row]) - common)  # indices of the tokens that this row adds
         path = np.concatenate([path[:common], fresh])
         ids[fresh], depth[fresh] = sequences[row][common:], np.arange(common, len(path))
         paths.append(torch.from_numpy(path))
         end += len(fresh)
-    tout[path] = end
-    return PackedTree(rows, paths, torch.from_numpy(ids)[None], torch.from_numpy(depth)[None], torch.from_numpy(tout))
+    subtree_end[path] = end
+    input_ids, position_ids = torch.from_numpy(ids)[None], torch.from_numpy(depth)[None]  # (1, N), (1, N)
+    return PackedTree(rows, paths, input_ids, position_ids, torch.from_numpy(subtree_end))
 
 
 def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
-    """The rows of a batch (token ids: lists, arrays or tensors) in trees of at most `max_tokens` each.
+    """Lay out rows of token ids (lists, arrays or tensors) as trees of at most `max_tokens` tokens each.
 
-    Every row is in one tree, whole; the order of the rows changes nothing but their numbers. Raises ValueError for a
-    row that is empty or longer than the budget.
+    Every row is in exactly one tree. Raises ValueError if a row is empty or has more than `max_tokens` tokens.
     """
     arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
     for row, array in enumerate(arrays):
@@ -163,45 +155,47 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
                 "actor.mb_tokens, or keep rows short: gconfig.max_new_tokens, fewer turns, rollout.openai.export_style"
             )
     order, shared = sort_rows(arrays)
-    runs = cut(np.array([len(arrays[row]) for row in order]), shared, max_tokens)
+    runs = cheapest_runs(np.array([len(arrays[row]) for row in order]), shared, max_tokens)
     trees = []
     for members in split_packs(range(len(runs)), [size for _, _, size in runs], max_tokens):
-        ranks = [i for first, last, _ in sorted(runs[m] for m in members) for i in range(first, last)]
-        # What two sorted rows share is the least of what the neighbours between them share.
-        common = [0] + [int(shared[a + 1 : b + 1].min()) for a, b in pairwise(ranks)]
-        trees.append(lay_out([order[i] for i in ranks], arrays, common))
+        places = [i for first, last, _ in sorted(runs[m] for m in members) for i in range(first, last)]
+        # Two rows that are not neighbours in sorted order share the least of what the neighbours between them share.
+        common = [0] + [int(shared[a + 1 : b + 1].min()) for a, b in pairwise(places)]
+        trees.append(lay_out([order[i] for i in places], arrays, common))
     return trees
 
 
 def cut_trees(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
-    """Rows as trees."""
+    """Cut rows into pieces of which each is one tree; the hidden state of a token's parent predicts the token."""
     lengths, pieces = row_lengths(batch), []
     for tree in build_trees([batch["input_ids"][row, : lengths[row]] for row in rows], mb_tokens):
         inputs = {"input_ids": tree.input_ids, "position_ids": tree.position_ids, "tree": tree}
-        row = torch.cat([torch.full((len(path) - 1,), rows[i]) for i, path in zip(tree.rows, tree.paths)])
-        column = torch.cat([torch.arange(1, len(path)) for path in tree.paths])
+        row = torch.cat([torch.full((len(path) - 1,), rows[i]) for i, path in zip(tree.rows, tree.paths)])  # (n,)
+        column = torch.cat([torch.arange(1, len(path)) for path in tree.paths])  # (n,)
         pieces.append(Piece(inputs, row, column, predicted_by=torch.cat([path[:-1] for path in tree.paths])))
     return pieces
 
 
-@lru_cache(maxsize=1)  # all layers of a pass, and their recomputation, use the same
+@lru_cache(maxsize=1)  # all layers of a pass use the same mask, also when checkpointing computes them again
 def block_mask(tree: PackedTree, device: torch.device) -> BlockMask:
-    """FlexAttention's form of the mask: which blocks of keys are empty, full or mixed for a block of queries."""
-    length = len(tree.tout)
-    n = -(-length // BLOCK)
-    tout = F.pad(tree.tout.to(device), (0, n * BLOCK - length))  # (n * BLOCK,); nobody sees the padding
-    key = torch.arange(n, device=device)
-    query = key[:, None]
-    some = (key <= query) & (tout.view(n, BLOCK).amax(1) > query * BLOCK)  # (n, n)
-    full = (key < query) & (tout.view(n, BLOCK).amin(1) >= (query + 1) * BLOCK)  # (n, n)
+    """Return FlexAttention's form of the mask: for each block of queries the empty, full and mixed blocks of keys."""
+    length = len(tree.subtree_end)
+    n = -(-length // BLOCK)  # blocks, rounded up
+    end = F.pad(tree.subtree_end.to(device), (0, n * BLOCK - length))  # (n * BLOCK,); padding has 0, so nobody sees it
+    key = torch.arange(n, device=device)  # (n,) blocks of keys
+    query = key[:, None]  # (n, 1) blocks of queries
+    # A key block has a key that some query sees if its largest subtree_end lies behind the query block's start, and
+    # all its keys are seen by all queries if its smallest subtree_end lies behind the query block's end.
+    some = (key <= query) & (end.view(n, BLOCK).amax(1) > query * BLOCK)  # (n, n)
+    full = (key < query) & (end.view(n, BLOCK).amin(1) >= (query + 1) * BLOCK)  # (n, n)
 
     def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Per block of queries how many blocks of keys, and their numbers, first."""
-        order = chosen.int().argsort(dim=1, descending=True, stable=True)
-        return chosen.sum(1).int()[None, None], order.int()[None, None]
+        """Return for each block of queries the number of chosen key blocks, and all key blocks, chosen ones first."""
+        order = chosen.int().argsort(dim=1, descending=True, stable=True)  # (n, n)
+        return chosen.sum(1).int()[None, None], order.int()[None, None]  # (1, 1, n), (1, 1, n, n)
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (q < tout[k])
+        return (k <= q) & (q < end[k])
 
     lists = (*listed(some & ~full), *listed(full))
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length))
@@ -210,10 +204,10 @@ def block_mask(tree: PackedTree, device: torch.device) -> BlockMask:
 def tree_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """softmax(q k' * scaling) v over the ancestors of each token: transformers' attention function "tree".
+    """Compute softmax(q k' * scaling) v over each token's ancestors and itself: the attention function "tree".
 
-    query (1, heads, N, d); key, value (1, groups, N, d). Returns (1, N, heads, d). Raises ValueError where the
-    model did not hand the tree on, or wants an attention that is not this one.
+    query (1, heads, N, d); key and value (1, groups, N, d). Returns the output (1, N, heads, d), and None in place of
+    the attention weights. Raises ValueError if no tree was passed or if the model asks for more than causal attention.
     """
     tree: PackedTree | None = kwargs.get("tree")
     if tree is None:
@@ -223,9 +217,10 @@ def tree_attention(
         return flex_attention_forward(module, query, key, value, block_mask(tree, query.device), scaling=scaling)
     out = []
     for block, keys, visible in tree.blocks:
-        k, v = key.index_select(2, keys), value.index_select(2, keys)
-        out.append(F.scaled_dot_product_attention(query[:, :, block], k, v, visible, scale=scaling, enable_gqa=True))
-    return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None
+        q = query[:, :, block]  # (1, heads, b, d)
+        k, v = key.index_select(2, keys), value.index_select(2, keys)  # (1, groups, m, d)
+        out.append(F.scaled_dot_product_attention(q, k, v, visible, scale=scaling, enable_gqa=True))
+    return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None  # (1, N, heads, d)
 
 
 AttentionInterface.register("tree", tree_attention)

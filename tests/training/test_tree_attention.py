@@ -30,7 +30,7 @@ from rollout.trajectory import complete, concat_padded_tensors
 from run.config import OptimizerConfig, PPOActorConfig
 from tasks import base_model, guess, maze
 from training.actor import FSDPPPOActor
-from training.tree_attention import BLOCK, PackedTree, block_mask, build_trees, cut, tree_attention
+from training.tree_attention import BLOCK, PackedTree, block_mask, build_trees, cheapest_runs, tree_attention
 from workflow import RLVRWorkflow, to_tensors
 
 Rows = list[list[int]]
@@ -126,7 +126,7 @@ def test_every_prefix_of_a_tree_stands_in_it_once(seed: int, n: int, max_tokens:
             prefixes |= {tuple(rows[row][: i + 1]) for i in range(len(rows[row]))}
             for i, q in enumerate(path):
                 sees[q, path[: i + 1]] = True
-        assert len(tree.tout) == len(prefixes) <= max_tokens
+        assert len(tree.subtree_end) == len(prefixes) <= max_tokens
         assert torch.equal(tree.mask(), sees)
 
 
@@ -158,7 +158,7 @@ def test_the_cuts_are_the_cheapest(seed: int, n: int, max_tokens: int) -> None:
     best = {0: 0.0}
     for j in range(1, n + 1):
         best[j] = min((best[i] + tokens(i, j) for i in range(j) if tokens(i, j) <= max_tokens), default=float("inf"))
-    runs = cut(lengths, shared, max_tokens)
+    runs = cheapest_runs(lengths, shared, max_tokens)
     assert [size for _, _, size in runs] == [tokens(i, j) for i, j, _ in runs]
     assert [i for i, _, _ in runs] == [0, *[j for _, j, _ in runs][:-1]]
     assert sum(size for _, _, size in runs) == best[n]
@@ -178,8 +178,8 @@ def test_interleaved_groups_find_each_other(seed: int) -> None:
     if seed:
         rng.shuffle(rows)
     trees = build_trees(rows, 512)
-    assert max(len(tree.tout) for tree in trees) <= 512
-    assert sum(len(tree.tout) for tree in trees) <= 3200
+    assert max(len(tree.subtree_end) for tree in trees) <= 512
+    assert sum(len(tree.subtree_end) for tree in trees) <= 3200
 
 
 def test_a_conversation_of_5000_turns_with_a_branch_each() -> None:
@@ -187,14 +187,14 @@ def test_a_conversation_of_5000_turns_with_a_branch_each() -> None:
     trunk = np.arange(5000) % 1000
     rows = [np.append(trunk[: i + 1], 1000) for i in range(5000)]
     [tree] = build_trees(rows, 10_000)
-    assert len(tree.tout) == 10_000
+    assert len(tree.subtree_end) == 10_000
     assert [len(path) for path in tree.paths] == [len(rows[row]) for row in tree.rows]
 
 
 def test_small_things_share_a_tree() -> None:
     """Conversations that have nothing in common still go together as long as the budget holds them."""
     rows = [[i] * 30 for i in range(10)]
-    assert sorted(len(tree.tout) for tree in build_trees(rows, 100)) == [30, 90, 90, 90]
+    assert sorted(len(tree.subtree_end) for tree in build_trees(rows, 100)) == [30, 90, 90, 90]
 
 
 def test_a_row_that_cannot_be_in_any_tree_is_an_error() -> None:
@@ -222,7 +222,7 @@ def test_long_rows_cross_many_blocks(model: Any) -> None:
     trees = build_trees(rows, 8192)
     assert len(trees) == 1
     assert len(trees[0].blocks) > 4
-    assert sum(len(keys) for _, keys, _ in trees[0].blocks) < len(trees[0].tout) * len(trees[0].blocks) / 1.5
+    assert sum(len(keys) for _, keys, _ in trees[0].blocks) < len(trees[0].subtree_end) * len(trees[0].blocks) / 1.5
     truth = learn(model, separate_logp(model, rows))
     assert_same_lesson(learn(model, tree_logp(model, rows, 8192)), truth)
     assert_same_lesson(learn(model, tree_logp(model, rows, 8192, dense=True)), truth)
@@ -233,7 +233,7 @@ def test_long_rows_cross_many_blocks(model: Any) -> None:
 def test_the_block_mask_is_the_mask(seed: int, n: int) -> None:
     """FlexAttention's blocks: full where all see all, mixed where some see some, absent where nobody sees anybody."""
     [tree] = build_trees(make_rows(seed, n, longest=2 * BLOCK), 10**6)
-    mask, N = tree.mask(), len(tree.tout)
+    mask, N = tree.mask(), len(tree.subtree_end)
     blocks = -(-N // BLOCK)
     padded = torch.zeros(blocks * BLOCK, blocks * BLOCK, dtype=torch.bool)
     padded[:N, :N] = mask
@@ -260,7 +260,7 @@ def listed(counts: Tensor | None, numbers: Tensor | None) -> Tensor:
 def test_flex_attention_sees_what_the_blocks_see() -> None:
     """The block mask in FlexAttention and the picked keys on a CPU give the same output."""
     [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
-    N = len(tree.tout)
+    N = len(tree.subtree_end)
     q, k, v = (torch.randn(1, heads, N, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
     flex: Any = flex_attention(q, k, v, block_mask=block_mask(tree, torch.device("cpu")), enable_gqa=True, scale=0.3)
     ours, _ = tree_attention(None, q, k, v, None, scaling=0.3, tree=tree)
@@ -333,7 +333,7 @@ async def test_real_exports_train_as_their_rows_do(export: str) -> None:
     model = base_model.make_qwen3(base_model.make_tokenizer(words), layers=2, context=256, seed=0)
     rows = [ids[real].tolist() for ids, real in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
     trees = build_trees(rows, 1024)
-    assert sum(len(tree.tout) for tree in trees) < 0.6 * sum(map(len, rows))
+    assert sum(len(tree.subtree_end) for tree in trees) < 0.6 * sum(map(len, rows))
     assert_same_lesson(learn(model, tree_logp(model, rows, 1024)), learn(model, separate_logp(model, rows)))
 
 
@@ -406,7 +406,12 @@ def test_the_actor_makes_the_same_step_with_trees(model: Any, tmp_path: Path) ->
 def test_two_ranks_train_trees(model: Any, tmp_path: Path) -> None:
     """Sharded over two ranks, with another number of trees on each, the step is the one that one rank makes."""
     model.save_pretrained(tmp_path / "model")
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    world = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
     command = [sys.executable, __file__, str(tmp_path)]
     ranks = [subprocess.Popen(command, env={**os.environ, **world, "RANK": str(r)}) for r in range(2)]
     alone = one_update(tmp_path / "model", trees=True)
