@@ -11,6 +11,8 @@ line at the start, and not a failure after minutes.
 import hashlib
 import importlib
 import json
+import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +22,10 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from run.config import ConfigError, TrainConfig
+from run.launch import ROOT
 from workflow import OpenAIProxyWorkflow, import_string, resolve_workflow
+
+logger = logging.getLogger("nano_areal.inputs")
 
 
 @dataclass
@@ -51,6 +56,7 @@ def users_code(what: str) -> Iterator[None]:
 
 def load_inputs(config: TrainConfig) -> Inputs:
     """Load the task, the data and the workflow, and make the task's base model if it is missing. Raises ConfigError."""
+    warn_of_namesakes(os.environ.get("PYTHONPATH", "").split(os.pathsep))
     with users_code(f"task={config.task}"):
         task = importlib.import_module(config.task) if config.task else None
     dataset = load_dataset(config.train_dataset.path, task, "train")
@@ -67,6 +73,17 @@ def load_inputs(config: TrainConfig) -> Inputs:
         tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path)
     workflow, evaluated = (load_workflow(config, task, tokenizer) for _ in range(2))
     return Inputs(task, dataset, validation, tokenizer, workflow, evaluated)
+
+
+def warn_of_namesakes(folders: list[str]) -> None:
+    """Warn of modules in the user's folders that have the name of a module or a room of this project."""
+    ours = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    for folder in filter(None, folders):
+        names = {
+            path.stem for path in Path(folder).glob("*") if path.suffix == ".py" or (path / "__init__.py").exists()
+        }
+        if Path(folder).resolve() != ROOT and (namesakes := sorted(ours & names)):
+            logger.warning("%s: `import %s` finds this project's module first; rename yours", folder, namesakes[0])
 
 
 def load_workflow(config: TrainConfig, task: Any, tokenizer: Any) -> Any:

@@ -1,0 +1,45 @@
+"""A user's own modules keep their names: the rooms hold ours, and the few names that are taken are said."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+AGENT = """
+{imports}
+
+class Agent:
+    async def run(self, data, **extra_kwargs):
+        return 1.0
+"""
+
+
+def dry_run(folder: Path, model: Path, names: list[str]) -> subprocess.CompletedProcess[str]:
+    """Plan a run whose agent imports modules of these names, each with a constant, from its own folder."""
+    for name in names:
+        (folder / f"{name}.py").write_text("MINE = True\n")
+    imports = "\n".join(f"import {name}; assert {name}.MINE" for name in names)
+    (folder / "my_agent.py").write_text(AGENT.format(imports=imports))
+    (folder / "mine.jsonl").write_text('{"question": "?"}\n')
+    words = [f"model_path={model}", "workflow=my_agent.Agent", f"train_dataset.path={folder}/mine.jsonl"]
+    command = [sys.executable, "train.py", "--config", "configs/own.yaml", "--dry-run", *words]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def test_own_modules_beside_an_agent(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """An agent may have modules named like those in our rooms: tools, messages, client, config, server."""
+    done = dry_run(tmp_path, tiny_model_dir, ["tools", "messages", "client", "config", "server", "actor"])
+    assert done.returncode == 0, done.stderr
+    assert "rename" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["cache", "engine"])
+def test_a_name_of_the_seven_is_taken(tmp_path: Path, tiny_model_dir: Path, name: str) -> None:
+    """A module named like one of the seven files is not found, and a warning says which one to rename."""
+    done = dry_run(tmp_path, tiny_model_dir, [name])
+    assert done.returncode == 2
+    assert f"`import {name}` finds this project's module first; rename yours" in done.stderr

@@ -1,0 +1,53 @@
+"""What a step says: calls that training leaves out are counted in every line of metrics.jsonl and announced once."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cache import InteractionCache, InteractionWithTokenLogpReward
+from inference.io_struct import ModelResponse
+from rollout.trajectory import complete, concat_padded_tensors
+from run.config import load
+from run.logger import Logger, describe_batch
+from staleness import RolloutStat
+
+
+def test_side_conversations_are_counted_and_said_once(
+    tiny_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two steps with a title in each: the metric counts both, and one line quotes the first and names the key."""
+    cache = InteractionCache()
+    for name, system in (("work", "You code."), ("title", "You write titles.")):
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": "hello"}]
+        ids = tiny_tokenizer.apply_chat_template(messages, return_dict=False)
+        response = ModelResponse(ids, [5], [-0.5], [0], "stop")
+        said = [{"role": "assistant", "content": "x"}]
+        cache.enter(name, InteractionWithTokenLogpReward(messages, model_response=response, output_message_list=said))
+    cache.set_last_reward(1.0)
+    cache.apply_reward_discount()
+    rows = [i.to_tensor_dict() for i in cache.export_interactions("concat").values()]
+    batch = complete(concat_padded_tensors(rows), 0)
+    words = [
+        f"fileroot={tmp_path}",
+        "experiment_name=e",
+        "trial_name=t",
+        "logger.live=false",
+        "logger.sample_interval=0",
+    ]
+    config = load([*words, "logger.tokens_interval=0"])
+    config.run_dir.mkdir(parents=True)
+    logger = Logger(config, SimpleNamespace(tokenizer=tiny_tokenizer, stats=RolloutStat()))
+    keys = ("success", "entropy", "clip_frac", "logp_mismatch", "rollout_wait_s", "train_s", "sync_s")
+    for step in (1, 2):
+        logger.log(batch, {"step": step, "version": 0} | describe_batch(batch, 0) | dict.fromkeys(keys, 0.0))
+    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["side_conversations"] for line in lines] == [1, 1]
+    assert torch.equal(batch["loss_mask"].sum(1), torch.tensor([1, 0]))
+    said_lines = [line for line in capsys.readouterr().out.splitlines() if "left out of training" in line]
+    assert len(said_lines) == 1
+    assert "You write titles." in said_lines[0]
+    assert "rollout.openai.side_conversations" in said_lines[0]
