@@ -1,28 +1,31 @@
-"""The process group through which new weights reach the servers, as both ends build it.
+"""The process group through which mode distributed sends new weights. Trainer and servers build it in one way.
 
-The trainer is rank 0 and hosts the key-value store where the ranks meet; every GPU of every server is one more rank.
-SGLang builds its end through torch.distributed, which puts three prefixes before each key of the store. `join_group`
-uses the same prefixes, so the trainer meets SGLang and the small server alike. The group lives beside torch's default
-group, which belongs to the trainer's own ranks.
+The trainer is rank 0 and hosts the key-value store where the ranks meet. Every GPU of every server is one more rank.
+SGLang builds its side with torch.distributed, which puts three prefixes before each key of the store. `join_group` uses
+these prefixes too, so the trainer can meet SGLang as well as the small server. The group exists beside torch's default
+group, which connects the trainer's own ranks.
 """
 
 from datetime import timedelta
 from typing import Any
 
-BUCKET_TIMEOUT = 600.0  # seconds for a bucket, and for a group to come together
+BUCKET_TIMEOUT = 600.0  # seconds to send one bucket, and seconds for all ranks to meet
 
 
-def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:
-    """A process group beside the default one, rank 0 its meeting place; returns when all `world` ranks are there.
+def join_group(
+    address: str, port: int, rank: int, world: int, name: str, backend: str, timeout: float = BUCKET_TIMEOUT
+) -> Any:
+    """Join a new process group as rank `rank`, and return it when all `world` ranks have joined.
 
-    `.broadcast(tensor, root)` gives a work to wait for. Rank 0 is the trainer, the rest are servers.
+    Rank 0 listens at `address` and `port`. `broadcast(tensor, 0)` of the group returns a work that has `wait()`.
+    Raises an error of torch if the ranks do not meet within `timeout` seconds.
     """
     import torch.distributed as dist
 
-    timeout = timedelta(seconds=BUCKET_TIMEOUT)
-    store: Any = dist.TCPStore(address, port, world, rank == 0, timeout)
+    limit = timedelta(seconds=timeout)
+    store: Any = dist.TCPStore(address, port, world, rank == 0, limit)
     for prefix in (name, f"{name}/", "cuda/" if backend == "nccl" else "cpu/"):
         store = dist.PrefixStore(prefix, store)
     if backend == "nccl":
         return dist.ProcessGroupNCCL(store, rank, world, dist.ProcessGroupNCCL.Options())
-    return dist.ProcessGroupGloo(store, rank, world, timeout)
+    return dist.ProcessGroupGloo(store, rank, world, limit)

@@ -1,20 +1,28 @@
-"""A request for tokens and its answer: how tokens are sampled, what comes back, and both on SGLang's wire.
+"""A request for tokens and its answer, in this project's names and in SGLang's JSON.
 
     ModelRequest -> sampling_params -> POST /generate -> parse_segment -> ModelResponse
 
-Every sampling parameter is sent, because a server's own defaults come from the model's generation_config.json. Every
-answer is read with suspicion: training needs of each token its id, its log-probability under the policy that sampled
-it, and the version of the weights that computed it, and an answer that does not say all three, or says them of another
-number of tokens, is an error and never a guess. So is an `abort` with a status: the request is wrong (4xx) or the
-server has no room for it (5xx). One without is a pause, after which the request goes on.
+**Requests.** Every sampling parameter is sent. A server takes a missing parameter from the model's
+generation_config.json, and training would not know its value.
 
-`weight_versions` are spans [start, end) over the output tokens; a server before SGLang 0.5.19 reports only
-`weight_version`, that at the answer's end. A logprob entry is [logprob, token id, text or null], of
-log_softmax(logits / temperature) over the whole vocabulary, before top_p and top_k. Hence `trains_exactly`: whether the
-logprob that came back is that of the distribution that was sampled, so that training can reproduce it.
+**Answers.** Training needs three facts about each token: its id, its log-probability under the policy that sampled it,
+and the version of the weights that computed it. An answer that lacks one of them is an error.
 
-These are AReaL's names (areal/api/io_struct.py, section 2 of the write-up). What it does not do: send anything; that is
-engine.py.
+    output_ids               [17, 4, 9]
+    output_token_logprobs    [[-0.2, 17, null], [-1.1, 4, null], [-0.4, 9, null]]     logprob, token id, text
+    weight_versions          [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
+
+Here version 3 computed the first two tokens and version 4 the third. A server before SGLang 0.5.19 reports only
+`weight_version`, the version at the end of the answer.
+
+**Finish reasons.** `abort` without a status means that a pause interrupted the request, which goes on later. `abort`
+with a status is an error: 4xx if the request is wrong, 5xx if the server has no room for it.
+
+**Logprobs.** A logprob comes from log_softmax(logits / temperature) over the whole vocabulary. top_p, top_k, penalties
+and grammars change what is sampled but not the reported logprob. Training can reproduce the sampling distribution only
+without them, and `trains_exactly` says whether this is the case.
+
+The names are those of AReaL's areal/api/io_struct.py (write-up, section 2). engine.py sends the requests.
 """
 
 import dataclasses
@@ -30,32 +38,31 @@ from inference.wire import EngineError
 class GenerationHyperparameters:
     """How tokens are sampled."""
 
-    n_samples: int = 1  # samples per prompt, that is a group's size; a request to the engine asks for 1
-    max_new_tokens: int = 512  # most tokens to generate in one turn (clipped to the context window)
-    temperature: float = 1.0  # divides the logits before sampling; 0 is greedy
-    top_p: float = 1.0  # nucleus: keep the likeliest tokens of this total probability; 1 keeps all
+    n_samples: int = 1  # samples per prompt (the group size); a request to the engine asks for 1
+    max_new_tokens: int = 512  # the most tokens to generate in one turn, clipped to the context window
+    temperature: float = 1.0  # the logits are divided by it before sampling; 0 means greedy
+    top_p: float = 1.0  # nucleus sampling: keep the likeliest tokens up to this total probability; 1 keeps all
     top_k: int = -1  # keep this many likeliest tokens; -1 keeps all
-    stop: list[str] = field(default_factory=list)  # strings that end a turn (they stay in the tokens)
-    stop_token_ids: list[int] = field(default_factory=list)  # ids that end a turn, beside the model's own
-    frequency_penalty: float = 0.0  # logit penalty per earlier occurrence of a token in this turn; 0 is none
-    presence_penalty: float = 0.0  # logit penalty of every token that occurred in this turn; 0 is none
-    greedy: bool = False  # take the likeliest token always (the same as temperature 0)
-    seed: int | None = None  # seed of the sampling noise; none: in a run its seed, else the server draws its own
-    json_schema: str | None = None  # only JSON of this schema may be sampled; for servers with a grammar
+    stop: list[str] = field(default_factory=list)  # strings that end a turn; they stay in the tokens
+    stop_token_ids: list[int] = field(default_factory=list)  # token ids that end a turn, beside the model's own
+    frequency_penalty: float = 0.0  # subtracted from a token's logit for each earlier occurrence in this turn
+    presence_penalty: float = 0.0  # subtracted from the logit of every token that has occurred in this turn
+    greedy: bool = False  # always take the likeliest token, as temperature 0 does
+    seed: int | None = None  # seed of the sampling noise; None: derived from the run's seed, or random without a run
+    json_schema: str | None = None  # sample only JSON of this schema; needs a server with a grammar backend
 
     def new(self, **changes: Any) -> "GenerationHyperparameters":
-        """A copy with `changes`."""
+        """Return a copy with the given fields changed."""
         return dataclasses.replace(self, **changes)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken. Servers have the same threshold: below it dividing by it overflows."""
+        """Whether the likeliest token is always taken. Servers treat temperatures below 1e-6 as 0, too."""
         return self.greedy or self.temperature < 1e-6
 
     @property
     def trains_exactly(self) -> bool:
-        """Whether tokens are drawn from softmax(logits / temperature) itself: then the logprobs that the
-        server returns are those of the distribution that was sampled, and training can reproduce them."""
+        """Whether the tokens are sampled from plain softmax(logits / temperature), which training can reproduce."""
         unpenalised = self.frequency_penalty == self.presence_penalty == 0
         whole = self.top_p == 1 and self.top_k == -1 and self.json_schema is None
         return whole and unpenalised and not self.is_greedy
@@ -63,7 +70,7 @@ class GenerationHyperparameters:
 
 @dataclass
 class ModelRequest:
-    """One prompt, given as token ids. `session` names the conversation: its requests go to one server."""
+    """One prompt, given as token ids. All requests with one `session` go to one server."""
 
     input_ids: list[int]
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -74,34 +81,33 @@ class ModelRequest:
 
 @dataclass
 class ModelResponse:
-    """What one request gave. The three output lists have one entry per generated token, the stop token
-    included.
+    """The completion of one request. Each output list has one entry per generated token, including the stop token.
 
-    `stop_reason`: "stop" or "length" from agenerate; "tool_calls" is set by who parses the text; "abort", and "" of a
-    stream that goes on, mark the segments of which agenerate makes a response.
+    A finished completion has `stop_reason` "stop" or "length", and the parser of tool calls may change it to
+    "tool_calls". A single segment may have "abort", or "" while its stream is still going on.
     """
 
     input_tokens: list[int]
     output_tokens: list[int] = field(default_factory=list)
-    output_logprobs: list[float] = field(default_factory=list)  # of log_softmax(logits / temperature)
-    output_versions: list[int] = field(default_factory=list)  # of the weights that computed each token
+    output_logprobs: list[float] = field(default_factory=list)  # from log_softmax(logits / temperature)
+    output_versions: list[int] = field(default_factory=list)  # version of the weights that computed each token
     stop_reason: str = "stop"
-    temperature: float = 1.0  # 1 for greedy tokens: their logprobs are of the logits as they are
+    temperature: float = 1.0  # of the logprobs; 1 for greedy tokens, whose logits are not divided
     trains_exactly: bool = True  # see GenerationHyperparameters
-    regenerated: int = 0  # times that a segment was asked for again, because a server failed or was lost
+    regenerated: int = 0  # segments that were requested again because a server failed or was lost
 
     @property
     def input_len(self) -> int:
-        """Prompt length, tokens."""
+        """Length of the prompt in tokens."""
         return len(self.input_tokens)
 
     @property
     def output_len(self) -> int:
-        """Generated length, tokens."""
+        """Length of the completion in tokens."""
         return len(self.output_tokens)
 
     def replace_from(self, done: int, segment: "ModelResponse") -> None:
-        """Let the output be its first `done` tokens and those of `segment`, and end as that does."""
+        """Keep the first `done` output tokens, append those of `segment`, and take its stop reason."""
         self.output_tokens[done:] = segment.output_tokens
         self.output_logprobs[done:] = segment.output_logprobs
         self.output_versions[done:] = segment.output_versions
@@ -109,19 +115,24 @@ class ModelResponse:
 
 
 def call_seed(seed: int, episode: str, call: int) -> int:
-    """The seed, below 2^31, of an episode's k-th call: a run asks for the same noise, whatever else is going on."""
+    """Return the seed (below 2^31) of call number `call` of an episode, a hash of the run's seed, episode and call."""
     digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def segment_seed(seed: int, offset: int) -> int:
-    """The seed of the segment that starts after `offset` tokens. A retry with nothing gained repeats itself;
-    a resumed segment does not reuse the noise that sampled the segment before it."""
-    return call_seed(seed, "resumed", offset) if offset else seed % 2**63  # no longer ones: JSON readers, SGLang
+    """Return the seed (below 2^63) of the segment that starts after `offset` tokens.
+
+    The first segment has the request's own seed. A later segment has another, so that it does not sample with the
+    noise of the first one again.
+    """
+    if offset == 0:
+        return seed % 2**63  # JSON parsers and SGLang take at most 63 bits
+    return call_seed(seed, "resumed", offset)
 
 
 def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict[str, Any]:
-    """What the segment after `offset` tokens sends: all that a generation_config.json could set otherwise."""
+    """Return SGLang's sampling parameters for the segment that starts after `offset` tokens."""
     params = {
         "max_new_tokens": gconfig.max_new_tokens - offset,
         "temperature": 0.0 if gconfig.is_greedy else gconfig.temperature,
@@ -132,7 +143,7 @@ def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict
         "presence_penalty": gconfig.presence_penalty,
         "repetition_penalty": 1.0,
         "stop_token_ids": list(gconfig.stop_token_ids),
-        "stop": list(gconfig.stop) or None,  # a server without tokenizer refuses the key
+        "stop": list(gconfig.stop) or None,  # a server without a tokenizer refuses this key
         "json_schema": gconfig.json_schema,
         "sampling_seed": None if gconfig.seed is None else segment_seed(gconfig.seed, offset),
     }
@@ -140,28 +151,32 @@ def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict
 
 
 def probe(input_ids: list[int]) -> dict[str, Any]:
-    """A request for one greedy token."""
+    """Return the body of a /generate request for one greedy token."""
     params = sampling_params(GenerationHyperparameters(greedy=True, max_new_tokens=1))
     return {"input_ids": input_ids, "sampling_params": params, "return_logprob": True}
 
 
 def parse_segment(answer: dict[str, Any]) -> ModelResponse:
-    """One answer of a server, or the event of a stream: then its stop_reason is "" until the last. EngineError (502)
-    when it does not say what training needs to know, and when it is a refusal or of an update that is not complete."""
+    """Read one answer of a server, or one event of a stream, which has stop_reason "" until the last event.
+
+    Raises EngineError: 400 or 503 if the answer is an error of the server, 503 if the server has an unfinished weight
+    update, and 502 if the answer lacks something that training needs.
+    """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]
-        finish = {"type": "", "status_code": None} | (meta["finish_reason"] or {})
-        if (status := finish["status_code"] or 0) >= 400:
+        finish = dict(meta["finish_reason"] or {})  # null in every event of a stream but the last
+        status = finish.get("status_code") or 0
+        if status >= 400:
             raise EngineError(f"the server answered {status}: {finish['message']}", 400 if status < 500 else 503)
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]] if tokens else []
-        whole = [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
-        spans = meta.get("weight_versions") or whole
+        whole = {"version": meta["weight_version"], "start": 0, "end": len(tokens)}
+        spans = meta.get("weight_versions") or [whole]
         versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
     except (KeyError, TypeError, ValueError) as error:
-        hint = "is it SGLang's with --weight-version 0 (a decimal number), and its last weight update complete?"
-        status = 503 if "-incomplete" in str(error) else 502  # another server may have all of the update
+        hint = "start SGLang with --weight-version 0, and check that its last weight update succeeded"
+        status = 503 if "-incomplete" in str(error) else 502  # another server may have the whole update
         raise EngineError(f"an answer that cannot be read ({error!r}): {hint}", status) from error
     if not len(tokens) == len(logprobs) == len(versions):
         counts = f"{len(tokens)} tokens, {len(logprobs)} logprobs, {len(versions)} versions"
-        raise EngineError(f"an answer that does not fit together: {counts}", 502)
-    return ModelResponse([], tokens, logprobs, versions, stop_reason=finish["type"])
+        raise EngineError(f"an answer whose lists differ in length: {counts}", 502)
+    return ModelResponse([], tokens, logprobs, versions, stop_reason=finish.get("type", ""))

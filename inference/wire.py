@@ -1,19 +1,22 @@
-"""JSON over HTTP to the inference servers, cheap at hundreds of requests a second; errors name the server.
+"""JSON over HTTP to the inference servers, cheap at hundreds of requests a second.
 
-`Wire.call` answers with the parsed body or raises EngineError, whose status sorts what went wrong by what the caller
-can do about it. It serves generation (hundreds of calls a second, each open for seconds or minutes) and control alike.
+`Wire.call` returns the parsed body of an answer or raises EngineError, which names the server. The status of an
+EngineError says what the caller can do:
 
-Each request in flight has a connection pool to itself, taken from a stack of idle ones (`StackTransport`): a shared
-pool looks at all its connections at every request. `call` also skips httpx's client above it. With 64 requests in
-flight this costs 0.4 ms of CPU a request instead of 1.4. What agents and sessions use to reach the proxy is built on
-the same stack (workflow.py).
+    400  the request is wrong: do not send it again
+    502  the answer makes no sense
+    503  no answer, or the server failed: try again, perhaps at another server
 
-An answer in server-sent events is handed on while it comes: `Wire.stream` yields its events, as parsed
-JSON. An inference server repeats in every event all that was generated so far, so of the events that have
-arrived only the newest is read.
+**Connections.** Each request in flight has a connection of its own, taken from a stack of idle ones (`StackTransport`).
+httpx's shared pool looks at all its connections for every request, which is slow with many in flight. `Wire` also
+bypasses httpx's client. With 64 requests in flight, a request costs 0.4 ms of CPU time instead of 1.4. The HTTP clients
+of agents use the same transport (workflow.py).
 
-Connections belong to an event loop and can only be closed on it, so each loop gets its own (`PerLoop`). A thread that
-has no loop makes its calls in one of their own, all at once (`run_all`).
+**Streams.** `Wire.stream` yields the server-sent events of an answer while they arrive. An inference server repeats all
+tokens of the segment in every event, so of several events that arrived together only the newest is parsed.
+
+**Event loops.** A connection belongs to the event loop that opened it and can only be closed there. So each loop gets
+connections of its own (`PerLoop`). A thread without an event loop makes its calls with `run_all`, all at once.
 """
 
 import asyncio
@@ -24,20 +27,18 @@ from typing import Any, Generic, TypeVar
 import httpx
 import orjson
 
-CALL_TIMEOUT = 60.0  # seconds for a call that says nothing else
-CONNECT_TIMEOUT = 10.0  # seconds
-CONNECT_RETRIES = 2  # at once, then after 0.5 s; a request that was sent is not sent again
-KEEPALIVE = 4.0  # seconds an idle connection is kept: a server that closes first (uvicorn: 5) fails a request
+CALL_TIMEOUT = 60.0  # seconds that a call may take if its caller names no timeout
+CONNECT_TIMEOUT = 10.0  # seconds to open a connection
+CONNECT_RETRIES = 2  # tries after a failed connect, at once and after 0.5 s; a request that was sent is not repeated
+KEEPALIVE = 4.0  # seconds an idle connection stays open; less than uvicorn's 5, so the client closes first
 HEADERS = {"content-type": "application/json"}
-TLS = httpx.create_ssl_context()  # 20 ms to make, so once
+TLS = httpx.create_ssl_context()  # made only once, because it takes 20 ms
 
 T = TypeVar("T", bound=Any)
 
 
 class EngineError(RuntimeError):
-    """A request that cannot be served. `status` is the HTTP status that tells the caller why: 400 the request
-    is wrong (never retried), 503 no server answered (trying again may help), 502 an answer that makes no
-    sense."""
+    """A request that could not be served. `status` is 400, 502 or 503, as the top of this module explains."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -45,8 +46,11 @@ class EngineError(RuntimeError):
 
 
 def read_answer(url: str, status: int, content: bytes) -> dict[str, Any]:
-    """The body of a successful answer; EngineError with the server's own words, in any of the shapes that
-    SGLang and FastAPI give to an error. A stream's status is out before its error, which so has a `code`."""
+    """Return the parsed body of a successful answer, or raise EngineError with the server's own message.
+
+    SGLang and FastAPI have several forms of error bodies. An error in the middle of a stream, whose HTTP status is
+    200, carries the real status as `code`.
+    """
     try:
         body = orjson.loads(content or b"{}")
     except ValueError:
@@ -63,12 +67,15 @@ def read_answer(url: str, status: int, content: bytes) -> dict[str, Any]:
 
 
 class StackTransport(httpx.AsyncBaseTransport):
-    """A connection of its own for each request in flight, the one used last first. It is free when its answer is
-    closed, as an answer is that was read to its end. `http`: httpx, or httpx2 for the clients of newer openai SDKs."""
+    """A transport for httpx that gives each request in flight a connection of its own.
+
+    A request takes the idle connection that was used most recently, or opens a new one. The connection becomes idle
+    again when the answer is closed. `http` is the module httpx, or httpx2, which newer openai SDKs use.
+    """
 
     def __init__(self, http: Any = httpx) -> None:
         self.http = http
-        self.idle: list[Any] = []  # connections, used last last
+        self.idle: list[Any] = []  # idle connections; the most recently used one is the last
 
     async def handle_async_request(self, request: Any) -> Any:
         connection = self.idle.pop() if self.idle else self._connection()
@@ -80,7 +87,7 @@ class StackTransport(httpx.AsyncBaseTransport):
         stream = response.stream
 
         async def close_and_free() -> None:
-            del stream.aclose  # from here on its own
+            del stream.aclose  # from here on the stream's own aclose, so that a second close frees nothing
             await stream.aclose()
             self.idle.append(connection)
 
@@ -97,22 +104,22 @@ class StackTransport(httpx.AsyncBaseTransport):
 
 
 class PerLoop(Generic[T]):
-    """What `make` makes, once for each event loop: at the first `get` there, closed (`aclose`) when the loop ends."""
+    """One object for each event loop. `make` makes it at the first `get`, and it is closed when the loop ends."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        # All that changes: for each loop the generator that makes its thing, gives it, and closes it.
+        # Everything that changes. The generator of a loop makes the loop's object, yields it, and closes it.
         self._keepers: dict[asyncio.AbstractEventLoop, AsyncGenerator[T, None]] = {}
 
     async def get(self) -> T:
-        """The running loop's."""
+        """Return the object of the running event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._keepers:
             self._keepers[loop] = self._keep(loop)
         return await anext(self._keepers[loop])
 
     async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T, None]:
-        # A generator, because a loop that ends cancels its tasks, waits for them, and then closes its generators.
+        # This is a generator because an event loop that ends closes its generators, after it has ended its tasks.
         try:
             async with contextlib.aclosing(self._make()) as thing:
                 while True:
@@ -122,7 +129,7 @@ class PerLoop(Generic[T]):
 
 
 def run_all(calls: Iterable[Awaitable[Any]], return_exceptions: bool = False) -> list[Any]:
-    """The results of all calls, made at once in an event loop of their own: for a thread that has none."""
+    """Make all calls at once in a new event loop, and return their results in order. The thread must have no loop."""
 
     async def gather() -> list[Any]:
         return await asyncio.gather(*calls, return_exceptions=return_exceptions)
@@ -131,19 +138,22 @@ def run_all(calls: Iterable[Awaitable[Any]], return_exceptions: bool = False) ->
 
 
 class Wire:
-    """Connections to any number of servers. `transport` stands in for the network in tests."""
+    """Connections to any number of servers. Tests replace the network by `transport`."""
 
     def __init__(self, transport: httpx.MockTransport | None = None) -> None:
         self._transports: PerLoop[httpx.AsyncBaseTransport] = PerLoop(lambda: transport or StackTransport())
 
     async def call(self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
-        """POST `body`, or GET without one."""
+        """Send `body` by POST, or GET if there is none, and return the parsed answer. Raises EngineError."""
         async with contextlib.aclosing(self.stream(url, body, timeout)) as events:
-            return [event async for event in events][-1]
+            return [event async for event in events][-1]  # an answer that is not a stream has one event
 
     async def stream(self, url: str, body: Any, timeout: float) -> AsyncGenerator[dict[str, Any], None]:
-        """The same for an answer in events: it yields them, of those that came together the newest. An answer that is
-        none is the only event. `timeout`: seconds of silence."""
+        """Send `body` as `call` does, and yield the parsed events of the answer while they arrive.
+
+        Of events that arrived together only the newest is yielded. An answer that is not a stream is yielded as one
+        event. Raises EngineError if the server is silent for `timeout` seconds, cannot be reached, or reports an error.
+        """
         method, content = ("GET", None) if body is None else ("POST", orjson.dumps(body))
         timeouts = httpx.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT)).as_dict()
         request = httpx.Request(method, url, content=content, headers=HEADERS, extensions={"timeout": timeouts})
@@ -155,12 +165,13 @@ class Wire:
                 if response.status_code != 200 or not kind.startswith("text/event-stream"):
                     yield read_answer(url, response.status_code, await response.aread())
                     return
-                rest = b""
+                unfinished = b""
                 async for chunk in response.aiter_raw():
-                    *events, rest = (rest + chunk).split(b"\n\n")
-                    told = [event.removeprefix(b"data:").strip() for event in events]
-                    if told := [data for data in told if data not in (b"", b"[DONE]")]:
-                        yield read_answer(url, 200, told[-1])
+                    *events, unfinished = (unfinished + chunk).split(b"\n\n")
+                    contents = [event.removeprefix(b"data:").strip() for event in events]
+                    contents = [content for content in contents if content not in (b"", b"[DONE]")]
+                    if contents:
+                        yield read_answer(url, 200, contents[-1])
         except httpx.TimeoutException as error:
             reason = f"did not answer within {timeout} s (is it dead, or was it left paused?)"
             raise EngineError(f"{url} {reason}", 503) from error
