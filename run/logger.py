@@ -165,7 +165,7 @@ class Logger:
         if metrics["side_conversations"] and not said_before:
             example = self._text(batch, int(batch["side_conversations"].argmax()))[:160]
             print(
-                f"{metrics['side_conversations']} side conversations were left out of training in step {step}, such as: "
+                f"{metrics['side_conversations']} side conversations were left out of training in step {step}, such as "
                 f"{example!r}. The key rollout.openai.side_conversations holds their patterns; "
                 "an empty list trains every call",
                 flush=True,

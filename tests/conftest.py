@@ -1,4 +1,4 @@
-"""What several tests need: a tiny model made on the spot, and the real servers as processes."""
+"""Fixtures that several test files need: a tiny model made on the spot, and the real servers as processes."""
 
 import os
 import signal
@@ -22,7 +22,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 torch.set_num_threads(1)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a shell ignores Ctrl-C in background jobs, and children inherit that
 ROOT = Path(__file__).resolve().parent.parent
 
 CHAT_TEMPLATE = (
@@ -37,7 +39,7 @@ def anyio_backend() -> str:
 
 
 def make_byte_model(path: Path, seed: int = 0, layers: int = 2, width: int = 64, tied: bool = False) -> Path:
-    """A random Qwen3 over bytes with Qwen's chat markers: 259 tokens, 110k parameters by default, context 2,048."""
+    """Write a random Qwen3 with one token per byte and Qwen's chat markers: 259 tokens, context 2,048."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -72,13 +74,13 @@ def make_byte_model(path: Path, seed: int = 0, layers: int = 2, width: int = 64,
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face directory with model and tokenizer (make_byte_model, seed 0)."""
+    """The Hugging Face directory of the tiny model (make_byte_model with seed 0)."""
     return make_byte_model(tmp_path_factory.mktemp("tiny_model"))
 
 
 @pytest.fixture(scope="session")
 def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same architecture with other weights (seed 1): what a weight update loads."""
+    """The tiny model's architecture with other weights (seed 1), for weight updates."""
     return make_byte_model(tmp_path_factory.mktemp("other_model"), seed=1)
 
 
@@ -94,8 +96,10 @@ def free_port() -> int:
 
 
 def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
-    """What a process still says until its end, when lines of it have been read; after so long it is killed.
-    (communicate() would lose what had come together with those lines.)"""
+    """Read the rest of a process's output, wait for its end, and kill it after so many seconds.
+
+    Unlike communicate(), this works after single lines have been read.
+    """
     assert process.stdout is not None
     watchdog = threading.Timer(seconds, process.kill)
     watchdog.start()
@@ -125,7 +129,7 @@ StartServer = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def start_tiny_server(tiny_model_dir: Path) -> Iterator[StartServer]:
-    """start(*extra_args) -> URL of a new tiny server process over tiny_model_dir; ended with the session."""
+    """start(*arguments) starts a tiny server process on the tiny model and returns its URL. It ends with the session."""
     processes: list[subprocess.Popen] = []
 
     def start(*extra: str) -> str:
@@ -152,12 +156,12 @@ def start_tiny_server(tiny_model_dir: Path) -> Iterator[StartServer]:
         process.wait(timeout=20)
 
 
-SGLANG = os.environ.get("NANO_AREAL_SGLANG", "")  # a Python that has SGLang; make test-sglang sets it
+SGLANG = os.environ.get("NANO_AREAL_SGLANG", "")  # path of a Python with SGLang; make test-sglang sets it
 
 
 @contextmanager
 def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
-    """URL of the real SGLang, unmodified, over `model_dir` on a CPU; it has ended when this ends."""
+    """Run the real, unmodified SGLang on a CPU, for as long as the block lasts. Yields its URL."""
     port = free_port()
     command = [SGLANG, str(ROOT / "tests/sglang_cpu/launch.py"), "--model-path", str(model_dir), "--port", str(port)]
     with log.open("wb") as out:
@@ -169,7 +173,7 @@ def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
         wait_until_up(f"http://127.0.0.1:{port}", process, seconds=400)
         yield f"http://127.0.0.1:{port}"
     except BaseException:
-        print(log.read_text(errors="replace")[-3000:])  # pytest shows it beside the failure
+        print(log.read_text(errors="replace")[-3000:])  # pytest shows this output beside the failure
         raise
     finally:
         process.stdin.close()
@@ -178,17 +182,16 @@ def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def tiny_server(start_tiny_server: StartServer) -> str:
-    """URL of one inference/tiny/server.py process that tests share;
-    leave it running and at its first weights' version or restore it."""
+    """The URL of a tiny server process that all tests share. A test must leave it running, with its first weights."""
     return start_tiny_server()
 
 
-# What the modules below import, the examples' environment need not have: hence the imports inside.
+# The imports below are inside the fixtures, since the examples' environment does not have all of these packages.
 
 
 @pytest.fixture(scope="module")
 def proxy(tiny_server: str, tiny_model_dir: Path) -> Iterator[Any]:
-    """The ProxyAddress of a proxy.py process in front of the tiny server."""
+    """The address of a proxy.py process that uses the tiny server."""
     from rollout.executor import ProxyAddress
 
     port = free_port()
@@ -204,7 +207,7 @@ def proxy(tiny_server: str, tiny_model_dir: Path) -> Iterator[Any]:
 
 @pytest.fixture
 async def start(tiny_tokenizer: Any) -> AsyncIterator[Callable[..., Any]]:
-    """start(*texts, **options) -> a Harness over an engine that says these texts."""
+    """start(*texts, **options) returns a Harness whose engine answers with these texts, in order."""
     from harness import Harness
 
     made: list[Harness] = []
@@ -220,7 +223,7 @@ async def start(tiny_tokenizer: Any) -> AsyncIterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="module")
 def real_engine(tiny_server: str) -> Iterator[Any]:
-    """The engine over a tiny server in another process."""
+    """An engine that uses a tiny server in another process."""
     from engine import RemoteInfEngine
 
     engine = RemoteInfEngine([tiny_server])

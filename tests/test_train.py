@@ -1,7 +1,7 @@
-"""The whole system, for real: `python train.py` as a user runs it, with its servers, its agents and its ending.
+"""Whole runs of `python train.py`, as a user starts them, with real servers, agents and endings.
 
-Nothing is replaced here: each test starts the command line, reads what the run wrote, and looks for processes that
-were left behind.
+Nothing is replaced by a fake here. Each test starts the command line, reads what the run wrote, and checks that no
+process is left behind.
 """
 
 import json
@@ -32,7 +32,7 @@ from run.config import PPOActorConfig
 
 @pytest.fixture(scope="module")
 def guess_run(tmp_path_factory: pytest.TempPathFactory):
-    """Runs of the demo by eta (and a name, for a second one), each made once."""
+    """get(eta) runs the demo once for each eta, and returns its folder and metrics. A name asks for a second run."""
     made: dict[tuple[int, str], tuple[Path, list[dict]]] = {}
 
     def get(eta: int, name: str = "") -> tuple[Path, list[dict]]:
@@ -46,7 +46,7 @@ def guess_run(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.parametrize("eta", [0, 2])
 def test_guess_staleness(guess_run, eta: int) -> None:
-    """Whatever eta is, no token that is trained on is older than eta versions; at 0 every token is of this version."""
+    """No trained token is older than eta versions. With eta = 0 every trained token is of the current version."""
     _, metrics = guess_run(eta)
     assert len(metrics) == 5
     check_metrics(metrics, eta)
@@ -55,7 +55,7 @@ def test_guess_staleness(guess_run, eta: int) -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize("eta", [0, 2])
 def test_maze_staleness(tmp_path: Path, eta: int) -> None:
-    """Long answers straddle weight updates at eta = 2, never at 0, and the age bound holds for every token."""
+    """With eta = 2 weight updates interrupt completions, with eta = 0 never, and no trained token is older than eta."""
     metrics = run(tmp_path, *STRADDLING_MAZE, "max_steps=5", f"rollout.max_head_offpolicyness={eta}")
     check_metrics(metrics, eta)
     mixed = max(line["mixed_version_share"] for line in metrics)
@@ -63,7 +63,7 @@ def test_maze_staleness(tmp_path: Path, eta: int) -> None:
 
 
 def test_synchronous_runs_repeat(guess_run) -> None:
-    """At eta = 0 the seed decides everything: data, sampling, training."""
+    """Two runs with eta = 0 and the same seed have the same metrics: data, sampling and training repeat."""
     (_, first), (_, second) = guess_run(0), guess_run(0, "again")
     exact = ("reward", "success", "tokens", "staleness_max", "accepted", "rejected")
     for one, two in zip(first, second, strict=True):
@@ -72,9 +72,11 @@ def test_synchronous_runs_repeat(guess_run) -> None:
 
 
 def test_decoupled_is_standard_where_the_data_is_fresh(guess_run) -> None:
-    """At eta = 0 pi_behav and pi_prox are the same weights, computed by two programs. On the tokens of
-    every step of a real run the two objectives differ by no more than those logprobs do: each token's by
-    that, times 1 + eps and |A|."""
+    """With eta = 0 the decoupled objective equals the standard one, up to the difference between two programs.
+
+    pi_behav and pi_prox are then the same weights, computed by the server and by the trainer. A token's two losses differ
+    by at most the difference of its two log-probabilities, times 1 + eps and |A|.
+    """
     folder, metrics = guess_run(0)
     decoupled = PPOActorConfig(eps_clip=0.2, eps_clip_higher=0.28, c_clip=2.0)
     standard = replace(decoupled, use_decoupled_loss=False)
@@ -90,7 +92,7 @@ def test_decoupled_is_standard_where_the_data_is_fresh(guess_run) -> None:
 
 
 def test_what_a_run_writes(guess_run) -> None:
-    """A run leaves its resolved config, metrics, a trace, the dumps, its tokens and a model that transformers loads."""
+    """A run writes its configuration, a trace, trajectories as text, its tokens, and a model that transformers loads."""
     folder = guess_run(2)[0] / "e" / "t"
     assert "max_head_offpolicyness: 2" in (folder / "config.yaml").read_text()
     events = json.loads((folder / "trace.json").read_text())
@@ -108,7 +110,7 @@ def test_what_a_run_writes(guess_run) -> None:
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
-    """Ctrl-C ends the run with a word, exit code 130 and no process left."""
+    """Ctrl-C ends the run with a message and exit code 130, and leaves no process behind."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
     assert {"inference.tiny.server", "proxy"} <= set(pids)
     process.send_signal(signal.SIGINT)
@@ -120,7 +122,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["inference.tiny.server", "proxy"])
 def test_killed_server(tmp_path: Path, victim: str) -> None:
-    """A server that dies ends the run at once, and the message says which one, how, and what it last said."""
+    """If the only server or the proxy dies, the run ends, and says which process died and with which exit code."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
     os.kill(pids[victim], signal.SIGKILL)
     output = rest_of(process, 30)
@@ -131,7 +133,7 @@ def test_killed_server(tmp_path: Path, victim: str) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd")
 def test_killed_trainer(tmp_path: Path) -> None:
-    """Not even kill -9 of the trainer leaves a server behind: each child ends when its parent's pipe closes."""
+    """After kill -9 of the trainer no server is left behind: each child ends when its parent's pipe closes."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
     process.kill()
     process.communicate(timeout=30)
@@ -140,7 +142,7 @@ def test_killed_trainer(tmp_path: Path) -> None:
 
 
 def test_exception_in_the_trainer(tmp_path: Path) -> None:
-    """A training step that fails (here: a file lies where checkpoints go) ends the run with its error, nothing left."""
+    """An exception in the trainer ends the run with its error and leaves no process. Here a checkpoint cannot be written."""
     folder = tmp_path / "e" / "t"
     folder.mkdir(parents=True)
     (folder / "checkpoints").write_text("in the way")
@@ -161,7 +163,7 @@ def test_exception_in_the_trainer(tmp_path: Path) -> None:
     ],
 )
 def test_bad_configuration(tmp_path: Path, words: list[str], says: str) -> None:
-    """What cannot run is refused in one line that says what to do, and nothing has been started or written."""
+    """A wrong configuration is refused in one line, and nothing is started or written."""
     done = subprocess.run(command(tmp_path, *words), cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")

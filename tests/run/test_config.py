@@ -1,4 +1,4 @@
-"""Configuration: dataclasses, then a recipe, then words; what is wrong is said in one line, before anything starts."""
+"""Configuration: dataclasses, then recipes, then words; a mistake is one line, before anything starts."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +31,7 @@ from run.config import ConfigError, changed, list_keys, load
     ],
 )
 def test_what_cannot_run_is_said_in_one_line(words: list[str], says: str) -> None:
-    """An unknown key names the nearest one, a bad value names its key, and two keys that disagree name each other."""
+    """An unknown key names the nearest known key, a bad value names its key, and a contradiction names both keys."""
     with pytest.raises(ConfigError) as error:
         load(words)
     assert says in str(error.value)
@@ -39,14 +39,14 @@ def test_what_cannot_run_is_said_in_one_line(words: list[str], says: str) -> Non
 
 
 def test_options_and_words_may_be_mixed() -> None:
-    """Words may stand before, between and after options."""
+    """key=value words may stand before, between and after the options."""
     config = load(["seed=3", "--config", "configs/maze.yaml", "max_steps=7", "--dry-run", "actor.eps_clip=0.1"])
     assert (config.seed, config.max_steps, config.actor.eps_clip, config.dry_run) == (3, 7, 0.1, True)
     assert config.experiment_name == "maze"
 
 
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each key with its default and its meaning."""
+    """`--help` prints each key with its default and its meaning."""
     with pytest.raises(SystemExit) as ended:
         load(["--help"])
     assert ended.value.code == 0
@@ -67,7 +67,7 @@ def test_later_words_win(tmp_path: Path) -> None:
 
 
 def test_a_broken_recipe_is_an_error_too(tmp_path: Path) -> None:
-    """YAML that does not parse names its file."""
+    """If a recipe is not valid YAML, the error names the file."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("actor: [")
     with pytest.raises(ConfigError, match=r"recipe\.yaml"):
@@ -75,7 +75,7 @@ def test_a_broken_recipe_is_an_error_too(tmp_path: Path) -> None:
 
 
 def test_spellings_of_the_documents() -> None:
-    """recompute_logprobs and rollout.fileroot are where the documents have them."""
+    """Keys can be spelled as the documents spell them, such as recompute_logprobs and rollout.fileroot."""
     config = load(
         ["actor.recompute_logprobs=false", "rollout.fileroot=elsewhere", "rollout.group_size=4", "gconfig.n_samples=4"]
     )
@@ -84,19 +84,19 @@ def test_spellings_of_the_documents() -> None:
 
 
 def test_group_size_and_n_samples_are_one_number() -> None:
-    """Either name sets both."""
+    """Setting one of the two keys sets both."""
     config = load(["--config", "configs/maze.yaml", "gconfig.n_samples=1", "rollout.group_size=4"])
     assert (config.gconfig.n_samples, config.rollout.group_size) == (4, 4)
 
 
 def test_derived_values_are_written_back() -> None:
-    """A run's config.yaml shows every value that was used, the derived ones too."""
+    """Defaults that depend on other keys are filled in, so a run's config.yaml shows every value that was used."""
     config = load(["rollout.max_head_offpolicyness=2", "train_dataset.batch_size=3"])
     assert (config.rollout.consumer_batch_size, config.rollout.max_concurrent_rollouts) == (3, 9)
 
 
 def test_a_run_that_goes_on_says_what_is_set_otherwise(tmp_path: Path) -> None:
-    """Its config.yaml is compared with what it is given now; a run that is new has nothing to compare."""
+    """The config.yaml of the earlier run is compared with the configuration now. A new run has no such file."""
     assert changed(tmp_path / "config.yaml", load([])) == []
     OmegaConf.save(asdict(load(["actor.eps_clip=0.1"])), tmp_path / "config.yaml")
     assert changed(tmp_path / "config.yaml", load(["actor.eps_clip=0.1"])) == []

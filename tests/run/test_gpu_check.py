@@ -1,4 +1,4 @@
-"""The GPU check, tried on a CPU with a tiny shape: it runs, it says that it saw no GPU, and it hides no failure."""
+"""The GPU check, tried on a CPU with a tiny model: it runs, says that it saw no GPU, and hides no failure."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.runs
 
 
 def test_the_script_on_a_cpu(tmp_path: Path) -> None:
-    """A cell that works is a row of numbers; a folder that an earlier try left is a row that says why it failed."""
+    """A run that works becomes a row of numbers, and a run that failed becomes a row that says why."""
     work = tmp_path / "work"
     environment = {
         **os.environ,
@@ -41,7 +41,7 @@ def test_the_script_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_the_page_claims_nothing_that_was_not_measured() -> None:
-    """docs/gpu.md says in words that nothing was measured, until something was."""
+    """As long as nothing was measured on a GPU, docs/gpu.md says so."""
     page = (ROOT / "docs/gpu.md").read_text()
     assert "Nothing has been measured" in page or "every number was measured on: " in page
     assert "a check of the script, not a result" not in page

@@ -1,6 +1,6 @@
-"""What a run would start, what it refuses to start, and what happens when something that it started ends.
+"""What a run would start, what it refuses to start, and what happens when one of its processes ends.
 
-The plan is pure, so GPUs are given as names here; the processes are real.
+The plan is a pure function, so these tests name GPUs that need not exist. The processes are real.
 """
 
 import os
@@ -35,15 +35,17 @@ from run.start import start_proxies
 
 
 def config(model: Path | str = "DIR", *words: str) -> TrainConfig:
+    """Return the GSM8K recipe's configuration with a model and further words."""
     return load(["--config", str(ROOT / "configs/gsm8k.yaml"), f"model_path={model}", *words])
 
 
 def gpus_of(gpus: int, ranks: int, *words: str) -> list[list[str]]:
+    """Return the GPUs of each planned server, on a machine with so many GPUs and ranks."""
     plan = plan_servers(config("DIR", "server.backend=tiny", *words), [str(k) for k in range(gpus)], ranks)
     return [process.gpus for process in plan]
 
 
-# Who gets which GPU
+# Which process gets which GPU
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def gpus_of(gpus: int, ranks: int, *words: str) -> list[list[str]]:
     [
         (0, 1, [], [[]]),
         (0, 1, ["server.count=2"], [[], []]),
-        (1, 1, [], [["0"]]),  # colocated: there is but one
+        (1, 1, [], [["0"]]),  # colocated, since there is only one GPU
         (2, 1, [], [["1"]]),
         (8, 4, ["server.count=2", "server.tp_size=2"], [["4", "5"], ["6", "7"]]),
         (8, 4, ["server.count=1", "server.tp_size=2"], [["6", "7"]]),
@@ -62,7 +64,7 @@ def gpus_of(gpus: int, ranks: int, *words: str) -> list[list[str]]:
     ],
 )
 def test_gpus_are_split_or_shared(gpus: int, ranks: int, words: list[str], expected: list[list[str]]) -> None:
-    """Trainers have the first GPUs, servers the last; where they do not suffice they share."""
+    """Trainers get the first GPUs and servers the last ones. If there are too few, they share."""
     assert gpus_of(gpus, ranks, *words) == expected
 
 
@@ -70,13 +72,13 @@ def test_gpus_are_split_or_shared(gpus: int, ranks: int, words: list[str], expec
     ("gpus", "ranks", "words"), [(2, 1, ["server.tp_size=4"]), (4, 3, ["server.tp_size=2", "server.colocate=false"])]
 )
 def test_too_few_gpus_are_refused(gpus: int, ranks: int, words: list[str]) -> None:
-    """Servers and ranks that do not fit on the GPUs are an error with the numbers."""
+    """If servers and ranks do not fit on the GPUs, the error names the numbers."""
     with pytest.raises(ConfigError, match="do not fit on"):
         gpus_of(gpus, ranks, *words)
 
 
 def test_the_command_of_sglang() -> None:
-    """Version 0, its own seed and memory share, on a leash; what the user adds comes last, and wins."""
+    """SGLang starts on a leash, with version 0 and its share of the memory. The user's arguments come last, and win."""
     given = ["server.backend=sglang", "server.command='PY -m it'", "server.args=[--tool-call-parser,qwen]"]
     [split] = plan_servers(config("DIR", *given), ["0", "1"], 1)
     text = " ".join(split.command)
@@ -91,7 +93,7 @@ def test_the_command_of_sglang() -> None:
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, requires: str) -> None:
-    """A distribution of that name and its requirement on torch, as pip leaves it."""
+    """Make a folder look like an installed sglang that requires a certain torch."""
     info = folder / "sglang-0.5.23.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\nRequires-Dist: {requires}\n")
@@ -99,7 +101,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, requires: str) -> Non
 
 
 def test_an_sglang_for_another_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang pins a torch; another one is named before the server dies of it."""
+    """If the installed torch is not the one that SGLang needs, the run is refused with both versions."""
     install(tmp_path, monkeypatch, "torch==1.0.1")
     with pytest.raises(
         ConfigError, match=r"sglang 0.5.23 was built for torch 1.0.1, but torch .* pip install torch==1.0.1"
@@ -108,7 +110,7 @@ def test_an_sglang_for_another_torch_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_an_sglang_for_this_torch_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pair that belongs together passes."""
+    """An SGLang that was built for the installed torch is accepted."""
     import torch
 
     install(tmp_path, monkeypatch, f"torch=={torch.__version__.partition('+')[0]}")
@@ -116,13 +118,13 @@ def test_an_sglang_for_this_torch_is_taken(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_without_sglang_the_ways_to_it_are_named() -> None:
-    """Where SGLang is missing the message says how to get it or do without."""
+    """If SGLang is missing, the message says how to install it and how to use one elsewhere."""
     with pytest.raises(ConfigError, match=r"not installed here: pip install .* server.command=.* rollout.server_addrs"):
         check_sglang()
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
-    """A port in use is found before anything is started."""
+    """A port that is in use is reported before anything is started."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"server.port: {port} cannot be used .*in use"):
@@ -131,7 +133,7 @@ def test_a_port_that_is_taken_is_refused() -> None:
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "no-scheme:1", "http://nowhere.invalid:1"])
 def test_a_server_that_does_not_answer_is_refused(url: str) -> None:
-    """An address in rollout.server_addrs must answer before the run begins."""
+    """Each address in rollout.server_addrs must answer before the run begins."""
     with pytest.raises(ConfigError, match=f"rollout.server_addrs: {url} cannot be reached"):
         check_addresses(config("DIR", f"rollout.server_addrs=['{url}']"), [])
 
@@ -141,7 +143,7 @@ def test_a_server_that_does_not_answer_is_refused(url: str) -> None:
     [(set(), "", False), ({"/health"}, "", False), ({"/model_info"}, "", True), ({"/workers"}, "/", True)],
 )
 def test_a_server_of_another_kind_is_refused(routes: set[str], end: str, fits: bool) -> None:
-    """Whatever else listens there is named; a router, which need not answer /model_info, lists its workers."""
+    """Another program at the address is refused. A router is accepted, since it answers GET /workers."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -162,7 +164,7 @@ def test_a_server_of_another_kind_is_refused(routes: set[str], end: str, fits: b
 
 
 def test_too_little_memory_says_what_to_turn_down() -> None:
-    """The message lists what to turn down, in order."""
+    """If the memory is too small, the message lists the keys to turn down, the best first."""
     needs = [(Planned("rank 0", [], ["0"]), 30.0), (Planned("server-0", [], ["0", "1"]), 20.0)]
     check_memory(needs, ["0", "1"], 50.0)
     with pytest.raises(
@@ -175,7 +177,7 @@ def test_too_little_memory_says_what_to_turn_down() -> None:
 
 
 def test_the_estimate_follows_its_formula(tiny_model_dir: Path) -> None:
-    """The byte model: 2 layers of 64, 259 tokens, 2 key-value heads of 16. More ranks share the parameters only."""
+    """The estimate equals its formula, here for 2 layers of width 64 and 2 key-value heads of 16 numbers."""
     from transformers import AutoModelForCausalLM
 
     n = AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
@@ -188,7 +190,7 @@ def test_the_estimate_follows_its_formula(tiny_model_dir: Path) -> None:
 
 
 def test_dry_run_starts_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """The command line of a run and --dry-run: processes, ports and memory are printed, nothing is written."""
+    """--dry-run prints processes, ports and memory, and neither starts nor writes anything."""
     given = [f"model={tiny_model_dir}", "data=tests/data/gsm8k.jsonl", f"server.port={(port := free_port())}"]
     whole = command(tmp_path, "--config", "configs/gsm8k.yaml", "--dry-run", *given, "server.max_total_tokens=4096")
     done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=100)
@@ -201,7 +203,7 @@ def test_dry_run_starts_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
 
 
 def test_an_unreachable_server_is_one_line(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """The whole command line says it in one line and leaves nothing behind."""
+    """train.py refuses an address without a server in one line, and writes nothing."""
     whole = command(tmp_path, "rollout.server_addrs=[http://127.0.0.1:9]")
     done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
@@ -210,17 +212,18 @@ def test_an_unreachable_server_is_one_line(tmp_path: Path, tiny_model_dir: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-# What happens when something ends
+# What happens when a process ends
 
 
 def python(code: str, *words: str) -> list[str]:
+    """Return the command that runs a piece of Python code."""
     return [sys.executable, "-c", code, *words]
 
 
 def test_agents_requests_are_as_patient_as_configured(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The proxy has an engine of its own: what rollout.* says about requests reaches it by the proxy's command line."""
+    """The proxy's engine uses rollout.request_timeout and rollout.request_retries, given by its command line."""
     planned, given = list[Planned](), {}
 
     class Recorder:
@@ -237,12 +240,12 @@ def test_agents_requests_are_as_patient_as_configured(
     monkeypatch.setattr(proxy, "RemoteInfEngine", Recorder)
     words = ["rollout.request_timeout=7", "rollout.request_retries=5", f"tokenizer_path={tiny_model_dir}"]
     start_proxies(config("DIR", *words), Fleet(tmp_path), ["http://up"])
-    assert proxy.main([*planned[0].command[2:], "--port", "0"]) == 2
+    assert proxy.main([*planned[0].command[4:], "--port", "0"]) == 2
     assert given == {"request_timeout": 7.0, "request_retries": 5}
 
 
 def test_a_leash_ends_all_that_the_command_started(tmp_path: Path) -> None:
-    """The pipe closes: a command that ignores SIGTERM, and its child, are gone soon after."""
+    """When the pipe closes, the leash ends even a command that ignores SIGTERM, and the command's child."""
     child = "import time; time.sleep(1000)"
     code = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
@@ -267,14 +270,14 @@ def test_a_leash_ends_all_that_the_command_started(tmp_path: Path) -> None:
 
 
 def test_a_leash_hands_on_the_exit_code() -> None:
-    """The leash ends as its command ended."""
+    """The leash returns the exit code of its command."""
     command = [sys.executable, "run/leash.py", *python("import sys; sys.exit(7)")]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True) as leash:
         assert leash.wait(timeout=60) == 7
 
 
 def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The first death is said, with the server's last words; the last one's ends the run."""
+    """The death of one of two servers is logged with its last output. The death of the second one ends the run."""
     fleet = Fleet(tmp_path)
     speak = "import sys; print('my last words', flush=True); sys.stdin.read()"
     first, second = (fleet.start(Planned(f"server-{k}", python(speak))) for k in (0, 1))
@@ -285,7 +288,7 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
     first.process.wait(timeout=30)
     fleet.raise_death(ValueError("of an episode whose server died: another one will do"))
     deadline = time.monotonic() + 30
-    while "goes on with 1" not in caplog.text:  # written by the thread that watches
+    while "goes on with 1" not in caplog.text:  # the thread that waits for the server logs this
         assert not told.wait(0.01)
         assert time.monotonic() < deadline
     second.process.stdin.close()  # type: ignore[union-attr]
@@ -299,7 +302,7 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
 
 @pytest.mark.runs
 def test_a_run_outlives_one_of_its_two_servers(tmp_path: Path) -> None:
-    """kill -9 of one server after the first step: the run says so and goes on to its last step."""
+    """If one of two servers is killed after the first step, the run says so and goes on to its last step."""
     process, pids = start_and_hold(tmp_path, *SMALL_GUESS, "server.count=2", "max_steps=6")
     os.kill(pids["inference.tiny.server"], signal.SIGKILL)
     process.send_signal(signal.SIGCONT)

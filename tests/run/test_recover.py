@@ -1,6 +1,7 @@
-"""Coming back from `kill -9`: nothing of the surviving lineage is missing, double, or from weights that are gone.
+"""Recovery from `kill -9`: no step and no group is missing or trained on twice, and no token is of lost weights.
 
-The units first (the cut, the log, the place in the data, the gate), then real runs that are killed and started again.
+The first tests look at the parts: metrics.jsonl, the group files, the position in the data, the gate. Later tests
+kill real runs and start them again.
 """
 
 import json
@@ -39,6 +40,7 @@ pytestmark = pytest.mark.runs
 
 
 def group(version: int, task_id: int = 0) -> dict[str, torch.Tensor]:
+    """Return a finished group whose tokens are of `version`."""
     ids = torch.tensor([[1, 2, 3]])
     row = {"input_ids": ids, "attention_mask": ids > 0, "loss_mask": torch.tensor([[0, 1, 1]])}
     return complete(row, task_id, version)
@@ -48,7 +50,7 @@ def group(version: int, task_id: int = 0) -> dict[str, torch.Tensor]:
 
 
 def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
-    """Lines after the checkpoint go, and with them a line that was torn; a missing or another one is an error."""
+    """Lines after the checkpoint's step are removed, complete or not. A missing line is an error."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": i}) + "\n" for i in range(1, 5)) + '{"step": 5, "rew')
     cut_metrics(path, 3)
@@ -63,8 +65,7 @@ def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
 
 
 def test_groups_of_weights_that_are_gone_are_not_put_back(tmp_path: Path) -> None:
-    """The log gives back the open groups up to the checkpoint's version, in order;
-    what is half written is not there."""
+    """Open groups are read back in order, except groups with newer tokens than the checkpoint and half-written ones."""
     log = GroupLog(tmp_path / "groups")
     for task_id, version in ((7, 3), (5, 2), (6, 4), (9, 1)):
         log.write(task_id, group(version, task_id))
@@ -77,7 +78,7 @@ def test_groups_of_weights_that_are_gone_are_not_put_back(tmp_path: Path) -> Non
 
 
 def test_a_group_may_name_a_tensor_twice(tmp_path: Path) -> None:
-    """What a workflow returns may share memory (two keys, views of one tensor); its file holds each key's values."""
+    """Two tensors of a group may share memory. The group's file still holds the values of each."""
     both = torch.arange(6.0).view(2, 3)
     shared = group(1) | {"logprobs": both[:1], "turn_rewards": both[:1], "advantages": both[1:], "across": both.T}
     log = GroupLog(tmp_path / "groups")
@@ -103,10 +104,14 @@ def make_executor(tiny_tokenizer):
 
 
 def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path) -> None:
-    """After a restart every sample comes once, ids go on, the gate has its width (AReaL #1388),
-    old groups come first."""
+    """After a restart no sample is lost or repeated, ids go on, the gate is as wide as before, and old groups come first.
+
+    AReaL had a mistake here (#1388).
+    """
     log = GroupLog(tmp_path / "groups")
-    samples = [{"n": n} for n in range(5)]  # 16 draws are four epochs, each in an order of its own
+    samples = [
+        {"n": n} for n in range(5)
+    ]  # 16 draws are more than three epochs, and each epoch has an order of its own
     first, data = make_executor(keep=log.write), loader(samples, seed=3)
     trained, seen = [], []
 
@@ -122,7 +127,7 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
     state = first.state_dict()
     assert trained == list(range(6))
     assert sorted(state["open"]) == list(range(6, state["next_id"]))
-    log.write(7, group(4, 7))  # as if a lost step had made it anew
+    log.write(7, group(4, 7))  # as if a lost step had rolled it out again
     (log.folder / "10.safetensors").unlink()  # as if it had still been running
 
     second = make_executor(version=3)
@@ -146,7 +151,7 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
 def test_a_run_goes_on_with_another_eta_or_batch(
     make_executor, tmp_path: Path, eta: int, batch: int, kept: int
 ) -> None:
-    """Groups that would be too old when their turn comes are rolled out again; no step fails, and nothing is lost."""
+    """After a restart with a smaller eta, groups that would become too old are rolled out again, and no step fails."""
     log, samples = GroupLog(tmp_path / "groups"), [{"n": n} for n in range(40)]
     first, data = make_executor(eta=2, batch=2, keep=log.write), loader(samples)
     for version in (1, 2, 3):
@@ -170,7 +175,7 @@ def test_a_run_goes_on_with_another_eta_or_batch(
 
 
 def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """Trained on from a checkpoint, model, optimizer, schedule and random numbers go on as if nothing had happened."""
+    """A step after a restart equals the step without one: model, optimizer, schedule and random numbers are restored."""
 
     class Executor:
         def state_dict(self):
@@ -196,9 +201,15 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     recovery.save(1, actor, Executor())
     shutil.copytree(tmp_path / "recover" / "step00001", tmp_path / "recover" / "step00002")
-    (tmp_path / "recover" / "step00002" / "state.pickle").unlink()  # died while it was written
-    (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # of nine ranks
-    own = {"stepping", "step00001-before-I-changed-lr", "step00000"}  # somebody's, and one of an earlier step
+    (
+        tmp_path / "recover" / "step00002" / "state.pickle"
+    ).unlink()  # as if the process had died while it wrote this checkpoint
+    (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # as if nine ranks had written it
+    own = {
+        "stepping",
+        "step00001-before-I-changed-lr",
+        "step00000",
+    }  # two folders that a user made, and a checkpoint of an earlier step
     for name in own:
         (tmp_path / "recover" / name).mkdir()
     expected = step(actor)
@@ -220,7 +231,7 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
 
 
 def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
-    """Of its own folders the newest `keep` stay, and none that a lost step has left; somebody's own all stay."""
+    """The newest `keep` checkpoints stay and those of lost steps go. Folders with other names are not touched."""
 
     class Actor:
         rank = 0
@@ -236,7 +247,7 @@ def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """The message says what to do, and it comes before anything is trained."""
+    """A checkpoint of another model is refused before training, with a message that says what to do."""
 
     class Executor:
         def state_dict(self):
@@ -266,7 +277,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_model_dir: Path, tmp_path
     ],
 )
 def test_a_summary_says_what_it_has_counted(capsys, counted: dict[int, int], says: str) -> None:
-    """Metrics outlive a kill, the count of lags does not: in between it is of the rest of the run, or of nothing."""
+    """The count of tokens by lag begins anew after a restart, and the summary says so."""
     line = {"success": 0.5, "staleness_max": 1.0, "staleness_mean": 0.75, "wall_s": 2.0}
     history = [line | {"tokens": 10}, line | {"tokens": 6}]
     run = SimpleNamespace(history=history, lag_counts=Counter(counted), config=SimpleNamespace(run_dir="here"))
@@ -278,6 +289,7 @@ def test_a_summary_says_what_it_has_counted(capsys, counted: dict[int, int], say
 
 
 def command(folder: Path, *words: str) -> list[str]:
+    """Return the command of a small run with a checkpoint after every second step."""
     small = ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "actor.ppo_epochs=1", "logger.live=false"]
     fixed = [f"fileroot={folder}", "experiment_name=e", "trial_name=t", "recover_interval=2"]
     return [sys.executable, "-u", "train.py", *small, *fixed, *words]
@@ -291,6 +303,7 @@ def run_until(folder: Path, line: str, *words: str) -> None:
 
 
 def finish(folder: Path, *words: str) -> tuple[str, list[dict]]:
+    """Run to the end, and return what the run printed and the lines of its metrics.jsonl."""
     done = subprocess.run(command(folder, *words), cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = (folder / "e" / "t" / "metrics.jsonl").read_text().splitlines()
@@ -298,7 +311,7 @@ def finish(folder: Path, *words: str) -> tuple[str, list[dict]]:
 
 
 def check_lineage(run_dir: Path, metrics: list[dict], batch: int, eta: int) -> None:
-    """Every step once, in order; every group in one step; none left out before the last; none too old."""
+    """Check that every step is there once, every group in one step, no group is skipped, and none is too old."""
     assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
     assert max(line["staleness_max"] for line in metrics) <= eta
     trained: list[int] = []
@@ -311,7 +324,7 @@ def check_lineage(run_dir: Path, metrics: list[dict], batch: int, eta: int) -> N
 
 
 def test_a_synchronous_run_repeats_through_kills(tmp_path: Path) -> None:
-    """Killed after step 3 (one step past its checkpoint) and again before the next, it makes the very same run."""
+    """A synchronous run that is killed twice ends with the same metrics as a run that is not killed."""
     words = ("max_steps=5", "rollout.max_head_offpolicyness=0")
     _, expected = finish(tmp_path / "whole", *words)
     run_until(tmp_path / "killed", "step 3 ", *words)
@@ -326,8 +339,7 @@ def test_a_synchronous_run_repeats_through_kills(tmp_path: Path) -> None:
 
 
 def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
-    """Killed before its first checkpoint, while it starts, and twice on its way:
-    one lineage, and nothing in it twice."""
+    """An asynchronous run that is killed four times has every step once and trains on every group once."""
     for line in ("step 1 ", "decoupled", "step 3 ", "step 5 "):
         run_until(tmp_path, line, "max_steps=8", "rollout.max_head_offpolicyness=2")
     said, metrics = finish(tmp_path, "max_steps=8", "rollout.max_head_offpolicyness=2")
@@ -339,7 +351,7 @@ def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_run_that_is_alive_is_left_alone(tmp_path: Path, mode: str) -> None:
-    """Started again while the first process lives (here: this one), it is refused in one line and writes nothing."""
+    """A second process on the same run is refused in one line and writes nothing, while the first one lives."""
     again = command(tmp_path, f"mode={mode}", "max_steps=1")
     with claim(tmp_path / "e/t"):
         done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=100)
@@ -351,7 +363,7 @@ def test_a_run_that_is_alive_is_left_alone(tmp_path: Path, mode: str) -> None:
 
 
 def test_a_run_that_was_killed_is_not_alive_in_what_it_forked(tmp_path: Path) -> None:
-    """A child has all that is open in its parent, the lock too: it gives that up at once."""
+    """A forked child gives up its parent's lock at once, so the run can go on although the child lives."""
     code = """
 import os, sys
 from pathlib import Path
@@ -367,13 +379,13 @@ os._exit(0)
     run = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE)
     assert run.wait(timeout=60) == 0
     claim(tmp_path).close()
-    run.communicate()  # until here the orphan lived
+    run.communicate()  # the forked child lived until here
 
 
 def test_half_an_update_stays_half_where_a_run_fails_before_its_first_step(
     tmp_path: Path, start_tiny_server, tiny_model_dir: Path
 ) -> None:
-    """The servers that are up get a version with which the proxies can start; should these fail, they lose it again."""
+    """If a run fails before its first step, the servers that it took over keep a version that no engine accepts."""
     url = start_tiny_server("--model-path", str(tiny_model_dir), "--weight-version", "3")
     httpx.post(f"{url}/update_weight_version", json={"new_version": "4-incomplete"})
     words = command(tmp_path, f"model_path={tiny_model_dir}", f"rollout.server_addrs=[{url}]")
@@ -388,8 +400,10 @@ def test_half_an_update_stays_half_where_a_run_fails_before_its_first_step(
 def test_servers_that_outlive_their_run_get_the_weights_of_the_next(
     tmp_path: Path, start_tiny_server, left: str
 ) -> None:
-    """A server that is up has the weights of whoever used it last, or half of them, and may be paused. Training starts
-    from its own all the same: every token is of version 0, and the server computes what the trainer does."""
+    """A running server may hold another run's weights, or half of them, and may be paused. A new run sends its own first.
+
+    Every token is then of version 0, and the server's log-probabilities equal the trainer's.
+    """
     base = load_inputs(load(["seed=1"])).tokenizer.name_or_path
     of_another_run = {name: 1.1 * tensor for name, tensor in load_file(f"{base}/model.safetensors").items()}
     other = write_checkpoint(of_another_run, base, tmp_path / "other")
@@ -403,10 +417,10 @@ def test_servers_that_outlive_their_run_get_the_weights_of_the_next(
 
 
 def test_recover_off_does_not_touch_a_run(tmp_path: Path) -> None:
-    """With recover=off a name is used once, and nothing is written to go on from."""
+    """With recover=off no checkpoint for recovery is written, and the run cannot be started again under its name."""
     finish(tmp_path, "max_steps=1", "recover=off")
     assert not (tmp_path / "e/t/recover").exists()
-    for mode in ("off", "auto"):  # nor does a later auto erase what it cannot go on from
+    for mode in ("off", "auto"):  # recover=auto does not erase such a run either
         again = command(tmp_path, "max_steps=1", f"recover={mode}")
         done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=100)
         assert done.returncode == 2
@@ -415,7 +429,7 @@ def test_recover_off_does_not_touch_a_run(tmp_path: Path) -> None:
 
 
 def test_evaluation_by_itself(tmp_path: Path) -> None:
-    """mode=eval plays one episode per validation prompt with the model alone, and says what came of it."""
+    """mode=eval runs one episode per validation prompt without training, prints the statistics and writes eval.json."""
     words = command(tmp_path, "mode=eval")
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ})
     assert done.returncode == 0, done.stderr
@@ -429,7 +443,7 @@ def test_evaluation_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [0, 2, 9, 40])
 def test_a_trace_goes_on(tmp_path: Path, cut: int) -> None:
-    """A run that goes on keeps the trace of the one before, but for a line that was torn; the whole is JSON."""
+    """A run that goes on appends to its trace. A line that a kill cut short is removed, so the file is valid JSON."""
     path = tmp_path / "trace.json"
     for _ in range(2):
         trace = Trace(path)
@@ -438,11 +452,11 @@ def test_a_trace_goes_on(tmp_path: Path, cut: int) -> None:
         whole = path.read_bytes()
         events = json.loads(whole)
         path.write_bytes(whole[: len(whole) - cut])
-    assert len(events) >= 6  # two names and an event of each run, and the end, but for the torn line
+    assert len(events) >= 6  # two row names and one event from each run, and the end, without the removed line
 
 
 def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddress) -> None:
-    """The agents of the task speak to an OpenAI endpoint that is none of the run's own: here a proxy's session."""
+    """With evaluator.base_url the task's agents are evaluated on any OpenAI endpoint, here a proxy's session."""
     key = {"Authorization": f"Bearer {proxy.admin_key}"}
     httpx.post(f"{proxy.proxy_addr}/grant_capacity", headers=key)
     started = httpx.post(f"{proxy.proxy_addr}/rl/start_session", headers=key, json={"task_id": "t"}).json()
@@ -454,14 +468,14 @@ def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddres
 
 
 def test_evaluation_has_a_workflow_of_its_own(tiny_model_dir: Path) -> None:
-    """It runs in an event loop of its own, and what an agent makes in its __init__ may belong to one."""
+    """Evaluation has an event loop of its own, so it needs its own instance of the agent, whose clients belong to a loop."""
     inputs = load_inputs(load([f"model_path={tiny_model_dir}"]))
     assert type(inputs.workflow) is type(inputs.evaluated)
     assert inputs.workflow is not inputs.evaluated
 
 
 def test_statistics_of_an_evaluation() -> None:
-    """The last of several rewards counts; who raises or names none is counted as rejected, and ends nobody else."""
+    """The last of several rewards counts. An agent that raises or returns no reward is rejected, and the others go on."""
 
     class Agent:
         async def run(self, data, **where):
@@ -482,7 +496,7 @@ def test_statistics_of_an_evaluation() -> None:
 
 @pytest.mark.parametrize("rewards", [[1.0], [0.5, 1.0], [0.0, 1.0], [1.0, 0.0]])
 def test_an_episode_of_several_rows_has_the_reward_of_the_last(make_executor, rewards: list[float]) -> None:
-    """Turns before it have a discounted share of that reward; a mean over all rows would be no reward of a prompt."""
+    """The reward of an episode with several rows is that of the last row, since earlier rows have discounted shares."""
 
     class Turns(Echo):
         async def arun_episode(self, engine, data):
@@ -497,8 +511,7 @@ def test_an_episode_of_several_rows_has_the_reward_of_the_last(make_executor, re
 
 @pytest.mark.parametrize("mode", ["inline", "subproc"])
 def test_an_agent_is_evaluated_where_it_is_trained(mode: str) -> None:
-    """In mode subproc it has a process, with the endpoint in the environment of SDKs; who exits or dies there has
-    failed, alone."""
+    """In mode subproc each agent is evaluated in a process of its own. If the process ends, only its episode fails."""
     words = ["evaluator.base_url=http://nowhere/v1", f"rollout.openai.mode={mode}"]
     samples = [{"then": "tells"}, {"then": "exits"}, {"then": "leaves_at_once" if mode == "subproc" else "raises"}]
     found = evaluate_endpoint(load(words), Inputs(None, [], samples, None, mode_agents.Endpoint()))
@@ -507,7 +520,7 @@ def test_an_agent_is_evaluated_where_it_is_trained(mode: str) -> None:
 
 
 def test_an_evaluation_that_nobody_answered_has_failed(tmp_path: Path) -> None:
-    """Every episode is counted, none ends the others; but statistics of nothing are no result."""
+    """If no episode of an evaluation brings a reward, the command fails, and eval.json counts them as rejected."""
     words = command(tmp_path, "mode=eval", "evaluator.base_url=http://127.0.0.1:9/v1")
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
