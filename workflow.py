@@ -64,8 +64,7 @@ from rollout.workers import WorkerPool, check_importable, run_agent, time_limit
 
 logger = logging.getLogger("nano_areal.workflow")
 
-Interactions = dict[str, InteractionWithTokenLogpReward]
-EpisodeResult = Trajectory | Interactions | None
+EpisodeResult = Trajectory | dict[str, InteractionWithTokenLogpReward] | None
 
 
 @dataclass(frozen=True)
@@ -280,12 +279,10 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     episode_timeout: float = 3600.0  # seconds; a longer episode is cancelled and counted as failed
 
     def __post_init__(self) -> None:
-        if self.mode == "subproc":
-            remedy = (
-                "define its class at the top of a module, make clients and locks inside `run`, "
-                "or set rollout.openai.mode=inline"
-            )
-            check_importable(self.agent, f"agent {type(self.agent).__name__}", remedy)
+        if self.mode == "inline":
+            return
+        remedy = "define its class at the top of a module and clients inside `run`, or set rollout.openai.mode=inline"
+        check_importable(self.agent, f"agent {type(self.agent).__name__}", remedy)
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         if self.mode == "inline":

@@ -197,8 +197,7 @@ class DispatchState(Generic[TInput, TResult]):
             self.errors_in_a_row, self.first_error = 0, None
         else:
             self.errors_in_a_row += 1
-            if self.errors_in_a_row == 1:
-                self.first_error = result.error
+            self.first_error = self.first_error or result.error
             if self.errors_in_a_row >= self.max_failures:
                 message = f"{self.errors_in_a_row} tasks failed one after another; the first: {self.first_error!r}"
                 self.fail(message, self.first_error)

@@ -113,23 +113,17 @@ class DataCursor:
         while self.restart:
             task_id = self.restart.pop(0)
             yield task_id, self.open[task_id]
-        for task_id, sample in self.number(self._samples(dataloader)):
-            self.drawn += 1
-            self.open[task_id] = sample
-            yield task_id, sample
-
-    def _samples(self, dataloader: Any) -> Iterator[Sample]:
-        """Yield the samples of `dataloader` from where it stands. If it raises, the next call begins it anew."""
         if dataloader not in self.streams:
             self.streams[dataloader] = itertools.islice(cycle(dataloader), self.skip, None)
             self.skip = 0
-        while True:
-            try:
-                sample = next(self.streams[dataloader])
-            except BaseException:
-                del self.streams[dataloader]
-                raise
-            yield sample
+        try:
+            for task_id, sample in self.number(self.streams[dataloader]):
+                self.drawn += 1
+                self.open[task_id] = sample
+                yield task_id, sample
+        except (Exception, KeyboardInterrupt):  # the dataloader raised; the next call begins it anew
+            del self.streams[dataloader]
+            raise
 
     def forget_closed(self, in_flight: set[int]) -> None:
         """Forget the samples of tasks that were consumed or rejected: neither in flight nor waiting to start again."""

@@ -1,19 +1,17 @@
-"""Rewards: what counts as one, and functions that compute them off the event loop, on a clock that ends them.
+"""Rewards: what counts as a reward, and how a reward function runs without delaying other episodes.
 
-`parse_rewards` reads what an agent returned. `AsyncRewardWrapper` runs the reward functions of the other workflows.
+`parse_rewards` reads what an agent returned. `AsyncRewardWrapper` runs the reward function of the other workflows.
 
-The rule: one slow reward must not slow the others down, and a hanging one must not stay. All episodes of a run share
-one event loop, so a function that computes for a second would stop every agent for a second. `AsyncRewardWrapper`
-therefore gives plain functions to a worker process (rollout/workers.py) and awaits them there. A call that exceeds its
-time is ended by killing the process it runs in. The clock starts when a worker takes the call, so waiting in the queue
-costs nobody their reward. An episode that is cancelled takes its reward computation with it in the same way. A
-coroutine function is awaited where it is, under the same clock.
+All episodes of a run share one event loop, so a function that computes for one second there would stop every agent for
+one second. AsyncRewardWrapper therefore runs a plain function in a worker process (workers.py) and awaits the result.
+A coroutine function is awaited in the event loop.
 
-A reward that raises is the failure of its episode, and so is one that ran out of time: neither is a reward of 0.
-A wrong number would be learnt; a failure is counted.
+Both have a time limit. A call that takes too long is ended by killing its process. The clock starts when a worker takes
+the call, so the time in the queue does not count. Example: with timeout_seconds=15 and four workers, the fifth call
+waits until a worker is free, and then has its 15 s. If an episode is cancelled, its reward computation ends as well.
 
-How it differs from AReaL, which retries a timed-out reward three times while the first call still occupies its
-process, and then returns 0.
+A reward function that raises, or that takes too long, fails its episode. The reward is not 0 then: a wrong number
+would be learnt, and a failure is counted.
 """
 
 import inspect
@@ -28,7 +26,10 @@ from rollout.workers import WorkerPool, check_importable, time_limit
 
 
 def parse_rewards(value: Any) -> dict[str, float] | float | None:
-    """What an agent returned, as floats. Raises TypeError for what is no reward, ValueError for nan and inf."""
+    """Return the rewards that an agent returned, as floats.
+
+    Raises TypeError for a value that is not a number, and ValueError for nan and inf.
+    """
     if value is None:
         return None
     if isinstance(value, dict):
@@ -37,21 +38,22 @@ def parse_rewards(value: Any) -> dict[str, float] | float | None:
 
 
 def _number(value: Any) -> float:
-    scalar = value.item() if getattr(value, "shape", None) == () else value  # numpy and torch scalars
+    """Return a Python, numpy or torch scalar as a float. Raises TypeError or ValueError."""
+    scalar = value.item() if getattr(value, "shape", None) == () else value  # of numpy or torch
     if not isinstance(scalar, numbers.Real):
         hint = "an agent may also return {completion id: number}, or None"
         raise TypeError(f"a reward is a number, not {type(value).__name__} ({value!r:.80}); {hint}")
     return finite(scalar)
 
 
-_pool = PerLoop(lambda: WorkerPool(min(4, os.cpu_count() or 1)))  # shared by all wrappers of an event loop
+_pool = PerLoop(lambda: WorkerPool(min(4, os.cpu_count() or 1)))  # all wrappers of one event loop share a pool
 
 
 class AsyncRewardWrapper:
-    """`await wrapper(prompt, completion, prompt_ids, completion_ids, **data)` -> float, whatever kind of function.
+    """Makes any reward function awaitable: `await wrapper(prompt, completion, prompt_ids, completion_ids, **data)`.
 
-    Raises what the function raises, TimeoutError (which names the function and its seconds) when it takes longer
-    than `timeout_seconds`, and ValueError at once for a plain function that another process could not import.
+    A call raises what the function raises, or TimeoutError after `timeout_seconds`. The wrapper itself raises
+    ValueError at once for a plain function that another process cannot import.
     """
 
     def __init__(self, reward_fn: Callable[..., Any], timeout_seconds: float = 15.0) -> None:
@@ -60,7 +62,7 @@ class AsyncRewardWrapper:
         self.name = getattr(reward_fn, "__qualname__", type(reward_fn).__name__)
         self.is_async = inspect.iscoroutinefunction(reward_fn)
         if not callable(reward_fn):
-            raise TypeError(f"reward_fn={reward_fn!r} is no function")
+            raise TypeError(f"reward_fn={reward_fn!r} is not a function")
         if not self.is_async:
             remedy = "define it with `def` at the top of a module, or make it `async def`"
             check_importable(reward_fn, f"reward function {self.name}", remedy)

@@ -87,8 +87,7 @@ class AsyncTaskRunner:
                 raise TaskQueueFullError(f"max_queue_size={self.max_queue_size} tasks are submitted and not finished")
             self._active[task_id] = None
             # The task gets a fresh context, so it cannot see the context variables of the task that ended before it.
-            context = contextvars.Context()
-            self._loop.call_soon_threadsafe(self._start, task_id, async_fn, args, context=context)
+            self._loop.call_soon_threadsafe(self._start, task_id, async_fn, args, context=contextvars.Context())
 
     def wait_for(self, attempt: Callable[[], T], timeout: float | None) -> T:
         """Call attempt() under the lock, now and after every `lock.notify_all()`, until it returns something true.
@@ -110,13 +109,14 @@ class AsyncTaskRunner:
     # ---- the thread
 
     def _thread_main(self) -> None:
-        with self._runner:  # at its end it cancels the tasks that episodes have left running, and closes the loop
+        with self._runner:  # leaving this block cancels tasks that are left over, and closes the loop
             try:
                 self._runner.run(self._main())
             except BaseException as error:
                 self.on_failure(error)
 
     async def _main(self) -> None:
+        """Keep the loop running until destroy() is called, then cancel the running tasks."""
         await self._stop.wait()
         # The episodes end before the loop does, because they may have to tell a server that they end.
         episodes = [task for task in self._active.values() if task]

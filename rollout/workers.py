@@ -1,36 +1,33 @@
-"""Workers: code that is not ours, in processes that can be ended.
+"""Workers: processes that run the user's code, and that can be ended.
 
-Two kinds of code come from the user and may compute for long, hang, or die: reward functions, and agents in mode
-subproc. All episodes of a run share one event loop, so such code gets a process of its own there and is awaited here.
+Two kinds of the user's code may compute for long, hang, or die: reward functions, and agents in mode subproc. All
+episodes of a run share one event loop, so such code runs in a process of its own and is awaited.
 
-The rule: whoever enters `pool.worker()` has the worker alone, and it is free again only when its call has come back. A
-block that is left while the worker still computes (cancelled, out of time) ends the worker, and with it what it was
-computing; the next one starts afresh. A worker that dies by itself fails the call it was running, and only that one.
-
-    pool = WorkerPool(4)                        at most four at a time; the others wait, first come first served
+    pool = WorkerPool(4)                        at most four calls at once; later calls wait in order
     async with pool.worker() as worker:         starts a process, or takes an idle one
-        async with time_limit(15, "..."):       so waiting for a worker costs nobody their time
+        async with time_limit(15, "..."):       the wait for a worker does not count
             value = await worker.call(function, *args)
 
-How a worker ends. Its parent holds the other end of a socket, and the worker has a thread that reads it: at its end
-it kills its whole process group, itself included. So a worker is gone when its parent is, however that ended (kill -9
-too) and whatever the worker computes, together with all processes that its code has started. None of these holds the
-worker's end, so its parent sees it die, too. A group of its own also keeps Ctrl-C away from it: the parent decides.
+**One call at a time.** A block `async with pool.worker()` has its worker alone. If the block ends before the call has
+returned (after a cancellation or a time limit), the worker is killed, and the next call gets a new process. If a worker
+dies by itself, only the call that it was running fails.
 
-What crosses the socket is pickled: the function by its name, arguments and result by value. An exception comes back
-as itself with the worker's traceback as a note, or as a RuntimeError with its text where it cannot be pickled. A worker
-imports the module of the function and never the script that was started, which would load torch in each of them: so
-keep heavy imports out of such modules, and the functions and classes out of `__main__`. It serves many calls, one
-after another; what a call leaves in the globals of its module, or in the environment, the next one finds.
+**How a worker ends.** A worker and its parent hold the two ends of a socket, and a thread of the worker reads from it.
+When the parent ends, even by kill -9, the read returns, and the thread kills the worker's process group: the worker and
+every process that its code has started. No child process inherits the worker's end of the socket, so the parent notices
+at once when a worker dies. Ctrl-C reaches only the parent, because each worker has a process group of its own.
 
-An agent in a worker (`run_agent`) finds its session in the environment, where the SDKs look for it, so that a client
-made without arguments is the right one, and synchronous clients are welcome: nothing else runs in that process.
+**What crosses the socket** is pickled: a function by its name, arguments and results by value. An exception arrives as
+itself with the worker's traceback as a note, or as a RuntimeError with its text if it cannot be pickled. A worker
+imports the module of the function, and not the script that was started, which would import torch in every worker. So
+functions and classes must not be defined in `__main__`. A worker serves many calls, one after another. A later call
+sees what earlier calls left in global variables and in the environment.
 
-Why not an executor of the standard library, as AReaL has it: it cannot end what it runs, one dead process breaks it
-for all, and an exception that does not unpickle (those of the openai SDK do not) breaks it as well.
+**Agents.** `run_agent` puts the URL and the key of the session into the environment, where the SDKs look for them. An
+agent may use synchronous clients, because nothing else runs in its process.
 
-It promises nothing on systems without process groups (Windows), and a worker whose code holds the interpreter's lock
-for ever outlives a parent that was killed.
+**What is not promised.** Workers need process groups, so they do not run on Windows. A worker whose code never releases
+the interpreter's lock outlives a parent that was killed.
 """
 
 import asyncio
@@ -53,12 +50,15 @@ from urllib.parse import urlsplit
 
 
 class WorkerDied(RuntimeError):
-    """The process of a call ended before the call did."""
+    """The process that ran a call ended before the call returned."""
 
 
 @asynccontextmanager
 async def time_limit(seconds: float, words: str) -> AsyncIterator[None]:
-    """Cancels its block after `seconds` and raises TimeoutError(words); one that the block itself raises passes."""
+    """Cancel the block after `seconds`, and raise TimeoutError(words).
+
+    A TimeoutError that the block itself raises is passed on unchanged.
+    """
     try:
         async with asyncio.timeout(seconds) as clock:
             yield
@@ -69,42 +69,42 @@ async def time_limit(seconds: float, words: str) -> AsyncIterator[None]:
 
 
 def check_importable(thing: Any, name: str, remedy: str) -> None:
-    """Raises ValueError, with the remedy, for a function or object that a worker could not be given."""
+    """Raise ValueError, with `remedy` in its message, if `thing` cannot be sent to a worker."""
     try:
         pickle.dumps(thing)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(f"{name} runs in another process and cannot be pickled: {remedy} ({error})") from error
     if getattr(thing, "__module__", None) == "__main__":
-        raise ValueError(f"{name} is defined in the script itself, which workers do not run; give it a module")
+        raise ValueError(f"{name} is defined in the script itself, which workers do not run; move it to a module")
 
 
 class Worker:
-    """One process, and the socket to it; `start` makes it."""
+    """One process, and the parent's end of the socket to it."""
 
     def __init__(self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process, self._reader, self._writer = process, reader, writer
-        self._busy = False  # a call was sent and has not come back
+        self._busy = False  # a call was sent and has not returned
 
     @classmethod
     async def start(cls) -> "Worker":
+        """Start a process that runs `serve`."""
         ours, theirs = socket.socketpair()
         with theirs:
             streams = await asyncio.open_unix_connection(sock=ours)
             fd = theirs.fileno()
-            paths = [path for path in sys.path if isinstance(path, str)]  # import passes over what is none
+            paths = [path for path in sys.path if isinstance(path, str)]  # Python's import ignores other entries, too
             code = f"import sys; sys.path[:] = {paths}; from rollout import workers; workers.serve({fd})"
-            process = subprocess.Popen(
-                [sys.executable, "-c", code], pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True
-            )
+            command = [sys.executable, "-c", code]
+            process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True)
         return cls(process, *streams)
 
     @property
     def free(self) -> bool:
-        """Whether it can take a call."""
+        """Whether the worker is alive and runs no call."""
         return not self._busy and self._process.poll() is None
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)` over there. Raises what it raises, and WorkerDied if the process ends."""
+        """Return `function(*args, **kwargs)`, run in the worker. Raises what it raises, or WorkerDied."""
         payload = pickle.dumps((function, args, kwargs))
         self._busy = True
         try:
@@ -113,7 +113,7 @@ class Worker:
             size = int.from_bytes(await self._reader.readexactly(8), "big")
             outcome = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            with suppress(subprocess.TimeoutExpired):  # its socket is closed: it has ended, or is about to
+            with suppress(subprocess.TimeoutExpired):  # the socket is closed, so the process has ended or is about to
                 await asyncio.to_thread(self._process.wait, timeout=1)
             name, code = getattr(function, "__qualname__", function), self._process.returncode
             raise WorkerDied(f"the process that ran {name} ended with code {code}") from error
@@ -124,8 +124,8 @@ class Worker:
         return value
 
     async def end(self) -> None:
-        """Kill it and what it has started."""
-        with suppress(ProcessLookupError, PermissionError):  # macOS: no permission to kill the dead
+        """Kill the process and every process that it has started."""
+        with suppress(ProcessLookupError, PermissionError):  # macOS refuses to signal a process that has ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._writer.close()
@@ -134,19 +134,18 @@ class Worker:
 
 
 class WorkerPool:
-    """At most `size` workers of one event loop, started when they are needed and kept. `aclose` ends the idle ones;
-    the others end with the calls they run, which a loop that ends cancels first (inference/wire.py, PerLoop)."""
+    """At most `size` workers for one event loop. They start when they are needed, and are kept for later calls."""
 
     def __init__(self, size: int) -> None:
         self._places = asyncio.Semaphore(size)
-        self._idle: list[Worker] = []  # used last last
+        self._idle: list[Worker] = []  # the last one was used last
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Worker]:
-        """A free worker for the block alone."""
+        """Wait for a free worker and lend it to the block."""
         async with self._places:
             worker = self._idle.pop() if self._idle else await Worker.start()
-            if not worker.free:  # it died while it was idle
+            if not worker.free:  # the worker died while it was idle
                 await worker.end()
                 worker = await Worker.start()
             try:
@@ -158,6 +157,7 @@ class WorkerPool:
                     await worker.end()
 
     async def aclose(self) -> None:
+        """End the idle workers. An event loop that ends cancels running calls first, and with them their workers."""
         while self._idle:
             await self._idle.pop().end()
 
@@ -166,10 +166,11 @@ class WorkerPool:
 
 
 def serve(fd: int) -> None:
-    """A worker's life: calls come in by the socket `fd`, outcomes go out in the same order, until it is closed."""
+    """Run in a worker: read calls from the socket `fd` and write their outcomes, in order, until the parent ends."""
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
-    # A child that holds the socket would hide our death. (The close() of socket.socket waits for the listener's file.)
+    # A forked child must close the socket, because an open socket would hide the death of this worker. The close() of
+    # Python's socket class waits for the stream that the thread below reads; the close() of its base class does not.
     os.register_at_fork(after_in_child=functools.partial(socket.SocketType.close, channel))
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
@@ -186,15 +187,15 @@ def serve(fd: int) -> None:
 
 
 def outcome_of(payload: bytes) -> bytes:
-    """Run a pickled call; (True, its result) or (False, its exception), pickled."""
+    """Run a pickled call. Return (True, its result) or (False, its exception), pickled."""
     try:
         function, args, kwargs = pickle.loads(payload)
         return pickle.dumps((True, function(*args, **kwargs)))
-    except BaseException as error:  # the one place that answers for the caller's code, sys.exit() included
+    except BaseException as error:  # every way in which user code can end, sys.exit() included
         note = "in a worker process:\n" + "".join(traceback.format_exception(error))
         if isinstance(error, Exception):
             error.add_note(note)
-            with suppress(Exception):  # there are many ways not to be picklable
+            with suppress(Exception):  # pickling can fail in many ways
                 outcome = pickle.dumps((False, error))
                 pickle.loads(outcome)
                 return outcome
@@ -205,12 +206,15 @@ def outcome_of(payload: bytes) -> bytes:
 
 @functools.cache
 def _runner() -> asyncio.Runner:
-    """One event loop for a worker's life: an SDK's client of the last episode may be collected,
-    and closed, in the next."""
+    """Return the one event loop of this worker.
+
+    It outlives an episode, because an SDK's client may be collected and closed during the next episode.
+    """
     return asyncio.Runner()
 
 
 async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
+    """Await an episode, then cancel the tasks that it has left running."""
     try:
         return await episode
     finally:
@@ -219,14 +223,16 @@ async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
 
 
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, ours: bool = True) -> Any:
-    """An agent's episode in a worker: what `agent.run` returns, with the session in the environment of the SDKs. For a
-    server of `ours` an HTTP proxy of the environment is not used."""
-    direct = {*os.environ.get("NO_PROXY", "").split(","), urlsplit(base_url).hostname if ours else None}
-    no_proxy = ",".join(filter(None, direct))
+    """Run `agent.run` in a worker, with the session's URL and key in the environment. Return its rewards.
+
+    With `ours`, requests to the host of base_url bypass an HTTP proxy that the environment names.
+    """
+    hosts = {*os.environ.get("NO_PROXY", "").split(","), urlsplit(base_url).hostname if ours else None}
+    no_proxy = ",".join(host for host in hosts if host)
     os.environ |= {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
-        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # that SDK appends /v1/messages
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # the Anthropic SDK appends /v1/messages
         "ANTHROPIC_API_KEY": api_key,
         "NO_PROXY": no_proxy,
         "no_proxy": no_proxy,
