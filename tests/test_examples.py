@@ -1,8 +1,8 @@
-"""Agents in six frameworks, none of which knows of training: every token of theirs is trained on, exactly once.
+"""Agents in six frameworks talk to the proxy, and every token that they sample is trained exactly once.
 
-`make agents` installs the frameworks into .venv-agents and runs this file there; elsewhere it is skipped, unless
-AGENTS=1 says that it must run. The model is warmed up on the spot (examples/calculator.py), the inference server
-and the proxy are the real ones.
+`make agents` installs the frameworks into .venv-agents and runs this file there. Elsewhere an agent is skipped if its
+framework is missing, unless AGENTS=1 is set. The model is made here (examples/calculator.py). The inference server and
+the proxy are the real ones.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ from engine import RemoteInfEngine
 from examples.calculator import conversation, dataset, make_model
 from workflow import WorkflowContext, is_interactions, resolve_workflow, workflow_context
 
-# The frameworks' own: connections that they leave to the garbage collector, names that they will give up.
+# Warnings of the frameworks: connections that they leave to the garbage collector, and names that are deprecated.
 NOT_OURS = ("ResourceWarning", "DeprecationWarning", "UserWarning", "pytest.PytestUnraisableExceptionWarning")
 pytestmark = [pytest.mark.runs, *(pytest.mark.filterwarnings(f"ignore::{kind}") for kind in NOT_OURS)]
-EXAMPLES = {  # module: what it needs, and the prefix of its interactions' ids
+EXAMPLES = {  # module: the package that it needs, and the prefix of its interaction ids
     "openai_sdk": ("openai", "chatcmpl-"),
     "openai_agents_sdk": ("agents", "resp_"),
     "langgraph_agent": ("langgraph", "chatcmpl-"),
@@ -41,7 +41,7 @@ EXAMPLES = {  # module: what it needs, and the prefix of its interactions' ids
 
 @pytest.fixture(scope="module", autouse=True)
 def collected() -> Iterator[None]:
-    """What the frameworks have left to the garbage collector is collected here, and not at the end of all tests."""
+    """Collect what the frameworks leave to the garbage collector, so that its warnings do not reach other tests."""
     yield
     with warnings.catch_warnings(action="ignore"):
         gc.collect()
@@ -54,7 +54,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(model_dir: Path) -> Iterator[dict[str, str]]:
-    """URLs of inference/tiny/server.py and proxy.py over the calculator model."""
+    """Start inference/tiny/server.py and proxy.py with the calculator model, and return their URLs."""
     processes, urls = [], dict[str, str]()
     for script, options in (
         ("inference.tiny.server", ["--weight-version", "0"]),
@@ -83,6 +83,7 @@ def engine(servers: dict[str, str]) -> Iterator[RemoteInfEngine]:
 
 
 def needs(module: str) -> Any:
+    """Return a mark that skips a test if the framework of an example is not installed."""
     missing = importlib.util.find_spec(EXAMPLES[module][0]) is None
     return pytest.mark.skipif(
         missing and "AGENTS" not in os.environ, reason=f"{EXAMPLES[module][0]} is not installed; run `make agents`"
@@ -93,7 +94,7 @@ SAMPLES = [dataset()[0], dataset()[37], dataset()[63]]
 
 
 def episodes(module: str, proxy_addr: str, **options: Any) -> list[Any]:
-    """The results of one episode a sample, all at once."""
+    """Run one episode for each sample, all at the same time, and return the results."""
     agent = f"examples.{module}.Agent"
     proxy = {"proxy_addr": proxy_addr, "admin_key": "secret", "export_style": "concat"} | options
     workflow = resolve_workflow(agent, proxy=proxy)
@@ -109,9 +110,9 @@ def episodes(module: str, proxy_addr: str, **options: Any) -> list[Any]:
 
 
 def check_conversation(interactions: Any, sample: dict, engine: RemoteInfEngine, prefix: str) -> None:
-    """One leaf; three turns, two of them parsed calls; each token as it was sampled, trained once, rewarded."""
+    """Check one exported conversation: three turns, two tool calls, every sampled token trained once and rewarded."""
     assert is_interactions(interactions)
-    ((interaction_id, leaf),) = interactions.items()  # one conversation, one row
+    ((interaction_id, leaf),) = interactions.items()  # a conversation without forks is one row
     assert interaction_id.startswith(prefix)
     calls = [call["function"]["name"] for m in leaf.messages for call in m.get("tool_calls", [])]
     assert calls == ["add", "multiply"]
@@ -130,7 +131,7 @@ def check_conversation(interactions: Any, sample: dict, engine: RemoteInfEngine,
 def test_an_agent_of_another_framework_trains(
     module: str, servers: dict[str, str], engine: RemoteInfEngine, model_dir: Path
 ) -> None:
-    """No client exception, one leaf for one conversation, the tokens exact: in the framework's own protocol."""
+    """A framework's conversation becomes one row, whose tokens are exactly those that the model sampled."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     for sample, interactions in zip(SAMPLES, episodes(module, servers["proxy"]), strict=True):
         check_conversation(interactions, sample, engine, EXAMPLES[module][1])
@@ -142,14 +143,14 @@ def test_an_agent_of_another_framework_trains(
 
 @pytest.mark.parametrize("module", [pytest.param(n, marks=needs(n)) for n in ("openai_sdk", "anthropic_sdk")])
 def test_an_example_in_a_process_of_its_own(module: str, servers: dict[str, str], engine: RemoteInfEngine) -> None:
-    """The same agents in mode subproc."""
+    """An agent also works in a process of its own (mode subproc)."""
     results = episodes(module, servers["proxy"], mode="subproc", subproc_max_workers=2)
     for sample, interactions in zip(SAMPLES, results, strict=True):
         check_conversation(interactions, sample, engine, EXAMPLES[module][1])
 
 
 def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) -> None:
-    """`python -m run.episode`: the tree, its discounted rewards, its tokens; a mistake is one line."""
+    """`python -m run.episode` prints the conversation tree with rewards and token counts; an error is one line."""
     command = [sys.executable, "-m", "run.episode", "--model-path", str(model_dir), "--discount", "0.5"]
     command += ["--server", servers["inference.tiny.server"], "--data", json.dumps(SAMPLES[0])]
 

@@ -1,5 +1,4 @@
-"""A session ends however its block is left, what comes back is what the proxy kept,
-and the direct approach is the same."""
+"""A session ends however its block is left, and both ways to the proxy export the tokens that were sampled."""
 
 import asyncio
 import itertools
@@ -27,7 +26,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 class EchoEngine:
-    """Says `ok` to everything; its tokens have logprob -0.5 and version 2."""
+    """An engine that answers `ok` to every request; its tokens have logprob -0.5 and version 2."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.output = [*tokenizer.encode("ok"), tokenizer.eos_token_id]
@@ -56,7 +55,7 @@ async def client(app: Any) -> OpenAIProxyClient:
 
 
 async def talk(http: httpx.AsyncClient, client: OpenAIProxyClient, turns: int) -> list[str]:
-    """A conversation of so many turns; the ids of its completions."""
+    """Talk to the proxy for `turns` turns and return the ids of the completions."""
     messages, ids = list(HELLO), []
     for _ in range(turns):
         answer = await http.post(client.session_url + "/chat/completions", json={"messages": messages})
@@ -67,7 +66,7 @@ async def talk(http: httpx.AsyncClient, client: OpenAIProxyClient, turns: int) -
 
 
 async def test_an_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) -> None:
-    """Grant, start, talk, reward, end, export: the rows carry their rewards and know their parents."""
+    """An episode from its grant to its export: the interactions have their rewards and know their parents."""
     async with client:
         first, second = await talk(http, client, 2)
         await client.set_last_reward(1)
@@ -84,7 +83,7 @@ async def test_an_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) ->
 
 
 async def test_the_tensors_are_the_exported_ones(http: httpx.AsyncClient, client: OpenAIProxyClient) -> None:
-    """to_tensor_dict here is to_tensor_dict there, dtypes and all; a reward set later shows here too."""
+    """An exported interaction has the proxy's tensors and dtypes, and a reward that is set later changes them."""
     async with client:
         _, leaf = await talk(http, client, 2)
         await client.set_last_reward(1.0)
@@ -105,7 +104,7 @@ async def test_the_tensors_are_the_exported_ones(http: httpx.AsyncClient, client
 async def test_an_agent_that_raises_leaves_nothing_behind(
     http: httpx.AsyncClient, client: OpenAIProxyClient, app: Any
 ) -> None:
-    """Its own error comes out, and the proxy has forgotten the session (AReaL keeps it for an hour)."""
+    """If the agent raises, its exception reaches the caller and the proxy forgets the session."""
 
     async def episode() -> None:
         async with client:
@@ -118,7 +117,7 @@ async def test_an_agent_that_raises_leaves_nothing_behind(
 
 
 async def test_a_failing_farewell_never_hides_the_agents_error(client: OpenAIProxyClient, app: Any) -> None:
-    """The proxy may have died with the agent; what is reported is the agent's error."""
+    """If the agent raises and the session cannot be ended either, the caller gets the agent's exception."""
 
     async def episode() -> None:
         async with client:
@@ -130,14 +129,14 @@ async def test_a_failing_farewell_never_hides_the_agents_error(client: OpenAIPro
 
 
 async def test_a_lost_session_is_an_error(client: OpenAIProxyClient, app: Any) -> None:
-    """If the agent was content and the session is gone, the episode has failed."""
+    """If the agent succeeds but the proxy has lost its session, the episode fails."""
     with pytest.raises(Refusal, match="expired"):
         async with client:
             app.state.proxy.sessions.forget(app.state.proxy.sessions.find(client.session_id))
 
 
 async def test_a_start_without_a_grant_is_refused(app: Any) -> None:
-    """The proxy's words and status are the error's."""
+    """If the proxy refuses a request, the error has the proxy's message and status."""
     transport = httpx.ASGITransport(app)
     with pytest.raises(Refusal, match="grant_capacity") as refused:
         await OpenAIProxyClient(transport, "http://proxy", "admin", "t").__aenter__()
@@ -148,7 +147,7 @@ async def test_a_start_without_a_grant_is_refused(app: Any) -> None:
 
 
 async def test_a_wrong_reward_is_an_error_of_the_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) -> None:
-    """NaN never leaves this process, and an unknown interaction is not trained on as 0 (AReaL only logs it)."""
+    """A reward that is NaN, or for an unknown interaction, is an error, and no reward is stored."""
     async with client:
         await talk(http, client, 1)
         with pytest.raises(ValueError, match="finite"):
@@ -162,7 +161,7 @@ async def test_a_wrong_reward_is_an_error_of_the_episode(http: httpx.AsyncClient
 
 
 async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
-    """A completion for a conversation of the given texts, the user's and the assistant's in turn."""
+    """Ask for a completion of a conversation; user and assistant say the given texts in turn."""
     roles = itertools.cycle(("user", "assistant"))
     messages: Any = [{"role": role, "content": text} for role, text in zip(roles, texts)]
     return await client.chat.completions.create(model="default", messages=messages, **options)
@@ -170,7 +169,7 @@ async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
 
 @pytest.fixture
 def direct(tiny_tokenizer: Any) -> Any:
-    """direct(*texts, **options) -> an ArealOpenAI over an engine that says these texts, and the engine."""
+    """Return a function of texts and options that makes an ArealOpenAI, and an engine that answers these texts."""
 
     def make(*texts: str, **options: Any) -> tuple[ArealOpenAI, ScriptedEngine]:
         engine = ScriptedEngine(tiny_tokenizer, *texts)
@@ -180,8 +179,8 @@ def direct(tiny_tokenizer: Any) -> Any:
 
 
 async def test_the_direct_approach_of_agent_workflow(direct: Any) -> None:
-    """docs/agent_workflow.txt, "Direct Approach":
-    create, set_last_reward, apply_reward_discount, export_interactions."""
+    """The example of the documents works: create, set_last_reward, apply_reward_discount, export_interactions
+    (Agent Workflow, "Direct Approach")."""
     client, engine = direct("five", "four")
     first = await say(client, "2+2?")
     second = await say(client, "2+2?", first.choices[0].message.content, "wrong")
@@ -196,7 +195,7 @@ async def test_the_direct_approach_of_agent_workflow(direct: Any) -> None:
 
 
 async def test_responses_are_created_the_same_way(direct: Any) -> None:
-    """responses.create, with previous_response_id: one conversation, whatever its protocol."""
+    """responses.create works too, and previous_response_id continues the conversation."""
     client, _ = direct("one", "two")
     first = await client.responses.create(model="default", input="count")
     second = await client.responses.create(model="default", input="go on", previous_response_id=first.id)
@@ -205,7 +204,7 @@ async def test_responses_are_created_the_same_way(direct: Any) -> None:
 
 
 async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> None:
-    """stream=True, and the copies that frameworks make with with_options: every call is in the one tree."""
+    """Streamed calls and calls of a copied client (`with_options`) belong to the one conversation tree."""
     client, _ = direct("one", "two", seed=1)
     messages: Any = [{"role": "user", "content": "count"}]
     stream = await client.with_options(timeout=5).chat.completions.create(model="m", messages=messages, stream=True)
@@ -215,7 +214,7 @@ async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> N
 
 
 async def test_clients_do_not_share_a_session(direct: Any) -> None:
-    """Two episodes, two trees."""
+    """Each client has a conversation tree of its own."""
     (one, _), (two, _) = direct(), direct()
     completion = await say(one, "hello")
     assert list(one.cache) == [completion.id]
@@ -223,7 +222,7 @@ async def test_clients_do_not_share_a_session(direct: Any) -> None:
 
 
 class DocumentsMultiTurn(RolloutWorkflow):
-    """docs/openai_workflows.txt, "Multi-Turn Conversation Example"."""
+    """The workflow from the documents (OpenAI-Compatible Workflows, "Multi-Turn Conversation Example")."""
 
     def __init__(self, reward_fn: Any, gconfig: GenerationHyperparameters, tokenizer: Any, **kwargs: Any) -> None:
         self.gconfig, self.tokenizer = gconfig, tokenizer
@@ -267,11 +266,12 @@ class DocumentsMultiTurn(RolloutWorkflow):
 
 
 async def third(prompt: str, completion: str, prompt_ids: list, completion_ids: list, **data: Any) -> float:
+    """Reward the third turn only."""
     return 2.0 if prompt.count("Try again") == 2 else 0.0
 
 
 async def test_the_multi_turn_workflow_of_openai_workflows(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """The documents' workflow over a real server: three turns, the reward flows back, each row is what was sampled."""
+    """The documents' workflow runs three turns on a real server, and each exported row holds the sampled tokens."""
     workflow = resolve_workflow(
         DocumentsMultiTurn,
         {"reward_fn": third, "gconfig": GenerationHyperparameters(max_new_tokens=6)},
@@ -289,11 +289,11 @@ async def test_the_multi_turn_workflow_of_openai_workflows(real_engine: RemoteIn
         assert row.tokens.output_logprobs == pytest.approx(scored[row.tokens.input_len :], abs=1e-4)
 
 
-# What AReaL's client gets wrong, or refuses where it need not.
+# Cases in which AReaL's client fails (docs/differences.md)
 
 
 async def test_a_failed_call_leaves_nothing_in_the_tree(direct: Any) -> None:
-    """Bad messages, contradictory limits, an engine that fails: an error with its status, and no unfinished entry."""
+    """A call that fails raises an error with its status and leaves nothing in the conversation tree."""
     client, engine = direct()
     with pytest.raises(openai.BadRequestError, match="messages"):
         await client.chat.completions.create(model="m", messages=[])
@@ -305,12 +305,12 @@ async def test_a_failed_call_leaves_nothing_in_the_tree(direct: Any) -> None:
     assert not client.cache
     engine.error = None
     await say(client, "hello")
-    client.set_last_reward(1.0)  # of the one that finished
+    client.set_last_reward(1.0)  # rewards the one call that has finished
     assert [row.reward for row in client.export_completions().values()] == [1.0]
 
 
 async def test_a_prompt_that_is_too_long_is_a_400(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """The engine's word for it reaches the caller, and the tree stays as it was."""
+    """The caller gets the engine's message, and the conversation tree does not change."""
     client = ArealOpenAI(real_engine, tiny_tokenizer)
     with pytest.raises(openai.BadRequestError, match="no room in the context"):
         await say(client, "x" * 3000)
@@ -318,7 +318,7 @@ async def test_a_prompt_that_is_too_long_is_a_400(real_engine: RemoteInfEngine, 
 
 
 async def test_stop_strings_are_a_way_to_end(direct: Any) -> None:
-    """They do not raise, in no export style; the text ends before the string, the tokens are all kept."""
+    """A stop string ends the text before the string; all sampled tokens are kept and exported."""
     client, engine = direct("four. And five")
     completion = await say(client, "2+2?", stop="And")
     assert completion.choices[0].message.content == "four. "
@@ -329,7 +329,7 @@ async def test_stop_strings_are_a_way_to_end(direct: Any) -> None:
 
 
 async def test_several_answers_at_once(direct: Any) -> None:
-    """n=2 is two siblings, each with its tokens and its own reward (AReaL: NotImplementedError)."""
+    """A request with n=2 makes two siblings in the tree, each with its own tokens and its own reward."""
     client, _ = direct("five", "four")
     completion = await say(client, "2+2?", n=2)
     ids = list(client.cache)
@@ -339,7 +339,7 @@ async def test_several_answers_at_once(direct: Any) -> None:
 
 
 async def test_what_is_not_stored_is_answered_and_not_trained(direct: Any) -> None:
-    """store=False: the turn stays in the conversation, its tokens out of the loss."""
+    """With store=False the turn stays in the conversation, and its tokens stay out of the loss."""
     client, _ = direct("aside", "four")
     first = await say(client, "2+2?", store=False)
     await say(client, "2+2?", first.choices[0].message.content, "well?")
@@ -350,7 +350,7 @@ async def test_what_is_not_stored_is_answered_and_not_trained(direct: Any) -> No
 
 
 async def test_greedy_and_default_temperatures(direct: Any) -> None:
-    """None is 1.0, 0 is greedy and therefore not trained on."""
+    """A temperature of None is 1.0; a temperature of 0 is greedy, and such a turn is not trained."""
     client, engine = direct()
     await say(client, "a", temperature=None)
     await say(client, "b", temperature=0)
@@ -359,7 +359,7 @@ async def test_greedy_and_default_temperatures(direct: Any) -> None:
 
 
 async def test_a_siblings_reward_stays_with_it(direct: Any) -> None:
-    """A -> {B, C}: discounting follows the tree, and may be done once; a reward set afterwards shows in the row."""
+    """A parent gets the discounted mean of its children's rewards, and siblings do not share theirs."""
     client, _ = direct("a", "b", "c")
     a = await say(client, "x")
     b, c = await say(client, "x", "a", "left"), await say(client, "x", "a", "right")
@@ -375,7 +375,7 @@ async def test_a_siblings_reward_stays_with_it(direct: Any) -> None:
 
 
 async def test_an_unknown_interaction_or_style_is_an_error(direct: Any) -> None:
-    """Nothing is ignored."""
+    """A reward for an unknown interaction, a reward of NaN and an unknown style raise an error."""
     client, _ = direct()
     with pytest.raises(KeyError, match="chatcmpl-x"):
         client.set_reward("chatcmpl-x", 1.0)

@@ -1,4 +1,4 @@
-"""Bodies of every kind, three protocols: the caller's mistake is a 4xx, and nothing is left behind."""
+"""Random bodies in three protocols: a mistake of the caller gets a 4xx, and a failed request leaves nothing behind."""
 
 import asyncio
 from collections.abc import Callable
@@ -111,10 +111,12 @@ conversations = st.builds(lambda stream, talk: GOOD | stream | {"messages": talk
 
 
 def as_json(body: Any) -> bytes:
+    """Return a body as JSON; keys that are no strings are allowed."""
     return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
 
 
 def representable(body: Any) -> bool:
+    """Return whether a random body can be written as JSON."""
     try:
         return bool(as_json(body))
     except (TypeError, ValueError):
@@ -123,7 +125,7 @@ def representable(body: Any) -> bool:
 
 @st.composite
 def broken(draw: Callable[..., Any]) -> bytes:
-    """JSON that was cut, damaged, put in another encoding, or none at all."""
+    """Draw bytes that are JSON, JSON that is cut, damaged or in another encoding, or no JSON at all."""
     raw = as_json(draw((bodies | conversations).filter(representable)))
     kind = draw(st.integers(0, 4))
     if kind == 0:
@@ -140,7 +142,7 @@ raws = st.one_of((bodies | conversations).filter(representable).map(as_json), br
 
 
 async def ask(tokenizer: Any, path: str, raw: bytes) -> int:
-    """The status of one request; whatever it was, the session has no unfinished call, and serves the next."""
+    """Send one body, check that the session still serves the next request, and return the status of the first."""
     harness = Harness(tokenizer)
     async with harness.http:
         session = await harness.start()
@@ -162,12 +164,13 @@ async def ask(tokenizer: Any, path: str, raw: bytes) -> int:
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(PATHS), raws)
 def test_no_body_is_a_server_error(tiny_tokenizer: Any, path: str, raw: bytes) -> None:
-    """200 or 4xx, never 409 or 429 (which SDKs send again) and never 500; no trace of what failed."""
+    """Any body gets a 200 or a 4xx, and never a status that makes an SDK send it again (409, 429, 500)."""
     status = asyncio.run(ask(tiny_tokenizer, path, raw))
     assert status == 200 or (400 <= status < 500 and status not in (408, 409, 429)), raw
 
 
 def nested(depth: int, wrap: str) -> bytes:
+    """Return JSON with `depth` levels of lists or objects."""
     inner = (b"[" if wrap == "list" else b'{"a":') * depth
     return inner + b"1" + (b"]" if wrap == "list" else b"}") * depth
 
@@ -177,7 +180,7 @@ def nested(depth: int, wrap: str) -> bytes:
 @pytest.mark.parametrize("depth", [150, 220, 900, 100_000])
 @pytest.mark.parametrize("field", ["content", "arguments", "tools", "metadata", "chat_template_kwargs"])
 def test_depth_is_no_danger(tiny_tokenizer: Any, path: str, wrap: str, depth: int, field: str) -> None:
-    """Nesting beyond any recursion limit, wherever it is, is refused or served."""
+    """A body that is nested deeper than any recursion limit is refused or served, never a server error."""
     deep = nested(depth, wrap)
     inside = {
         "content": b'{"messages":[{"role":"user","content":%s}],"input":[{"role":"user","content":%s}],"max_tokens":5}',
@@ -194,7 +197,7 @@ def test_depth_is_no_danger(tiny_tokenizer: Any, path: str, wrap: str, depth: in
 
 @pytest.mark.parametrize("path", PATHS)
 def test_ten_thousand_messages(tiny_tokenizer: Any, path: str) -> None:
-    """A history of any length is a history."""
+    """A history of ten thousand messages is served."""
     talk = [{"role": ("user", "assistant")[k % 2], "content": str(k)} for k in range(10_001)]
     body = {"messages": talk, "input": talk, "max_tokens": 5}
     assert asyncio.run(ask(tiny_tokenizer, path, as_json(body))) == 200
@@ -202,7 +205,7 @@ def test_ten_thousand_messages(tiny_tokenizer: Any, path: str) -> None:
 
 @pytest.mark.anyio
 async def test_a_body_has_a_limit(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """413, before it is read to its end."""
+    """A body that is too long gets a 413, and the proxy does not read it to its end."""
     monkeypatch.setattr("proxy.MAX_BODY", 1000)
     assert await ask(tiny_tokenizer, "messages", as_json(GOOD | {"system": "x" * 1000})) == 413
 
@@ -210,7 +213,7 @@ async def test_a_body_has_a_limit(tiny_tokenizer: Any, monkeypatch: pytest.Monke
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(["/grant_capacity", "/rl/start_session", "/export_trajectories", "/rl/set_reward"]), raws)
 def test_management_takes_any_body(tiny_tokenizer: Any, path: str, raw: bytes) -> None:
-    """The other endpoints, likewise; a start that fails keeps its grant."""
+    """The management endpoints answer any body with a 200 or a 4xx."""
 
     async def call() -> int:
         harness = Harness(tiny_tokenizer)

@@ -1,4 +1,4 @@
-"""Messages are equal when they mean the same, and what a caller asks for is honoured or refused by name."""
+"""Messages with the same meaning are equal, and a parameter is honoured or refused by its name."""
 
 import copy
 import json
@@ -25,19 +25,19 @@ from calls.replies import PROTOCOLS
 from inference.io_struct import GenerationHyperparameters, ModelResponse
 
 LINES = (ROOT / "tests/data/client_pairs.jsonl").read_text().splitlines()
-PAIRS = [json.loads(line) for line in LINES]  # consecutive requests of real clients, and the reply between them
+PAIRS = [json.loads(line) for line in LINES]  # two consecutive requests of a real client, and the reply to the first
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 PARSERS = [parse_chat, parse_responses, parse_anthropic]
 
 
 def body_of(parse: Any, **fields: Any) -> dict[str, Any]:
-    """The smallest body of a protocol, and `fields`."""
+    """Return the smallest body of a protocol, with `fields` added."""
     return {"input" if parse is parse_responses else "messages": HELLO} | fields
 
 
 def read_reply(path: str, reply: Any) -> list[Message]:
-    """A reply as canonical messages, read as if a client had sent it back."""
+    """Return a reply as messages in normal form, read as if a client had sent it back."""
     if path == "chat/completions":
         return [normalise(reply)]
     if path == "responses":
@@ -46,12 +46,13 @@ def read_reply(path: str, reply: Any) -> list[Message]:
 
 
 def read(pair: dict[str, Any]) -> tuple[list[Message], list[Message], list[Message]]:
-    """(messages of the parent, its output, messages of the child)."""
+    """Return the messages of the first request, its reply, and the messages of the second request."""
     parse = PROTOCOLS[pair["path"]].parse
     return parse(pair["parent"]).messages, read_reply(pair["path"], pair["reply"]), parse(pair["child"]).messages
 
 
 def begins_with(messages: list[Message], said: list[Message]) -> bool:
+    """Return whether the first of `messages` are equal to `said`."""
     return list(map(canonical, messages[: len(said)])) == list(map(canonical, said))
 
 
@@ -60,14 +61,14 @@ def begins_with(messages: list[Message], said: list[Message]) -> bool:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair["id"])
 def test_an_echoed_history_is_recognised(pair: dict[str, Any]) -> None:
-    """Real clients re-serialise, drop and add keys; what they send back still begins with what was said."""
+    """Real clients change spaces and keys in the history, and it still begins with the earlier conversation."""
     parent, output, child = read(pair)
-    assert len(output) == 1  # one call, one message, however many items or blocks it was
+    assert len(output) == 1  # one reply is one message, of however many items or blocks it consists
     assert begins_with(child, parent + output)
 
 
 def test_every_turn_finds_its_parent_among_all_conversations() -> None:
-    """137 pairs of turns in one session, each conversation about a city of its own: nobody gets another's parent."""
+    """137 pairs of requests share one session, and every second request finds the parent from its own pair."""
     cache = InteractionCache()
     children: dict[int, InteractionWithTokenLogpReward] = {}
     for k, line in enumerate(LINES):
@@ -93,13 +94,15 @@ SAID = {"text", "content", "name", "arguments", "input", "id", "call_id", "tool_
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Where an echoed turn says something: the paths of its texts, names, ids and arguments."""
+    """Return the paths of all texts, names, ids and arguments in an item that a client has sent back."""
     if isinstance(value, list):
         return [place for i, item in enumerate(value) for place in places(item, (*path, i))]
     if not isinstance(value, dict) or value.get("type") in ("thinking", "reasoning"):
         return []
     if "call_id" in value or value.get("type") == "message":
-        value = {key: item for key, item in value.items() if key != "id"}  # an item's own id means nothing
+        value = {
+            key: item for key, item in value.items() if key != "id"
+        }  # the id of an item is ignored by the comparison
     found = [(*path, key) for key in value if key in SAID and isinstance(value[key], str)]
     found += [(*path, "input", key) for key in value.get("input", ())]
     inner = [key for key in value if key in ("content", "tool_calls", "function") and not isinstance(value[key], str)]
@@ -107,7 +110,7 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 def echoed(pair: dict[str, Any]) -> tuple[list, int, int]:
-    """(the child's items, where the echo of the reply begins in them, where it ends)."""
+    """Return the items of the second request, and the positions where the reply begins and ends in them."""
     key = "input" if pair["path"] == "responses" else "messages"
     items, begin = pair["child"][key], len(pair["parent"][key])
     end = begin + 1
@@ -127,7 +130,7 @@ PLACES = [
 @settings(deadline=None)
 @given(st.sampled_from(PLACES), st.text(min_size=1), st.integers(0, 30))
 def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) -> None:
-    """Another text, call name, call id or argument, or a turn left out: it is another conversation."""
+    """If a text, a name, a call id or an argument differs, or a turn is missing, it is another conversation."""
     original, place = mutant
     pair = copy.deepcopy(original)
     items, begin, end = echoed(pair)
@@ -151,7 +154,7 @@ def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) ->
 @settings(deadline=None)
 @given(st.text(), st.lists(st.text(), max_size=3))
 def test_null_empty_absent_and_parts_are_one_text(text: str, parts: list[str]) -> None:
-    """content null == "" == absent, and text parts == their concatenation."""
+    """Null, "" and an absent content are equal, and a list of text parts equals its concatenation."""
     assert (
         canonical({"role": "user", "content": None})
         == canonical({"role": "user", "content": ""})
@@ -163,7 +166,7 @@ def test_null_empty_absent_and_parts_are_one_text(text: str, parts: list[str]) -
 
 
 def test_a_tools_result_is_the_result_of_its_call() -> None:
-    """The same text for another call is another message; one client calls the call's id just `id`."""
+    """Two tool results with equal text but different call ids differ; the key of the call id may also be `id`."""
     result = {"role": "tool", "content": "2", "tool_call_id": "a"}
     assert canonical(result) == canonical({"role": "tool", "content": "2", "id": "a", "name": "f"})
     assert canonical(result) != canonical(result | {"tool_call_id": "b"})
@@ -171,13 +174,14 @@ def test_a_tools_result_is_the_result_of_its_call() -> None:
 
 
 def assistant(arguments: Any, call_id: str = "c") -> Message:
+    """Return a message of the assistant with one call of f."""
     call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
     return {"role": "assistant", "tool_calls": [call]}
 
 
 @pytest.mark.parametrize("written", ['{"a": 2.0, "b": [1e3]}', '{"b":[1000],"a":2}', {"a": 2.0, "b": [1000]}])
 def test_arguments_are_equal_as_javascript_has_them(written: Any) -> None:
-    """A client in JavaScript reads 2.0 and writes 2; order and blanks mean nothing."""
+    """A client in JavaScript reads 2.0 and writes 2, so these are equal; order of keys and blanks do not matter."""
     assert canonical(normalise(assistant(written))) == canonical(assistant('{"a": 2, "b": [1000]}'))
     assert canonical(assistant('{"a": true}')) != canonical(assistant('{"a": 1}'))
     assert canonical(assistant('{"a": "2"}')) != canonical(assistant('{"a": 2}'))
@@ -186,7 +190,7 @@ def test_arguments_are_equal_as_javascript_has_them(written: Any) -> None:
 
 
 def test_plain_is_plain() -> None:
-    """Normalising twice changes nothing, and a canonical value is the same before and after."""
+    """Normalising a message a second time changes neither the message nor its canonical value."""
     for pair in PAIRS:
         for message in [part for messages in read(pair) for part in messages]:
             again = normalise(message)
@@ -214,7 +218,7 @@ TALK: list[Message] = [
 
 
 def test_three_protocols_say_one_conversation() -> None:
-    """The same talk in chat completions, Responses and Messages is the same list of canonical messages."""
+    """One conversation, written in each of the three protocols, is one list of messages in normal form."""
     text = {"type": "text", "text": "Be terse."}
     called = CALL | {"function": {"name": "f", "arguments": '{"a": 1}'}}
     calls = [called, called | {"id": "call_2"}]
@@ -247,7 +251,7 @@ def test_three_protocols_say_one_conversation() -> None:
 
 
 def test_two_replies_in_a_row_stay_two() -> None:
-    """Only the items of one reply are put together: reasoning or a text after a text begins another."""
+    """Only the items of one reply are joined: a text after a text begins another message."""
     said = [{"role": "assistant", "content": word} for word in ("a", "b")]
     assert parse_responses({"input": [*said, *HELLO]}).messages == [*said, *HELLO]
     assert parse_responses({"input": "hello"}).messages == HELLO
@@ -255,7 +259,7 @@ def test_two_replies_in_a_row_stay_two() -> None:
 
 
 def test_tools_are_one_form() -> None:
-    """Three ways to offer a tool; types that are no functions are left out, and hints like `strict` with them."""
+    """Each protocol offers tools in its own way; tools that are no functions, and hints like `strict`, are left out."""
     flat = {"name": "f", "description": "", "parameters": {"type": "object"}, "strict": True}
     other = [{"type": "web_search"}, {"type": "namespace", "tools": []}, {"type": "web_search_20250305", "name": "w"}]
     chat = parse_chat(body_of(parse_chat, tools=[TOOL, {"type": "custom", "custom": {"name": "x"}}]))
@@ -281,7 +285,7 @@ def test_tools_are_one_form() -> None:
     ],
 )
 def test_tool_choice_is_one_word(parse: Any, choice: Any, meaning: str) -> None:
-    """auto, none, required or a name; with none no tool can be called, though the prompt still shows it."""
+    """tool_choice becomes auto, none, required or a name; with none, the prompt shows tools that cannot be called."""
     flat = {"name": "f"}
     tools = {parse_chat: [TOOL], parse_responses: [flat | {"type": "function"}], parse_anthropic: [flat]}[parse]
     ask = parse(body_of(parse, tools=tools, tool_choice=choice))
@@ -289,6 +293,7 @@ def test_tool_choice_is_one_word(parse: Any, choice: Any, meaning: str) -> None:
     assert ask.callable_tools == ([] if meaning == "none" else ask.tools)
     wrongs: list[Any] = [
         "g",
+        {"type": "function", "name": None},
         {"type": "function", "function": {"name": "g"}},
         {"type": "web_search"},
         {"type": []},
@@ -321,12 +326,12 @@ FLAT = {"type": "json_schema", "name": "s", "schema": SCHEMA}
     ],
 )
 def test_structured_output_is_one_schema(parse: Any, fields: dict[str, Any], schema: Any) -> None:
-    """Whatever it is called, it is the schema of engine's GenerationHyperparameters, its keys in the caller's order."""
+    """Each protocol's structured output becomes one JSON schema, with the keys in the caller's order."""
     sampling = parse(body_of(parse, **fields)).sampling
     assert sampling == ({} if schema is None else {"json_schema": json.dumps(schema)})
 
 
-# What is asked of the sampling
+# Parameters of sampling, and parameters that are refused
 
 
 @pytest.mark.parametrize(
@@ -408,7 +413,7 @@ def test_structured_output_is_one_schema(parse: Any, fields: dict[str, Any], sch
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(parse: Any, name: str, value: Any) -> None:
-    """A parameter that would change the answer is never dropped in silence: the refusal names the field."""
+    """A parameter that changes the answer and is not supported is refused, and the refusal names the field."""
     with pytest.raises(Refusal, match=f"^{name}"):
         parse(body_of(parse, **{name: value}))
 
@@ -426,7 +431,7 @@ JUNK = st.recursive(
 @settings(deadline=None)
 @given(st.sampled_from(PARSERS), st.dictionaries(FIELDS, JUNK, max_size=6), JUNK)
 def test_nothing_but_a_bad_request_is_raised(parse: Any, body: dict[str, Any], item: Any) -> None:
-    """Whatever a body holds, it is read or refused with a 400; what is read has the canonical form."""
+    """Any body is either read into messages in normal form or refused with a 400."""
     for one in (body, body_of(parse) | body, {"messages": [item], "input": [item]}):
         try:
             ask = parse(one)
@@ -438,7 +443,7 @@ def test_nothing_but_a_bad_request_is_raised(parse: Any, body: dict[str, Any], i
 
 
 def test_neutral_values_and_unknown_keys_are_accepted() -> None:
-    """Frameworks send the defaults of what they do not use, and keys that mean nothing here."""
+    """Frameworks send default values and unknown keys, and neither changes the request."""
     body: dict[str, Any] = {
         "stream": False,
         "n": 1,
@@ -465,7 +470,7 @@ def test_neutral_values_and_unknown_keys_are_accepted() -> None:
 
 
 def test_sampling_parameters_are_translated() -> None:
-    """Only what the agent set is set; a limit has three names, stop strings two."""
+    """The request holds only the sampling parameters that the agent set; the token limit has three names."""
     body = {"temperature": 0, "top_p": 0.9, "stop": "\n", "seed": 7, "frequency_penalty": 1, "stop_token_ids": [5]}
     asked = {"temperature": 0.0, "top_p": 0.9, "stop": ["\n"], "seed": 7, "frequency_penalty": 1.0}
     asked |= {"max_new_tokens": 5, "stop_token_ids": [5]}
@@ -479,14 +484,14 @@ def test_sampling_parameters_are_translated() -> None:
 
 
 def test_half_a_surrogate_pair_stays_text() -> None:
-    """Arguments that no JSON writer can send again are no object."""
+    """Arguments with half a surrogate pair cannot be sent again as JSON, so they stay text."""
     text = '{"a": "\\ud800"}'
     call = {"id": "1", "function": {"name": "f", "arguments": text}}
     assert normalise({"role": "assistant", "tool_calls": [call]})["tool_calls"][0]["function"]["arguments"] == text
 
 
 def test_how_the_answer_is_wanted() -> None:
-    """Streaming, several answers, logprobs, no training, and what goes to the template."""
+    """Streaming, several answers, logprobs, `store` and variables of the template are read from the body."""
     options = {"include_usage": True}
     ask = parse_chat(body_of(parse_chat, stream=True, stream_options=options, n=3, logprobs=True, store=False))
     assert (ask.stream, ask.stream_usage, ask.n, ask.logprobs, ask.store) == (True, True, 3, True, False)
@@ -496,18 +501,23 @@ def test_how_the_answer_is_wanted() -> None:
     assert parse_chat(body_of(parse_chat, reasoning_effort="high")).template_kwargs == asked
     assert parse_responses(body_of(parse_responses, reasoning={"effort": "high"})).template_kwargs == asked
     assert parse_anthropic(body_of(parse_anthropic, output_config={"effort": "high"})).template_kwargs == asked
-    others = {"reasoning": True, "text": "x", "output_format": "json", "include": "x"}  # fields of other protocols
+    others = {
+        "reasoning": True,
+        "text": "x",
+        "output_format": "json",
+        "include": "x",
+    }  # fields of another protocol are ignored
     assert parse_chat(body_of(parse_chat, **others)).template_kwargs == {}
     kwargs = parse_chat(body_of(parse_chat, chat_template_kwargs={"enable_thinking": False}))
     assert kwargs.template_key != parse_chat(body_of(parse_chat)).template_key
     assert parse_chat(body_of(parse_chat, tools=[TOOL])).template_key != parse_chat(body_of(parse_chat)).template_key
 
 
-# What is broken or deep
+# Broken and deeply nested JSON
 
 
 def test_arguments_that_are_no_json_stay_text() -> None:
-    """A model may write broken JSON, however deep; the history that quotes it is still recognised."""
+    """A model may write arguments that are broken JSON; they stay text, and the history is still recognised."""
     for arguments in ('{"a": ', "[" * 100_000, '{"a": NaN}', '{"a": 1e999}', "[" * 201 + "]" * 201):
         message = assistant(arguments)
         assert canonical(message) == canonical(copy.deepcopy(message))
@@ -515,7 +525,7 @@ def test_arguments_that_are_no_json_stay_text() -> None:
 
 
 def test_what_is_nested_too_deeply_is_refused_by_name() -> None:
-    """The body's parser takes a thousand levels, more than can be written down again: the caller is told."""
+    """A value that is nested too deeply to be written as JSON again is refused, and the refusal names the field."""
     deep: Any = {}
     for _ in range(1000):
         deep = {"a": deep}
@@ -543,7 +553,7 @@ FINISHED: dict[str, Found] = {
 
 
 def test_a_previous_response_is_put_in() -> None:
-    """The history of the session stands before the new messages; new instructions take the place of the old."""
+    """The earlier conversation is put before the new messages; new instructions replace the old ones."""
     body = {"input": "And then?", "previous_response_id": "resp_ab"}
     history = [*FINISHED["resp_ab"][0], TALK[-1]]
     assert parse_responses(body, FINISHED.get).messages == history
@@ -556,7 +566,7 @@ def test_a_previous_response_is_put_in() -> None:
 
 
 def test_a_thread_keeps_its_tools() -> None:
-    """Anthropic's tool runner sends them with the first call of a thread only; a Responses client, each time."""
+    """Anthropic's tool runner sends its tools only with the first request of a thread; they stay offered."""
     thread = {"type": "continue", "previous_message_id": "msg_cd"}
     other = {"name": "other", "input_schema": {"type": "object"}}
     assert parse_anthropic({"messages": [TALK[-1]], "thread": thread}, FINISHED.get).tools == [TOOL]
@@ -571,7 +581,7 @@ def test_a_thread_keeps_its_tools() -> None:
 
 
 def test_references_to_items_are_put_in() -> None:
-    """A reply sent back as references, or half of it, is the reply."""
+    """A client may send some or all items of a reply back as references, and the reply is still recognised."""
     call = {"type": "function_call", "call_id": "call_ab_0", "name": "f", "arguments": '{"a": 1}'}
     last = {"type": "item_reference", "id": "fc_ab_1"}
     for thought in ({"type": "item_reference", "id": "rs_ab"}, {"type": "reasoning", "summary": []}):
@@ -595,7 +605,7 @@ def test_references_to_items_are_put_in() -> None:
     ],
 )
 def test_what_is_not_there_is_refused_by_name(name: str, ask: dict[str, Any]) -> None:
-    """A reference that cannot be followed is never ignored: the model would answer with its context missing."""
+    """A reference to an unknown item is refused, because the model would answer without its context."""
     with pytest.raises(Refusal, match=f"^{name}"):
         parse_responses(ask, FINISHED.get)
     thread = {"type": "continue", "previous_message_id": "msg_no"}

@@ -1,4 +1,4 @@
-"""A stream, put together by the official SDKs, is the whole reply; and sent back, it is the message that was kept."""
+"""The official SDKs make the whole reply from a stream, and a reply that is sent back equals the stored message."""
 
 import itertools
 import json
@@ -24,20 +24,22 @@ PARSED = Parsed("Let me see.", "hm", [Call("f", '{"a": "Zürich\u2028"}'), Call(
 
 
 def response_of(stop_reason: str = "stop") -> ModelResponse:
+    """Return a response of the engine with two tokens of prompt and three of completion."""
     return ModelResponse([1, 2], [3, 4, 5], [-0.5, -1.0, -1.5], [0, 0, 0], stop_reason)
 
 
 def answer_of(name: str, parsed: Parsed = PARSED, stop_reason: str = "stop", **fields: Any) -> Answer:
+    """Return an answer with the interaction id ab12 in the protocol `name`."""
     return Answer(PROTOCOLS[name].id_prefix + "ab12", response_of(stop_reason), parsed, **fields)
 
 
 def whole(name: str, answer: Answer, ask: AgentRequest = ASKED) -> dict[str, Any]:
-    """The reply in one body, as it is on the wire."""
+    """Return the body of the whole reply, after it has been through JSON."""
     return json.loads(json.dumps(PROTOCOLS[name].render(ask, [answer])))
 
 
 def streamed(name: str, answer: Answer, pieces: list[tuple[str, str]], ask: AgentRequest = ASKED) -> bytes:
-    """The reply as events, the text (first) and the reasoning (second) in pieces."""
+    """Return the reply as events. Each piece is a pair: more text, more reasoning."""
     stream, text, reasoning = PROTOCOLS[name].stream(ask, answer.interaction_id, 0), "", ""
     frames = stream.start(2)
     for more_text, more_reasoning in pieces:
@@ -47,7 +49,7 @@ def streamed(name: str, answer: Answer, pieces: list[tuple[str, str]], ask: Agen
 
 
 def frames_of(raw: bytes) -> Iterator[tuple[str, Any]]:
-    """(event, data) of each frame."""
+    """Yield the event name and the data of each frame."""
     assert raw.endswith(b"\n\n")
     for frame in raw.decode("ascii").removesuffix("\n\n").split("\n\n"):
         lines = dict(line.split(": ", 1) for line in frame.splitlines())
@@ -56,7 +58,7 @@ def frames_of(raw: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def client_of(name: str, content: bytes, status: int = 200) -> Any:
-    """The official SDK of a protocol, which gets `content` for whatever it asks."""
+    """Return a client of the protocol's official SDK that gets `content` as the reply to any request."""
     kind = "text/event-stream" if status == 200 else "application/json"
     transport = httpx2.MockTransport(lambda _: httpx2.Response(status, content=content, headers={"content-type": kind}))
     options: Any = {"api_key": "k", "base_url": "http://proxy", "http_client": httpx2.Client(transport=transport)}
@@ -64,13 +66,13 @@ def client_of(name: str, content: bytes, status: int = 200) -> Any:
 
 
 def accumulated(name: str, raw: bytes) -> dict[str, Any]:
-    """What the SDK's own helper makes of a stream."""
+    """Return the reply that the SDK's own helper makes of a stream."""
     client = client_of(name, raw)
     if name == "chat/completions":
         with client.chat.completions.stream(model="m", messages=HELLO) as stream:
             try:
                 return stream.get_final_completion().to_dict()
-            except openai.LengthFinishReasonError as error:  # the helper's word for a reply that was cut
+            except openai.LengthFinishReasonError as error:  # the helper raises this if a limit cut the reply
                 return error.completion.to_dict()
     if name == "responses":
         with client.responses.stream(model="m", input="hello") as stream:
@@ -80,7 +82,7 @@ def accumulated(name: str, raw: bytes) -> dict[str, Any]:
 
 
 def said(value: Any) -> Any:
-    """A reply without what a helper adds (keys that are null, what it parsed) and without the time."""
+    """Return a reply without its times and without what an SDK's helper adds: null keys and parsed values."""
     if isinstance(value, dict):
         added = ["created", "created_at", "parsed_arguments", "parsed", *["index"] * ("function" in value)]
         return {key: said(item) for key, item in value.items() if item is not None and key not in added}
@@ -88,7 +90,7 @@ def said(value: Any) -> Any:
 
 
 def nulls(value: Any, path: str = "") -> list[str]:
-    """The paths of all keys that are null."""
+    """Return the paths of all keys that are null."""
     if isinstance(value, dict | list):
         pairs = value.items() if isinstance(value, dict) else ((str(i), item) for i, item in enumerate(value))
         return [null for key, item in pairs for null in nulls(item, f"{path}.{key}")]
@@ -96,7 +98,7 @@ def nulls(value: Any, path: str = "") -> list[str]:
 
 
 def sent_back(name: str, reply: dict[str, Any]) -> dict[str, Any]:
-    """The message that a client makes of a reply when it sends it back."""
+    """Return, in normal form, the message that a client sends back for a reply."""
     if name == "chat/completions":
         return normalise(reply["choices"][0]["message"])
     if name == "responses":
@@ -113,7 +115,7 @@ PARSES = st.builds(Parsed, st.text(), st.text(), CALLS)
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(NAMES), PARSES, st.sampled_from(["stop", "length"]), st.lists(st.integers(1, 5), max_size=4))
 def test_a_stream_is_the_whole_reply(name: str, parsed: Parsed, stop_reason: str, cuts: list[int]) -> None:
-    """Through the SDKs' accumulating helpers, however the text was cut, and whatever came only at the end."""
+    """However the text is cut into pieces, the SDKs' helpers make the whole reply from the events."""
     answer = answer_of(name, parsed, stop_reason)
     ends = list(itertools.accumulate(cuts, initial=0))
     pieces = [("", parsed.reasoning[a:b]) for a, b in itertools.pairwise(ends)]
@@ -127,7 +129,7 @@ def test_a_stream_is_the_whole_reply(name: str, parsed: Parsed, stop_reason: str
 @settings(deadline=None)
 @given(st.sampled_from(NAMES), PARSES)
 def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, parsed: Parsed) -> None:
-    """What the tree of a session keeps is equal to what it will see in the next request, in every protocol."""
+    """In every protocol, the message in the conversation tree equals the one that the client sends back."""
     answer = answer_of(name, parsed)
     again = sent_back(name, whole(name, answer))
     assert canonical(again) == canonical(answer.message)
@@ -136,7 +138,7 @@ def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, parsed: Parse
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_parser_is_sure_of_makes_a_stream(name: str) -> None:
-    """Text token by token through OutputParser, as the proxy sends it: the same as the whole."""
+    """If the proxy sends only what OutputParser is certain of, the events still make the whole reply."""
     parser, tools = OutputParser(), [{"type": "function", "function": {"name": "f"}}]
     text = '<think>\nhm, "<"\n</think>\n\nLet me see: 1 < 2 \n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     pieces, before = [], Parsed("")
@@ -153,11 +155,11 @@ def test_what_a_parser_is_sure_of_makes_a_stream(name: str) -> None:
     assert PROTOCOLS[name].stream(ASKED, "x", 0).grow([]) == b""
 
 
-# What strict clients read
+# The keys and events that strict clients read
 
 
 def test_a_chat_completion_has_all_that_strict_clients_read() -> None:
-    """id, model, object, index and usage are there; content is the one key that may be null."""
+    """A chat completion has id, model, object, index and usage; only its content may be null."""
     reply = whole("chat/completions", answer_of("chat/completions", Parsed("hi"), "abort"))
     assert reply.pop("created") > 0
     assert reply == {
@@ -173,7 +175,7 @@ def test_a_chat_completion_has_all_that_strict_clients_read() -> None:
 
 
 def test_a_response_has_all_that_strict_clients_read() -> None:
-    """created_at, status, usage; its items carry ids from which each can be looked up."""
+    """A response has created_at, status and usage, and the ids of its items follow from its own id."""
     reply = whole("responses", answer_of("responses"))
     assert reply["created_at"] > 0
     assert [item["id"] for item in reply["output"]] == ["rs_ab12", "msg_ab12", "fc_ab12_0", "fc_ab12_1"]
@@ -187,7 +189,7 @@ def test_a_response_has_all_that_strict_clients_read() -> None:
 
 
 def test_a_message_has_all_that_strict_clients_read() -> None:
-    """role, type, id, usage and stop_reason; no citations: null, which Vercel's client rejects."""
+    """A message has role, type, id, usage and stop_reason, and no null citations, which Vercel's client rejects."""
     reply = whole("messages", answer_of("messages"))
     assert reply == {
         "id": "msg_ab12",
@@ -210,7 +212,7 @@ def test_a_message_has_all_that_strict_clients_read() -> None:
 
 
 def test_the_events_of_a_chat_completion() -> None:
-    """The role first, finish_reason and [DONE] last; the usage only where it was asked for."""
+    """A chat stream begins with the role and ends with finish_reason and [DONE]; usage is sent only on request."""
     frames = list(frames_of(streamed("chat/completions", answer_of("chat/completions"), [("Let", "hm")])))
     assert {event for event, _ in frames} == {""}
     *chunks, usage, done = [data for _, data in frames]
@@ -229,7 +231,7 @@ def test_the_events_of_a_chat_completion() -> None:
 
 
 def test_the_events_of_a_response() -> None:
-    """created first, completed last, every item added before its deltas, numbered without a gap."""
+    """A response's events are numbered without a gap, and each item is added before its deltas."""
     frames = list(frames_of(streamed("responses", answer_of("responses"), [("", "hm"), ("Let ", "")])))
     part = ["output_item.added", "content_part.added"]
     end = ["content_part.done", "output_item.done"]
@@ -248,7 +250,7 @@ def test_the_events_of_a_response() -> None:
 
 
 def test_the_events_of_a_message() -> None:
-    """Each has its `event:` line, without which Anthropic's client yields nothing; one block is open at a time."""
+    """Every event has its `event:` line, which Anthropic's client needs, and one block is open at a time."""
     frames = list(frames_of(streamed("messages", answer_of("messages"), [("", "hm"), ("Let ", "")])))
     assert all(data["type"] == event for event, data in frames)
     deltas = [data["delta"].get("type") for event, data in frames if event == "content_block_delta"]
@@ -262,7 +264,7 @@ def test_the_events_of_a_message() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_said_after_the_last_token_only(name: str) -> None:
-    """A reply without any delta is whole too: an answer that is empty, one that only calls."""
+    """A stream that sends everything at its end is complete, also for an empty answer or one with only calls."""
     for parsed in (Parsed(""), Parsed("", calls=PARSED.calls), Parsed("", "hm")):
         answer = answer_of(name, parsed)
         raw = streamed(name, answer, [])
@@ -273,7 +275,7 @@ def test_what_is_said_after_the_last_token_only(name: str) -> None:
 
 
 def test_several_answers_share_a_chat_completion() -> None:
-    """n = 2: interleaved chunks, told apart by their index; one usage, one [DONE], when both are finished."""
+    """With n = 2 the chunks of both answers are mixed and carry an index; usage and [DONE] come once, at the end."""
     ask = AgentRequest(HELLO, model="m", n=2, stream_usage=True)
     one = Answer("chatcmpl-ab12", response_of(), Parsed("first", "hm"))
     two = Answer("chatcmpl-ab12-1", response_of("length"), Parsed("second", calls=[Call("f", "{}")]))
@@ -289,7 +291,7 @@ def test_several_answers_share_a_chat_completion() -> None:
 
 
 def test_logprobs_of_the_sampled_tokens() -> None:
-    """In OpenAI's form, in the body and in the stream; nothing of the kind where nobody asked."""
+    """The logprobs of the sampled tokens stand in the body and in the stream, in OpenAI's form."""
     chat = answer_of("chat/completions", Parsed("hi"), token_texts=["h", "i", "<|im_end|>"])
     content = whole("chat/completions", chat)["choices"][0]["logprobs"]["content"]
     assert [(entry["token"], entry["logprob"]) for entry in content] == [("h", -0.5), ("i", -1.0), ("<|im_end|>", -1.5)]
@@ -298,7 +300,10 @@ def test_logprobs_of_the_sampled_tokens() -> None:
         whole("chat/completions", chat)
     )
     halves = answer_of("chat/completions", Parsed("é"), token_texts=["\ufffd", "\ufffd"])
-    assert [entry["bytes"] for entry in halves.logprobs] == [[], []]  # they are not those of U+FFFD
+    assert [entry["bytes"] for entry in halves.logprobs] == [
+        [],
+        [],
+    ]  # the bytes of half a character are unknown, not those of U+FFFD
     response = answer_of("responses", Parsed("hi"), token_texts=["h", "i", ""])
     assert whole("responses", response)["output"][0]["content"][0]["logprobs"][0] == content[0]
     assert said(accumulated("responses", streamed("responses", response, []))) == said(whole("responses", response))
@@ -309,7 +314,7 @@ def test_logprobs_of_the_sampled_tokens() -> None:
     ("status", "error"), [(400, "BadRequestError"), (401, "AuthenticationError"), (404, "NotFoundError")]
 )
 def test_an_error_has_the_shape_of_its_protocol(name: str, status: int, error: str) -> None:
-    """The SDK raises its own exception with our sentence in it."""
+    """The SDK of each protocol raises its own exception, with the proxy's message."""
     body = PROTOCOLS[name].error(status, "stop: a string is needed")
     assert body["error"]["message"] == "stop: a string is needed"
     assert ("type" in body) == (name == "messages")
@@ -319,6 +324,7 @@ def test_an_error_has_the_shape_of_its_protocol(name: str, status: int, error: s
 
 
 def accumulated_error(name: str, raw: bytes, status: int) -> None:
+    """Send a request with the SDK and let it raise the error in the reply."""
     client = client_of(name, raw, status)
     if name == "chat/completions":
         client.chat.completions.create(model="m", messages=HELLO)
@@ -330,7 +336,7 @@ def accumulated_error(name: str, raw: bytes, status: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stream_that_breaks_off_is_an_error(name: str) -> None:
-    """After the first bytes the status is out: the error is an event, and the SDK raises it."""
+    """An error after the first bytes is sent as an event, and the SDK raises it."""
     stream = PROTOCOLS[name].stream(ASKED, PROTOCOLS[name].id_prefix + "ab", 0)
     raw = stream.start(2) + stream.grow([("text", "Let")]) + stream.error(503, "no server answers")
     library: Any = anthropic if name == "messages" else openai

@@ -1,4 +1,4 @@
-"""What is certainly a call becomes one, everything else stays text, and a stream never takes a word back."""
+"""A complete and valid call becomes a call, everything else stays text, and a stream takes nothing back."""
 
 import copy
 import json
@@ -17,6 +17,7 @@ from run.fields import Refusal, read_json
 
 
 def tool(name: str) -> dict[str, Any]:
+    """Return a tool in the form of chat completions."""
     return {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
 
 
@@ -25,6 +26,7 @@ PARSER = OutputParser()
 
 
 def call(name: str = "f", arguments: str = "{}") -> str:
+    """Return a call as a model writes it."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
@@ -48,7 +50,7 @@ def call(name: str = "f", arguments: str = "{}") -> str:
     ],
 )
 def test_a_text_is_taken_apart(text: str, parsed: Parsed) -> None:
-    """Reasoning, then text, then calls; a text without them comes back to the letter."""
+    """A text is split into reasoning, text and calls; a text without calls is kept to the letter."""
     assert PARSER.parse(text, TOOLS) == parsed
 
 
@@ -75,14 +77,14 @@ BROKEN = [
 
 @pytest.mark.parametrize("text", BROKEN)
 def test_a_malformed_call_stays_text(text: str) -> None:
-    """Nothing is repaired and nothing is lost; a good call behind it is still found."""
+    """A malformed call is kept as text, and a good call after it is still found."""
     assert PARSER.parse(text, TOOLS) == Parsed(text)
     if text.endswith("</tool_call>"):
         assert PARSER.parse(text + call("g"), TOOLS) == Parsed(text, calls=[Call("g", "{}")])
 
 
 def test_without_tools_nothing_is_a_call() -> None:
-    """Where the agent offered none, or forbade them, the marks are text like any other."""
+    """If the agent offers no tools, or forbids calls, the marks of a call are text."""
     assert PARSER.parse(call(), []) == Parsed(call())
     assert PARSER.certain(call(), []) == Parsed(call())
 
@@ -97,7 +99,7 @@ PIECES = st.sampled_from(
 @settings(deadline=None)
 @given(st.lists(PIECES, max_size=8).map("".join), st.booleans())
 def test_what_is_certain_is_never_taken_back(text: str, offered: bool) -> None:
-    """certain() of every prefix only grows, and is a prefix of what the whole text turns out to be."""
+    """The certain part of a growing text never shrinks, and it is the beginning of the parts of the whole text."""
     tools = TOOLS if offered else []
     whole, before = PARSER.parse(text, tools), Parsed("")
     for end in range(len(text) + 1):
@@ -113,7 +115,7 @@ def test_what_is_certain_is_never_taken_back(text: str, offered: bool) -> None:
 
 
 def test_a_stream_says_what_it_can() -> None:
-    """Only what may still become a mark, and blanks that a call may follow, are held back."""
+    """A stream holds back only the possible beginning of a mark, and blanks that a call may follow."""
     assert PARSER.certain("Hello wor", TOOLS) == Parsed("Hello wor")
     assert PARSER.certain("Hello \n", TOOLS) == Parsed("Hello")
     assert PARSER.certain("Hello \n", []) == Parsed("Hello \n")
@@ -128,7 +130,7 @@ def test_a_stream_says_what_it_can() -> None:
 
 
 def test_a_call_in_a_stream_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often a stream looks at what there is so far: the work is linear in the answer."""
+    """A stream parses its text at every token, but reads the JSON of each call only once."""
     read: list[str] = []
 
     def counting(body: str) -> Any:
@@ -147,7 +149,7 @@ def test_a_call_in_a_stream_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
 @settings(deadline=None)
 @given(st.text("ab", max_size=6), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
 def test_the_beginning_of_a_mark_is_held_back(text: str, marks: list[str]) -> None:
-    """The longest end of the text that begins a mark, and no more."""
+    """The longest end of the text that may be the beginning of a mark is cut off, and nothing else."""
     held = [n for n in range(1, len(text) + 1) if any(m.startswith(text[-n:]) and m != text[-n:] for m in marks)]
     assert without_partial(text, marks) == text[: len(text) - max(held, default=0)]
 
@@ -173,7 +175,7 @@ def test_the_beginning_of_a_mark_is_held_back(text: str, marks: list[str]) -> No
     ],
 )
 def test_a_forced_call_is_begun_for_the_model(prompt: str, begun: str, choice: str, tools: list, written: str) -> None:
-    """The opening and what the model adds to it are a call; reasoning that the prompt has begun is closed first."""
+    """The opening and the model's text after it are a call; reasoning that the prompt has begun is closed first."""
     assert PARSER.begun(prompt) == begun
     opening = PARSER.opening(choice, tools, begun)
     assert (begun + opening).count("</think>") == bool(begun)
@@ -196,14 +198,14 @@ TEMPLATE = {
 
 @pytest.fixture
 def templated(tiny_tokenizer: Any) -> Any:
-    """A tokenizer that knows its model's form itself (transformers' response templates)."""
+    """Return a tokenizer with a response template, which says how its model writes calls and reasoning."""
     tokenizer = copy.copy(tiny_tokenizer)
     tokenizer.response_template = TEMPLATE
     return tokenizer
 
 
 def test_a_tokenizers_own_template_is_used(templated: Any) -> None:
-    """A model with another form is read by its tokenizer; nothing of it is certain, or forced, before the end."""
+    """A response template parses the text at its end; before that nothing is certain, and no call can be forced."""
     parser = OutputParser(templated)
     text = '[THINK]hm[/THINK]Well.[CALL]{"name": "f", "arguments": {"a": 1}}[/CALL]'
     assert parser.special_tokens
@@ -218,7 +220,7 @@ def test_a_tokenizers_own_template_is_used(templated: Any) -> None:
 
 
 def test_a_parser_that_is_not_there_is_an_error_at_once() -> None:
-    """Not at the first call of an agent: the names that can be had are said."""
+    """The name of an unknown parser is refused at the start, and the error lists the known names."""
     with pytest.raises(ValueError, match=r"^tool_call_parser: .*hermes"):
         OutputParser(tool_call_parser="no such form")
     with pytest.raises(ValueError, match=r"^reasoning_parser: .*qwen3"):
@@ -228,7 +230,7 @@ def test_a_parser_that_is_not_there_is_an_error_at_once() -> None:
 READ_BY_SGLANG = """
 import json, sys
 sys.path[:0] = sys.argv[1:3]
-import launch  # the import hook for what SGLang has no need of on a CPU
+import launch  # replaces modules that SGLang imports but does not need on a CPU
 from transformers import AutoTokenizer
 from inference.io_struct import GenerationHyperparameters
 from calls.prompts import TextReader
@@ -250,8 +252,7 @@ for form, text in said:
 
 @pytest.mark.skipif(not SGLANG, reason="needs SGLang: make test-sglang")
 def test_sglangs_parsers_serve_other_forms(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """Where SGLang is installed `tool_call_parser` may name one of its forms: it reads their marks, which are special
-    tokens, from sampled tokens."""
+    """`tool_call_parser` may name a parser of SGLang, which finds its marks, special tokens, in the sampled tokens."""
     own = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer,
         eos_token="<|im_end|>",

@@ -1,6 +1,6 @@
-"""The sbatch file, run for real: `srun` and `scontrol` are stand-ins that start the same commands on this machine.
+"""Run the sbatch file with stand-ins for `srun` and `scontrol`, which start its commands on this machine.
 
-A node's name is one that means this machine, the server is inference/tiny/server.py, the trainer trains the demo.
+The two nodes are 127.0.0.1 and localhost. The server is inference/tiny/server.py, and the trainer trains a tiny model.
 """
 
 import json
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.runs
 
 SCRIPT = ROOT / "examples/slurm/train.sbatch"
 SRUN = """#!/bin/bash
-# Options of srun that name nodes and counts are noted, the command is run here.
+# Write the arguments into $CALLS, drop the options of srun, and run the command on this machine.
 echo "$@" >> "$CALLS"
 while [[ $1 == --* ]]; do shift; done
 exec "$@"
@@ -33,7 +33,7 @@ tr , '\\n' <<< "$3"
 
 @pytest.fixture
 def cluster(tmp_path: Path, tiny_model_dir: Path) -> dict[str, str]:
-    """The environment of a job with two nodes, one of which generates."""
+    """Return the environment of a job with two nodes, one for the server and one for training."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         file = tmp_path / "bin" / name
         file.parent.mkdir(exist_ok=True)
@@ -64,7 +64,7 @@ RECIPE = [
 
 
 def test_two_nodes_train(cluster: dict[str, str], tmp_path: Path) -> None:
-    """One node generates, one trains; the run ends by itself, the server with it, and each node had its part."""
+    """One node generates and one trains; the server ends when the training is done."""
     done = subprocess.run([str(SCRIPT), *RECIPE], cwd=ROOT, env=cluster, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = (tmp_path / "runs/gsm8k/t/metrics.jsonl").read_text().splitlines()
@@ -79,7 +79,7 @@ def test_two_nodes_train(cluster: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_no_node_left_to_train(cluster: dict[str, str], tmp_path: Path) -> None:
-    """A job whose nodes all serve has nobody to train, and says so."""
+    """A job that gives all its nodes to the servers ends with an error, because none is left to train."""
     done = subprocess.run([str(SCRIPT)], cwd=ROOT, env=cluster | {"GEN_NODES": "2"}, capture_output=True, text=True)
     assert done.returncode == 2
     assert "none is left to train" in done.stderr
@@ -87,7 +87,7 @@ def test_no_node_left_to_train(cluster: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_a_server_that_cannot_start_ends_the_job(cluster: dict[str, str]) -> None:
-    """The job does not wait for a server that is dead."""
+    """If a server ends before it answers, the job ends too, with an error."""
     broken = cluster | {"SERVE": f"{sys.executable} -m inference.tiny.server --weights wrong"}
     done = subprocess.run([str(SCRIPT), *RECIPE], cwd=ROOT, env=broken, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
@@ -95,7 +95,7 @@ def test_a_server_that_cannot_start_ends_the_job(cluster: dict[str, str]) -> Non
 
 
 def test_a_cancelled_job_leaves_nothing(cluster: dict[str, str], tmp_path: Path) -> None:
-    """scancel while the server comes up: the script ends it and itself."""
+    """If the job is cancelled while a server starts, the script ends this server and then itself."""
     (tmp_path / "bin" / "srun").write_text("#!/bin/bash\nexec sleep 1000\n")
     job = subprocess.Popen([str(SCRIPT), *RECIPE], cwd=ROOT, env=cluster, stderr=subprocess.DEVNULL)
     while "sleep 1000" not in (found := children(job.pid)):
