@@ -109,9 +109,7 @@ async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: An
     await harness.chat(session, messages)
     full = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert harness.engine.requests[1].input_ids == full
-    assert (
-        len(await harness.export(session, style="concat")) == 2
-    )  # the tokens differ, so each turn is a row of its own
+    assert len(await harness.export(session, style="concat")) == 2  # the tokens differ, so each turn is a row
     await harness.http.aclose()
 
 
@@ -525,9 +523,8 @@ async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> 
     call = asyncio.ensure_future(harness.post(f"/{busy}/v1/chat/completions", {"messages": HELLO}))
     await harness.engine.started.wait()
     harness.clock.now = 9.0
-    assert (
-        await harness.post(f"/{idle}/rl/set_reward", {"reward": 1})
-    ).status_code == 400  # refused, since there is no call yet; the timeout restarts
+    # The session has no call yet, so the reward is refused; the request still restarts the timeout.
+    assert (await harness.post(f"/{idle}/rl/set_reward", {"reward": 1})).status_code == 400
     harness.clock.now = 18.0
     harness.sessions.expire()
     assert len(harness.sessions) == 2
@@ -609,9 +606,7 @@ def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
 def test_only_an_admin_key_that_was_made_up_is_printed(tiny_model_dir: Any, tiny_server: str, source: str) -> None:
     """The proxy prints its admin key only if it made the key up itself, because its output goes to a log file."""
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
-    command += ["--admin-key", "s3cret"] * (source == "option") + [
-        "--exit-with-parent"
-    ]  # standard input is closed already
+    command += ["--admin-key", "s3cret"] * (source == "option") + ["--exit-with-parent"]  # standard input is closed
     environment = {name: value for name, value in os.environ.items() if name != "NANO_AREAL_ADMIN_KEY"}
     environment |= {"NANO_AREAL_ADMIN_KEY": "s3cret"} if source == "environment" else {}
     streams: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}

@@ -1,4 +1,4 @@
-"""Prompts are sampled tokens and what is new; texts are what no later token changes."""
+"""A prompt is sampled tokens with new ones behind them. Text that is read from a stream never changes later."""
 
 import json
 from typing import Any
@@ -34,7 +34,7 @@ TEMPLATES = {
     "another end of the whole": HEAD
     + "{{ m.content }}<|im_end|>"
     + TAIL.replace("{% endif", "{% else %}<|endoftext|>{% endif"),
-    "nothing at the end": HEAD + "{{ m.content }}" + TAIL,  # what the model says last is the mark of the next role
+    "nothing at the end": HEAD + "{{ m.content }}" + TAIL,  # the model ends its answer with the mark of the next role
 }
 
 
@@ -51,14 +51,14 @@ def user(text: str) -> dict[str, Any]:
 
 
 class Talk:
-    """A conversation: each turn's prompt is built, and the model's tokens are what the test says."""
+    """A conversation in which the prompts are built and the test says which tokens the model samples."""
 
     def __init__(self, tokenizer: Any, **options: Any) -> None:
         self.tokenizer, self.prompts, self.cache = tokenizer, PromptBuilder(tokenizer, **options), InteractionCache()
         self.messages: list[dict[str, Any]] = []
 
     def say(self, question: dict[str, Any], answer: str, ends: str = "<|im_end|>", **ask: Any) -> list[int]:
-        """The prompt of a turn that is answered with these tokens."""
+        """Return the prompt of a turn; then the model answers it with these tokens."""
         self.messages.append(question)
         name = str(len(self.cache))
         turn = self.cache.enter(name, InteractionWithTokenLogpReward(list(self.messages)))
@@ -77,8 +77,8 @@ class Talk:
 @pytest.mark.parametrize("ends", ["the mark", "<|endoftext|>", ""])
 @pytest.mark.parametrize("last", ["", "\n", "\n\n"])
 def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name: str, ends: str, last: str) -> None:
-    """Reasoning that the template would drop, newlines that it adds or the model says last, a second end token, a cut
-    turn: in concat all sampled tokens are in one row, trained once, and each turn is closed once before the next."""
+    """Whatever the template does to a history, concat exports one row in which each sampled token is trained once and
+    each turn is closed once."""
     talk = Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]))
     assert talk.prompts.splices
     mark = "<|im_start|>" if name == "nothing at the end" else "<|im_end|>"
@@ -98,7 +98,8 @@ def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name:
 
 @pytest.mark.parametrize("sampled", ["<|endoftext|><|im_end|>", "<|endoftext|>", "<|im_end|>", ""])
 def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) -> None:
-    """What the model has sampled of them, from the first on, is not said again; another end is one of its own."""
+    """A template may close a turn with several marks. The prompt does not repeat the marks that the model has
+    sampled."""
     template = HEAD + "{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}<|im_end|>\n" + TAIL
     talk = Talk(tokenizer_with(tiny_tokenizer, template))
     talk.say(user("one"), f"answer{sampled}", ends="")
@@ -109,7 +110,7 @@ def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) 
 
 @pytest.mark.parametrize("name", ["plain", "no newline", "newlines behind the end"])
 def test_where_rendering_again_is_exact_splicing_is_the_same(tiny_tokenizer: Any, name: str) -> None:
-    """With a template that keeps what the model wrote, the spliced prompt is the full rendering's."""
+    """If a template keeps what the model wrote, the spliced prompt equals the full rendering."""
     spliced, whole = (
         Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]), chat_template_type=t) for t in ("concat", "hf")
     )
@@ -119,8 +120,7 @@ def test_where_rendering_again_is_exact_splicing_is_the_same(tiny_tokenizer: Any
 
 
 def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
-    """A turn renders what is new behind a stub, so a conversation of 100 turns renders each of its questions once and
-    no answer; the tokenizer reads nothing else."""
+    """A conversation of 100 turns renders each question once and no answer, and the tokenizer reads nothing else."""
     tokenizer = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
     talk = Talk(tokenizer)
     rendered: list[list[dict[str, Any]]] = []
@@ -146,7 +146,7 @@ def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
 
 
 def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny_tokenizer: Any) -> None:
-    """The stub has no call, so the template refuses it, not the conversation: that turn starts a row of its own."""
+    """If a template refuses the stub because it contains no tool call, this turn is rendered in full."""
     wants = "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
     tokenizer = tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL)
     prompts = PromptBuilder(tokenizer)
@@ -168,7 +168,7 @@ def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny
 
 @pytest.mark.parametrize("name", ["tokenize", "tools", "conversation", "return_tensors"])
 def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(tiny_tokenizer: Any, name: str) -> None:
-    """chat_template_kwargs sets variables; what steers the tokenizer itself is refused by name."""
+    """chat_template_kwargs sets variables of the template. An argument of the tokenizer is refused by its name."""
     with pytest.raises(Refusal, match=f"chat_template_kwargs: {name}"):
         PromptBuilder(tiny_tokenizer).prompt(AgentRequest([user("q")], template_kwargs={name: 1}), None)
 
@@ -190,8 +190,8 @@ IDS = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_except
     ],
 )
 def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: str, says: str | None) -> None:
-    """As they are; where a template refuses them, with ids of nine letters or digits, as Mistral's want them; where it
-    refuses these too, with arguments that are text, as DeepSeek's. A call and its result keep one id."""
+    """If a template refuses the tool calls, it gets ids of nine letters or digits (Mistral), and then arguments as
+    text (DeepSeek). A call and its result keep one id."""
     prompts = PromptBuilder(tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL))
     call = {"id": "call_ab12_0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     messages = [
@@ -213,7 +213,7 @@ def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: st
 
 
 def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
-    """Some templates put them before the last question: the tail is rendered with tools, too."""
+    """Some templates print the tools before the last question, so the tail is rendered with the tools, too."""
     tokenizer = tokenizer_with(
         tiny_tokenizer,
         HEAD + "{% if tools and loop.last %}{{ tools | tojson }}{% endif %}{{ m.content }}<|im_end|>" + TAIL,
@@ -225,20 +225,32 @@ def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
         assert prompt.endswith(json.dumps(tools) + f"q{k}<|im_end|><|im_start|>assistant\n")
 
 
-# Texts
+# Text
 
 
 def read_all(reader: TextReader, tokens: list[int]) -> list[str]:
+    """Return what `read` returns after each token."""
     return [reader.read(tokens[:n]) for n in range(1, len(tokens) + 1)]
 
 
 def tokenizer_of(kind: str, of_bytes: Any) -> Any:
-    """Whose decoder joins tokens otherwise: with a space between words, with one that the first of a text loses, or
-    that and a token for each byte of a rare character, as Llama 2 and Gemma."""
+    """Return a tokenizer whose decoder joins tokens in its own way.
+
+    A token of "bytes" is one byte. A token of "parts" is one to three bytes, and may end one character and begin the
+    next. "words" puts a space between words. "pieces" drops the first space of a text. "pieces and bytes" also has a
+    token for each byte of a rare character, like Llama 2 and Gemma.
+    """
     if kind == "bytes":
         return of_bytes
     if kind == "words":
         return make_tokenizer(["a", "b", ",", "ab"])
+    if kind == "parts":
+        text = "é😀a".encode()
+        parts = sorted({text[at : at + n] for n in (1, 2, 3) for at in range(len(text))})
+        numbers = {"".join(bytes_to_unicode()[byte] for byte in part): k for k, part in enumerate(parts)}
+        raw = Tokenizer(models.BPE(numbers, []))
+        raw.decoder = decoders.ByteLevel()
+        return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
     vocab = {"<unk>": 0, "a": 1, "b": 2, "\u2581": 3, "\u2581a": 4, "\u2581b": 5}
     if kind == "pieces and bytes":
         vocab |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
@@ -251,12 +263,12 @@ def tokenizer_of(kind: str, of_bytes: Any) -> Any:
 @settings(max_examples=600, deadline=None)
 @given(
     st.data(),
-    st.sampled_from(["bytes", "words", "pieces", "pieces and bytes"]),
+    st.sampled_from(["bytes", "parts", "words", "pieces", "pieces and bytes"]),
     st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2),
 )
 def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind: str, stop: list[str]) -> None:
-    """What is read so far is a prefix of what is read later and of the whole, for any tokens and stop strings; and it
-    becomes the whole, however many tokens come at a time, none included: one may look again before there are more."""
+    """For any tokens and stop strings, each text that is read is a prefix of the later texts and of the whole, and
+    the last one is the whole. Any number of tokens may arrive at a time, or none."""
     tokenizer = tokenizer_of(kind, tiny_tokenizer)
     if kind == "bytes":
         raw = data.draw(st.one_of(st.text(max_size=40).map(str.encode), st.binary(max_size=90)))
@@ -280,8 +292,8 @@ def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind
 
 
 def test_a_bad_byte_spoils_no_other(tiny_tokenizer: Any) -> None:
-    """A tokenizer with tokens for bytes decodes those in a row as one, or not at all; here only what is no character
-    becomes U+FFFD, in the stream as in the whole: of two emojis that a length cuts the first is kept."""
+    """Only bytes that belong to no character become U+FFFD, in the stream and in the whole. If a length cuts the
+    second of two emojis, the first one is kept."""
     tokenizer = tokenizer_of("pieces and bytes", tiny_tokenizer)
     tokens = [1, *(6 + byte for byte in "😀😀".encode()[:6]), 4]
     reader = TextReader(tokenizer, GenerationHyperparameters())
@@ -292,7 +304,7 @@ def test_a_bad_byte_spoils_no_other(tiny_tokenizer: Any) -> None:
 
 
 def test_reading_a_stream_is_linear(tiny_tokenizer: Any) -> None:
-    """Each token is decoded a bounded number of times, however long the answer, also where its bytes make no text."""
+    """Each token is decoded a bounded number of times in a long answer, even if its bytes form no text."""
     for tokens in (tiny_tokenizer.encode("abcdefgh" * 500), tiny_tokenizer.encode("é" * 1000)[1::2] * 4):
         own = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
         decode, decoded = own.decode, list[int]()
@@ -308,7 +320,7 @@ def test_reading_a_stream_is_linear(tiny_tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["bytes", "words", "pieces", "pieces and bytes"])
 def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
-    """Also with a decoder that drops the first space of a text: put together, the texts of tokens are the whole."""
+    """The texts of single tokens, joined, are the whole text, even if the decoder drops the first space of a text."""
     tokenizer = tokenizer_of(kind, tiny_tokenizer)
     reader = TextReader(tokenizer, GenerationHyperparameters())
     tokens = {"bytes": tokenizer.encode("ab b a"), "words": tokenizer.encode("a b ab , a")}.get(kind, [4, 5, 1, 3, 2])
@@ -316,7 +328,7 @@ def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
 
 
 def test_tokens_without_text_lose_no_space_and_cost_little(tiny_tokenizer: Any) -> None:
-    """An answer of thousands of special tokens, as of a policy that has collapsed, is read in linear time."""
+    """An answer with thousands of special tokens, as a collapsed policy writes it, is read in linear time."""
     tokenizer: Any = make_tokenizer(["a"])
     tokens = [
         tokenizer.convert_tokens_to_ids("a"),
@@ -335,7 +347,7 @@ def test_tokens_without_text_lose_no_space_and_cost_little(tiny_tokenizer: Any) 
 
 
 def test_the_end_token_is_no_text(tiny_tokenizer: Any) -> None:
-    """Neither a special one nor one that the caller named; a beginning of a stop string waits for what follows."""
+    """The end-of-turn token has no text, and the possible beginning of a stop string is held back."""
     a, b = tiny_tokenizer.encode("ab")
     reader = TextReader(tiny_tokenizer, GenerationHyperparameters(stop_token_ids=[b], stop=["ax"]))
     assert read_all(reader, [a, a, b]) == ["", "a", "a"]

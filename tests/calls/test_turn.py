@@ -1,4 +1,4 @@
-"""A call, its listeners and its retries: what was sampled is in the tree whatever becomes of the connection."""
+"""A call, its listeners and its retries: the tree keeps what was sampled, whatever happens to the connection."""
 
 import asyncio
 import json
@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -16,7 +17,7 @@ from conftest import ROOT
 from harness import ADMIN, HELLO, Clock, Connection, Harness, claude, reply_message, sdk
 
 from calls.tools import OutputParser
-from calls.turn import PING_SECONDS
+from calls.turn import PING_SECONDS, State, match_retry
 from engine import EngineError, RemoteInfEngine
 from inference.wire import StackTransport
 from proxy import create_app
@@ -31,7 +32,7 @@ TOOLS: list[Any] = [
     for name in ("look", "open")
 ]
 Start = Callable[..., Harness]
-ENDS: dict[str, Callable[[bytes], bool]] = {  # whether a piece of a stream holds its last event
+ENDS: dict[str, Callable[[bytes], bool]] = {  # whether a piece of a stream contains its last event
     "chat/completions": lambda piece: b"data: [DONE]" in piece,
     "responses": lambda piece: b'"response.completed"' in piece,
     "messages": lambda piece: b"message_stop" in piece,
@@ -39,12 +40,13 @@ ENDS: dict[str, Callable[[bytes], bool]] = {  # whether a piece of a stream hold
 
 
 def events(raw: bytes) -> list[Any]:
-    """The data of server-sent events."""
+    """Return the data of each server-sent event in `raw`."""
     lines = [line.removeprefix("data: ") for line in raw.decode().splitlines() if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 def cache_of(harness: Harness, session: str) -> Any:
+    """Return the conversation tree of a session."""
     return harness.sessions.find(session).cache
 
 
@@ -55,7 +57,7 @@ def cache_of(harness: Harness, session: str) -> Any:
 async def test_a_turn_is_in_the_tree_before_its_first_byte_and_whole_before_its_last(
     start: Start, protocol: str
 ) -> None:
-    """Whatever a client does with what it reads, the tree knows it already."""
+    """The tree has an interaction before the first byte of its reply, and its tokens before the last byte."""
     harness = start("hello you")
     session = await harness.start()
     harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
@@ -76,7 +78,7 @@ async def test_a_turn_is_in_the_tree_before_its_first_byte_and_whole_before_its_
 
 
 async def test_tokens_are_sent_while_others_are_still_sampled(start: Start) -> None:
-    """A stream is a stream: its first text is there while the generation is held."""
+    """A stream sends the first text while the engine is still generating."""
     harness = start("hello you")
     session = await harness.start()
     harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
@@ -93,7 +95,8 @@ async def test_tokens_are_sent_while_others_are_still_sampled(start: Start) -> N
 
 
 async def test_who_hangs_up_on_a_stream_leaves_what_was_read(start: Start, tiny_tokenizer: Any) -> None:
-    """The generation is aborted; the tokens so far stay, as a turn that ended there, and can be gone on from."""
+    """If a client hangs up on a stream, the generation is aborted. The tokens so far stay as a turn that can be
+    continued."""
     harness = start("hello you", "more")
     session = await harness.start()
     harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
@@ -116,7 +119,7 @@ async def test_who_hangs_up_on_a_stream_leaves_what_was_read(start: Start, tiny_
 async def test_a_stream_that_holds_back_what_comes_is_not_silent(
     start: Start, monkeypatch: pytest.MonkeyPatch, pace: float
 ) -> None:
-    """A long call of a tool is sent when it is whole. Its tokens keep coming, and comments say so in good time."""
+    """A tool call is sent when it is whole. While its tokens arrive, the stream sends a comment every PING_SECONDS."""
     harness, clock = start(CALL), Clock()
     session = await harness.start()
     monkeypatch.setattr("calls.turn.monotonic", clock)
@@ -138,7 +141,7 @@ async def test_a_stream_that_holds_back_what_comes_is_not_silent(
 
 
 async def test_a_stream_without_tokens_is_not_silent(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A paused server, say: comments, as long as it takes."""
+    """A stream sends comments while no token arrives, for example from a paused server."""
     monkeypatch.setattr("calls.turn.PING_SECONDS", 0.0)
     harness = start("hello")
     session = await harness.start()
@@ -155,7 +158,7 @@ async def test_a_stream_without_tokens_is_not_silent(start: Start, monkeypatch: 
 
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_error_before_the_first_token_is_a_status(start: Start, streams: bool) -> None:
-    """Headers wait for the first token, so that a refusal is a 4xx and not the event of a stream."""
+    """The head of a stream waits for the first token, so an early refusal is an HTTP status and not an event."""
     harness = start()
     session = await harness.start()
     harness.engine.error = EngineError("the prompt is too long", 400)
@@ -167,7 +170,8 @@ async def test_an_error_before_the_first_token_is_a_status(start: Start, streams
 
 
 async def test_an_error_in_the_middle_is_an_event(start: Start) -> None:
-    """The status is sent; the stream says what went wrong and ends, and the turn leaves the tree."""
+    """If the engine fails in the middle of a stream, the stream ends with an event that names the error, and the turn
+    is removed from the tree."""
     harness = start("hello")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -184,7 +188,7 @@ async def test_an_error_in_the_middle_is_an_event(start: Start) -> None:
 
 
 async def test_the_end_of_a_session_ends_its_streams(start: Start) -> None:
-    """A stream that is running then says so, and is not exported half done."""
+    """A stream that is running when its session ends sends an error event, and its turn is not exported."""
     harness = start("hello you")
     session = await harness.start()
     harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
@@ -196,7 +200,7 @@ async def test_the_end_of_a_session_ends_its_streams(start: Start) -> None:
 
 
 async def test_a_turn_that_never_ran_leaves_the_tree(start: Start) -> None:
-    """The session ends in the very step in which a turn begins."""
+    """If the session ends before the first step of a turn, the turn is removed from the tree."""
     harness = start("hello")
     session = await harness.start()
     cache, proxy = cache_of(harness, session), harness.app.state.proxy
@@ -221,7 +225,8 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
 
 
 async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokenizer: Any) -> None:
-    """Tools reach the template, a call comes back as one, and the next prompt is the tokens the model wrote."""
+    """The template shows the tools, the reply contains the tool call, and the next prompt begins with the tokens that
+    the model wrote."""
     harness = start(f"so: {CALL}", "blue")
     session = await harness.start()
     completion = await harness.chat(session, HELLO, tools=TOOLS)
@@ -239,7 +244,7 @@ async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokeniz
 
 @pytest.mark.parametrize(("choice", "opening"), [("required", '"'), ("look", '"look", "arguments": ')])
 async def test_a_call_is_forced_by_its_beginning(start: Start, tiny_tokenizer: Any, choice: str, opening: str) -> None:
-    """What begins the call is prompt, not sample: it is never trained, and the reply has the whole call."""
+    """The beginning of a forced call is part of the prompt and is not trained. The reply contains the whole call."""
     rest = '{"at": "sky"}}\n</tool_call>'
     harness = start(('look", "arguments": ' if choice == "required" else "") + rest)
     session = await harness.start()
@@ -256,7 +261,7 @@ async def test_a_call_is_forced_by_its_beginning(start: Start, tiny_tokenizer: A
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
-    """Each is an interaction with noise of its own, and whichever the agent goes on from is the parent."""
+    """Each of n answers is an interaction with a seed of its own. The answer that the agent continues is the parent."""
     harness = start("one", "two", "three", "next", seed=3)
     session = await harness.start()
     async with sdk(harness, f"/{session}/v1") as client:
@@ -280,7 +285,8 @@ async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("end", ["the caller hangs up", "an answer fails", "the session ends"])
 async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: bool, end: str) -> None:
-    """While one of them is out, one that is there has no reader: it stays for the beginning that a stream has sent."""
+    """If a call for n answers ends early, no answer stays in the tree. Only a stream whose caller hung up keeps the
+    beginnings that it has sent."""
     harness = start("my", "hello you")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -320,7 +326,7 @@ async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: 
 
 
 async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
-    """seed=5, n=2: 5 and 6; the same request again is the same noise."""
+    """With seed=5 and n=2 the answers have the seeds 5 and 6, and so they have when the request is repeated."""
     harness = start()
     session = await harness.start()
     for _ in range(2):
@@ -329,7 +335,8 @@ async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
 
 
 async def test_a_response_goes_on_from_the_one_it_names(start: Start, tiny_tokenizer: Any) -> None:
-    """previous_response_id: only what is new is sent, and the prompt is the parent's tokens and the tail."""
+    """With previous_response_id the client sends only new messages. The prompt is the parent's tokens and the
+    rendered tail."""
     harness = start("one", "two")
     session = await harness.start()
     async with sdk(harness, f"/{session}/v1") as client:
@@ -345,7 +352,7 @@ async def test_a_response_goes_on_from_the_one_it_names(start: Start, tiny_token
 
 
 async def test_what_is_not_stored_is_answered_and_not_trained(start: Start) -> None:
-    """store=false: the turn is context for those after it."""
+    """A turn with store=false is not trained. It is still in the prompt of the later turns."""
     harness = start()
     session = await harness.start()
     message = reply_message(await harness.chat(session, HELLO, store=False))
@@ -358,7 +365,7 @@ async def test_what_is_not_stored_is_answered_and_not_trained(start: Start) -> N
 
 
 async def test_a_recipe_may_fix_the_sampling(start: Start) -> None:
-    """fixed_sampling: these fields hold whatever the agent asks, the others are the agent's."""
+    """An agent cannot change the fields in fixed_sampling. It can change all others."""
     harness = start(sampling={"temperature": 0.7, "top_p": 0.9}, fixed_sampling=["temperature", "stop"])
     session = await harness.start()
     await harness.chat(session, HELLO, temperature=0.1, top_p=0.5, stop=["x"])
@@ -367,7 +374,7 @@ async def test_a_recipe_may_fix_the_sampling(start: Start) -> None:
 
 
 async def test_logprobs_are_those_of_the_sampled_tokens(start: Start) -> None:
-    """In OpenAI's form, one entry a token."""
+    """The reply has the log-probability of each sampled token, in OpenAI's form."""
     harness = start("ok")
     session = await harness.start()
     completion = await harness.chat(session, HELLO, logprobs=True)
@@ -380,7 +387,7 @@ async def test_logprobs_are_those_of_the_sampled_tokens(start: Start) -> None:
 
 
 async def test_tokens_can_be_counted_beforehand(start: Start) -> None:
-    """Anthropic's count_tokens says how long the prompt will be, in the first turn and in a later one."""
+    """Anthropic's count_tokens returns the length of the next prompt, in the first turn and in a later turn."""
     harness = start("one")
     session = await harness.start()
     messages: list[Any] = list(HELLO)
@@ -394,7 +401,7 @@ async def test_tokens_can_be_counted_beforehand(start: Start) -> None:
 
 
 async def test_models_are_listed(start: Start) -> None:
-    """By both SDKs: there is one."""
+    """Both SDKs list exactly one model."""
     harness = start()
     session = await harness.start()
     async with sdk(harness, f"/{session}/v1") as client, claude(harness, f"/{session}") as other:
@@ -405,8 +412,27 @@ async def test_models_are_listed(start: Start) -> None:
 # Retries
 
 
+@pytest.mark.parametrize(
+    ("states", "says_so", "match"),
+    [
+        ("", True, None),
+        ("finished", False, None),
+        ("running", False, None),
+        ("finished finished", True, 1),
+        ("running finished", True, 0),
+        ("finished unread", False, 1),
+        ("running failed", True, 1),
+        ("running abandoned failed", False, 1),
+    ],
+)
+def test_which_turn_a_retry_belongs_to(states: str, says_so: bool, match: int | None) -> None:
+    """A turn without a reader comes first. A request that says it is a retry then takes a running or the last turn."""
+    turns: list[Any] = [SimpleNamespace(state=State[name.upper()], retries=0) for name in states.split()]
+    assert match_retry(turns, says_so) is (None if match is None else turns[match])
+
+
 async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
-    """The SDK's read timed out and nobody noticed: it sends the body again, and one generation answers both."""
+    """A client's read times out, and it sends the body again. The running generation answers both connections."""
     harness = start("one", "two")
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -424,7 +450,7 @@ async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
 
 
 async def test_a_retry_whose_reply_was_lost_gets_the_same_reply(start: Start) -> None:
-    """The turn had ended, its reply went nowhere: no second sample of it is taken."""
+    """If the reply of a finished turn is lost, the retry gets this reply, and nothing is generated again."""
     harness = start("one", "two")
     session = await harness.start()
     path = f"/{session}/v1/chat/completions"
@@ -437,7 +463,8 @@ async def test_a_retry_whose_reply_was_lost_gets_the_same_reply(start: Start) ->
 @pytest.mark.parametrize("says_so", [True, False])
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_orphan_is_dropped(start: Start, says_so: bool, streams: bool) -> None:
-    """The first connection is gone and its generation aborted; the same body again is a new turn in its place."""
+    """If the caller hangs up during the generation, the next equal request is a new turn, and the abandoned turn is
+    removed."""
     harness = start("hello you", "hello me")
     session = await harness.start()
     harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
@@ -456,7 +483,7 @@ async def test_an_orphan_is_dropped(start: Start, says_so: bool, streams: bool) 
 
 
 async def test_an_orphan_is_dropped_while_it_is_aborted(start: Start) -> None:
-    """The same body comes before the server has heard of the hang-up: the beginning of the first does not come back."""
+    """The retry may arrive before the engine has finished aborting. The abandoned turn is removed in this case, too."""
     harness = start("hello you", "hello me")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -485,7 +512,7 @@ async def test_an_orphan_is_dropped_while_it_is_aborted(start: Start) -> None:
 
 
 async def test_a_retry_after_a_failure_is_a_new_turn(start: Start) -> None:
-    """503, then again: nothing of the first is left, and the second is generated."""
+    """After a 503 the retry is generated anew, and nothing of the failed turn stays."""
     harness = start("one")
     session = await harness.start()
     path = f"/{session}/v1/chat/completions"
@@ -499,7 +526,7 @@ async def test_a_retry_after_a_failure_is_a_new_turn(start: Start) -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 async def test_two_equal_requests_on_purpose_stay_two(start: Start, together: bool) -> None:
-    """Best of n by n requests: nobody said that they are retries; the retry of one is not the other."""
+    """Two equal requests that are not retries are two samples. Each of them answers its own retry."""
     harness = start("one", "two")
     session = await harness.start()
     path = f"/{session}/v1/chat/completions"
@@ -522,7 +549,7 @@ async def test_two_equal_requests_on_purpose_stay_two(start: Start, together: bo
 
 
 async def test_the_sdk_retries_by_itself(start: Start) -> None:
-    """The official client, its own retries: one failure, one turn in the tree."""
+    """If the first attempt of the official SDK fails, its own retry leads to a single turn in the tree."""
     harness = start("one")
     session = await harness.start()
     harness.engine.error = EngineError("no server answered", 503)
@@ -541,7 +568,7 @@ async def test_the_sdk_retries_by_itself(start: Start) -> None:
 
 
 async def test_a_session_frees_its_turns(start: Start) -> None:
-    """What is exported or expired is gone with all that waited for retries."""
+    """After the export the session is forgotten, and none of its turns is running."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -553,7 +580,7 @@ async def test_a_session_frees_its_turns(start: Start) -> None:
 
 
 async def test_a_concurrent_title_call_takes_no_reward(start: Start) -> None:
-    """What opencode does: two streams at once in one session. The agent's turn gets the reward, whoever ends last."""
+    """opencode asks for a title while the agent works. The agent's turn gets the reward, whichever call ends last."""
     harness = start("a title", "done")
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -577,7 +604,7 @@ async def test_a_concurrent_title_call_takes_no_reward(start: Start) -> None:
 
 @pytest.fixture
 async def real(tiny_tokenizer: Any, tiny_server: str) -> AsyncIterator[Harness]:
-    """The proxy over a real engine and a real server process."""
+    """A proxy over a real engine and a real server process."""
     engine = RemoteInfEngine([tiny_server])
     await asyncio.to_thread(engine.initialize)
     harness = Harness(tiny_tokenizer)
@@ -589,7 +616,8 @@ async def real(tiny_tokenizer: Any, tiny_server: str) -> AsyncIterator[Harness]:
 
 
 async def assert_equal_rows(harness: Harness, sessions: list[str]) -> None:
-    """Both sessions hold one row, the same but for the last bits of its logprobs (the server's batches differ)."""
+    """Check that both sessions hold an equal row. The last bits of the log-probabilities may differ, because the
+    server batches differently."""
     one, other = [i["tensors"] for s in sessions for i in (await harness.export(s)).values()]
     assert one.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-4)
     assert one == other
@@ -597,7 +625,7 @@ async def assert_equal_rows(harness: Harness, sessions: list[str]) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_streaming_is_not_streaming_chat(real: Harness, seed: int) -> None:
-    """Chat, through the SDK's accumulating helper: the same completion and the same tokens."""
+    """A streamed chat completion, put together by the SDK, has the text and the tokens of the unstreamed one."""
     sessions = [await real.start() for _ in range(2)]
     request: Any = {"model": "m", "messages": HELLO, "seed": seed, "tools": TOOLS, "max_tokens": 60}
     async with sdk(real, f"/{sessions[0]}/v1") as client:
@@ -607,7 +635,7 @@ async def test_streaming_is_not_streaming_chat(real: Harness, seed: int) -> None
         async with client.chat.completions.stream(**request, **options) as stream:
             async for _ in stream:
                 pass
-            streamed = stream.current_completion_snapshot  # the final one is refused where a length cut it
+            streamed = stream.current_completion_snapshot  # the SDK refuses the final completion if a length cut it
     assert streamed.choices[0].message.content == whole.choices[0].message.content
     assert streamed.choices[0].finish_reason == whole.choices[0].finish_reason
     assert streamed.usage == whole.usage
@@ -616,9 +644,9 @@ async def test_streaming_is_not_streaming_chat(real: Harness, seed: int) -> None
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_streaming_is_not_streaming_responses(real: Harness, seed: int) -> None:
-    """Responses, likewise."""
+    """A streamed response, put together by the SDK, has the text and the tokens of the unstreamed one."""
     sessions = [await real.start() for _ in range(2)]
-    stops = {"seed": seed, "stop_token_ids": list(range(100, 104))}  # an answer that a length cuts has no helper
+    stops = {"seed": seed, "stop_token_ids": list(range(100, 104))}  # a length must not cut the answer
     request: Any = {"model": "m", "input": "hello", "extra_body": stops}
     async with sdk(real, f"/{sessions[0]}/v1") as client:
         whole = await client.responses.create(**request)
@@ -633,7 +661,7 @@ async def test_streaming_is_not_streaming_responses(real: Harness, seed: int) ->
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_streaming_is_not_streaming_messages(real: Harness, seed: int) -> None:
-    """Anthropic's Messages, likewise."""
+    """A streamed Anthropic message, put together by the SDK, has the content and the tokens of the unstreamed one."""
     sessions = [await real.start() for _ in range(2)]
     request: Any = {"model": "m", "messages": HELLO, "max_tokens": 50, "extra_body": {"seed": seed}}
     async with claude(real, f"/{sessions[0]}") as client:
@@ -646,7 +674,7 @@ async def test_streaming_is_not_streaming_messages(real: Harness, seed: int) -> 
 
 
 async def test_a_paused_server_holds_requests(real: Harness, tiny_server: str) -> None:
-    """A weight update is no error: what is asked meanwhile waits and is answered after it."""
+    """A call that arrives while a weight update pauses the server waits, and it is answered after the update."""
     engine = real.app.state.proxy.engine
     session = await real.start()
     await asyncio.to_thread(engine.pause)
@@ -665,7 +693,7 @@ async def test_a_paused_server_holds_requests(real: Harness, tiny_server: str) -
 
 
 async def test_a_hang_up_frees_the_server(real: Harness, tiny_server: str) -> None:
-    """Nobody will read the rest: the server hears of it and generates nothing more."""
+    """If the caller hangs up, the server is told and stops generating."""
     session = await real.start()
     body = {**STREAM, "max_tokens": 1500, "seed": 1}
     call = Connection(real, f"/{session}/v1/chat/completions", body)
@@ -682,8 +710,8 @@ async def test_a_hang_up_frees_the_server(real: Harness, tiny_server: str) -> No
 async def test_a_stream_through_processes_and_the_agents_own_transport(
     tiny_model_dir: Any, tiny_server: str, protocol: str
 ) -> None:
-    """Agent's client -> proxy process -> server process: tokens come one after the other, a stream that is left early
-    is aborted at the server, and the connections of finished ones are used again."""
+    """Tokens stream from the server process through the proxy process to the agent's client. Closing a stream early
+    aborts the generation at the server, and a finished stream gives its connection back."""
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -720,7 +748,8 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
 
 @pytest.mark.parametrize("where", ["parse", "certain"])
 async def test_a_mistake_of_ours_is_an_event_too(start: Start, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """What nobody expected in the middle of a stream is told to the client, and goes on to the log."""
+    """An unexpected error in the middle of a stream is sent to the client as an event, and it is raised for the log,
+    too."""
 
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("our mistake")
