@@ -1,27 +1,24 @@
-"""What may come between a reward and an advantage: penalties, other baselines, credit over tokens, a filter of groups.
+"""Variants of the advantage: length penalty, KL penalty, leave-one-out baseline, GAE, and a filter of groups.
 
-ppo.py compares a turn with its group and stops there. Each function here is one well-known variation, switched on by
-one configuration key and independent of the others; compute_advantages calls them in this order:
+ppo.py compares the return of a turn with the returns of its group. Each function here is one well-known change to that,
+and one configuration key switches it on. compute_advantages calls them in this order:
 
-    overlong_penalty      a turn that comes near its length limit pays, before it runs into it (DAPO, arXiv 2503.14476)
-    kl_estimate           a turn pays for its distance from a reference model (k1, k2, k3)
-    leave_one_out_mean    the baseline is the mean of the others: unbiased, where the group's own mean is not (RLOO)
-    generalised_advantage the turn's advantage reaches its earlier tokens weakened by gamma * lambda each (GAE)
+    overlong_penalty        A turn near its length limit pays a growing penalty (DAPO, arXiv 2503.14476).
+    kl_estimate             A turn pays for its distance from a reference model.
+    leave_one_out_mean      The baseline of a turn is the mean of the others in its cell (RLOO, arXiv 2402.14740).
+    generalised_advantage   Earlier tokens of a turn get a smaller share of its advantage (GAE, arXiv 1506.02438).
 
-Mean only, without a spread (Dr. GRPO, arXiv 2503.20783), needs no function: adv_norm.std_level=none and
-loss_aggregation=constant. Batch spread, group spread and a constant are in ppo.normalise.
+**Example.** A group has three members with the returns 1, 0 and 2. With the group's mean as baseline the advantages
+are 0, -1 and 1. With the leave-one-out mean they are 1 - 1, 0 - 1.5 and 2 - 0.5, so 0, -1.5 and 1.5.
 
-A turn is one action here, the reward of the whole turn arrives at its last token, and rewards have already travelled
-from later turns to earlier ones along the conversation's tree (cache.py). So GAE runs inside a turn and never across
-a border: running on would count the later turns' reward twice. Tokens that are not trained do not exist for it.
+**One turn is one action.** The reward of a turn arrives at its last token. The conversation tree has already passed
+rewards from later turns back to earlier ones (cache.py), so GAE stays inside a turn. If GAE crossed into the next turn,
+the rewards of later turns would count twice.
 
-`informative` is for should_accept_fn: a group whose members all earned the same has advantage 0 everywhere and costs
-a training step's place (DAPO's dynamic sampling). Rejecting it lets the next prompt take that place. What that does
-not promise: batches that are representative of the data (easy and impossible prompts leave), or an end, when nothing
-is left to learn; watch `rejected`.
-
-Different from AReaL: its overlong penalty, KL and reward sit at one place of a row, found by position, and are lost
-when that place is masked; its GAE runs over the whole row; its leave-one-out goes by blocks of rows.
+**Filter.** `informative` is meant for should_accept_fn. A group whose members all earned the same has advantage 0
+everywhere, so training on it changes nothing. Rejecting such groups is the dynamic sampling of DAPO. The accepted
+batches then hold fewer easy and fewer impossible prompts. If no group teaches anything any more, the run waits for
+ever; the metric `rejected` shows it.
 """
 
 import torch
@@ -29,53 +26,60 @@ from torch import Tensor
 
 
 def overlong_penalty(lengths: Tensor, limit: int, margin: int, factor: float) -> Tensor:
-    """(N,) what each of N turns of `lengths` tokens pays, 0 to -factor: nothing up to `margin` tokens from `limit`."""
+    """Return the penalty (N,) of N turns, from 0 to -factor, given their `lengths` (N,) in tokens.
+
+    A turn pays nothing up to limit - margin tokens; the penalty then grows linearly to -factor at `limit` tokens.
+    """
     # r_len = -factor * clip((n - (limit - margin)) / margin, 0, 1)
     return -factor * ((lengths - (limit - margin)) / margin).clamp(0, 1)
 
 
 def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
-    """Of each token drawn from pi, an estimate of KL(pi || pi_ref) in nats, the shape of logp
-    (J. Schulman's k1, k2, k3).
+    """Estimate KL(pi || pi_ref) in nats from each token that pi sampled (Schulman, "Approximating KL Divergence").
 
-    k1 is unbiased and of either sign; as a loss its gradient is 0 on average. k2 is never negative and biased; as a
-    loss its gradient is the KL's. k3 is unbiased and never negative.
+    The result has the shape of logp. `kind` is one of
+    k1    unbiased, may be negative; as a loss its gradient is 0 on average
+    k2    biased, never negative; as a loss it has the gradient of the KL
+    k3    unbiased, never negative
     """
-    x = logp - ref_logp  # log (pi / pi_ref)
+    # k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x, with x = log (pi / pi_ref)
+    x = logp - ref_logp
     if kind == "k1":
         return x
     if kind == "k2":
         return x.square() / 2
-    # k3 = pi_ref / pi - 1 - log (pi_ref / pi); bounded where it is exponentiated
-    x = x.clamp(-20, 20)
+    x = x.clamp(-20, 20)  # so that exp(-x) stays finite
     return torch.expm1(-x) + x
 
 
 def leave_one_out_mean(x: Tensor, cell: Tensor) -> Tensor:
-    """(N,) the mean of the others in each entry's cell; an entry that is alone is compared with itself."""
+    """Return for each entry of x (N,) the mean of all others in its cell, (N,).
+
+    If an entry is alone in its cell, the function returns the entry itself, so its advantage becomes 0.
+    """
     # b_i = (sum_j x_j - x_i) / (n - 1)
-    others = torch.bincount(cell)[cell] - 1
+    others = torch.bincount(cell)[cell] - 1  # (N,)
     return torch.where(others > 0, (torch.bincount(cell, x)[cell] - x) / others.clamp(min=1), x)
 
 
 def generalised_advantage(advantages: Tensor, turn_of: Tensor, gamma: float, lam: float) -> Tensor:
-    """(N,) advantages of turns -> (M,) of their tokens, in the tokens' order; turn_of (M,) is the turn of each token.
+    """Spread the advantages of N turns (N,) over their M tokens and return the advantages of the tokens, (M,).
 
-    Without a critic all values are 0, the reward is the only delta, and the recursion has a closed form.
+    turn_of (M,) is the number of each token's turn. The tokens of a turn may be mixed with those of other turns.
     """
-    # A_t = delta_t + gamma lambda A_(t+1), delta = A at the turn's last token, else 0:
+    # GAE is A_t = delta_t + gamma lambda A_(t+1). Without a critic, delta is A at the turn's last token and 0 before:
     # A_t = (gamma lambda)^(last - t) A
-    order = torch.argsort(turn_of, stable=True)  # (M,) turn after turn, each in the order of its tokens
-    ends = torch.bincount(turn_of, minlength=len(advantages)).cumsum(0)  # (N,)
-    to_end = torch.empty_like(turn_of)
+    order = torch.argsort(turn_of, stable=True)  # (M,) tokens sorted by turn, in their own order within a turn
+    ends = torch.bincount(turn_of, minlength=len(advantages)).cumsum(0)  # (N,) where each turn ends in that order
+    to_end = torch.empty_like(turn_of)  # (M,) last - t
     to_end[order] = ends[turn_of[order]] - 1 - torch.arange(len(turn_of))
     return advantages[turn_of] * (gamma * lam) ** to_end
 
 
 def informative(trajectory: dict[str, Tensor]) -> bool:
-    """Whether a group can teach anything: some trained turn earned something else than the same turn of another member.
+    """Return whether two members of a group earned different rewards in the same trained turn.
 
-    For the configuration: should_accept_fn=advantages.informative. Reads loss_mask, turn_ids, turn_rewards (B, L).
+    Use it by should_accept_fn=advantages.informative. Reads loss_mask, turn_ids and turn_rewards (B, T).
     """
     trained = trajectory["loss_mask"] > 0
     turns, rewards = trajectory["turn_ids"][trained], trajectory["turn_rewards"][trained]  # (M,), (M,)

@@ -1,30 +1,28 @@
-"""pi_prox without a forward pass: how the centre of the trust region is found, and how good a guess is.
+"""Guess pi_prox, the policy at the start of the training step, without a forward pass.
 
-The rule. pi_prox is the policy at the start of the training step, version v. `recompute` asks it: one forward pass over
-the batch before the update, a third of a step's work. `loglinear` guesses instead (A-3PO, arXiv 2512.06547): a
-token was written by version v_b; pi_theta, which the training pass computes anyway, is the policy after a
-fraction f of the step's minibatches, so it is version v + f. pi_prox lies between them, and log-probabilities
-are interpolated in the version:
+Decoupled PPO (ppo.py) needs log pi_prox of every token. With prox_logp_method=recompute one forward pass over the batch
+computes it before the update; that is about a third of a step's work. With loglinear it is guessed instead (A-3PO,
+arXiv 2512.06547) from two log-probabilities that are known anyway.
 
-    alpha = (v - v_b) / (v + f - v_b)  in [0, 1], 0/0 is 0
+**The idea.** Let v be the version at the start of the step. A token was sampled by pi_behav, which is version v_b. The
+training pass computes pi_theta. After a fraction f of the step's mini-batches, pi_theta is roughly version v + f.
+pi_prox is version v, which lies between v_b and v + f. So its log-probability is interpolated between the two:
+
+    alpha       = (v - v_b) / (v + f - v_b)        between 0 and 1; 0 if v = v_b
     log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
 
-Both ends are exact. f = 0: no step has been taken, pi_theta is pi_prox, alpha is 1. v_b = v: the token is
-fresh, pi_behav is pi_prox, alpha is 0 and decoupled PPO is standard PPO, bit for bit. In between the error is
-that of a straight line through log-probabilities that moved unevenly. pi_theta enters as a constant: no
-gradient flows through the guess.
+**Example.** v = 7, v_b = 5, and half of the mini-batches are done (f = 0.5). Then alpha = 2 / 2.5 = 0.8. With
+log pi_behav = -2.0 and log pi_theta = -1.5 the guess is -2.0 + 0.8 * 0.5 = -1.6.
 
-A token newer than the trainer (v_b > v: after a recovery from an older checkpoint) counts as fresh and is counted
-(metric versions_ahead).
+**Both ends are exact.** In the first mini-batch f is 0 and pi_theta is pi_prox, so alpha is 1. A fresh token has
+v_b = v and pi_behav is pi_prox, so alpha is 0 and the objective is standard PPO. Between the ends the error is that of
+a straight line. The guess is a constant: no gradient flows through it. A token can be newer than the trainer (v_b > v)
+after a recovery from an older checkpoint. It is treated as fresh, and the metric versions_ahead counts it.
 
-`metrics` trains on the recomputed truth and logs what each guess would have done: `loglinear`, `linear` (the same alpha
-between probabilities) and `rollout` (pi_behav itself), each with the absolute and relative error of log pi_prox and of
-the two weights that depend on it: w = pi_prox / pi_behav and u = pi_theta / pi_prox.
+**Comparison.** prox_logp_method=metrics trains with the recomputed pi_prox and logs how far three guesses are from it:
+loglinear, linear (the same alpha, applied to probabilities) and rollout (pi_behav itself).
 
-Different from AReaL: there v is one too low (v - 1, so that fresh tokens and tokens one version old get alpha 0),
-f is 1 at every minibatch, and versions are not shifted when logprobs are, so that a token gets its neighbour's.
-
-Shapes: N tokens.
+This does not promise a good guess for old tokens: for v_b far below v, alpha is close to 1 and the guess is pi_theta.
 """
 
 import torch
@@ -32,45 +30,49 @@ from torch import Tensor
 
 
 def interpolation(versions: Tensor, version: int, fraction: float | Tensor) -> Tensor:
-    """(N,) alpha: where between pi_behav (0) and pi_theta (1) pi_prox is taken to lie.
+    """Return alpha (N,): where pi_prox lies between pi_behav (0) and pi_theta (1).
 
-    `versions` (N,) is v_b, `version` v, `fraction` f: the minibatches of the step already done, over all of them.
+    versions (N,) is v_b, version is v, and fraction is f, the share of the step's mini-batches that are done.
     """
     # alpha = (v - v_b) / (v + f - v_b)
-    lag = (version - versions).clamp(min=0).float()
+    lag = (version - versions).clamp(min=0).float()  # (N,) v - v_b; tokens newer than the trainer have lag 0
     return torch.where(lag > 0, lag / (lag + fraction), 0.0)
 
 
 def loglinear(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> Tensor:
-    """log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)"""
+    """Interpolate log-probabilities; all arguments and the result have shape (N,)."""
+    # log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
     return old_logp + alpha * (theta_logp - old_logp)
 
 
 def linear(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> Tensor:
-    """pi_prox = (1 - alpha) pi_behav + alpha pi_theta"""
+    """Interpolate probabilities and return the logarithm; all arguments and the result have shape (N,)."""
+    # pi_prox = (1 - alpha) pi_behav + alpha pi_theta
     return torch.logaddexp(torch.log1p(-alpha) + old_logp, alpha.log() + theta_logp)
 
 
 def rollout(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> Tensor:
-    """pi_prox = pi_behav"""
+    """Take pi_behav for pi_prox, as standard PPO does; theta_logp and alpha are not used."""
+    # pi_prox = pi_behav
     return old_logp
 
 
 def guess_errors(prox_logp: Tensor, old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> dict[str, Tensor]:
-    """(N,) each: |guess - truth| and |guess - truth| / |truth| of log pi_prox, w and u, for each guess.
+    """Return the absolute and the relative error (N,) of each guess, for log pi_prox and for the weights w and u.
 
-    Keys: {guess}_{logp | behave_weight | ratio}_{abs | rel}_error. prox_logp is the recomputed truth.
+    prox_logp (N,) is the recomputed truth. w = pi_prox / pi_behav is the behaviour weight, u = pi_theta / pi_prox the
+    ratio. The keys are {guess}_{logp | behave_weight | ratio}_{abs | rel}_error.
     """
 
     def quantities(prox: Tensor) -> dict[str, Tensor]:
-        # bounded where it is exponentiated, so that one token cannot make a mean infinite
+        """Return log pi_prox, w and u for one guess; the clamp keeps w and u finite."""
         w, u = (x.clamp(-20, 20).exp() for x in (prox - old_logp, theta_logp - prox))
         return {"logp": prox, "behave_weight": w, "ratio": u}
 
     truth, errors = quantities(prox_logp), {}
     for guess in (loglinear, linear, rollout):
         for key, value in quantities(guess(old_logp, theta_logp, alpha)).items():
-            error = (value - truth[key]).abs()
+            error = (value - truth[key]).abs()  # (N,)
             errors[f"{guess.__name__}_{key}_abs_error"] = error
             errors[f"{guess.__name__}_{key}_rel_error"] = error / truth[key].abs().clamp(min=1e-8)
     return errors

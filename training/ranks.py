@@ -1,13 +1,19 @@
-"""The ranks of a run: they join, share, and end together. No concept of its own.
+"""Ranks, the processes that train together: how they join, share data, and end together.
 
-`torchrun --nproc-per-node=N train.py ...` starts N processes of the same program. Rank 0 also runs the rollouts; the
-others only train, and meet it in every collective operation. A rank that waits in one for a rank that is dead would
-wait for hours (NCCL) or until it next meets it (gloo, which sees a closed connection). So each of them also awaits a
-farewell, in a thread: the others from rank 0, rank 0 from all. It is sent when everything is over. A connection that
-closes before it is a death, and whoever sees one says so and ends at once: rank 0 within moments of any other, then
-all. Rank 0's children end with it, because their pipe closes. What the dead rank said last is its own error.
+`torchrun --nproc-per-node=N train.py ...` starts N processes of one program, called ranks. Rank 0 also runs the
+rollouts; all others only train. In a collective operation, such as a sum of gradients, every rank waits for all others.
 
-Not promised: a machine that vanishes without closing its connections is noticed by the operation's timeout only.
+**The problem.** If a rank dies, a rank that waits for it may hang for hours (NCCL), or until its next operation (gloo).
+
+**The solution is a farewell.** Each rank awaits one small message in a thread: rank 0 from every other rank, and every
+other rank from rank 0. A rank sends the message only when its work is over. If a connection closes before the message
+has arrived, the peer has died. The waiting thread then prints a line and ends its own process.
+
+**Example.** Rank 2 of 3 raises an error and dies. Rank 0 sees its connection close and ends within moments. Rank 1 then
+sees the connection to rank 0 close, and ends too. The error that rank 2 printed is the cause.
+
+**Not promised.** A machine that disappears from the network without closing its connections is noticed only when an
+operation times out.
 """
 
 import os
@@ -19,14 +25,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LIFETIME = timedelta(days=365)  # how long a farewell may be awaited
-PATIENCE = timedelta(hours=2)  # how long any other operation may: rank 0 also waits for rollouts
+LIFETIME = timedelta(days=365)  # the longest time to wait for a farewell: longer than any run
+PATIENCE = timedelta(
+    hours=2
+)  # the longest time that other operations wait for a rank; rank 0 may be waiting for rollouts
 
-_watch: tuple[Any, list[threading.Thread]] | None = None  # the farewells' process group, and who awaits them
+_watch: tuple[Any, list[threading.Thread]] | None = None  # the process group of the farewells, and the waiting threads
 
 
 def join_ranks() -> bool:
-    """Join torchrun's ranks, or be a world of one that needs no port; False where there is a group already."""
+    """Make the process group: all ranks of torchrun, or this process alone. Return False if there is a group already.
+
+    A process group of one rank lives in this process and opens no port.
+    """
     if dist.is_initialized():
         return False
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -41,7 +52,7 @@ def join_ranks() -> bool:
 
 
 def leave_ranks() -> None:
-    """Part in peace: all ranks have to call it, and it returns when they have."""
+    """Exchange farewells and end the process group. All ranks call it, and it returns when all have called it."""
     global _watch
     if _watch is not None:
         group, threads = _watch
@@ -54,7 +65,7 @@ def leave_ranks() -> None:
 
 
 def share(thing: Any) -> Any:
-    """Rank 0's `thing`, on every rank."""
+    """Return rank 0's `thing` on every rank. All ranks call it; it is pickled on the way."""
     if dist.get_world_size() == 1:
         return thing
     box = [thing]
@@ -63,10 +74,12 @@ def share(thing: Any) -> Any:
 
 
 def _peers() -> list[int]:
+    """Return the ranks with which this rank exchanges farewells."""
     return list(range(1, dist.get_world_size())) if dist.get_rank() == 0 else [0]
 
 
 def _await_farewells() -> None:
+    """Start one thread for each peer, which waits for the peer's farewell and ends this process if the peer dies."""
     global _watch
     group, rank = dist.new_group(backend="gloo", timeout=LIFETIME), dist.get_rank()
 
@@ -74,8 +87,10 @@ def _await_farewells() -> None:
         try:
             dist.recv(torch.empty(1), peer, group)
         except RuntimeError:
-            print(f"rank {rank} ends: rank {peer} has ended before it; see what that said", file=sys.stderr, flush=True)
-            os._exit(1)  # the main thread may be in an operation that nothing else interrupts
+            print(
+                f"rank {rank} ends: rank {peer} has ended before it; see that rank's error", file=sys.stderr, flush=True
+            )
+            os._exit(1)  # the main thread may hang in an operation, and an exception here would not stop it
 
     threads = [threading.Thread(target=wait_for, args=(peer,), daemon=True) for peer in _peers()]
     for thread in threads:
