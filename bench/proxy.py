@@ -1,20 +1,22 @@
-"""Claim: the proxy costs milliseconds, and one core serves hundreds of calls a second.
+"""Claim: the proxy adds milliseconds to a call, and on one core it serves hundreds of calls a second.
 
-    python bench/proxy.py [--quick] [--litellm PYTHON]      PYTHON: of an environment with litellm[proxy], for the peer
+    python bench/proxy.py [--quick] [--litellm PYTHON]      PYTHON: an interpreter that has litellm[proxy]
 
-The proxy runs in a process of its own, over an engine that answers at once with 24 tokens; reading, the tree, the chat
-template, the tokenizer (a BPE of 4,096 tokens, trained on this repository on the spot) and the reply are real. The load
-comes from raw sockets in this process, so that no client library is measured. Printed:
+The proxy runs in a process of its own, over an engine that answers at once with 24 tokens. Everything else is real:
+reading the request, the tree, the chat template, the tokenizer and the reply. The tokenizer is a BPE of 4,096 tokens,
+trained on this repository when the benchmark starts. The load comes from raw sockets, so no client library is measured.
 
-    calls/s, CPU ms    200 sessions at once, 10 turns each, every turn with its whole history; calls a second, and
-                       processor time of the proxy for a call. Target: 500 calls a second of one core
-    p50 added          median time of a call, one at a time, less that of an empty handler of the same framework,
-                       which reads the same bodies
-    2 MB history       a conversation of 1,000 messages of 2 kB: its first call, which renders and tokenises all of it,
-                       and the next one, which does neither
-    streamed           the first load again, each reply as events
+The benchmark prints:
 
-LiteLLM's proxy, likewise on one core, answers from its mock_response: it renders, tokenises and keeps nothing.
+    calls/s, CPU ms    200 sessions at once with 10 turns each, and every turn sends its whole history: calls a second,
+                       and processor time of the proxy for one call. Target: 500 calls a second on one core
+    p50 added          median time of a call, one at a time, minus the time of an empty handler for the same bodies
+    2 MB history       a conversation of 1,000 messages of 2 kB: its first call, which renders and tokenises everything,
+                       and the next calls, which render and tokenise only what is new
+    streamed           the first load again with streamed replies
+
+For comparison, LiteLLM's proxy gets the first load, also on one core. It answers with a constant (mock_response), so it
+renders, tokenises and keeps nothing.
 """
 
 import argparse
@@ -37,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import orjson
 
 ROOT = Path(__file__).resolve().parent.parent
-PERMIT = "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"  # on this machine, for the length of the benchmark
-LITELLM = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", PERMIT: "true"}  # the first: else it asks the network
+PERMIT = "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"  # allows a proxy without a key, for this benchmark only
+LITELLM = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", PERMIT: "true"}  # the first keeps it off the network
 ADMIN = "authorization: Bearer admin\r\n"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -51,6 +53,7 @@ QUESTION = "and then, what would you do about the third of them, given that the 
 
 
 def make_tokenizer() -> Any:
+    """Return a BPE tokenizer that is trained on the modules of this repository."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -66,7 +69,7 @@ def make_tokenizer() -> Any:
 
 
 def serve_proxy(port: int) -> None:
-    """The proxy over an engine that answers at once, with an empty handler beside it."""
+    """Serve the proxy over an engine that answers at once, and an empty handler beside it."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from fastapi import Request, Response
 
@@ -96,7 +99,7 @@ def serve_proxy(port: int) -> None:
     async def cpu(_: Request) -> Response:
         return Response(orjson.dumps(time.process_time()), media_type="application/json")
 
-    app.router.routes.clear()  # these two come before the paths of sessions
+    app.router.routes.clear()  # the next two routes must come before the paths of sessions
     app.add_route("/empty", empty, methods=["POST"])
     app.add_route("/cpu", cpu, methods=["POST"])
     app.router.routes.extend(create_app(AtOnce(), tokenizer, "admin").router.routes)
@@ -111,13 +114,13 @@ CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
 
 
 def pin(core: int, pid: int = 0) -> None:
-    """A process, by default this one, on one core, where the system can do that and there are two."""
+    """Bind a process to one core; the default is this process. Do nothing if there is only one core."""
     if CORES[1:]:
         os.sched_setaffinity(pid, {CORES[core]})
 
 
 class Raw:
-    """One connection: HTTP by hand."""
+    """One HTTP connection over a raw socket."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -130,6 +133,7 @@ class Raw:
         self.writer.close()
 
     async def post(self, path: str, body: bytes, headers: str = "") -> bytes:
+        """Send a request and return the body of its reply, whole or put together from chunks."""
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{headers}"
         self.writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
@@ -145,12 +149,13 @@ class Raw:
 
 
 async def start_session(raw: Raw) -> str:
+    """Start a session at the proxy and return its id."""
     await raw.post("/grant_capacity", b"{}", ADMIN)
     return json.loads(await raw.post("/rl/start_session", b'{"task_id":"t"}', ADMIN))["session_id"]
 
 
 async def talk(raw: Raw, path: str, turns: int, more: dict[str, Any]) -> list[float]:
-    """The seconds of each turn of one conversation."""
+    """Have one conversation and return the seconds of each turn; `more` are further fields of the body."""
     messages: list[Any] = [{"role": "system", "content": "You are terse. " * 8}, {"role": "user", "content": QUESTION}]
     seconds = []
     for _ in range(turns):
@@ -168,7 +173,7 @@ async def talk(raw: Raw, path: str, turns: int, more: dict[str, Any]) -> list[fl
 
 
 async def load(port: int, sessions: int, turns: int, more: dict[str, Any], ours: bool = True) -> tuple[float, float]:
-    """(calls a second, CPU milliseconds a call) with all sessions at once; 0 CPU where it is not ours to ask."""
+    """Run all sessions at once; return (calls a second, CPU milliseconds a call). The latter is 0 for another proxy."""
 
     async def one(gate: asyncio.Event) -> None:
         async with Raw(port) as raw:
@@ -194,7 +199,7 @@ async def load(port: int, sessions: int, turns: int, more: dict[str, Any], ours:
 
 
 async def one_by_one(port: int, rounds: int) -> tuple[float, float]:
-    """Median milliseconds of (a call, the empty handler with the same bodies)."""
+    """Return the median milliseconds of a call, and of the empty handler for bodies of that size."""
     async with Raw(port) as raw:
         called, nothing = [], []
         for _ in range(rounds):
@@ -208,7 +213,7 @@ async def one_by_one(port: int, rounds: int) -> tuple[float, float]:
 
 
 async def long_history(port: int) -> tuple[float, list[float]]:
-    """(megabytes, milliseconds of three turns, one after the other)."""
+    """Return the megabytes of a long history, and the milliseconds of three calls one after the other."""
     messages = [{"role": ("user", "assistant")[k % 2], "content": f"{k} " + QUESTION * 20} for k in range(999)]
     milliseconds = []
     async with Raw(port) as raw:
@@ -223,12 +228,14 @@ async def long_history(port: int) -> tuple[float, list[float]]:
 
 
 def free_port() -> int:
+    """Return a port that nobody listens on."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
 def wait_for(port: int, process: subprocess.Popen) -> None:
+    """Wait until the process listens on the port."""
     while True:
         try:
             socket.create_connection(("127.0.0.1", port)).close()
@@ -239,9 +246,9 @@ def wait_for(port: int, process: subprocess.Popen) -> None:
 
 
 def bench_peer(python: str, sessions: int, turns: int) -> str:
-    """LiteLLM's proxy under the same load: calls a second."""
+    """Return the calls a second of LiteLLM's proxy under the first load, or a sentence if it is not installed."""
     if subprocess.run([python, "-c", "import litellm"], capture_output=True, env=LITELLM).returncode:
-        return "peer absent: litellm is not installed there"
+        return "peer absent: litellm is not installed"
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
@@ -252,7 +259,7 @@ def bench_peer(python: str, sessions: int, turns: int) -> str:
         pin(0, process.pid)
         try:
             wait_for(port, process)
-            asyncio.run(load(port, 20, 3, {}, ours=False))  # warm
+            asyncio.run(load(port, 20, 3, {}, ours=False))  # warm up
             rate, _ = asyncio.run(load(port, sessions, turns, {}, ours=False))
         finally:
             process.terminate()
@@ -262,9 +269,9 @@ def bench_peer(python: str, sessions: int, turns: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer turns, 15 s")
-    parser.add_argument("--litellm", default=sys.executable, help="a Python with litellm[proxy]")
-    parser.add_argument("--serve", type=int, help="(what the process under test is started with: its port)")
+    parser.add_argument("--quick", action="store_true", help="4 turns a session instead of 10; takes 15 s")
+    parser.add_argument("--litellm", default=sys.executable, help="a Python interpreter that has litellm[proxy]")
+    parser.add_argument("--serve", type=int, help="(internal) serve the proxy under test on this port")
     args = parser.parse_args()
     if args.serve:
         serve_proxy(args.serve)
@@ -274,7 +281,7 @@ def main() -> None:
     try:
         wait_for(port, process)
         pin(1)
-        asyncio.run(load(port, 20, 3, {}))  # warm
+        asyncio.run(load(port, 20, 3, {}))  # warm up
         rate, cpu = asyncio.run(load(port, sessions, turns, {}))
         streamed, streamed_cpu = asyncio.run(load(port, sessions, turns, {"stream": True}))
         call, nothing = asyncio.run(one_by_one(port, 10))
