@@ -153,6 +153,9 @@ class InteractionWithTokenLogpReward:
         return f"Interaction({self.interaction_id!r}, turn {self.turn}, reward={self.reward}, parent={parent!r})"
 
 
+Interaction = InteractionWithTokenLogpReward  # AReaL's name is long
+
+
 def finite(reward: Any) -> float:
     """Return `reward` as a float. Raises ValueError if it is not a finite number (a string, nan, inf)."""
     try:
@@ -168,12 +171,12 @@ def walk(place: Hashable, messages: list[Message]) -> list[Hashable]:
     return list(accumulate(messages, lambda here, message: hash((here, canonical(message))), initial=place))
 
 
-def end_of(interaction: InteractionWithTokenLogpReward) -> Hashable:
+def end_of(interaction: Interaction) -> Hashable:
     """Return the place where a finished interaction ends, which is where its children begin."""
     return walk(interaction.template_key, interaction.messages + interaction.output_message_list)[-1]
 
 
-class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
+class InteractionCache(OrderedDict[str, Interaction]):
     """The interactions of one session by completion id, in the order of their requests.
 
     A call is entered with `enter`, and then either finished with `finish` or removed with `discard`.
@@ -183,34 +186,33 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
         super().__init__()
         self.side_patterns = side_patterns
         # All mutable state beside the dictionary itself:
-        self._ends: dict[Hashable, InteractionWithTokenLogpReward] = {}  # place -> finished interaction that ends there
+        self._ends: dict[Hashable, Interaction] = {}  # place -> finished interaction that ends there
         self._unfinished: dict[str, Hashable] = {}  # id -> place after the last message of the request
         self._discounted = False
 
     # ---- questions
 
-    def finished(self) -> list[InteractionWithTokenLogpReward]:
+    def finished(self) -> list[Interaction]:
         """Return the finished interactions, in the order of their requests."""
         return [interaction for interaction in self.values() if interaction.complete]
 
-    def find_parent(self, places: list[Hashable]) -> InteractionWithTokenLogpReward | None:
+    def find_parent(self, places: list[Hashable]) -> Interaction | None:
         """Return the finished interaction that ends at the last possible place of `places`, or None."""
         for place in reversed(places):
             if place in self._ends:
                 return self._ends[place]
         return None
 
-    def mark_side_conversations(self) -> list[InteractionWithTokenLogpReward]:
+    def mark_side_conversations(self) -> list[Interaction]:
         """Set `is_side` of every finished interaction by today's state of the session; return those that are."""
-        finished = self.finished()
-        side = find_side_conversations(finished, self.side_patterns)
-        for interaction in finished:
+        side = find_side_conversations(self.finished(), self.side_patterns)
+        for interaction in self.values():
             interaction.is_side = interaction in side
         return side
 
     # ---- the life of a call
 
-    def enter(self, interaction_id: str, interaction: InteractionWithTokenLogpReward) -> InteractionWithTokenLogpReward:
+    def enter(self, interaction_id: str, interaction: Interaction) -> Interaction:
         """Enter an interaction, find its parent, and return it. If it has its tokens already, finish it too.
 
         Raises ValueError if it has no messages or if the id is known.
@@ -299,7 +301,7 @@ class InteractionCache(OrderedDict[str, InteractionWithTokenLogpReward]):
 
     # ---- rows
 
-    def export_interactions(self, style: str = "individual") -> dict[str, InteractionWithTokenLogpReward]:
+    def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
         """Return the interactions that are rows for training, by id: every finished one, or one for each leaf.
 
         Raises ValueError if the style is neither "individual" nor "concat".
