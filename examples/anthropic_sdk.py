@@ -1,8 +1,17 @@
-"""The Anthropic SDK: a loop over the Messages API that runs the tools the model uses."""
+"""An agent with the Anthropic SDK: it calls the model in a loop and runs the tools that the model uses."""
 
 from anthropic import AsyncAnthropic
 
-TOOLS = {"add": lambda a, b: a + b, "multiply": lambda a, b: a * b}
+
+def add(a, b):
+    return a + b
+
+
+def multiply(a, b):
+    return a * b
+
+
+TOOLS = {"add": add, "multiply": multiply}
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
 SCHEMAS = [{"name": name, "description": f"{name} two numbers", "input_schema": NUMBERS} for name in TOOLS]
 

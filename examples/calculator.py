@@ -1,14 +1,17 @@
-"""The task of the examples, and a base model for it that is made on the spot: seconds on one core.
+"""The task of the example agents, and a tiny base model for it that is trained in seconds on one core.
 
-The task: what is ( a + b ) * c? The agent has two tools, add and multiply, and is to answer in words. So an episode is
-three turns: a call of add, a call of multiply with what came back, and the answer.
+The task: what is ( a + b ) * c? The agent has two tools, add and multiply, and gives the answer in words. An episode
+has three turns: a call of add, a call of multiply with the sum, and the answer.
 
-The model (tasks/base_model.py: a word is a token) is warmed up by imitation of exactly that, to emit calls in the form
-of Hermes and Qwen, <tool_call> {"name": ..., "arguments": ...} </tool_call>. It copies the numbers from the question
-and from the results of the tools; what a framework adds in its system prompt is unknown words to it. It is here to show
-that each framework's conversation trains, not to learn anything more.
+    user: ( 1 + 2 ) * 3     assistant: add(1, 2)     tool: 3     assistant: multiply(3, 3)     tool: 9
+    assistant: the answer is 9
 
-    python -m examples.calculator .cache/calculator        makes the model's folder; the server and the proxy take it
+In the model (tasks/base_model.py) every word is one token. It learns to imitate such conversations, with calls in the
+form of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...} </tool_call>. It copies the numbers from the
+question and from the results of the tools. The words that a framework adds in its system prompt are unknown to it. The
+model is here to show that the conversations of each framework can be trained; it has nothing more to learn.
+
+    python -m examples.calculator .cache/calculator        makes the folder of the model, for the server and the proxy
 """
 
 import random
@@ -31,7 +34,7 @@ CHAT_TEMPLATE = (
 
 
 def dataset(split: str = "train") -> list[dict]:
-    """All 64 questions."""
+    """Return all 64 questions with their answers."""
     return [
         {"question": f"( {a} + {b} ) * {c}", "answer": str((a + b) * c), "numbers": (a, b, c)}
         for a, b, c in product(NUMBERS, repeat=3)
@@ -39,7 +42,7 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def conversation(sample: dict, noise: random.Random) -> list[dict]:
-    """How somebody who can do it does it, with a system prompt of random length."""
+    """Return a perfect conversation about a sample; half of them have a system prompt of random length."""
     a, b, c = sample["numbers"]
     talk = [
         ("user", sample["question"]),
@@ -49,13 +52,14 @@ def conversation(sample: dict, noise: random.Random) -> list[dict]:
         ("tool", sample["answer"]),
         ("assistant", f"the answer is {sample['answer']}"),
     ]
-    tools = [("system", "add multiply")]  # as the template renders them
-    system = [("system", "unknown " * noise.randrange(1, 40))] * noise.randrange(2)
+    tools = [("system", "add multiply")]  # the chat template renders the tools like this
+    prompt = "unknown " * noise.randrange(1, 40)
+    system = [("system", prompt)] if noise.randrange(2) else []
     return [{"role": role, "content": content} for role, content in tools + system + talk]
 
 
 def make_model(path: Path, steps: int = 300) -> Path:
-    """A Hugging Face folder with the warmed-up model, made if it is not there."""
+    """Make the model's Hugging Face folder if it does not exist yet, and return its path."""
     if not (path / "config.json").is_file():
         tokenizer = make_tokenizer(WORDS)
         tokenizer.chat_template = CHAT_TEMPLATE

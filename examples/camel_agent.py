@@ -1,6 +1,7 @@
-"""CAMEL (https://www.camel-ai.org): a ChatAgent with tools.
+"""An agent with CAMEL (https://www.camel-ai.org): a ChatAgent with tools.
 
-It counts tokens to know when its memory is full, by default with a tokenizer that it downloads; here it counts words.
+CAMEL counts tokens to know when its memory is full. By default it downloads a tokenizer for this; `WordCounter` counts
+words instead, so that the example needs no network.
 """
 
 from camel.agents import ChatAgent
@@ -11,26 +12,28 @@ from camel.utils import BaseTokenCounter
 
 
 def add(a: int, b: int) -> int:
-    """The sum of two numbers.
+    """Add two numbers.
 
     Args:
         a (int): one number
-        b (int): the other
+        b (int): the other number
     """
     return a + b
 
 
 def multiply(a: int, b: int) -> int:
-    """The product of two numbers.
+    """Multiply two numbers.
 
     Args:
         a (int): one number
-        b (int): the other
+        b (int): the other number
     """
     return a * b
 
 
 class WordCounter(BaseTokenCounter):
+    """Count every word as one token."""
+
     def count_tokens_from_messages(self, messages):
         return sum(len(self.encode(str(message))) for message in messages)
 

@@ -1,4 +1,4 @@
-"""LangGraph (https://langchain-ai.github.io/langgraph): a graph of two nodes, the model and its tools."""
+"""An agent with LangGraph (https://langchain-ai.github.io/langgraph): a graph of two nodes, the model and its tools."""
 
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -8,13 +8,13 @@ from langgraph.prebuilt import ToolNode, tools_condition
 
 @tool
 def add(a: int, b: int) -> int:
-    """The sum of two numbers."""
+    """Add two numbers."""
     return a + b
 
 
 @tool
 def multiply(a: int, b: int) -> int:
-    """The product of two numbers."""
+    """Multiply two numbers."""
     return a * b
 
 
@@ -31,7 +31,7 @@ class Agent:
         graph.add_node("think", think)
         graph.add_node("tools", ToolNode([add, multiply]))
         graph.add_edge(START, "think")
-        graph.add_conditional_edges("think", tools_condition)  # to the tools, or to the end
+        graph.add_conditional_edges("think", tools_condition)  # after the model, either the tools or the end
         graph.add_edge("tools", "think")
         question = {"messages": [("user", data["question"])]}
         final = await graph.compile().ainvoke(question, {"recursion_limit": 10})

@@ -1,4 +1,4 @@
-r"""The OpenAI SDK and nothing else: a loop over chat completions that runs the tools the model calls.
+r"""An agent with the OpenAI SDK: it calls the model in a loop and runs the tools that the model calls.
 
 python -m run.episode examples.openai_sdk.Agent --model-path DIR \
     --data '{"question": "( 1 + 2 ) * 3", "answer": "9"}'
@@ -15,7 +15,15 @@ class Numbers(BaseModel):
     b: int
 
 
-TOOLS = {"add": lambda a, b: a + b, "multiply": lambda a, b: a * b}
+def add(a, b):
+    return a + b
+
+
+def multiply(a, b):
+    return a * b
+
+
+TOOLS = {"add": add, "multiply": multiply}
 SCHEMAS = [pydantic_function_tool(Numbers, name=name) for name in TOOLS]
 
 

@@ -1,4 +1,4 @@
-"""PydanticAI (https://ai.pydantic.dev): typed tools, streamed or not; here it streams."""
+"""An agent with PydanticAI (https://ai.pydantic.dev): typed tools, and replies that are streamed."""
 
 from pydantic_ai import Agent as PydanticAgent
 from pydantic_ai.models.openai import OpenAIChatModel
@@ -10,13 +10,13 @@ calculator = PydanticAgent(instructions="Compute with the tools, then say what t
 
 @calculator.tool_plain
 def add(a: int, b: int) -> int:
-    """The sum of two numbers."""
+    """Add two numbers."""
     return a + b
 
 
 @calculator.tool_plain
 def multiply(a: int, b: int) -> int:
-    """The product of two numbers."""
+    """Multiply two numbers."""
     return a * b
 
 
