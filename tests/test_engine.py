@@ -1,7 +1,7 @@
-"""Interruption loses nothing and mislabels nothing: what a client of inference servers must get right.
+"""Interruptions and failures lose no token of a completion and give no token a wrong version.
 
-The network is replaced at its lowest seam (httpx.MockTransport) by a server that answers from a script; time
-by a list that records how long the engine wanted to sleep. The last tests talk to a real server process.
+Most tests replace the network by servers that answer from a script (httpx.MockTransport). They replace waiting by a
+list of the seconds that the engine wanted to wait. The tests with `real_engine` talk to a real server process.
 """
 
 import asyncio
@@ -30,8 +30,7 @@ Answer = httpx.Response | Exception | Callable[[], Coroutine[Any, Any, httpx.Res
 
 
 def generated(tokens: list[int], finish: str = "stop", **meta: Any) -> httpx.Response:
-    """An answer to /generate in SGLang's form; the logprob of token t is -t. `spans`: [(version, count),
-    ...]."""
+    """Return a server's answer to /generate. Token t has logprob -t, and `spans` is a list of (version, count)."""
     spans, start = [], 0
     for version, count in meta.pop("spans", [(0, len(tokens))]):
         spans.append({"version": str(version), "start": start, "end": start + count})
@@ -46,19 +45,19 @@ def generated(tokens: list[int], finish: str = "stop", **meta: Any) -> httpx.Res
 
 
 def without_spans(tokens: list[int], finish: str, version: int) -> httpx.Response:
-    """The same from SGLang 0.5.16 to 0.5.18: one version, that of the end."""
+    """Return an answer of SGLang 0.5.16 to 0.5.18, which reports only the version at its end."""
     body = generated(tokens, finish, spans=[(version, len(tokens))]).json()
     del body["meta_info"]["weight_versions"]
     return httpx.Response(200, json=body)
 
 
 class Script:
-    """Servers that answer /generate from a script (the last line for ever) and say yes to everything else."""
+    """Servers that answer /generate from a script and every other request with success. The last line repeats."""
 
     def __init__(self, *answers: Answer, info: dict[str, Any] | None = None) -> None:
         self.answers = list(answers)
         self.info = info or {}
-        self.requests: list[tuple[str, dict[str, Any]]] = []  # (url, body) in the order of arrival
+        self.requests: list[tuple[str, dict[str, Any]]] = []  # (url, body) of each request, in order of arrival
         self.slept: list[float] = []
 
     def __call__(self, request: httpx.Request) -> Any:
@@ -96,8 +95,7 @@ def request(*ids: int, **gconfig: Any) -> ModelRequest:
 
 @pytest.mark.anyio
 async def test_resumes_where_it_was_interrupted():
-    """An interrupted answer goes on after its own tokens, and each token carries the version that computed
-    it."""
+    """An interrupted completion goes on after its own tokens, and each token has the version that computed it."""
     script = Script(generated([10, 11], "abort"), generated([12, 13, 14], "stop", spans=[(1, 3)]))
     response = await script.engine().agenerate(request(max_new_tokens=8))
     assert response.output_tokens == [10, 11, 12, 13, 14]
@@ -113,7 +111,7 @@ async def test_resumes_where_it_was_interrupted():
 
 @pytest.mark.anyio
 async def test_spans_within_one_answer():
-    """A server that retracts answers once, and its spans say where in the answer the weights changed."""
+    """In mode retract a server answers once, and its spans say where in the answer the weights changed."""
     script = Script(generated([5, 6, 7, 8, 9], spans=[(3, 2), (4, 3)]))
     response = await script.engine().agenerate(request())
     assert response.output_versions == [3, 3, 4, 4, 4]
@@ -121,8 +119,7 @@ async def test_spans_within_one_answer():
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=8))
 def test_any_interruptions_give_the_same_answer(cuts: list[tuple[int, bool]]):
-    """However often an answer is cut, with a new version at the cut or without: no token is lost, doubled or
-    relabelled."""
+    """However often a completion is interrupted, no token is lost, repeated or given another version."""
     answers, tokens, versions = [], list[int](), list[int]()
     version = 0
     for count, updated in cuts:
@@ -142,7 +139,7 @@ def test_any_interruptions_give_the_same_answer(cuts: list[tuple[int, bool]]):
 
 @pytest.mark.anyio
 async def test_abort_that_spent_the_budget_is_length():
-    """An abort that arrives with the last token allowed asks for no more."""
+    """If an abort arrives together with the last allowed token, the engine asks for no more tokens."""
     script = Script(generated([4, 5], "abort"))
     response = await script.engine().agenerate(request(max_new_tokens=2))
     assert response.stop_reason == "length"
@@ -151,8 +148,7 @@ async def test_abort_that_spent_the_budget_is_length():
 
 @pytest.mark.anyio
 async def test_version_is_the_servers_not_the_clocks():
-    """AReaL tags with the version read when the answer arrives: a set_version meanwhile must not retag
-    tokens."""
+    """Calling set_version during a request does not change the versions of that request's tokens."""
     in_flight, release = asyncio.Event(), asyncio.Event()
 
     async def slow() -> httpx.Response:
@@ -170,8 +166,7 @@ async def test_version_is_the_servers_not_the_clocks():
 
 @pytest.mark.anyio
 async def test_empty_aborts_are_no_storm():
-    """Forty aborts without a token cost forty waits, doubling to one second (AReaL: 2,000 requests in 1.8
-    s)."""
+    """After each abort without a token the engine waits, first 0.05 seconds and at most one second."""
     script = Script(*[generated([], "abort")] * 40, generated([9]))
     response = await script.engine().agenerate(request())
     assert response.output_tokens == [9]
@@ -182,8 +177,7 @@ async def test_empty_aborts_are_no_storm():
 
 @pytest.mark.anyio
 async def test_a_resumed_segment_has_noise_of_its_own():
-    """The seed of a segment depends on where it starts: resumed it is another, retried from the start the
-    same."""
+    """A segment's seed depends on where the segment starts, so a retry of a segment repeats its seed."""
     script = Script(generated([5], "abort"), httpx.Response(503), generated([6]))
     await script.engine().agenerate(request(seed=11))
     seeds = [body["sampling_params"]["sampling_seed"] for body in script.sent()]
@@ -207,8 +201,7 @@ async def test_a_resumed_segment_has_noise_of_its_own():
     ],
 )
 async def test_failure_keeps_what_was_generated(failure: Answer):
-    """A server that fails in the middle costs a retry after a pause, not the tokens (AReaL: the whole
-    episode)."""
+    """When a server fails in the middle of a completion, the engine keeps the tokens, waits, and tries again."""
     script = Script(generated([4, 5], "abort"), failure, failure, generated([6], spans=[(1, 1)]))
     response = await script.engine().agenerate(request())
     assert response.output_tokens == [4, 5, 6]
@@ -220,7 +213,7 @@ async def test_failure_keeps_what_was_generated(failure: Answer):
 
 @pytest.mark.anyio
 async def test_gives_up_after_the_retries():
-    """request_retries counts the tries after the first; then the error says which server and why."""
+    """After `request_retries` more tries the engine raises an error that names the server and the reason."""
     script = Script(httpx.ConnectError("refused"))
     with pytest.raises(EngineError, match=r"http://a/generate cannot be reached.*refused") as caught:
         await script.engine(request_retries=2).agenerate(request())
@@ -239,7 +232,7 @@ async def test_gives_up_after_the_retries():
     ],
 )
 async def test_a_wrong_request_is_sent_once(body: dict[str, Any]):
-    """A 4xx is the caller's mistake: one request, no retry, and the server's own words."""
+    """After an answer of 400 the engine does not try again, and its error repeats the server's message."""
     script = Script(httpx.Response(400, json=body))
     with pytest.raises(EngineError, match="unknown field: top_q") as caught:
         await script.engine().agenerate(request())
@@ -258,7 +251,7 @@ async def test_a_wrong_request_is_sent_once(body: dict[str, Any]):
     ],
 )
 async def test_an_answer_without_versions_or_logprobs_is_an_error(answer: httpx.Response):
-    """A token whose version or logprob is unknown cannot be trained on, so it is refused, not guessed."""
+    """The engine refuses an answer that lacks the version or the logprob of a token."""
     with pytest.raises(EngineError) as caught:
         await Script(answer).engine().agenerate(request())
     assert caught.value.status == 502
@@ -267,8 +260,7 @@ async def test_an_answer_without_versions_or_logprobs_is_an_error(answer: httpx.
 @pytest.mark.anyio
 @pytest.mark.parametrize("failure", [asyncio.CancelledError, httpx.ReadTimeout])
 async def test_who_gives_up_tells_the_server(failure: type[BaseException]):
-    """SGLang does not notice that a client hung up, so a cancelled or timed-out request is aborted by its
-    rid."""
+    """A request that is cancelled or times out is aborted at the server, which would not notice it otherwise."""
     in_flight = asyncio.Event()
 
     async def hang() -> httpx.Response:
@@ -305,7 +297,7 @@ async def test_who_gives_up_tells_the_server(failure: type[BaseException]):
     ],
 )
 async def test_what_would_kill_a_server_is_never_sent(ids: list[int], gconfig: dict[str, Any], message: str):
-    """An id outside the vocabulary kills SGLang with all it runs: the engine answers 400 by itself."""
+    """The engine refuses a bad request with 400 and sends nothing. A bad token id would kill an SGLang server."""
     script = Script(generated([1]))
     engine = script.engine()
     engine.vocab_size, engine.context_length = 259, 64
@@ -317,7 +309,7 @@ async def test_what_would_kill_a_server_is_never_sent(ids: list[int], gconfig: d
 
 @pytest.mark.anyio
 async def test_the_budget_ends_with_the_context():
-    """A prompt of context - 1 tokens is served, with one token to generate."""
+    """A prompt that leaves room for one token in the context gets a budget of one token."""
     script = Script(generated([5], "length"))
     engine = script.engine()
     engine.context_length = 64
@@ -328,7 +320,7 @@ async def test_the_budget_ends_with_the_context():
 
 @pytest.mark.anyio
 async def test_every_sampling_parameter_is_sent():
-    """A server's own defaults come from the model's generation_config.json, so nothing is left to them."""
+    """The engine sends every sampling parameter, so that no default of the server applies."""
     script = Script(generated([5]))
     response = await script.engine().agenerate(request(temperature=0.7, stop=["\n"], stop_token_ids=[2]))
     assert script.sent()[0]["sampling_params"] == {
@@ -350,8 +342,7 @@ async def test_every_sampling_parameter_is_sent():
 @pytest.mark.anyio
 @pytest.mark.parametrize("gconfig", [{"greedy": True}, {"temperature": 0.0}, {"temperature": 9e-7}])
 async def test_greedy_is_temperature_zero(gconfig: dict[str, Any]):
-    """Greedy tokens are no samples of a distribution: marked so, and their logprobs are those at temperature
-    1."""
+    """A greedy request is sent with temperature 0, and its response is marked as not exact for training."""
     script = Script(generated([5]))
     response = await script.engine().agenerate(request(**gconfig))
     assert script.sent()[0]["sampling_params"]["temperature"] == 0.0
@@ -359,7 +350,7 @@ async def test_greedy_is_temperature_zero(gconfig: dict[str, Any]):
 
 
 def test_trains_exactly_means_pure_temperature_sampling():
-    """What changes the distribution behind the logprobs' back cannot be trained on as if it had not."""
+    """`trains_exactly` is true for pure temperature sampling, and false with top_p, top_k, penalties or greedy."""
     pure = GenerationHyperparameters(temperature=0.5)
     assert pure.trains_exactly
     assert pure.new(temperature=1e-6).trains_exactly
@@ -369,7 +360,7 @@ def test_trains_exactly_means_pure_temperature_sampling():
 
 @pytest.mark.parametrize("seed", [0, 7, -1, 2**63, 10**30])
 def test_any_seed_is_one_that_servers_take(seed: int):
-    """A seed of any size becomes a number of 63 bits; those that have no more stay as they are."""
+    """A seed of any size is reduced to 63 bits, and a smaller seed stays as it is."""
     assert segment_seed(seed, 0) == seed % 2**63
     assert 0 <= segment_seed(seed, 5) < 2**63
 
@@ -382,7 +373,7 @@ KEYS = st.text(min_size=1, max_size=8)
 
 @given(KEYS, st.sets(KEYS, min_size=2, max_size=8), st.data())
 def test_a_lost_server_moves_only_its_own_conversations(key: str, servers: set[str], data: st.DataObject):
-    """Rendezvous hashing: without one server, every conversation keeps the order of the others."""
+    """If one server is removed, every conversation keeps its order of the remaining servers."""
     order = rank_servers(sorted(servers), key)
     lost = data.draw(st.sampled_from(order))
     assert rank_servers(sorted(servers - {lost}), key) == [server for server in order if server != lost]
@@ -391,8 +382,7 @@ def test_a_lost_server_moves_only_its_own_conversations(key: str, servers: set[s
 
 @pytest.mark.anyio
 async def test_turns_of_a_conversation_go_to_one_server():
-    """Its prefix cache is there (AReaL spreads the turns round robin); other conversations spread over
-    all."""
+    """All requests of a session go to one server, and different sessions are spread over all servers."""
     script = Script(generated([5]))
     engine = script.engine(A, B)
     for session in "abcdefghijkl" * 3:
@@ -404,8 +394,7 @@ async def test_turns_of_a_conversation_go_to_one_server():
 
 @pytest.mark.anyio
 async def test_a_dead_server_hands_over():
-    """A retry goes to the next server of the conversation's own order, with the tokens so far;
-    the lost segment is counted."""
+    """If a server dies, the next server of the conversation continues, and the repeated segment is counted."""
     script = Script(generated([4], "abort"), httpx.ConnectError("refused"), generated([5]))
     response = await script.engine(A, B).agenerate(request())
     first, dead, alive = (url for url, body in script.requests if url.endswith("/generate"))
@@ -418,7 +407,7 @@ async def test_a_dead_server_hands_over():
 
 
 class Executor:
-    """Stands for the rollout side: records what the engine tells it, in the script's order of events."""
+    """A stand-in for the WorkflowExecutor. It notes each call of the engine in the script's list of requests."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -428,7 +417,7 @@ class Executor:
 
 
 def test_the_order_of_a_weight_update(tmp_path: Path):
-    """Admission stops before the servers do and starts after them; the new version opens the gate last."""
+    """A pause stops rollouts before servers, and a resume continues the servers before rollouts."""
     (tmp_path / "v1").mkdir()
     script = Script(generated([1]))
     engine = script.engine(A)
@@ -453,8 +442,7 @@ def test_the_order_of_a_weight_update(tmp_path: Path):
 
 
 def test_a_server_without_spans_is_paused_by_abort(caplog: pytest.LogCaptureFixture):
-    """One version for a whole answer is right only if no answer lives through an update; the engine sees it
-    at the start and says so."""
+    """If a server reports no spans, `initialize` changes the pause mode to abort and logs one warning."""
     script = Script(without_spans([1], "length", 0))
     engine = script.engine(A, B)
     engine.initialize()
@@ -465,14 +453,14 @@ def test_a_server_without_spans_is_paused_by_abort(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.anyio
 async def test_without_spans_a_segment_has_one_version():
-    """Abort and resume tags exactly without spans: every segment lies on one side of the update."""
+    """In mode abort versions are right without spans, because no segment lives through an update."""
     script = Script(without_spans([4, 5], "abort", 0), without_spans([6], "stop", 1))
     response = await script.engine(pause_mode="abort").agenerate(request())
     assert response.output_versions == [0, 0, 1]
 
 
 def test_initialize_learns_the_limits(tmp_path: Path):
-    """The smallest vocabulary and length of all servers hold; a model that cannot be read from here says nothing."""
+    """The engine uses the smallest vocabulary and context length that any server reports."""
     (tmp_path / "config.json").write_text('{"vocab_size": 259}')
 
     def serve(http_request: httpx.Request) -> httpx.Response:
@@ -489,7 +477,7 @@ def test_initialize_learns_the_limits(tmp_path: Path):
 
 
 def test_failing_servers_are_all_named():
-    """A control call waits for every server, then one error names each that answered with an error."""
+    """A control call waits for every server, and one error names all servers that answered with an error."""
 
     def serve(http_request: httpx.Request) -> httpx.Response:
         if http_request.url.host == "a":
@@ -503,7 +491,7 @@ def test_failing_servers_are_all_named():
 
 
 def test_destroy_leaves_no_server_paused():
-    """A run that dies between pause and resume must not leave servers mute (AReaL #1160); twice does no harm."""
+    """If a run ends between pause and resume, `destroy` continues the servers. A second `destroy` does no harm."""
     script = Script(generated([1]))
     engine = script.engine(A)
     engine.executor = Executor(script)
@@ -516,7 +504,7 @@ def test_destroy_leaves_no_server_paused():
 
 
 def test_rollouts_need_an_executor():
-    """submit and its kin live on the executor and say so when there is none."""
+    """The rollout methods call the executor, and they raise an error if no executor is attached."""
     script = Script(generated([1]))
     engine = script.engine(A)
     for method in (engine.submit, engine.wait, engine.wait_for_task, engine.rollout_batch, engine.prepare_batch):
@@ -528,7 +516,7 @@ def test_rollouts_need_an_executor():
 
 
 def test_an_engine_needs_a_server():
-    """No server: said at the start, not at the first request."""
+    """An engine without any address raises an error when it is made."""
     with pytest.raises(ValueError, match="needs the address"):
         RemoteInfEngine([])
 
@@ -537,7 +525,7 @@ def test_an_engine_needs_a_server():
 
 
 class CountingServer(BaseHTTPRequestHandler):
-    """A server whose threads are its connections: `server_close` returns when the last one has ended."""
+    """A server that counts its connections. Each has a thread, and `server_close` waits until all have ended."""
 
     protocol_version = "HTTP/1.1"
     connections = 0
@@ -555,13 +543,13 @@ class CountingServer(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: Any) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 def test_connections_are_reused_and_end_with_their_loop():
-    """As many connections as requests were ever in flight, and none is left when the event loop ends."""
+    """The engine opens as many connections as it has requests at once, and closes all when the event loop ends."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), CountingServer)
-    server.daemon_threads = False  # so that server_close joins them
+    server.daemon_threads = False  # so that server_close waits for them
     serving = threading.Thread(target=server.serve_forever)
     serving.start()
     engine = RemoteInfEngine([f"http://127.0.0.1:{server.server_port}"])
@@ -592,7 +580,7 @@ def real_engine(tiny_server: str):
 
 
 def forward_logprobs(model_dir: Path, ids: list[int]) -> torch.Tensor:
-    """log p(ids[t] | ids[:t]) at position t by transformers, float32; 0 at position 0."""
+    """Return log p(ids[t] | ids[:t]) for each position t, computed by transformers in float32. Position 0 gets 0."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     with torch.no_grad():
         logp = model(torch.tensor([ids])).logits[0].log_softmax(-1)  # (T, V)
@@ -604,8 +592,7 @@ def forward_logprobs(model_dir: Path, ids: list[int]) -> torch.Tensor:
 def test_every_logprob_is_that_of_the_weights_it_names(
     real_engine: RemoteInfEngine, tiny_model_dir: Path, other_model_dir: Path, tmp_path: Path, pause_mode: str
 ):
-    """A weight update in the middle of generation: each token's logprob is a transformers forward's under the
-    weights of that token's version."""
+    """Each token's logprob agrees with a forward pass of the weights that its version names, even across an update."""
     real_engine.pause_mode = pause_mode
     models = {0: tiny_model_dir, 1: other_model_dir}
     prompts = [[5, 6, 7, 8 + i] for i in range(4)]
@@ -625,7 +612,7 @@ def test_every_logprob_is_that_of_the_weights_it_names(
             asyncio.create_task(real_engine.agenerate(ModelRequest(prompt, gconfig=gconfig))) for prompt in prompts
         ]
         first = ModelRequest([1, 2], gconfig=GenerationHyperparameters(max_new_tokens=8))
-        await real_engine.agenerate(first)  # by now the others run
+        await real_engine.agenerate(first)  # when this returns, the other requests are running
         await asyncio.to_thread(update, 1)
         return await asyncio.gather(*tasks)
 
@@ -641,14 +628,14 @@ def test_every_logprob_is_that_of_the_weights_it_names(
 
 
 def test_score_is_the_forward_pass(real_engine: RemoteInfEngine, tiny_model_dir: Path):
-    """The server's own logprobs of given tokens, for the metric that compares it with the trainer."""
+    """`score` returns the logprobs that a forward pass of transformers gives for the same tokens."""
     sequences = [[5, 6, 7], list(range(1, 40)), [3, 1]]
     for ids, scores in zip(sequences, real_engine.score(sequences), strict=True):
         assert scores == pytest.approx(forward_logprobs(tiny_model_dir, ids).tolist(), abs=1e-4)
 
 
 def test_one_seed_one_answer(real_engine: RemoteInfEngine):
-    """The same seed gives the same tokens from a real server, through connections of two event loops."""
+    """A real server gives the same tokens for the same seed, through connections of two event loops."""
     gconfig = GenerationHyperparameters(max_new_tokens=16, seed=5)
     ask = ModelRequest([9, 8, 7], gconfig=gconfig)
     first, second = (asyncio.run(real_engine.agenerate(ask)) for _ in range(2))
@@ -659,15 +646,15 @@ def test_one_seed_one_answer(real_engine: RemoteInfEngine):
 
 
 def in_events(*events: httpx.Response) -> bytes:
-    """Answers of `generated` as one answer in server-sent events, each with all tokens so far."""
+    """Return the body of a stream of server-sent events, one event for each answer of `generated`."""
     return b"".join(b"data: " + event.content + b"\n\n" for event in events) + b"data: [DONE]\n\n"
 
 
 def answered(content: bytes, failure: Exception | None = None) -> httpx.Response:
-    """The answer of these events, which ends with `failure`."""
+    """Return a streamed answer with this body. If `failure` is given, the stream then ends with it."""
 
     async def body() -> Any:
-        for i in range(0, len(content), 7):  # wherever the network cuts
+        for i in range(0, len(content), 7):  # the network may cut the body anywhere
             yield content[i : i + 7]
         if failure:
             raise failure
@@ -676,18 +663,18 @@ def answered(content: bytes, failure: Exception | None = None) -> httpx.Response
 
 
 def streamed(*events: httpx.Response) -> httpx.Response:
-    """The answer of these events, whole."""
+    """Return a streamed answer with these events."""
     return answered(in_events(*events))
 
 
 def partial(tokens: list[int], **meta: Any) -> httpx.Response:
-    """What a stream says before the end."""
+    """Return an event that is not the last of its stream, with all tokens so far."""
     return generated(tokens, **meta, finish_reason=None)
 
 
 @pytest.mark.anyio
 async def test_a_stream_tells_every_token_as_it_comes():
-    """on_tokens hears of the response so far; the response at the end is that of the answer as a whole."""
+    """`on_tokens` hears of every new token, and streaming does not change the final response."""
     script = Script(streamed(partial([4]), partial([4, 5]), generated([4, 5, 6], spans=[(0, 2), (1, 1)])))
     heard: list[list[int]] = []
     response = await script.engine().agenerate(request(), lambda r: heard.append(list(r.output_tokens)))
@@ -700,7 +687,7 @@ async def test_a_stream_tells_every_token_as_it_comes():
 @pytest.mark.anyio
 @pytest.mark.parametrize("cut", ["abort", "503"])
 async def test_what_was_streamed_is_kept(cut: str):
-    """Somebody has read it: an interrupted stream is resumed behind the last token that came."""
+    """A stream that breaks off is resumed behind the last token that arrived."""
     first = {
         "abort": streamed(partial([4]), generated([4, 5], "abort")),
         "503": streamed(partial([4]), partial([4, 5]), httpx.Response(200, json={"success": False})),
@@ -714,7 +701,7 @@ async def test_what_was_streamed_is_kept(cut: str):
     assert script.sent()[1]["input_ids"] == [1, 2, 3, 4, 5]
 
 
-WHOLE = {  # how an answer ends -> the answer
+WHOLE = {  # stop reason -> body of the whole stream
     "stop": in_events(partial([4]), partial([4, 5]), generated([4, 5, 6], "stop")),
     "length": in_events(partial([4]), partial([4, 5, 6]), generated([4, 5, 6], "length")),
 }
@@ -722,13 +709,13 @@ WHOLE = {  # how an answer ends -> the answer
 
 @given(st.sampled_from(["stop", "length"]), st.data(), st.sampled_from([None, httpx.ReadError("reset")]))
 def test_a_stream_may_break_anywhere(end: str, data: st.DataObject, failure: Exception | None):
-    """Before its first event, between two, behind the last: no token is lost, doubled or generated behind the end."""
+    """Wherever a stream breaks, no token is lost or repeated, and no token follows the end of the completion."""
     content = WHOLE[end][: data.draw(st.integers(0, len(WHOLE[end])))]
     wanted = request(max_new_tokens=3 if end == "length" else 64)
 
     async def rest() -> httpx.Response:
         tokens = [4, 5, 6][len(script.sent()[-1]["input_ids"]) - 3 :]
-        return streamed(generated(tokens or [7, 8], end))  # a server that is asked once more says more
+        return streamed(generated(tokens or [7, 8], end))  # after the end a server would generate more tokens
 
     script = Script(answered(content, failure), rest)
     heard: list[list[int]] = []
@@ -739,7 +726,7 @@ def test_a_stream_may_break_anywhere(end: str, data: st.DataObject, failure: Exc
 
 @pytest.mark.anyio
 async def test_who_stops_listening_tells_the_server():
-    """A stream that is cancelled between two tokens is aborted by its rid, as any other request."""
+    """A stream whose caller is cancelled between two tokens is aborted at the server."""
     heard = asyncio.Event()
 
     async def endless() -> Any:
@@ -759,13 +746,13 @@ async def test_who_stops_listening_tells_the_server():
 
 
 def refused(status: int, tokens: int = 0) -> httpx.Response:
-    """How SGLang's scheduler ends a stream that it cannot serve (any more), maybe after some tokens."""
+    """Return the answer by which SGLang's scheduler refuses a request, perhaps after some tokens."""
     reason = {"type": "abort", "message": "no such thing", "status_code": status, "err_type": None}
     return generated(list(range(tokens)), finish_reason=reason, output_token_logprobs=[])
 
 
 def error_event(status: int) -> httpx.Response:
-    """The same before the scheduler has seen the request."""
+    """Return the answer by which SGLang refuses a request before its scheduler has seen it."""
     error = {"message": "no such thing", "type": "invalid_request_error", "code": status, "retryable": False}
     return httpx.Response(200, json={"error": error})
 
@@ -774,7 +761,7 @@ def error_event(status: int) -> httpx.Response:
 @pytest.mark.parametrize("on_tokens", [None, lambda _: None])
 @pytest.mark.parametrize("event", [error_event(400), refused(400), refused(400, tokens=1)])
 async def test_a_stream_is_refused_as_a_whole_answer_is(event: httpx.Response, on_tokens: Any):
-    """SGLang says its 400 in an event when the stream's 200 is out: an error with its words, and not tried again."""
+    """A refusal inside a stream raises the error that a plain answer of 400 raises, and is not tried again."""
     script = Script(streamed(event) if on_tokens else event, generated([9]))
     with pytest.raises(EngineError, match="no such thing") as caught:
         await script.engine().agenerate(request(), on_tokens)
@@ -785,7 +772,7 @@ async def test_a_stream_is_refused_as_a_whole_answer_is(event: httpx.Response, o
 @pytest.mark.anyio
 @pytest.mark.parametrize("event", [error_event(503), refused(503), refused(500, tokens=1)])
 async def test_a_server_that_has_no_room_is_no_pause(event: httpx.Response):
-    """A full queue or memory is an `abort` too, but with a status: tokens are kept, tries counted, waits grow."""
+    """An `abort` with a status of 5xx counts as a failure: the engine keeps the tokens, waits, and tries again."""
     script = Script(streamed(partial([4]), event), streamed(event), streamed(event), generated([9]))
     with pytest.raises(EngineError, match="no such thing") as caught:
         await script.engine(request_retries=2).agenerate(request(), lambda _: None)
@@ -795,7 +782,7 @@ async def test_a_server_that_has_no_room_is_no_pause(event: httpx.Response):
 
 @pytest.mark.anyio
 async def test_a_grammar_is_asked_for_where_there_is_one():
-    """json_schema reaches a server with a grammar; to another it is a 400 before anything is sent."""
+    """The engine sends json_schema only to a server with a grammar backend. Otherwise it refuses the request."""
     script = Script(generated([1]))
     engine = script.engine()
     with pytest.raises(EngineError, match="no grammar") as caught:
@@ -809,14 +796,14 @@ async def test_a_grammar_is_asked_for_where_there_is_one():
 
 
 def test_streaming_is_not_streaming(real_engine: RemoteInfEngine):
-    """The same seed gives the same tokens, logprobs and versions, streamed or whole, and connections are used again."""
+    """With one seed, tokens, logprobs and versions are the same with and without streaming."""
     gconfig = GenerationHyperparameters(max_new_tokens=40, seed=5)
     ask = ModelRequest([9, 8, 7], gconfig=gconfig)
 
     lengths: list[int] = []
 
     async def both() -> None:
-        await real_engine.agenerate(ask)  # from here on the prompt is cached, which may show in a last bit
+        await real_engine.agenerate(ask)  # caches the prompt, which may change the last bit of a logprob
         whole = await real_engine.agenerate(ask)
         for _ in range(3):
             lengths.append(0)

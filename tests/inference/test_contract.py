@@ -1,14 +1,16 @@
-r"""The wire contract of an inference server: what engine.py may rely on, whoever answers.
+r"""The contract between engine.py and an inference server, tested against each kind of server.
 
-The same tests run against inference/tiny/server.py and, where NANO_AREAL_SGLANG names a Python that has it (`make
-test-sglang`), against the real SGLang on a CPU, in float32, so that both have to agree with a forward pass of
-transformers to 1e-4 nats. Against a server that is up, on a GPU say, where bfloat16 is allowed 0.25 nats:
+The tests run against inference/tiny/server.py. If NANO_AREAL_SGLANG names a Python with SGLang (`make test-sglang`),
+they also run against the real SGLang on a CPU. Both servers compute in float32 and must agree with a forward pass of
+transformers to 1e-4 nats. The command below tests a server that is already running, for example on a GPU. A server that
+computes in bfloat16 may differ by 0.25 nats.
 
     NANO_AREAL_CONTRACT_URL=http://127.0.0.1:30000 NANO_AREAL_CONTRACT_MODEL=/path/to/model \
         pytest tests/inference/test_contract.py
 
-They ask for nothing that one of the two does differently: no id outside the vocabulary (it kills SGLang), no tensor of
-a wrong shape (likewise), no seed (it is ignored there), every sampling parameter explicit.
+The tests avoid requests that the two servers treat differently. They send no id outside the vocabulary and no tensor
+of a wrong shape, because either of them kills SGLang. They send no seed, because SGLang ignores it. They name every
+sampling parameter.
 """
 
 import asyncio
@@ -36,11 +38,11 @@ from inference.weights import WeightUpdateMeta
 
 SERVERS = ["url"] if os.environ.get("NANO_AREAL_CONTRACT_URL") else ["tiny", *(["sglang"] if SGLANG else [])]
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
-LONG = 1000  # tokens: long enough to be interrupted half way also on a busy machine, short enough to end
+LONG = 1000  # tokens; long enough to be interrupted even on a busy machine
 
 
 class Server:
-    """The server under test, and a reference model that computes what it should answer."""
+    """The server under test, with a reference model that computes the expected logprobs."""
 
     def __init__(self, url: str, model_path: str) -> None:
         self.url = url
@@ -49,7 +51,7 @@ class Server:
         self.pool = ThreadPoolExecutor(8)
         config = json.loads((Path(model_path) / "config.json").read_text())
         bf16 = "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))
-        self.tolerance = 0.25 if bf16 else 1e-4  # nats; bf16: 0.10 was seen at temperature 1
+        self.tolerance = 0.25 if bf16 else 1e-4  # nats; in bf16 0.10 was seen at temperature 1
         self.reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -69,7 +71,7 @@ class Server:
         return response.json()
 
     def start(self, rid: str, max_new_tokens: int = LONG) -> Future:
-        """Send a long request from another thread and come back when it decodes (streaming says so)."""
+        """Send a long request from another thread, and return when the server has generated its first token."""
         begun = threading.Event()
 
         def run() -> dict[str, Any]:
@@ -96,7 +98,7 @@ class Server:
         return future
 
     def logprobs(self, ids: list[int], temperature: float = 1.0, model: Any = None) -> list[float]:
-        """log p(ids[t] | ids[:t]) for t >= 1 by a plain forward pass, of another `model` than the reference."""
+        """Return log p(ids[t] | ids[:t]) for t >= 1, computed by a forward pass of `model` (default: the reference)."""
         with torch.no_grad():
             logits = (model or self.reference)(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
         scores = torch.log_softmax(logits / temperature, dim=-1)
@@ -106,11 +108,11 @@ class Server:
         return self.http.get("/model_info").json()["weight_version"]
 
     def next_version(self) -> str:
-        """A new one, also after an update that failed."""
+        """Return the number after the server's version, also if its last update failed."""
         return str(int(self.version().partition("-")[0]) + 1)
 
     def eventually(self, path: str, status: int) -> None:
-        """Ask until `path` answers `status`: another process's state has no event to wait for."""
+        """Ask until `path` answers `status`, because a change in another process gives no signal."""
         deadline = time.monotonic() + 30
         while self.http.get(path).status_code != status:
             assert time.monotonic() < deadline, f"{path} never answered {status}"
@@ -139,7 +141,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def outputs(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Ids and logprobs of an answer, after checking that the two tell the same."""
+    """Return an answer's ids and logprobs, after checking that its lists agree."""
     entries = answer["meta_info"]["output_token_logprobs"]
     assert [entry[1] for entry in entries] == answer["output_ids"]
     assert answer["meta_info"]["completion_tokens"] == len(entries)
@@ -147,7 +149,7 @@ def outputs(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def assert_spans(answer: dict[str, Any], versions: list[str]) -> list[int]:
-    """The spans name `versions`, and cover the output without a gap; their ends."""
+    """Check that the spans name `versions` and cover the output without a gap, and return where each ends."""
     spans = answer["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == versions
     assert [span["start"] for span in spans] == [0] + [span["end"] for span in spans[:-1]]
@@ -157,7 +159,7 @@ def assert_spans(answer: dict[str, Any], versions: list[str]) -> list[int]:
 
 
 def test_a_request_runs_to_its_length(server: Server) -> None:
-    """finish_reason says length and how much; ids, logprobs and counts agree."""
+    """A request that reaches its budget ends with finish reason length, and its ids, logprobs and counts agree."""
     answer = server.generate(8, rid="contract-length")
     ids, _ = outputs(answer)
     assert len(ids) == 8
@@ -170,27 +172,27 @@ def test_a_request_runs_to_its_length(server: Server) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
 def test_logprobs_are_after_temperature(server: Server, temperature: float) -> None:
-    """The logprob is log_softmax(logits / T): what a trainer gets when it divides its logits by the same T."""
+    """A token's logprob is log_softmax(logits / temperature), which the trainer computes, too."""
     ids, logprobs = outputs(server.generate(12, temperature=temperature))
     expected = server.logprobs(PROMPT + ids, temperature)[len(PROMPT) - 1 :]
     assert logprobs == pytest.approx(expected, abs=server.tolerance)
 
 
 def test_logprobs_are_before_top_p_and_top_k(server: Server) -> None:
-    """Truncation changes which token is drawn, not the logprob that is reported."""
+    """top_p and top_k change which token is drawn, but not the logprob that is reported."""
     ids, logprobs = outputs(server.generate(12, top_p=0.6, top_k=5))
     assert logprobs == pytest.approx(server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance)
 
 
 def test_greedy_repeats_itself_and_reports_raw_logprobs(server: Server) -> None:
-    """At temperature 0 the same prompt gives the same tokens, and logprobs are those of the undivided logits."""
+    """At temperature 0 a prompt always gives the same tokens, and their logprobs are those at temperature 1."""
     ids, logprobs = outputs(server.generate(12, temperature=0.0))
     assert ids == server.generate(12, temperature=0.0)["output_ids"]
     assert logprobs == pytest.approx(server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance)
 
 
 def test_input_logprobs_score_a_given_text(server: Server) -> None:
-    """logprob_start_len 0 scores the prompt; its first token has no logprob."""
+    """With logprob_start_len 0 the server returns the logprobs of the prompt. The first token has none."""
     entries = server.generate(1)["meta_info"]["input_token_logprobs"]
     assert [entry[1] for entry in entries] == PROMPT
     assert entries[0][0] is None
@@ -198,7 +200,7 @@ def test_input_logprobs_score_a_given_text(server: Server) -> None:
 
 
 def test_a_stop_token_ends_the_output_and_stays_in_it(server: Server) -> None:
-    """The stop token is sampled like any other: it stays in ids and logprobs, and finish_reason names it."""
+    """A stop token stays in the ids and logprobs, and finish_reason names it."""
     ids, _ = outputs(server.generate(12, temperature=0.0))
     stop = ids[5]
     answer = server.generate(12, temperature=0.0, stop_token_ids=[stop], ignore_eos=False)
@@ -208,7 +210,7 @@ def test_a_stop_token_ends_the_output_and_stays_in_it(server: Server) -> None:
 
 
 def test_a_stop_string_ends_the_output(server: Server) -> None:
-    """A stop string is found in the text, cut from it, and named by finish_reason; its tokens stay."""
+    """A stop string is cut from the text and named by finish_reason, but its tokens stay in the ids."""
     whole = server.generate(16, temperature=0.0)
     text = whole["text"]
     stop = next((c for c in text if c.isascii() and c.isprintable()), None)
@@ -221,7 +223,7 @@ def test_a_stop_string_ends_the_output(server: Server) -> None:
 
 
 def test_a_batch_answers_a_flat_list_in_order(server: Server) -> None:
-    """Several prompts in one call come back as a list, each with its own finish."""
+    """A request with several prompts is answered by a list in the order of the prompts."""
     prompts = [PROMPT, PROMPT[:3], PROMPT[2:]]
     sampling = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
     answers = server.post("/generate", {"input_ids": prompts, "sampling_params": sampling}).json()
@@ -231,7 +233,7 @@ def test_a_batch_answers_a_flat_list_in_order(server: Server) -> None:
 
 
 def test_a_stream_is_cumulative(server: Server) -> None:
-    """Every event holds all ids so far, the last one the finish."""
+    """Every event of a stream holds all ids so far, and the last event holds the finish reason."""
     body = {
         "input_ids": PROMPT,
         "stream": True,
@@ -248,7 +250,7 @@ def test_a_stream_is_cumulative(server: Server) -> None:
 
 
 def test_an_abort_returns_what_there_is(server: Server) -> None:
-    """Partial tokens with all their logprobs, finish_reason abort; an unknown rid is no error."""
+    """An aborted request returns its tokens so far with their logprobs. Aborting an unknown request is no error."""
     pending = server.start("contract-abort")
     assert server.post("/abort_request", {"rid": "contract-abort"}).status_code == 200
     answer = pending.result(60)
@@ -259,13 +261,13 @@ def test_an_abort_returns_what_there_is(server: Server) -> None:
 
 
 def interrupted(server: Server, rid: str, mode: str, between: Callable[[], Any]) -> dict[str, Any]:
-    """A long request's answer, with a pause in `mode`, `between`, and continue while it runs."""
+    """Return the answer of a long request that is paused in `mode`, waits while `between` runs, and is continued."""
     pending = server.start(rid)
     answer = server.post("/pause_generation", {"mode": mode})
     assert answer.status_code == 200
     assert answer.json()["status"] == "ok"
     if mode == "abort":
-        pending.result(60)  # returns although generation is paused
+        pending.result(60)  # the request returns during the pause
     else:
         assert not pending.done()
     between()
@@ -274,14 +276,14 @@ def interrupted(server: Server, rid: str, mode: str, between: Callable[[], Any])
 
 
 def test_pause_abort_returns_partials_at_once(server: Server) -> None:
-    """In abort mode nobody waits: the client gets its part and asks again."""
+    """A pause in mode abort ends every request at once with its tokens so far."""
     answer = interrupted(server, "contract-pause-abort", "abort", lambda: None)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(outputs(answer)[0]) < LONG
 
 
 def test_pause_retract_goes_on_where_it_was(server: Server) -> None:
-    """In retract mode the request hangs, drops its keys, and ends with every token and num_retractions 1."""
+    """After a pause in mode retract a request goes on, and it returns all its tokens with num_retractions 1."""
     answer = interrupted(server, "contract-retract", "retract", lambda: None)
     ids, logprobs = outputs(answer)
     assert len(ids) == LONG
@@ -290,7 +292,7 @@ def test_pause_retract_goes_on_where_it_was(server: Server) -> None:
 
 
 def test_pause_in_place_goes_on_with_its_keys(server: Server) -> None:
-    """In in_place mode the request hangs and ends as if nothing had been."""
+    """After a pause in mode in_place a request goes on with its KV cache, so num_retractions is 0."""
     answer = interrupted(server, "contract-in-place", "in_place", lambda: None)
     ids, logprobs = outputs(answer)
     assert len(ids) == LONG
@@ -299,7 +301,7 @@ def test_pause_in_place_goes_on_with_its_keys(server: Server) -> None:
 
 
 def test_a_new_request_waits_out_a_pause(server: Server) -> None:
-    """What arrives while paused is answered after continue."""
+    """A request that arrives during a pause is answered after continue."""
     server.post("/pause_generation", {"mode": "retract"})
     server.eventually("/ready", 503)
     pending = server.pool.submit(server.generate, 4)
@@ -311,7 +313,7 @@ def test_a_new_request_waits_out_a_pause(server: Server) -> None:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_spans_say_which_version_computed_which_token(server: Server, mode: str) -> None:
-    """Weights updated while paused: the answer holds both versions, without a gap."""
+    """If weights are updated during a pause, the spans of the answer name both versions without a gap."""
     old, new = server.version(), server.next_version()
 
     def update() -> None:
@@ -327,7 +329,7 @@ def test_spans_say_which_version_computed_which_token(server: Server, mode: str)
 
 
 def test_an_update_without_a_pause_waits(server: Server) -> None:
-    """In-flight requests end under their weights first; abort_all_requests sends them home instead."""
+    """Without a pause an update waits for running requests, or ends them if abort_all_requests is set."""
     old = server.version()
     body = {"model_path": server.model_path, "weight_version": server.next_version(), "flush_cache": True}
     pending = server.start("contract-wait", 200)
@@ -339,7 +341,7 @@ def test_an_update_without_a_pause_waits(server: Server) -> None:
 
 
 def test_a_bad_update_changes_nothing(server: Server, tmp_path: Path) -> None:
-    """A path without weights is a 400 with success false; version and tokens stay."""
+    """An update from a path without weights is answered with 400, and the server keeps its version and weights."""
     version, before = server.version(), server.generate(6, temperature=0.0)["output_ids"]
     answer = server.post("/update_weights_from_disk", {"model_path": str(tmp_path / "none"), "weight_version": "x"})
     assert answer.status_code == 400
@@ -359,7 +361,7 @@ def test_a_bad_update_changes_nothing(server: Server, tmp_path: Path) -> None:
     ],
 )
 def test_a_request_that_cannot_be_served_is_a_400(server: Server, change: dict[str, Any]) -> None:
-    """The caller's mistakes are 400 with a message, and the next request is served."""
+    """A wrong request is answered with 400 and a message, and the next request is served."""
     answer = server.post("/generate", {"input_ids": PROMPT} | change)
     assert answer.status_code == 400
     assert answer.json()
@@ -369,7 +371,7 @@ def test_a_request_that_cannot_be_served_is_a_400(server: Server, change: dict[s
 @pytest.mark.parametrize("on_tokens", [None, lambda _: None], ids=["whole", "streamed"])
 @pytest.mark.parametrize("change", [{"top_p": 2.0}, {"json_schema": '{"type": "bogus"}'}], ids=["top_p", "schema"])
 def test_a_refusal_is_a_400_in_any_form(server: Server, change: dict[str, Any], on_tokens: Any) -> None:
-    """As the answer's status or as an event of a stream that began with 200: the engine raises the same."""
+    """The engine raises the same error for a refusal with status 400 and for a refusal inside a stream."""
     engine = RemoteInfEngine([server.url])
     engine.initialize()
     gconfig = GenerationHyperparameters(max_new_tokens=4, **change)
@@ -379,11 +381,11 @@ def test_a_refusal_is_a_400_in_any_form(server: Server, change: dict[str, Any], 
     assert len(server.generate(2)["output_ids"]) == 2
 
 
-# what a server tells of itself
+# The limits that a server reports
 
 
 def test_the_engine_learns_what_it_may_send(server: Server) -> None:
-    """The vocabulary is the model's; a prompt and a budget that fill the length that is told are served whole."""
+    """The engine learns the vocabulary and the context length, and a request that fills the context is served."""
     engine = RemoteInfEngine([server.url])
     engine.initialize()
     config = server.reference.config
@@ -399,11 +401,11 @@ def test_the_engine_learns_what_it_may_send(server: Server) -> None:
         asyncio.run(engine.agenerate(ModelRequest([config.vocab_size])))
 
 
-# new weights, by each way
+# New weights, in each mode
 
 
 class Other:
-    """Another model of the same shape, and every way to bring it to a server."""
+    """Another model of the same shape, and each way to send it to a server."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         self.server, self.folder = server, folder
@@ -414,7 +416,9 @@ class Other:
                 parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
 
     def send(self, mode: str, model: Any, version: str, pause_mode: str = "retract", fail: bool = False) -> None:
-        """What actor.update_weights does between pause and resume; `fail`: the trainer's side breaks half way."""
+        """Update the server's weights as the trainer does. With `fail` the trainer raises an error after the first
+        bucket.
+        """
         engine = RemoteInfEngine([self.server.url], pause_mode=pause_mode)
         meta = WeightUpdateMeta(mode=mode, path=str(self.folder), version=int(version), bucket_mb=0.1)
         if mode == "disk":
@@ -431,7 +435,7 @@ def broken(buckets: Iterator[weights.Bucket]) -> Iterator[weights.Bucket]:
 
 @pytest.fixture
 def other(server: Server, tmp_path: Path) -> Iterator[Other]:
-    """The other model; after the test the server has its own weights again."""
+    """The other model. After the test the server gets its own weights back."""
     other = Other(server, tmp_path)
     yield other
     server.post("/pause_generation", {"mode": "abort"})
@@ -440,7 +444,7 @@ def other(server: Server, tmp_path: Path) -> Iterator[Other]:
 
 
 def assert_serves(server: Server, model: Any, version: str) -> None:
-    """Greedy tokens, their logprobs and their version are `model`'s, for a prompt that nobody remembers."""
+    """Check that the server has `model` and `version`, with a prompt that is not yet in its cache."""
     prompt = [50 + int(version) % 50, *PROMPT]
     answer = server.generate(12, prompt=prompt, temperature=0.0)
     ids, logprobs = outputs(answer)
@@ -460,8 +464,11 @@ MODES = ["disk", "distributed", "tensor"]
 @pytest.mark.parametrize("pause_mode", ["retract", "abort", "in_place"])
 @pytest.mark.parametrize("mode", MODES)
 def test_new_weights_arrive_while_somebody_generates(server: Server, other: Other, mode: str, pause_mode: str) -> None:
-    """Whichever way they come: what was running keeps its tokens and goes on, each token under the version that
-    computed it (in_place with its old keys), and afterwards greedy output and logprobs are the trainer's model's."""
+    """A running request keeps its tokens through an update, and each token has the logprob of its version.
+
+    The exception is mode in_place, whose tokens after the update mix both versions. After the update the server
+    generates with the new weights.
+    """
     old, new = server.version(), server.next_version()
     rid = f"contract-{mode}-{pause_mode}"
     answer = interrupted(server, rid, pause_mode, lambda: other.send(mode, other.model, new, pause_mode))
@@ -483,8 +490,7 @@ def test_new_weights_arrive_while_somebody_generates(server: Server, other: Othe
 
 @pytest.mark.parametrize("mode", ["distributed", "tensor"])
 def test_an_update_that_failed_is_never_served(server: Server, other: Other, mode: str) -> None:
-    """The trainer breaks after the first bucket: the server bears no version, its tokens are an error to every engine,
-    and the next update that succeeds heals it."""
+    """After half an update the engine refuses the server's tokens, until a later update succeeds."""
     old, new = server.version(), server.next_version()
     server.post("/pause_generation", {"mode": "retract"})
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -502,7 +508,7 @@ def test_an_update_that_failed_is_never_served(server: Server, other: Other, mod
 
 
 def test_weights_come_in_sessions(server: Server) -> None:
-    """One session at a time, parts only inside, and only from a group that there is: else 400 with success false."""
+    """Weights are accepted only inside an update session and from an existing group. Anything else is a 400."""
     part = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody"}
     handles = {"serialized_named_tensors": [weights.serialise([])]}
     calls: list[tuple[str, dict[str, Any], int]] = [
@@ -525,7 +531,7 @@ def test_weights_come_in_sessions(server: Server) -> None:
 
 
 def test_a_label_can_change_alone(server: Server) -> None:
-    """update_weight_version touches neither weights nor, unless it is asked to, what runs."""
+    """/update_weight_version changes only the label, and a running request goes on."""
     old, new = server.version(), server.next_version()
     pending = server.start("contract-label")
     body = {"new_version": new, "abort_all_requests": False}

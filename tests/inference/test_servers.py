@@ -1,7 +1,7 @@
-"""Servers that die and come back: what is lost is what was being computed, and no token comes from old weights.
+"""When a server dies, only its unfinished work is lost, and a server that returns gives no tokens of old weights.
 
-Scripted servers stand at the network's lowest seam for the rules; the last tests kill real server processes in the
-midst of generation.
+The tests of the rules use scripted servers (`Machines`) in place of the network. The last test kills a real server
+process while it generates.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ CONTROL = ("/pause_generation", "/update_weight_version", "/update_weights_from_
 
 
 class Machines:
-    """Servers by host name. Each has a version, may be dead or paused, and generates one token under its version."""
+    """Scripted servers by host name. Each has a version, may be dead or paused, and generates one token per request."""
 
     def __init__(self, **versions: int) -> None:
         self.versions: dict[str, Any] = dict(versions)
         self.dead: set[str] = set()
         self.paused: set[str] = set()
-        self.mute: dict[str, int] = {}  # host -> how many answers to control come before the one that is lost
-        self.workers: list[Any] = []  # behind the host "router", which generates by the first
+        self.mute: dict[str, int] = {}  # host -> number of control answers that arrive before one is lost
+        self.workers: list[Any] = []  # URLs that the host "router" lists; it generates as host a
         self.asked: list[tuple[str, str]] = []  # (host, path)
 
     def __call__(self, request: httpx.Request) -> Any:
@@ -90,12 +90,12 @@ class Machines:
 
 @pytest.fixture(autouse=True)
 def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lost server may be looked at again without waiting."""
+    """Let the engine look at a lost server at once instead of every few seconds."""
     monkeypatch.setattr(servers_module, "LOOK_AGAIN", 0.0)
 
 
 def ask(engine: RemoteInfEngine, session: str = "s", count: int = 1) -> list[int]:
-    """The versions of the tokens of `count` requests of one conversation."""
+    """Send `count` requests of one conversation, and return the versions of their tokens."""
 
     async def ask_all() -> list[int]:
         request = ModelRequest([1], session=session, gconfig=GenerationHyperparameters(max_new_tokens=1))
@@ -113,13 +113,13 @@ def update(engine: RemoteInfEngine, folder: Path, version: int) -> None:
 
 
 def home(session: str = "s") -> tuple[str, str]:
-    """The hosts of A and B, the conversation's own first."""
+    """Return the hosts a and b in the order in which conversation `session` tries them."""
     first, second = rank_servers([A, B], session)
     return first[-1], second[-1]
 
 
 def test_a_dead_server_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first failure tells; until the next look its conversations go to the others at once."""
+    """After one failed request, the conversations of a dead server go to another server at once."""
     monkeypatch.setattr(servers_module, "LOOK_AGAIN", 3600.0)
     machines, (first, second) = Machines(a=0, b=0), home()
     machines.dead.add(first)
@@ -128,7 +128,7 @@ def test_a_dead_server_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_update_goes_on_without_the_dead(tmp_path: Path) -> None:
-    """One of two is gone: pause, update and resume reach the other; with both gone the error names both."""
+    """An update goes on while one server is alive. When all are dead, `pause` raises an error that names them."""
     machines = Machines(a=0, b=0)
     engine = machines.engine(A, B)
     machines.dead.add("b")
@@ -141,7 +141,9 @@ def test_an_update_goes_on_without_the_dead(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("answers", range(5))
 def test_a_lost_answer_leaves_no_server_paused(tmp_path: Path, answers: int) -> None:
-    """b obeys each of an update's calls, and the answer to one is lost: its requests go on, or are sent elsewhere."""
+    """If server b obeys a call but its answer is lost, b is not left paused, and its old tokens are never used as
+    new.
+    """
     machines = Machines(a=0, b=0)
     trainer, proxy = machines.engine(A, B), machines.engine(A, B)
     session = next(f"{k}" for k in range(100) if home(f"{k}")[0] == "b")
@@ -151,14 +153,14 @@ def test_a_lost_answer_leaves_no_server_paused(tmp_path: Path, answers: int) -> 
     assert machines.mute == {}
     assert machines.paused == set()
     assert ask(trainer) == [1]
-    assert ask(proxy, session) == [min(answers, 1)]  # lost at the pause, b goes on with version 0, and says so
+    assert ask(proxy, session) == [min(answers, 1)]  # if the pause was lost, b still has version 0 and reports it
     update(trainer, tmp_path, 2)
     assert ask(trainer, session) == ask(proxy, session) == [2]
     assert machines.generated_at()[-1] == "b"
 
 
 def test_destroy_continues_also_the_lost() -> None:
-    """The trainer's only server fails a request during a pause: it is not left paused to the next run."""
+    """`destroy` also continues a lost server, so that it is not left paused for the next run."""
     machines = Machines(a=0)
     engine = machines.engine(A)
     engine.pause()
@@ -168,7 +170,7 @@ def test_destroy_continues_also_the_lost() -> None:
 
 
 def test_who_returns_takes_part_in_the_next_update(tmp_path: Path) -> None:
-    """A restarted server, back at version 0, generates nothing until an update has reached it."""
+    """A restarted server gets no requests until a weight update has reached it."""
     machines, (first, _) = Machines(a=0, b=0), home()
     engine = machines.engine(A, B)
     machines.dead.add(first)
@@ -183,7 +185,7 @@ def test_who_returns_takes_part_in_the_next_update(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_told_nothing_waits_for_the_version(tmp_path: Path) -> None:
-    """A proxy's engine controls nothing. It takes the server back when that reports the version it has seen."""
+    """A proxy uses a lost server again when the server reports the newest version that the proxy has seen."""
     machines, (first, _) = Machines(a=3, b=3), home()
     proxy = machines.engine(A, B)
     machines.dead.add(first)
@@ -198,7 +200,7 @@ def test_a_process_that_is_told_nothing_waits_for_the_version(tmp_path: Path) ->
 
 
 def test_a_server_that_died_unseen_is_caught_by_its_tokens() -> None:
-    """Restarted between two requests: its answer of version 0 is thrown away and generated again elsewhere."""
+    """If a server restarts between two requests, its token of version 0 is thrown away and generated elsewhere."""
     machines, (first, second) = Machines(a=7, b=7), home()
     engine = machines.engine(A, B)
     assert ask(engine) == [7]
@@ -208,7 +210,7 @@ def test_a_server_that_died_unseen_is_caught_by_its_tokens() -> None:
 
 
 def test_an_answer_from_before_an_update_is_no_restart() -> None:
-    """Sent under version 7, answered after another server has answered with 8: a token of 7 is right."""
+    """A request that was sent under version 7 may get tokens of version 7 after version 8 has appeared."""
     servers = Servers([A, B], Wire())
     servers.check_age(A, [7], sent_after=7)
     servers.check_age(B, [7, 8], sent_after=7)
@@ -220,7 +222,7 @@ def test_an_answer_from_before_an_update_is_no_restart() -> None:
 
 @pytest.mark.parametrize("form", ["text", "object"])
 def test_control_goes_around_a_router(tmp_path: Path, form: str) -> None:
-    """Generation goes to the router, control to each worker; one that joins later gets the next weights."""
+    """Requests for tokens go to the router, and control calls go to its workers, including one that joined later."""
     machines = Machines(a=0, b=0)
     machines.workers = [{"url": A, "is_healthy": True} if form == "object" else A]
     engine = machines.engine(ROUTER)
@@ -234,7 +236,7 @@ def test_control_goes_around_a_router(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.anyio
 async def test_behind_a_router_a_request_ends_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The router answers 404 to an abort and does not tell who generates, so each of its workers hears of it."""
+    """When a request to a router is cancelled, every worker of the router is told to abort it."""
     machines, in_flight = Machines(a=0, b=0), asyncio.Event()
     machines.workers = [A, B]
     engine = machines.engine(ROUTER)
@@ -254,7 +256,7 @@ async def test_behind_a_router_a_request_ends_as_well(monkeypatch: pytest.Monkey
 
 
 def test_without_its_router_a_run_ends() -> None:
-    """Nobody else can tell who has to take part in an update, so the error names the router."""
+    """If a router does not answer before an update, the error names it, because its workers are unknown."""
     machines = Machines(a=0)
     machines.workers = [A]
     engine = machines.engine(ROUTER)
@@ -265,7 +267,7 @@ def test_without_its_router_a_run_ends() -> None:
 
 
 def test_at_the_start_every_server_must_be_there() -> None:
-    """Later the run goes on without a dead server; at the start one that is missing is a mistake."""
+    """`initialize` raises an error if any server is missing, although a later loss would not end the run."""
     machines = Machines(a=0, b=0)
     machines.dead.add("b")
     with pytest.raises(EngineError, match="http://b"):
@@ -274,7 +276,7 @@ def test_at_the_start_every_server_must_be_there() -> None:
 
 @given(st.integers(0, 10**9))
 def test_versions_are_numbers(version: int) -> None:
-    """What is no number (an unfinished update, SGLang's default label) is older than every version."""
+    """A label that is not a number, such as an unfinished update, counts as older than every version."""
     assert read_version(str(version)) == version
     assert read_version(f"{version}-incomplete") == read_version("default") == read_version(None) == -1
 
@@ -286,8 +288,10 @@ EVENTS = st.lists(st.tuples(KINDS, st.sampled_from("abc"), st.integers(0, 4)), m
 @settings(deadline=None, max_examples=40)
 @given(EVENTS)
 def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPathFactory, events: list) -> None:
-    """While one server lives every request is answered, and by the current weights, and nobody stays paused;
-    whoever restarts is at version 0, and of an update's five answers of a server any may be lost."""
+    """While one server lives, every request is answered with current weights, and no living server stays paused.
+
+    Servers die, restart at version 0, and lose answers to the calls of an update, in any order.
+    """
     machines = Machines(a=0, b=0, c=0)
     trainer, proxy = (machines.engine(A, B, "http://c") for _ in range(2))
     folder, version = tmp_path_factory.mktemp("weights"), 0
@@ -305,7 +309,7 @@ def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPa
             update(trainer, folder, version)
             assert machines.paused <= machines.dead
             assert ask(trainer) == [version]
-            # Every process has a conversation with a server that did not restart.
+            # The proxy must have seen a token of the new version, or it could not recognise old ones.
             survivor = next(h for h in "abc" if h not in machines.dead and machines.versions[h] == version)
             proxy.servers.check_age(survivor, [version], 0)
         else:
@@ -323,7 +327,7 @@ def pair(tiny_model_dir: Path) -> Iterator["Pair"]:
 
 
 class Pair:
-    """Two inference/tiny/server.py processes that can be killed and started again on their ports."""
+    """Two processes of inference/tiny/server.py, which can be killed and started again on their ports."""
 
     def __init__(self, model: Path) -> None:
         self.model, self.ports = model, [free_port(), free_port()]
@@ -364,8 +368,10 @@ LONG = 1800  # tokens of an answer: hundreds of times as many forward passes as 
 
 
 def test_kill_one_of_two_in_the_midst_of_generation(pair: Pair, other_model_dir: Path, tmp_path: Path) -> None:
-    """Twelve long answers run, an update has cut them in two, one server is killed: all twelve are whole, the
-    killed one's go on from their last finished segment, and after its return it has the current weights."""
+    """Twelve long completions survive a weight update and the death of one of two real servers.
+
+    When the server returns, it gets no requests until the next update gives it the current weights.
+    """
     engine = RemoteInfEngine(pair.urls, pause_mode="abort")
     engine.initialize()
     gconfig = GenerationHyperparameters(max_new_tokens=LONG, temperature=1.0)
@@ -396,7 +402,7 @@ def test_kill_one_of_two_in_the_midst_of_generation(pair: Pair, other_model_dir:
     assert any(set(response.output_versions) == {0, 1} for response in responses.values())
     assert list(engine.servers.lost) == pair.urls[:1]
 
-    # It comes back with the weights it was started with, and is left alone until an update.
+    # The server comes back with its first weights, and gets no requests until an update.
     pair.start(0)
     mine = next(f"{k}" for k in range(100) if rank_servers(pair.urls, f"{k}")[0] == pair.urls[0])
     assert ask(engine, session=mine, count=2) == [1, 1]
@@ -412,6 +418,6 @@ def test_kill_one_of_two_in_the_midst_of_generation(pair: Pair, other_model_dir:
 
 
 def wait_for_tokens(pair: Pair, k: int) -> None:
-    """Until server k is generating: it says so."""
+    """Wait until server k reports that it is generating."""
     while "running=0" in (state := pair.info(k)["state"]):
         assert "running=" in state

@@ -1,4 +1,4 @@
-"""New weights reach every server whole or not at all, and what is deleted is no longer read."""
+"""New weights reach every server completely or not at all, and no server still reads a version that is deleted."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def state(tiny_model_dir: Path) -> dict[str, torch.Tensor]:
 
 
 class Servers:
-    """Stands for Servers.post_all: notes what was asked, and what the disk held at that moment."""
+    """A stand-in for Servers.post_all that notes each call and what was on disk at that moment."""
 
     def __init__(self, root: Path, error: str | None = None) -> None:
         self.root, self.error = root, error
@@ -48,7 +48,7 @@ class Servers:
 
 
 def test_a_checkpoint_is_a_hugging_face_directory(state: dict, tiny_model_dir: Path, tmp_path: Path):
-    """What servers load is what from_pretrained loads: the same tensors, configuration and tokenizer."""
+    """`from_pretrained` reads a written checkpoint and finds the same tensors, configuration and tokenizer."""
     changed = {name: tensor + 1 for name, tensor in state.items()}
     written = write_checkpoint(changed, tiny_model_dir, tmp_path / "deep" / "v3")
     loaded = AutoModelForCausalLM.from_pretrained(written).state_dict()
@@ -61,7 +61,7 @@ def test_a_checkpoint_is_a_hugging_face_directory(state: dict, tiny_model_dir: P
 
 
 def test_own_dtype_and_layout(tiny_model_dir: Path, tmp_path: Path):
-    """Tensors keep their dtype, strided ones are written row by row."""
+    """A written tensor keeps its dtype, and a strided tensor keeps its values."""
     half = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     tensors = {"half": half, "strided": torch.arange(6.0).reshape(2, 3).T}
     written = load_file(write_checkpoint(tensors, tiny_model_dir, tmp_path / "v0") / "model.safetensors")
@@ -75,7 +75,7 @@ def test_own_dtype_and_layout(tiny_model_dir: Path, tmp_path: Path):
 def test_a_crash_half_way_is_never_seen(
     state: dict, tiny_model_dir: Path, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Until the last moment v1 does not exist under its name, and the next write sweeps the remains away."""
+    """After a crash v1 does not exist under its name, and the next write deletes the unfinished directory."""
 
     def crash(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
@@ -91,7 +91,7 @@ def test_a_crash_half_way_is_never_seen(
 
 
 def test_the_same_version_may_be_written_again(state: dict, tiny_model_dir: Path, tmp_path: Path):
-    """A run that recovers writes the version it died with once more; the last one written holds."""
+    """A recovered run may write its last version again, and the newer files replace the older ones."""
     write_checkpoint(state, tiny_model_dir, tmp_path / "v1")
     write_checkpoint({n: t * 0 for n, t in state.items()}, tiny_model_dir, tmp_path / "v1")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "v1")
@@ -99,8 +99,7 @@ def test_the_same_version_may_be_written_again(state: dict, tiny_model_dir: Path
 
 
 def test_the_old_version_outlives_the_loading(tmp_path: Path):
-    """v1 is deleted after every server has answered that it holds v2; other things in the folder are not
-    ours."""
+    """Version 1 is deleted only after every server holds version 2, and other files in the folder stay."""
     for name in ("v1", "v2", "vocabulary", "notes"):
         (tmp_path / name).mkdir()
     servers = Servers(tmp_path)
@@ -118,7 +117,7 @@ def test_the_old_version_outlives_the_loading(tmp_path: Path):
 
 
 def test_nothing_is_deleted_when_a_server_fails(tmp_path: Path):
-    """A server that did not answer may still be reading, so both versions stay and the error goes on."""
+    """If a server fails to load, both versions stay on disk, because the server may still be reading."""
     for name in ("v1", "v2"):
         (tmp_path / name).mkdir()
     with pytest.raises(RuntimeError, match="b is gone"):
@@ -128,7 +127,7 @@ def test_nothing_is_deleted_when_a_server_fails(tmp_path: Path):
 
 @pytest.mark.parametrize("status", [200, 400])
 def test_the_failing_server_is_named(tmp_path: Path, status: int):
-    """Of two servers one cannot load: the error names it, with its own reason, whatever the status."""
+    """If one of two servers cannot load, the error names that server and repeats its reason."""
     (tmp_path / "v1").mkdir()
 
     def serve(request: httpx.Request) -> httpx.Response:
@@ -143,7 +142,7 @@ def test_the_failing_server_is_named(tmp_path: Path, status: int):
 
 
 def test_what_is_missing_is_said(tmp_path: Path):
-    """A mode that is not there, or a version that was never written, fails before any server is asked."""
+    """An unknown mode, missing tensors or a missing directory is reported before any server is asked."""
     servers = Servers(tmp_path)
     with pytest.raises(ValueError, match=r"'post', but the modes are: disk, distributed, tensor"):
         send(WeightUpdateMeta(mode="post"), servers.post_all)
@@ -154,13 +153,14 @@ def test_what_is_missing_is_said(tmp_path: Path):
     assert servers.asked == []
 
 
-# in buckets
+# Buckets
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3_moe", "mixtral", "qwen3_next"])
 def test_names_and_numbers_are_those_of_the_checkpoint(tmp_path: Path, name: str):
-    """transformers renames and fuses weights in memory (experts, above all); servers and files know them as they came,
-    and a server skips a name that it does not know."""
+    """Weights are sent and saved under the names of the checkpoint files, although transformers renames and fuses
+    some.
+    """
     path = make_family(tmp_path / "model", name)
     source = load_file(path / "model.safetensors")
     engine = FSDPEngine(PPOActorConfig(), path)
@@ -178,14 +178,13 @@ def test_names_and_numbers_are_those_of_the_checkpoint(tmp_path: Path, name: str
 
 
 def test_buckets_hold_the_model_once(tmp_path: Path):
-    """Every weight once, in order, tied names once, as the asked dtype, none above the size but a tensor that is
-    alone; and what was handed out is let go when the next bucket is asked for."""
+    """Every weight is in exactly one bucket, no bucket is too large, and a bucket is freed before the next one."""
     config = Qwen3Config(
         vocab_size=1000, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, head_dim=16
     )
     config.tie_word_embeddings = True
     model = AutoModelForCausalLM.from_config(config)
-    limit = 20_000 / 2**20  # MiB; the embedding has 64,000 bytes in bfloat16
+    limit = 20_000 / 2**20  # in MiB; the embedding alone has 64,000 bytes in bfloat16
     sent: list[tuple[str, torch.Tensor]] = []
     lent: list[weakref.ref] = []
     buckets = 0
@@ -206,7 +205,7 @@ def test_buckets_hold_the_model_once(tmp_path: Path):
 
 @pytest.mark.parametrize(("version", "wanted"), [("0.5.19", False), ("0.5.23.post1", True), ("0.6.0", True)])
 def test_sessions_where_the_version_has_them(version: str, wanted: bool):
-    """SGLang 0.5.19 answers 404 to begin_weight_update; the newer ones refuse weights without."""
+    """Only SGLang 0.5.20 and later is told where an update begins and ends."""
     asked: list[str] = []
 
     def post_all(path: str, body: Any = None, timeout: float = 0.0) -> list[dict[str, Any]]:
@@ -220,7 +219,7 @@ def test_sessions_where_the_version_has_them(version: str, wanted: bool):
 
 
 def test_a_server_that_refuses_the_group_is_named():
-    """Nobody waits for a member that will not come: the error says which server refused, and why."""
+    """If a server refuses to join the group, the error repeats its reason."""
 
     def post_all(path: str, body: Any = None, timeout: float = 0.0) -> list[dict[str, Any]]:
         if path == "/init_weights_update_group":
@@ -255,9 +254,9 @@ trainer.connect_engine(engine, meta)
 def memory(key):
     return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(key))
 
-for version in (1, 2):  # the first time loads libraries and starts threads
+for version in (1, 2):  # the first update also loads libraries and starts threads
     gc.collect()
-    open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
+    open("/proc/self/clear_refs", "w").write("5")  # reset the peak of memory use
     before = memory("VmRSS")
     if engine:
         engine.pause()
@@ -272,8 +271,7 @@ trainer.destroy()
 @pytest.mark.runs
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
-    """A model of 100 MiB on two ranks, broadcast in buckets of 8: no rank grows by more than two buckets, and the
-    server has the trainer's weights."""
+    """Two ranks send a model of 100 MiB in buckets of 8 MiB, and no rank's memory grows by more than two buckets."""
     path = make_byte_model(tmp_path / "model", layers=16, width=512)
     (tmp_path / "ranks.py").write_text(RANKS)
     port = str(free_port())
@@ -291,7 +289,10 @@ def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
         url = f"http://127.0.0.1:{port}"
         wait_until_up(url, server)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536"}  # frees what is freed
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+        }  # glibc then returns freed tensors to the system
         words = [str(tmp_path / "ranks.py"), url, str(path), "distributed", "8"]
         ranks = subprocess.run(
             [*torchrun, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
@@ -318,13 +319,13 @@ def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
 
 
 def test_a_real_server_serves_what_was_written(tiny_server: str, state: dict, tiny_model_dir: Path, tmp_path: Path):
-    """After pause, push, version, resume a real server answers with the new weights and labels them so."""
+    """After an update a real server generates with the new weights and reports the new version."""
     engine = RemoteInfEngine([tiny_server])
     engine.initialize()
     before = engine.score([[5, 6, 7, 8]])
     meta = WeightUpdateMeta(path=str(tmp_path))
     tokens = []
-    for version, change in ((1, 0.5), (0, 1.0)):  # and back, for the tests that share the server
+    for version, change in ((1, 0.5), (0, 1.0)):  # the second update restores the weights for other tests
         scaled = {name: tensor * change for name, tensor in state.items()}
         engine.pause()
         write_checkpoint(scaled, tiny_model_dir, meta.with_version(version).directory)

@@ -1,8 +1,8 @@
-"""A training run with the real SGLang as rollout engine, on a CPU: `make test-sglang`.
+"""Training runs with the real SGLang as inference server, on a CPU: `make test-sglang`.
 
-The second task (tasks/maze.py), whose long answers live through weight updates. SGLang computes in bfloat16 and the
-trainer in float32, so their logprobs differ as they do on a GPU. The bound: MISMATCH nats for the worst of some
-200,000 tokens; 0.07 was seen. (bfloat16 has 8 bits: a logit of 10 is right to 0.04.)
+The task is the maze (tasks/maze.py), because its long answers live through weight updates. SGLang computes in bfloat16
+and the trainer in float32, so their logprobs differ as they do on a GPU. No token's logprobs may differ by MISMATCH
+nats or more. The largest difference seen among 200,000 tokens is 0.07 nats.
 """
 
 import json
@@ -33,14 +33,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sglang(model_dir: Path) -> Iterator[str]:
-    """URL of one SGLang over the maze's base model; a run leaves its weights and its version behind."""
+    """The URL of one SGLang server with the maze's base model. Each run leaves its own weights there."""
     sizes = ("--dtype", "bfloat16", "--max-total-tokens", "32768", "--max-running-requests", "32")
     with run_sglang(model_dir, model_dir.parent / "sglang.log", *sizes) as url:
         yield url
 
 
 def train(url: str, model_dir: Path, folder: Path, *words: str) -> list[dict]:
-    """The lines of metrics.jsonl of a finished run against the server at `url`, which first gets the base model."""
+    """Give the server its base model, run train.py to the end, and return the lines of metrics.jsonl."""
     base = {"model_path": str(model_dir), "weight_version": "0"}
     assert httpx.post(url + "/update_weights_from_disk", json=base, timeout=60).json()["success"] is True
     fixed = [f"rollout.server_addrs=[{url}]", f"model_path={model_dir}", f"fileroot={folder}", "logger.live=false"]
@@ -59,8 +59,7 @@ def train(url: str, model_dir: Path, folder: Path, *words: str) -> list[dict]:
 
 
 def test_a_run_on_sglang_learns(sglang: str, model_dir: Path, tmp_path: Path) -> None:
-    """Mean reward of the last five steps is above that of the first five by two standard errors; weights arrive while
-    answers are under way, and what is trained on is stale by what eta allows."""
+    """Rewards rise by more than two standard errors, and some answers are interrupted by new weights."""
     metrics = train(sglang, model_dir, tmp_path, f"max_steps={STEPS}")
     assert len(metrics) == STEPS
     rewards = [line["reward"] for line in metrics]
@@ -75,14 +74,16 @@ def test_a_run_on_sglang_learns(sglang: str, model_dir: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("mode", ["distributed", "tensor"])
 def test_a_run_moves_its_weights_without_a_file(sglang: str, model_dir: Path, tmp_path: Path, mode: str) -> None:
-    """Four steps with each of the ways that write no file; the servers' logprobs stay the trainer's."""
+    """Four steps in mode distributed and in mode tensor keep the servers' logprobs close to the trainer's."""
     train(sglang, model_dir, tmp_path, "max_steps=4", f"weight_update.mode={mode}", "weight_update.bucket_mb=0.25")
     assert not (tmp_path / "e" / "t" / "weights").exists()
 
 
 def test_the_gsm8k_recipe_launches_its_own_sglang(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """One command, as on a GPU box: train.py starts SGLang, trains, and ends it with everything that it had started.
-    The same command with --dry-run prints what it would start."""
+    """train.py starts SGLang, trains, and ends every process that it started.
+
+    With --dry-run the same command only prints what it would start.
+    """
     words = ["--config", "configs/gsm8k.yaml", f"model={tiny_model_dir}", "data=tests/data/gsm8k.jsonl"]
     words += ["server.backend=sglang", f"server.command={SGLANG} tests/sglang_cpu/launch.py", "max_steps=3"]
     words += ["gconfig.n_samples=2", "gconfig.max_new_tokens=12", "train_dataset.batch_size=3", "evaluator.interval=2"]

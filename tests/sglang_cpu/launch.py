@@ -1,18 +1,18 @@
-"""The real SGLang server, unmodified, on a machine without a GPU: `python launch.py --model-path DIR --port 30000 ...`.
+"""Run the unmodified SGLang server on a machine without a GPU: `python launch.py --model-path DIR --port 30000 ...`.
 
-SGLang can compute with torch alone (torch_native attention, pytorch sampling), but on its way there it imports three
-packages that have no build for a plain CPU, and then calls nothing of them:
+SGLang can compute with torch alone (torch_native attention, pytorch sampling). It still imports three packages that
+have no build for a plain CPU, and then calls nothing in them:
 
-- torchvision: the configurations of vision models name it; the wheel is compiled against a CUDA build of torch.
-- triton: kernels are declared with @triton.jit, and never launched.
-- sgl_kernel: compiled for CUDA only; SGLANG_USE_CPU_ENGINE=1 keeps SGLang from calling it.
+- torchvision: configurations of vision models name it. Its wheel is compiled for a CUDA build of torch.
+- triton: SGLang declares kernels with @triton.jit and never launches them.
+- sgl_kernel: it is compiled for CUDA only. SGLANG_USE_CPU_ENGINE=1 keeps SGLang from calling it.
 
-So an import hook answers for these three with empty modules, in which every name exists: a capitalised one is a class,
-another one a decorator that changes nothing. What would compute (sgl_kernel) raises when it is called, so that no
-stand-in answers silently. SGLang starts its workers by spawning, which imports the main module
-again: that is why the hook is installed at the top level and reaches every process.
+An import hook replaces these packages by empty modules in which every name exists. A capitalised name is a class, and
+any other name is a decorator that changes nothing. A function of sgl_kernel raises an error when it is called, so a
+stand-in never returns a wrong result. The hook is installed at the top level of this module, because each worker of
+SGLang is a spawned process that imports this module again.
 
---exit-with-parent is ours: the server ends, with all its workers, when standard input is closed.
+This script adds the flag --exit-with-parent. With it the server and all its workers end when standard input is closed.
 """
 
 import importlib.abc
@@ -37,12 +37,12 @@ DEFAULTS = {
 FLAGS = ("--disable-cuda-graph", "--disable-overlap-schedule")
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of OpenMP on shared cores wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # more OpenMP threads than cores slow each other down
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 class Anything(type):
-    """The class of stand-in classes: each takes any arguments and has every attribute, which is None."""
+    """The type of stand-in classes. Such a class accepts any arguments, and every attribute of it is None."""
 
     def __call__(cls, *_: Any, **__: Any) -> Any:
         return cls.__new__(cls)
@@ -53,7 +53,7 @@ class Anything(type):
 
 
 class StandIn(ModuleType):
-    """A module, or a name in one, that can be imported, subclassed and used as a decorator, and nothing else."""
+    """A stand-in for a module or a name in it, which can be imported, subclassed and used as a decorator."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -70,14 +70,16 @@ class StandIn(ModuleType):
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if self.__name__.startswith("sgl_kernel"):
-            raise NotImplementedError(f"{self.__name__} is not here: its place is held for the import only")
+            raise NotImplementedError(
+                f"{self.__name__} is a stand-in that can only be imported, because sgl_kernel has no build for a CPU"
+            )
         if len(args) == 1 and callable(args[0]) and not options:
             return args[0]  # @decorator
         return lambda function: function  # @decorator(options), constexpr(8)
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a stand-in for the absent packages and all that is in them."""
+    """An import hook that finds a stand-in for each absent package and for each module in it."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name.partition(".")[0] in ABSENT:
@@ -95,7 +97,7 @@ sys.meta_path.insert(0, Finder())
 
 
 def end_with_parent() -> None:
-    """Wait for the end of standard input, then end this process's whole session."""
+    """Wait until standard input is closed, then kill this process and all its workers."""
     while os.read(0, 4096):
         pass
     os.killpg(0, signal.SIGKILL)
@@ -105,7 +107,7 @@ def main(argv: list[str]) -> None:
     if "--exit-with-parent" in argv:
         argv.remove("--exit-with-parent")
         if os.getpgrp() != os.getpid():
-            os.setpgid(0, 0)  # a group of its own, which ends as one
+            os.setpgid(0, 0)  # a process group of its own, so that all workers end together
         threading.Thread(target=end_with_parent, daemon=True).start()
     for name, value in DEFAULTS.items():
         if name not in argv:
