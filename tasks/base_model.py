@@ -1,22 +1,22 @@
-"""A base model made on the spot: a word list, a chat template, a tiny Qwen3, and a warm-up by imitation.
+"""A small base model made on the spot: a word list, a chat template, a tiny Qwen3, and a warm-up by imitation.
 
-The rule: what this file writes is an ordinary Hugging Face directory. Everything else in the project loads it
-through `AutoModelForCausalLM` and `AutoTokenizer` and cannot tell it from a download, so what is learnt on the tiny
-model about the loop holds for a large one.
+The rule: this module writes an ordinary Hugging Face directory. The other parts of the project load it with
+`AutoModelForCausalLM` and `AutoTokenizer`, as they load any model. What one sees on the tiny model therefore also
+holds for a large one.
 
-**The tokenizer** is WordLevel: one word, one token, words parted by blanks. A sampled sequence can therefore be
-read with the naked eye. The chat template writes every message as `<role> content <end>` and nothing between
-messages, so a conversation's rendering is the concatenation of its messages' renderings. That is the property the
-proxy needs: the parent's prompt ids, the ids the model sampled (their last one is `<end>`), and the rendered tail
-are together the rendering of the whole conversation.
+**The tokenizer** has one token per word, and words are separated by blanks. A person can therefore read a sampled
+sequence. The chat template writes every message as `<role> content <end>`. Nothing depends on the messages around it,
+so the tokens of a conversation are the tokens of its messages, one after the other. For example, the conversation
+"guess a number", "3", "higher" consists of three parts: the prompt of the first turn, the sampled tokens `3 <end>`,
+and the tokens of the new message. The proxy relies on this property.
 
-**The model** is random but for its warm-up: supervised imitation of somebody who plays badly. Reinforcement learning
-needs a policy that answers in the right form and now and then succeeds; a pretrained model brings that along, a
-random one has to be given it. The warm-up is seconds, and its player is no better than chance, so all skill that a
-run shows at the end is the run's own.
+**The model** starts with random weights and is then trained to imitate somebody who plays badly. Reinforcement
+learning needs a policy that answers in the right form and sometimes succeeds. A pretrained model can do that, a
+random one cannot. The warm-up takes seconds. The imitated player knows little or nothing of the game, so the skill at
+the end comes from the run.
 
-**What it does not promise**: the same bits on different machines. The same seed on the same machine with the same
-number of threads gives the same weights.
+**What it does not promise**: the same weights on different machines. The same seed on the same machine, with the same
+number of threads, gives the same weights.
 """
 
 import tempfile
@@ -34,12 +34,12 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-NextBatch = Callable[[], list[list[int]]]  # conversations as token ids
-IGNORED = -100  # the label of a token that the loss leaves out
+NextBatch = Callable[[], list[list[int]]]  # returns conversations as token ids
+IGNORED = -100  # label of a token that the loss leaves out
 
 
 def make_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
-    """One token a word; six markers come first."""
+    """Return a tokenizer with one token per word. The six markers have the first ids."""
     vocab = {word: i for i, word in enumerate([*MARKERS, *words])}
     raw = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -56,13 +56,16 @@ def make_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict]) -> list[int]:
-    """The ids of a whole conversation."""
+    """Return the token ids of a whole conversation."""
     return list(tokenizer.apply_chat_template(messages, return_dict=False))
 
 
 def make_qwen3(tokenizer: PreTrainedTokenizerFast, layers: int, context: int, seed: int) -> Qwen3ForCausalLM:
-    """A random Qwen3 of width 64. The spread of its initial weights is three times the usual 0.02: with so
-    narrow a model the usual one leaves the attention flat, and training with it stalls."""
+    """Return a Qwen3 of width 64 with random weights.
+
+    The standard deviation of the weights is 0.06, three times the usual 0.02. In so narrow a model 0.02 makes
+    attention nearly uniform, and training stalls.
+    """
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -84,7 +87,7 @@ def make_qwen3(tokenizer: PreTrainedTokenizerFast, layers: int, context: int, se
 
 
 def answers_only(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[int]:
-    """Labels: the assistant's words and the end token that closes them; every other token is ignored."""
+    """Return the labels of a conversation: the assistant's words and their end tokens. Other tokens are ignored."""
     end, assistant = map(tokenizer.convert_tokens_to_ids, (END, ASSISTANT))
     labels, inside = [], False
     for token in ids:
@@ -96,9 +99,10 @@ def answers_only(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list
 def imitate(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, next_batch: NextBatch, steps: int, lr: float
 ) -> None:
-    """Supervised learning of the assistant's tokens: AdamW, lr falling linearly to 0.
+    """Train the model to predict the assistant's tokens, by AdamW with a learning rate that falls linearly to 0.
 
-    No attention mask: padding is on the right, where causal attention never looks, and its labels are ignored."""
+    No attention mask is needed. Padding is on the right, so no earlier token attends to it, and its labels are ignored.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
     for step in range(steps):
         batch = next_batch()
@@ -113,7 +117,7 @@ def imitate(
 
 
 def save_atomically(path: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """The directory appears whole or not at all. Of several processes the first wins; the others' copies equal it."""
+    """Write the model so that its directory appears completely or not at all. If it exists already, leave it alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         draft = Path(scratch) / path.name
@@ -121,6 +125,6 @@ def save_atomically(path: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTo
         model.save_pretrained(draft)
         try:
             draft.replace(path)
-        except OSError:  # `path` is a directory that holds something: fine if it is another's copy
+        except OSError:  # `path` exists: another process may have written the same model
             if not (path / "config.json").is_file():
                 raise

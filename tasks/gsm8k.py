@@ -1,21 +1,21 @@
 """GSM8K: grade-school problems whose answer is one number, the classic task of a verifiable reward (RLVR).
 
-The rule: whatever the model writes, only its final answer counts: 1 if it is the number, else 0. Two ways to train on
-it, both of which this file offers:
+The rule: only the final answer counts. The reward is 1 if it is the right number, else 0. This file offers two ways
+to train on it:
 
     python train.py --config configs/gsm8k.yaml model_path=DIR                                      one answer
-    python train.py --config configs/gsm8k.yaml model_path=DIR workflow=tasks.gsm8k.MathAgent       and second tries
+    python train.py --config configs/gsm8k.yaml model_path=DIR workflow=tasks.gsm8k.MathAgent       with a second try
 
-The first is RLVRWorkflow with the reward function below; the second an agent on the plain OpenAI SDK, which is told
-that it was wrong and tries again.
+The first way is RLVRWorkflow with the reward function below. The second way is an agent on the plain OpenAI SDK: it
+tells the model that its answer was wrong, and asks again.
 
-**Data.** Without `train_dataset.path` the problems come from `datasets` (openai/gsm8k). A JSONL file of
-{"question", "answer"} lines in GSM8K's form does as well: there the answer is the whole solution, and what follows
-its last `####` is the number (`prepare` reads it).
+**Data.** By default the problems come from the package `datasets` (openai/gsm8k). `train_dataset.path` may instead
+name a JSONL file with lines {"question", "answer"}, as GSM8K has them. The answer is the whole solution there, and
+the number stands after its last `####`.
 
-**Is it the same number?** math-verify decides where it is installed: it knows fractions, units and LaTeX. Without it
-the last number of the answer is compared, the one in \\\\boxed{} or after `####` if there is one; 1,000 and 1000.0 are
-equal, 1/2 and 0.5 are not.
+**When two answers are the same number.** math-verify decides if it is installed. It knows fractions, units and LaTeX.
+Without it the last number of the answer is compared, or the number in \\boxed{} or after `####` if there is one.
+1,000 and 1000.0 are then equal, 1/2 and 0.5 are not.
 """
 
 import re
@@ -35,33 +35,33 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
 
 def dataset(split: str = "train") -> list[dict]:
-    """The 7,473 problems for training, or the 1,319 others."""
+    """Return the 7,473 training problems, or the 1,319 test problems for any other split."""
     try:
         from datasets import load_dataset
 
         return list(load_dataset("openai/gsm8k", "main", split="train" if split == "train" else "test"))
     except (ImportError, OSError) as error:
-        reason = f"openai/gsm8k cannot be had through the package datasets ({error})"
+        reason = f"openai/gsm8k cannot be loaded by the package datasets ({error})"
         raise ImportError(f"{reason}: give a file by train_dataset.path=FILE.jsonl") from error
 
 
 def prepare(row: dict[str, Any]) -> dict[str, Any]:
-    """A line in GSM8K's form as chat messages and the number."""
+    """Turn a GSM8K line into chat messages and the number that answers it."""
     messages = [{"role": "user", "content": row["question"] + INSTRUCTION}]
     return {"messages": messages, "answer": str(row["answer"]).rpartition("####")[2].strip()}
 
 
 def last_number(text: str) -> Decimal | None:
-    """The final answer: in the last box, else after the last ####, else the last number of all."""
+    """Return the last number in the last box (LaTeX), else after the last ####, else in the whole text."""
     place = text.rpartition("\\boxed{")[2].partition("}")[0] if "\\boxed{" in text else text.rpartition("####")[2]
     numbers = NUMBER.findall(place)
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def is_right(completion: str, answer: str) -> bool:
-    """Whether the completion's final answer is `answer`."""
+    """Return whether the completion's final answer is the number `answer`."""
     if math_verify:
-        # Their clock is a signal, which only a main thread may use; AsyncRewardWrapper has its own.
+        # math-verify's own timeout needs the main thread, so it is off; AsyncRewardWrapper has a timeout too.
         gold, said = (math_verify.parse(text, parsing_timeout=None) for text in (answer, completion))
         return bool(math_verify.verify(gold, said, timeout_seconds=None))
     said = last_number(completion)
@@ -71,7 +71,7 @@ def is_right(completion: str, answer: str) -> bool:
 def reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **_: Any
 ) -> float:
-    """1 if right, else 0; runs in a process of its own (rollout/reward.py)."""
+    """Return 1 for a right answer, else 0. It runs in a process of its own (rollout/reward.py)."""
     return float(is_right(completion, answer))
 
 
@@ -80,12 +80,13 @@ WORKFLOW_KWARGS = {"reward_fn": "tasks.gsm8k.reward"}
 
 
 class MathAgent:
-    """Answers, and while it is wrong is told so and tries again. The k-th try is worth discount^(k-1)."""
+    """Lets the model try again while its answer is wrong. A right answer at try k is worth discount^(k-1)."""
 
     def __init__(self, max_turns: int = 2, discount: float = 0.9) -> None:
         self.max_turns, self.discount = max_turns, discount
 
     async def run(self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any) -> float:
+        """Play one episode and return its reward."""
         client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
         messages: list = list(data["messages"])
         for turn in range(self.max_turns):

@@ -1,22 +1,23 @@
 """Guess the number: a game of several turns whose best play is binary search, the task of the demo.
 
-The rule: a secret in 1..6; the agent says a number; the game answers "higher", "lower", or is over because it was
-found; three guesses. Nobody tells the agent how to search, and only the end pays: 1 if found, 0 if not. Playing
-at random finds about half of the secrets, binary search all of them, so the whole distance is the run's to learn.
+The rule: the secret is a number from 1 to 6, and the agent has three guesses. After a wrong guess the game answers
+"higher" or "lower". The reward is 1 if the secret was found, else 0. Nobody tells the agent how to search. Playing at
+random finds about half of the secrets and binary search finds all of them, so the difference is what the run learns.
 
 **The agent** below is an ordinary program on the unmodified OpenAI SDK. It knows nothing of training, tokens or
-versions: it takes a `base_url`, plays, and returns a number. That is the project's claim, in thirty lines.
+versions: it gets a `base_url`, plays, and returns a number.
 
-**Why six numbers.** With seven, binary search has one optimal first guess, and early in training it is the one that
-pays *least* (it leaves triples, which pay only if the next guess is exactly their middle). The first guess is
-made in every game, so it is learnt first, and wrongly: a true local optimum, in which most seeds stay. With six,
-3 and 4 are both optimal, and each leaves a pair and a triple. Some of the trap is left: 2 or 5 first finds five of
-six, and from some base models that looks best for long. A penalty on the distance to the base model
-(configs/demo.yaml) keeps the others open until they are learnt.
+**Why six numbers.** With seven numbers binary search has one best first guess, 4. Early in training this guess pays
+the least: it leaves three numbers, which the two remaining guesses find only if the next one is exactly their middle.
+The first guess is made in every game, so the model learns it early, and learns a wrong one. Most seeds stay in this
+local optimum. With six numbers, 3 and 4 are both best first guesses, and each leaves two numbers on one side and
+three on the other. The local optimum is weaker, but it is still there: 2 or 5 as the first guess finds five of six
+secrets. A penalty on the distance to the base model (configs/demo.yaml) keeps the other first guesses likely until
+the later guesses are learnt.
 
-**What it does not promise**: that the greedy policy equals binary search move by move. Several trees find every
-secret; `summary` counts secrets, and draws the tree that was learnt beside that of binary search, which also needs the
-fewest guesses.
+**What it does not promise**: that the greedy policy is binary search, move by move. Several strategies find every
+secret. `summary` counts the secrets that are found, and draws the learnt strategy beside binary search, which needs
+the fewest guesses.
 """
 
 import random
@@ -37,22 +38,23 @@ SECRETS, GUESSES = range(1, 7), 3
 QUESTION = "guess a number"
 START = [{"role": "user", "content": QUESTION}]
 WORDS = (*QUESTION.split(), "higher", "lower", *map(str, SECRETS))
-Ask = Callable[[list[dict]], str]  # conversation -> the greedy answer
-Play = Callable[[list[dict], Sequence[int]], str]  # conversation, secrets that are still possible -> what is said
+Ask = Callable[[list[dict]], str]  # a conversation -> the policy's greedy answer
+Play = Callable[[list[dict], Sequence[int]], str]  # a conversation, the secrets that are still possible -> the answer
 
 
 def parse(answer: str | None) -> int | None:
-    """The number in the answer; None unless it is one number in range and nothing else."""
+    """Return the number in the answer, None unless the answer is exactly one number in range."""
     word = (answer or "").strip()
     return int(word) if word in WORDS and word.isdigit() else None
 
 
 def feedback(guess: int, secret: int) -> str:
+    """Return the game's answer to a wrong guess."""
     return "higher" if secret > guess else "lower"
 
 
 def possible_after(possible: Sequence[int], guess: int, word: str) -> list[int]:
-    """The secrets that are left when `guess` was answered with `word`."""
+    """Return the secrets that are still possible after `guess` was answered with `word`."""
     return [secret for secret in possible if secret != guess and feedback(guess, secret) == word]
 
 
@@ -60,6 +62,7 @@ class GuessAgent:
     """Plays one game through a chat-completions endpoint. Returns 1.0 if it found the secret, else 0.0."""
 
     async def run(self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any) -> float:
+        """Play one game and return its reward."""
         client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
         messages: list = list(START)
         for _ in range(GUESSES):
@@ -79,7 +82,7 @@ WORKFLOW = GuessAgent
 
 
 def dataset(split: str = "train") -> list[dict]:
-    """The secrets. There is nothing to hold out: the same six for every split."""
+    """Return the six secrets, for every split."""
     return [{"secret": secret} for secret in SECRETS]
 
 
@@ -87,7 +90,7 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def play_at_random(rng: random.Random) -> list[str]:
-    """What is said in one game. Half of the players say any number, half one that the answers have not excluded."""
+    """Return the messages of one random game. Half of the players ignore the answers, half guess a possible number."""
     secret, listens = rng.choice(SECRETS), rng.random() < 0.5
     possible: Sequence[int] = SECRETS
     said = [QUESTION]
@@ -98,17 +101,18 @@ def play_at_random(rng: random.Random) -> list[str]:
         if guess == secret:
             break
         possible = possible_after(possible, guess, word)
-    return said[:-1]  # the last guess is not answered
+    return said[:-1]  # the game does not answer the last guess
 
 
 def make_model(path: Path, seed: int, warmup_steps: int = 600) -> None:
-    """Write a two-layer Qwen3 (134k parameters) that plays at random to `path`, the same for the same seed."""
+    """Write a two-layer Qwen3 (134k parameters) that plays at random to `path`. Equal seeds give equal models."""
     tokenizer = base_model.make_tokenizer(WORDS)
     model = base_model.make_qwen3(tokenizer, layers=2, context=64, seed=seed)
     rng = random.Random(seed)
 
     @cache
     def ids_of(*said: str) -> list[int]:
+        """Return the token ids of a game, given its messages."""
         roles = ("user", "assistant")
         return base_model.render(tokenizer, [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)])
 
@@ -120,21 +124,24 @@ def make_model(path: Path, seed: int, warmup_steps: int = 600) -> None:
 
 
 def binary_search(messages: list[dict], possible: Sequence[int]) -> str:
-    """The middle of what is possible."""
+    """Return the middle of the possible secrets."""
     return str(possible[(len(possible) - 1) // 2])
 
 
 def explore(
     play: Play, found: list[int], messages: list[dict] = START, possible: Sequence[int] = SECRETS, label: str = ""
 ) -> Tree:
-    """How somebody plays in every situation that there can be, as a tree: a guess, and below it what follows each
-    answer to it. `found` gets, for each secret that is found, the number of guesses."""
+    """Draw how a player plays in every situation: a guess, and below it the next guess for each answer of the game.
+
+    For every secret that the player finds, the number of guesses is appended to `found`.
+    """
     answer, turn = play(messages, possible), len(messages) // 2 + 1
     guess = parse(answer)
     tree = Tree(f"{label}[bold]{guess or '?'}[/bold]")
     if guess is None:
         return tree
-    found += [turn] * (guess in possible)
+    if guess in possible:
+        found.append(turn)
     for word in ("lower", "higher"):
         rest = possible_after(possible, guess, word)
         if rest and turn < GUESSES:
@@ -144,7 +151,7 @@ def explore(
 
 
 def summary(ask: Ask, console: Console) -> None:
-    """Print the greedy policy as a tree beside binary search."""
+    """Print the strategy of the greedy policy beside binary search."""
     panels = []
     players: dict[str, Play] = {"learnt": lambda messages, _: ask(messages), "binary search": binary_search}
     for title, play in players.items():

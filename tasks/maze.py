@@ -1,19 +1,20 @@
-"""The drunkard's walk home: long answers with a tail of lengths, drawn as a path through a maze.
+"""The drunkard's walk home: long answers of very different lengths, drawn as a path through a maze.
 
-The rule: one fixed perfect maze of 12 x 12 cells, named like chess squares, with two homes. The prompt says
-"from b7 to l12"; the answer is every cell visited, from the first to the last. It is paid by SPL, the navigation
-metric: 0 unless every step went through an open passage and the walk ended at home, else shortest / walked length.
+The rule: there is one fixed maze of 12 x 12 cells, named like chess squares, with two homes. A prompt is "from b7 to
+l12". The answer lists every cell that the walk visits, from the first to the last. The reward is SPL, a metric of
+navigation: the shortest length divided by the walked length, or 0 if the walk goes through a wall or does not end at
+home. A shortest way of 54 moves that is walked in 72 moves earns 0.75.
 
-**Why this task.** The length of an answer varies tenfold and *depends on the policy*: a drunk wanders up to the
-limit, a sober walker needs 54 moves on average. So there is always somebody still walking when new weights arrive,
-and interruption, overlap and staleness can be seen and measured. Generating and training cost about the same.
+**Why this task.** The length of an answer varies tenfold and depends on the policy. A drunk wanders up to the limit,
+a sober walker needs 54 moves on average. Some walks are therefore unfinished when new weights arrive, so one can see
+and measure interruption, overlap and staleness. Generation and training cost about the same.
 
-**The base model** imitates a drunk who at each corner takes the right way with probability 0.4 and any way
-otherwise, and is cut off after 64 moves. Even perfect imitation of him is worth SPL 0.36. Coming home sober is
-left to reinforcement learning.
+**The base model** imitates a drunk. At each cell he takes the right way with probability 0.4 and otherwise any way,
+and he is cut off after 64 moves. Perfect imitation of him, up to the answer's limit of 240 tokens, is worth an SPL of
+0.36. Everything above that is learnt by reinforcement learning.
 
-**What it does not promise**: generalisation. The maze is one, and learnt by heart; every split is the same 286
-instances.
+**What it does not promise**: generalisation. The model learns this one maze by heart, and every split has the same
+286 prompts.
 """
 
 import random
@@ -25,8 +26,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-# workflow.py and tasks/base_model.py import torch. The pool of processes that computes rewards imports this module and
-# should not wait for that, so the first is named by a string and the second imported where it is needed.
+# The processes that compute rewards import this module, and importing torch would slow their start. workflow.py and
+# tasks/base_model.py import torch. Hence WORKFLOW is a string, and base_model is imported inside make_model.
 
 SIDE, MAZE_SEED, SOBER, CURFEW = 12, 96, 0.4, 64
 Cell = tuple[int, int]  # column, row; (0, 0) is a1, at the bottom left
@@ -38,6 +39,7 @@ WORKFLOW_KWARGS = {"reward_fn": "tasks.maze.reward"}
 
 
 def name(cell: Cell) -> str:
+    """Return a cell's name, such as b7."""
     return f"{chr(ord('a') + cell[0])}{cell[1] + 1}"
 
 
@@ -47,11 +49,11 @@ HOMES = ("a1", "l12")
 
 @cache
 def passages(seed: int = MAZE_SEED) -> dict[Cell, frozenset[Cell]]:
-    """A perfect maze by depth-first search: a spanning tree of the grid, one way between any two cells."""
+    """Return each cell's open neighbours. Depth-first search makes a maze with exactly one way between two cells."""
     rng = random.Random(seed)
     open_to: dict[Cell, set[Cell]] = {cell: set() for cell in CELLS.values()}
     trail = [(0, 0)]
-    while trail:  # whatever it has been to has a way
+    while trail:
         x, y = here = trail[-1]
         unseen = [n for n in ((x + 1, y), (x - 1, y), (x, y + 1), (x, y - 1)) if open_to.get(n) == set()]
         if unseen:
@@ -66,10 +68,10 @@ def passages(seed: int = MAZE_SEED) -> dict[Cell, frozenset[Cell]]:
 
 @cache
 def distances(home: str) -> dict[Cell, int]:
-    """Moves from every cell to the home."""
+    """Return the number of moves from every cell to the home."""
     moves = {CELLS[home]: 0}
     queue = [CELLS[home]]
-    for here in queue:  # it grows meanwhile
+    for here in queue:  # the loop also visits the cells that it appends
         for there in passages()[here] - moves.keys():
             moves[there] = moves[here] + 1
             queue.append(there)
@@ -80,7 +82,7 @@ def distances(home: str) -> dict[Cell, int]:
 
 
 def dataset(split: str = "train") -> list[dict]:
-    """Every cell with every home but itself: 286 instances."""
+    """Return one prompt for every pair of a start cell and another home: 286 prompts."""
     return [
         {"messages": [{"role": "user", "content": f"from {start} to {home}"}], "start": start, "home": home}
         for home in HOMES
@@ -90,7 +92,7 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def walk_of(answer: str, start: str) -> list[Cell] | None:
-    """The cells of the answer; None where it is not a walk: an unknown word, a wall, or another beginning."""
+    """Return the cells of an answer, None if it has an unknown word, goes through a wall, or starts elsewhere."""
     words = answer.removesuffix("<end>").split()
     if not words or words[0] != start or any(word not in CELLS for word in words):
         return None
@@ -99,7 +101,10 @@ def walk_of(answer: str, start: str) -> list[Cell] | None:
 
 
 def spl(answer: str, start: str, home: str) -> float:
-    """SPL = S * l / max(p, l), with S success, l the shortest and p the walked length (Anderson et al. 2018)."""
+    """Return SPL = S * l / max(p, l), where S is 1 for success, l the shortest and p the walked length.
+
+    Source: Anderson et al. 2018.
+    """
     walk = walk_of(answer, start)
     if walk is None or walk[-1] != CELLS[home]:
         return 0.0
@@ -107,7 +112,7 @@ def spl(answer: str, start: str, home: str) -> float:
 
 
 def reward(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data) -> float:
-    """AReaL's signature of a reward; `data` brings the instance's start and home."""
+    """Return the SPL of an answer. The parameters are those of AReaL's reward functions."""
     return spl(completions, data["start"], data["home"])
 
 
@@ -115,7 +120,7 @@ def reward(prompt: str, completions: str, prompt_ids: list[int], completion_ids:
 
 
 def stagger(rng: random.Random, start: str, home: str) -> list[Cell]:
-    """A drunk's walk: the right way with probability SOBER, else any way, until home or CURFEW moves."""
+    """Return a drunk's walk: the right way with probability SOBER, else any way, until home or CURFEW moves."""
     walk, moves_home = [CELLS[start]], distances(home)
     while walk[-1] != CELLS[home] and len(walk) <= CURFEW:
         ways = sorted(passages()[walk[-1]])
@@ -124,7 +129,7 @@ def stagger(rng: random.Random, start: str, home: str) -> list[Cell]:
 
 
 def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
-    """Write a one-layer Qwen3 (85k parameters) that walks like a drunk to `path`, the same for the same seed."""
+    """Write a one-layer Qwen3 (85k parameters) that walks like a drunk to `path`. Equal seeds give equal models."""
     from tasks import base_model
 
     tokenizer = base_model.make_tokenizer(["from", "to", *CELLS])
@@ -132,11 +137,14 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
     rng, instances = random.Random(seed), dataset()
 
     def one_walk() -> list[int]:
+        """Return the token ids of one prompt and a drunk's walk."""
         instance = rng.choice(instances)
         walk = stagger(rng, instance["start"], instance["home"])
         answer = {"role": "assistant", "content": " ".join(map(name, walk))}
         ids = base_model.render(tokenizer, [*instance["messages"], answer])
-        return ids if walk[-1] == CELLS[instance["home"]] else ids[:-1]  # cut off: there is no end to imitate
+        return (
+            ids if walk[-1] == CELLS[instance["home"]] else ids[:-1]
+        )  # a walk that was cut off has no end token to imitate
 
     base_model.imitate(model, tokenizer, lambda: [one_walk() for _ in range(8)], warmup_steps, lr=1e-2)
     base_model.save_atomically(path, model, tokenizer)
@@ -146,13 +154,15 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
 
 
 def square(a: Cell, b: Cell) -> tuple[int, int]:
-    """Column and line of the passage between two cells in the picture; a cell's own is square(cell, cell)."""
-    return a[0] + b[0] + 1, 2 * SIDE - 1 - a[1] - b[1]  # the first line is on top
+    """Return column and line of the passage between two cells in the picture. square(cell, cell) is the cell itself."""
+    return a[0] + b[0] + 1, 2 * SIDE - 1 - a[1] - b[1]  # the first line is the top one
 
 
 def draw(walk: list[Cell], home: str) -> Text:
-    """The maze in 2 * SIDE + 1 squares a side: cells at the odd ones, passages and walls between them. The walk as
-    dots, its start and the home marked."""
+    """Draw the maze with the walk as dots, S at its start and H at the home.
+
+    The picture has 2 * SIDE + 1 squares a side. Cells have odd positions, and passages and walls stand between them.
+    """
     picture = {square(cell, other): ("  ", "") for cell, ways in passages().items() for other in (cell, *ways)}
     steps = [*pairwise(walk), *zip(walk, walk)]
     picture |= {square(here, there): ("• ", "green") for here, there in steps}
@@ -164,13 +174,13 @@ def draw(walk: list[Cell], home: str) -> Text:
 
 
 def typical() -> dict:
-    """The instance of median length."""
+    """Return the prompt whose shortest way has the median length."""
     ways = sorted(dataset(), key=lambda d: distances(d["home"])[CELLS[d["start"]]])
     return ways[len(ways) // 2]
 
 
 def summary(ask: Callable[[list[dict]], str], console: Console) -> None:
-    """Draw the greedy walk over a typical way home. `ask`: conversation -> greedy answer."""
+    """Draw the greedy policy's walk for a typical prompt. `ask` returns the greedy answer to a conversation."""
     instance = typical()
     start, home = instance["start"], instance["home"]
     answer = ask(instance["messages"])

@@ -129,7 +129,7 @@ StartServer = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def start_tiny_server(tiny_model_dir: Path) -> Iterator[StartServer]:
-    """start(*arguments) starts a tiny server process on the tiny model and returns its URL. It ends with the session."""
+    """start(*arguments) starts a tiny server process on the tiny model and returns its URL."""
     processes: list[subprocess.Popen] = []
 
     def start(*extra: str) -> str:

@@ -74,8 +74,8 @@ def test_synchronous_runs_repeat(guess_run) -> None:
 def test_decoupled_is_standard_where_the_data_is_fresh(guess_run) -> None:
     """With eta = 0 the decoupled objective equals the standard one, up to the difference between two programs.
 
-    pi_behav and pi_prox are then the same weights, computed by the server and by the trainer. A token's two losses differ
-    by at most the difference of its two log-probabilities, times 1 + eps and |A|.
+    pi_behav and pi_prox are then the same weights, computed by the server and by the trainer. A token's two losses
+    differ by at most the difference of its two log-probabilities, times 1 + eps and |A|.
     """
     folder, metrics = guess_run(0)
     decoupled = PPOActorConfig(eps_clip=0.2, eps_clip_higher=0.28, c_clip=2.0)
@@ -92,7 +92,7 @@ def test_decoupled_is_standard_where_the_data_is_fresh(guess_run) -> None:
 
 
 def test_what_a_run_writes(guess_run) -> None:
-    """A run writes its configuration, a trace, trajectories as text, its tokens, and a model that transformers loads."""
+    """A run writes its configuration, a trace, trajectories as text, tokens, and a model that transformers loads."""
     folder = guess_run(2)[0] / "e" / "t"
     assert "max_head_offpolicyness: 2" in (folder / "config.yaml").read_text()
     events = json.loads((folder / "trace.json").read_text())
@@ -142,7 +142,7 @@ def test_killed_trainer(tmp_path: Path) -> None:
 
 
 def test_exception_in_the_trainer(tmp_path: Path) -> None:
-    """An exception in the trainer ends the run with its error and leaves no process. Here a checkpoint cannot be written."""
+    """An exception in the trainer (a checkpoint cannot be written) ends the run and leaves no process behind."""
     folder = tmp_path / "e" / "t"
     folder.mkdir(parents=True)
     (folder / "checkpoints").write_text("in the way")

@@ -104,7 +104,7 @@ def make_executor(tiny_tokenizer):
 
 
 def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path) -> None:
-    """After a restart no sample is lost or repeated, ids go on, the gate is as wide as before, and old groups come first.
+    """After a restart no sample is lost or repeated, the gate is as wide as before, and old groups come first.
 
     AReaL had a mistake here (#1388).
     """
@@ -175,7 +175,7 @@ def test_a_run_goes_on_with_another_eta_or_batch(
 
 
 def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """A step after a restart equals the step without one: model, optimizer, schedule and random numbers are restored."""
+    """A step after a restart equals the step without one: model, optimizer and random numbers are restored."""
 
     class Executor:
         def state_dict(self):
@@ -400,7 +400,7 @@ def test_half_an_update_stays_half_where_a_run_fails_before_its_first_step(
 def test_servers_that_outlive_their_run_get_the_weights_of_the_next(
     tmp_path: Path, start_tiny_server, left: str
 ) -> None:
-    """A running server may hold another run's weights, or half of them, and may be paused. A new run sends its own first.
+    """A running server may hold another run's weights, or be paused. A new run sends its own weights first.
 
     Every token is then of version 0, and the server's log-probabilities equal the trainer's.
     """
@@ -468,14 +468,14 @@ def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddres
 
 
 def test_evaluation_has_a_workflow_of_its_own(tiny_model_dir: Path) -> None:
-    """Evaluation has an event loop of its own, so it needs its own instance of the agent, whose clients belong to a loop."""
+    """Evaluation has its own instance of the agent, since its event loop differs and an agent may belong to one."""
     inputs = load_inputs(load([f"model_path={tiny_model_dir}"]))
     assert type(inputs.workflow) is type(inputs.evaluated)
     assert inputs.workflow is not inputs.evaluated
 
 
 def test_statistics_of_an_evaluation() -> None:
-    """The last of several rewards counts. An agent that raises or returns no reward is rejected, and the others go on."""
+    """The last of several rewards counts. An agent that raises or returns no reward is counted as rejected."""
 
     class Agent:
         async def run(self, data, **where):

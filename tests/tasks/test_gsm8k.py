@@ -1,7 +1,7 @@
-"""The recipe for GSM8K, whole, on a CPU: a dozen problems, a tiny model, the command line of a GPU box.
+"""The recipe for GSM8K as a whole, on a CPU: twelve problems, a tiny model, and the command line of a GPU machine.
 
-A random model solves nothing, so the end-to-end runs count what must hold whatever is learnt; a reward that such a
-model can earn shows that a reward function given by configuration is the one that trains.
+A random model solves no problem. The runs therefore check what holds whatever is learnt. One run has a reward that a
+random model can earn, to show that a reward function given by configuration is the one that trains.
 """
 
 import json
@@ -28,7 +28,7 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are about the comparison that is ours."""
+    """Turn math-verify off, so that the tests look at this project's own comparison."""
     monkeypatch.setattr(gsm8k, "math_verify", None)
 
 
@@ -52,12 +52,12 @@ def without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_only_the_final_answer_counts(completion: str, answer: str, right: bool) -> None:
-    """A number on the way to the answer earns nothing."""
+    """Only the final answer counts. A right number before it earns nothing."""
     assert gsm8k.reward("", completion, [], [], answer=answer, messages=[]) == float(right)
 
 
 def test_the_solutions_in_the_data_are_right() -> None:
-    """Each of the dozen, read as a completion, earns the reward, and another problem's does not."""
+    """Each problem's own solution earns the reward, and another problem's solution does not."""
     rows = read_jsonl(ROOT / DATA)
     samples = load_dataset(str(ROOT / DATA), gsm8k, "train")
     assert len(samples) == 12
@@ -69,6 +69,7 @@ def test_the_solutions_in_the_data_are_right() -> None:
 
 
 def train(tmp_path: Path, model: Path, *words: str) -> tuple[list[dict], Path]:
+    """Run the small recipe to its end, and return its metrics and its folder."""
     recipe = ["--config", "configs/gsm8k.yaml", f"model={model}", f"data={DATA}", *SMALL]
     done = subprocess.run(command(tmp_path, *recipe, *words), cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -77,7 +78,7 @@ def train(tmp_path: Path, model: Path, *words: str) -> tuple[list[dict], Path]:
 
 
 def test_the_recipe(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """RLVRWorkflow over the dozen: every step trains 3 groups of 2 answers, and evaluates all twelve at step 2."""
+    """The recipe runs on twelve problems: each step trains on 3 groups of 2 answers, and step 2 evaluates all twelve."""
     metrics, folder = train(tmp_path, tiny_model_dir)
     assert sum(line["accepted"] for line in metrics) >= 9
     assert all(line["failed"] == 0 and 0 <= line["staleness_max"] <= 2 for line in metrics)
@@ -88,7 +89,7 @@ def test_the_recipe(tmp_path: Path, tiny_model_dir: Path) -> None:
 
 
 def test_the_agent_with_a_second_try(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """Each conversation of a model that is never right has two turns, and is one row."""
+    """An agent whose model is never right plays two turns, and each conversation is one row."""
     _, folder = train(tmp_path, tiny_model_dir, "workflow=tasks.gsm8k.MathAgent", "evaluator.interval=0")
     dumps = [json.loads(line) for path in folder.glob("rollout/*/*.jsonl") for line in path.read_text().splitlines()]
     assert dumps
@@ -96,8 +97,7 @@ def test_the_agent_with_a_second_try(tmp_path: Path, tiny_model_dir: Path) -> No
 
 
 def test_data_and_reward_of_ones_own_by_configuration(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """Lines with `messages` and columns of one's own, and a function of a module beside them:
-    nothing else is written."""
+    """A JSONL file and a reward function, both named by configuration keys, are enough to train on one's own data."""
     (tmp_path / "mine.jsonl").write_text(
         "\n".join(json.dumps({"messages": [{"role": "user", "content": f"say {c}"}], "wanted": c}) for c in "abcdef")
     )
@@ -131,7 +131,7 @@ def test_data_and_reward_of_ones_own_by_configuration(tmp_path: Path, tiny_model
     ],
 )
 def test_broken_data_is_one_line(tmp_path: Path, tiny_model_dir: Path, text: str | bytes, says: str) -> None:
-    """A broken dataset is one line that names the file and the line in it."""
+    """A broken dataset is refused in one line that names the file and the line in it."""
     file = tmp_path / "broken.jsonl"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     config = load(["--config", str(ROOT / "configs/gsm8k.yaml"), f"model_path={tiny_model_dir}", f"data={file}"])
@@ -159,7 +159,7 @@ def test_broken_data_is_one_line(tmp_path: Path, tiny_model_dir: Path, text: str
 def test_what_cannot_be_imported_is_said_early(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
 ) -> None:
-    """A function that cannot be found is named with its key before anything is started."""
+    """If a function, workflow or model of the configuration cannot be loaded, the error names its key before the start."""
     (tmp_path / "raises_at_import.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     given = [f"model_path={tiny_model_dir}", f"data={ROOT / DATA}", *words]
@@ -168,7 +168,7 @@ def test_what_cannot_be_imported_is_said_early(
 
 
 def test_a_model_without_weights_is_said_early(tmp_path: Path) -> None:
-    """A folder without weights is refused before a server would die of it."""
+    """A model folder without weights is refused before a server is started on it."""
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"no model at .*safetensors"):
         load_inputs(
@@ -178,7 +178,7 @@ def test_a_model_without_weights_is_said_early(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", ["debug", "throughput", "stability"])
 def test_presets_lie_over_a_recipe(preset: str) -> None:
-    """The values of the write-up's section 8 win over the recipe's, and what they do not name stays."""
+    """A preset (write-up, section 8) changes the keys that it names, and leaves the recipe's other keys."""
     config = load(["--config", str(ROOT / "configs/gsm8k.yaml"), "--config", str(ROOT / f"configs/{preset}.yaml")])
     want = {
         "debug": (0, 1, False, "recompute"),
