@@ -78,7 +78,7 @@ def train(tmp_path: Path, model: Path, *words: str) -> tuple[list[dict], Path]:
 
 
 def test_the_recipe(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """The recipe runs on twelve problems: each step trains on 3 groups of 2 answers, and step 2 evaluates all twelve."""
+    """The recipe runs on twelve problems: a step trains on 3 groups of 2 answers, and step 2 evaluates all twelve."""
     metrics, folder = train(tmp_path, tiny_model_dir)
     assert sum(line["accepted"] for line in metrics) >= 9
     assert all(line["failed"] == 0 and 0 <= line["staleness_max"] <= 2 for line in metrics)
@@ -159,7 +159,7 @@ def test_broken_data_is_one_line(tmp_path: Path, tiny_model_dir: Path, text: str
 def test_what_cannot_be_imported_is_said_early(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
 ) -> None:
-    """If a function, workflow or model of the configuration cannot be loaded, the error names its key before the start."""
+    """If a function, workflow or model cannot be loaded, the error names its key before anything is started."""
     (tmp_path / "raises_at_import.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     given = [f"model_path={tiny_model_dir}", f"data={ROOT / DATA}", *words]

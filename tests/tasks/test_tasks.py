@@ -1,4 +1,4 @@
-"""The two tasks are what their pages say: solvable, honestly paid, and made on the spot the same way every time."""
+"""The tasks guess and maze: they can be solved, rewards are as described, and a seed fixes the base model."""
 
 import io
 import json
@@ -21,7 +21,7 @@ TASKS = pytest.mark.parametrize("task", [guess, maze], ids=["guess", "maze"])
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Base models after two steps of warm-up: {(task, seed, copy): directory}."""
+    """The directories of base models after two steps of warm-up, by task, seed and copy."""
     made = {}
     for task in (guess, maze):
         for seed, copy in ((1, 0), (1, 1), (2, 0)):
@@ -37,12 +37,13 @@ def tokenizer(models: dict) -> Any:
 
 
 def weights_of(path: Path) -> dict:
+    """Return the weights of a saved model."""
     return AutoModelForCausalLM.from_pretrained(path).state_dict()
 
 
 @TASKS
 def test_base_model_is_deterministic(models: dict, task) -> None:
-    """The same seed makes the same base model, another seed another one, and the caller's generator is not touched."""
+    """Equal seeds make equal base models, different seeds different ones, and the caller's generator is not used."""
     state = torch.random.get_rng_state()
     first, again, other = (weights_of(models[task, *key]) for key in ((1, 0), (1, 1), (2, 0)))
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -53,16 +54,16 @@ def test_base_model_is_deterministic(models: dict, task) -> None:
 
 @TASKS
 def test_base_model_is_an_ordinary_one(models: dict, task) -> None:
-    """The Auto classes load it, the end token agrees everywhere, and a file others may read holds the weights."""
+    """The base model is loaded by the Auto classes, and model and tokenizer agree on the end token."""
     path = models[task, 1, 0]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.eos_token_id == tokenizer.eos_token_id
-    assert [file.name for file in path.parent.iterdir()] == ["base"]  # nothing half-made is left beside it
+    assert [file.name for file in path.parent.iterdir()] == ["base"]  # no temporary folder is left beside the model
 
 
 def test_processes_may_race(models: dict) -> None:
-    """Whoever comes second finds the directory there and leaves it alone; a directory of something else is an error."""
+    """A process that finds the model already made leaves it alone. A directory with other files is an error."""
     path = models[guess, 1, 0]
     before = (path / "model.safetensors").stat().st_mtime_ns
     guess.make_model(path, 1, warmup_steps=0)
@@ -76,7 +77,7 @@ def test_processes_may_race(models: dict) -> None:
 
 @given(data=st.data())
 def test_template_splices(tokenizer: Any, data: st.DataObject) -> None:
-    """A conversation's rendering is its parent's ids, the ids that were sampled, and the rendered tail."""
+    """The tokens of a conversation are its parent's tokens, the sampled tokens, and the tokens of the new message."""
     words = st.lists(st.sampled_from(guess.WORDS), max_size=4).map(" ".join)
     texts = data.draw(st.lists(words, min_size=3, max_size=7).filter(lambda texts: len(texts) % 2))
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
@@ -91,7 +92,7 @@ def test_template_splices(tokenizer: Any, data: st.DataObject) -> None:
 
 
 def test_only_answers_are_imitated(tokenizer: Any) -> None:
-    """The warm-up's loss is on what the assistant says and on the end of its turn, never on what it is told."""
+    """The warm-up's loss covers the assistant's words and the end of its turn, and no other token."""
     said = [guess.QUESTION, "3", "higher", "5"]
     ids = base_model.render(
         tokenizer, [{"role": ("user", "assistant")[i % 2], "content": s} for i, s in enumerate(said)]
@@ -104,8 +105,10 @@ def test_only_answers_are_imitated(tokenizer: Any) -> None:
 
 
 def test_three_guesses_find_one_of_six() -> None:
-    """Binary search finds every secret in 2.33 guesses on average, and nobody needs fewer: one secret can be found at
-    the first guess, two at the second, four at the third."""
+    """Binary search finds every secret, with 2.33 guesses on average.
+
+    No strategy needs fewer: it finds at most one secret with the first guess, two with the second and four with the third.
+    """
     found: list[int] = []
     guess.explore(guess.binary_search, found)
     assert sorted(found) == [1, 2, 2, 3, 3, 3]
@@ -113,7 +116,7 @@ def test_three_guesses_find_one_of_six() -> None:
 
 @given(rng=st.randoms(use_true_random=False))
 def test_a_strategy_is_judged_as_it_plays(rng: random.Random) -> None:
-    """The secrets that the drawn tree finds are exactly those that the same answers find in the game."""
+    """The strategy that `explore` draws finds exactly the secrets that the same answers find in the game."""
     answers: dict[str, str] = {}
 
     def play(messages: list[dict], _: object = None) -> str:
@@ -138,18 +141,19 @@ def test_a_strategy_is_judged_as_it_plays(rng: random.Random) -> None:
 
 @pytest.mark.parametrize("answer", ["", None, "3 4", "7", "0", "-3", "03", "three", "higher", "3.0", "³", "3 <end>"])
 def test_what_is_no_guess(answer: str | None) -> None:
-    """An answer is one number in range and nothing else."""
+    """An answer counts as a guess only if it is one number in range and nothing else."""
     assert guess.parse(answer) is None
     assert guess.parse(" 3 ") == 3
 
 
 class Endpoint:
-    """A chat-completions endpoint that gives the scripted answers and remembers what it was asked."""
+    """A chat-completions endpoint that gives scripted answers and records the requests."""
 
     def __init__(self, *answers: str) -> None:
         self.answers, self.asked = list(answers), list[list[dict]]()
 
     def reply(self, request: httpx2.Request) -> httpx2.Response:
+        """Answer a request with the next scripted answer."""
         self.asked.append(json.loads(request.content)["messages"])
         message = {"role": "assistant", "content": self.answers.pop(0)}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
@@ -157,6 +161,7 @@ class Endpoint:
         return httpx2.Response(200, json=body)
 
     async def play(self, secret: int) -> float:
+        """Let the agent play one game and return its reward."""
         async with httpx2.AsyncClient(transport=httpx2.MockTransport(self.reply)) as http:
             kwargs: Any = {"base_url": "http://test/v1", "http_client": http, "api_key": "DUMMY"}
             return await guess.GuessAgent().run({"secret": secret}, **kwargs)
@@ -164,7 +169,7 @@ class Endpoint:
 
 @pytest.mark.anyio
 async def test_agent_plays_to_the_end() -> None:
-    """The agent goes on until the secret is found or the guesses are spent, and passes on its own words unchanged."""
+    """The agent plays until it has found the secret or has no guess left, and sends its own answers back unchanged."""
     winner, loser = Endpoint("3", " 5", "4"), Endpoint("1", "2", "3", "4")
     assert await winner.play(secret=4) == 1.0
     assert await loser.play(secret=6) == 0.0
@@ -176,7 +181,7 @@ async def test_agent_plays_to_the_end() -> None:
 
 @pytest.mark.anyio
 async def test_no_number_ends_the_game() -> None:
-    """What cannot be read as a guess is not corrected, repeated or forgiven: the game is over and pays 0."""
+    """An answer that is no guess ends the game with reward 0."""
     endpoint = Endpoint("3", "higher", "5")
     assert await endpoint.play(secret=5) == 0.0
     assert len(endpoint.asked) == 2
@@ -186,7 +191,7 @@ async def test_no_number_ends_the_game() -> None:
 
 
 def test_maze_is_perfect() -> None:
-    """144 cells, 143 passages, all connected: a spanning tree, so that there is exactly one way between two cells."""
+    """The maze connects its 144 cells by 143 passages, so there is exactly one way between two cells."""
     passages = maze.passages()
     assert len(passages) == 144
     assert sum(map(len, passages.values())) == 2 * 143
@@ -195,7 +200,7 @@ def test_maze_is_perfect() -> None:
 
 
 def test_instances() -> None:
-    """286 instances, none of them trivial; every shortest way fits in the context of the model with room to stray."""
+    """There are 286 prompts, and the shortest ways have 1 to 108 moves, 50 to 60 on average."""
     instances = maze.dataset()
     lengths = [maze.distances(d["home"])[maze.CELLS[d["start"]]] for d in instances]
     assert len(instances) == len({d["messages"][0]["content"] for d in instances}) == 286
@@ -204,6 +209,7 @@ def test_instances() -> None:
 
 
 def shortest_walk(start: str, home: str) -> list[str]:
+    """Return the names of the cells on the shortest way home."""
     walk = [maze.CELLS[start]]
     while walk[-1] != maze.CELLS[home]:
         walk.append(min(maze.passages()[walk[-1]], key=maze.distances(home).__getitem__))
@@ -211,7 +217,7 @@ def shortest_walk(start: str, home: str) -> list[str]:
 
 
 def test_spl() -> None:
-    """Only a walk through open passages that ends at home is paid, by how much shorter it could have been."""
+    """A walk is paid only if it stays in open passages and ends at home. A longer walk is paid less."""
     start, home = "b7", "l12"
     way = shortest_walk(start, home)
     moves = len(way) - 1
@@ -234,7 +240,7 @@ def test_spl() -> None:
 
 
 def test_drunkard_comes_home_sometimes() -> None:
-    """The player whom the base model imitates stays between the walls and gets home in about a quarter of his walks."""
+    """The drunk whom the base model imitates never goes through a wall, and gets home in about a quarter of his walks."""
     rng = random.Random(0)
     walks = [(d, maze.stagger(rng, d["start"], d["home"])) for d in maze.dataset() for _ in range(3)]
     answers = [(" ".join(map(maze.name, walk)), d["start"], d["home"]) for d, walk in walks]
@@ -247,13 +253,14 @@ def test_drunkard_comes_home_sometimes() -> None:
 
 
 def printed(task, answers: list[str] | str) -> str:
+    """Return what a task's summary prints for a policy with these answers."""
     console = Console(width=100, record=True, file=io.StringIO())
     task.summary(lambda messages: answers if isinstance(answers, str) else answers.pop(0), console)
     return console.export_text()
 
 
 def test_guess_summary() -> None:
-    """The learnt tree stands beside binary search, with what each is worth; nonsense is drawn as a question mark."""
+    """The summary shows the learnt strategy beside binary search, and an answer that is no guess as a question mark."""
     text = printed(guess, ["4", "2", "1", "3", "5", "6"])
     assert text.count("finds 6 of 6, mean 2.33 guesses") == 2
     assert "finds 1 of 6, mean 1.00 guesses" in printed(guess, "3")
@@ -261,7 +268,7 @@ def test_guess_summary() -> None:
 
 
 def test_maze_summary() -> None:
-    """The greedy walk is drawn through the maze; an answer that is no walk leaves the maze empty."""
+    """The summary draws the greedy walk through the maze. An answer that is no walk leaves the maze empty."""
     start, home = maze.typical()["start"], maze.typical()["home"]
     walk = shortest_walk(start, home)
     text = printed(maze, " ".join(walk))
