@@ -1,8 +1,8 @@
-"""The objective against a slow loop that is written as the paper writes it, and advantages against arithmetic.
+"""The loss is compared with a slow loop in the paper's notation, and advantages with arithmetic by hand.
 
-The loop below has no tensors, no masks and no shortcuts: for every trained token it reads off the three policies, forms
-the ratios, takes the minimum, and sums. The real code must give the same number on inputs in which every clip, the
-cap, both signs of the advantage and the mask decide somewhere; each test first asserts that they do.
+The loop `paper_objective` has no tensors. For every trained token it reads the three policies, forms the ratios, takes
+the minimum, and adds. The inputs reach every clip, the cap, both signs of the advantage, and the mask; the test asserts
+that they do.
 """
 
 import math
@@ -22,7 +22,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def ppo_actor_loss_fn(theta, prox, behav, A, mask, *, sequence_ids=None, denominator=None, **keys):
-    """The loss under a configuration that differs from the default in `keys`."""
+    """Compute the loss; `keys` are the configuration keys that differ from the default."""
     about: dict[str, Any] = {"sequence_ids": sequence_ids, "denominator": denominator}
     return loss_of_config(theta, prox, behav, A, mask, PPOActorConfig(**keys), **about)
 
@@ -31,8 +31,7 @@ def ppo_actor_loss_fn(theta, prox, behav, A, mask, *, sequence_ids=None, denomin
 
 
 def paper_objective(theta, prox, behav, A, mask, *, eps, eps_high, c, cap) -> tuple[float, Counter[str]]:
-    """mean over trained tokens of (prox / behav) min(u A, clip(u, 1 - eps, 1 + eps_high) A),
-    and what decided how often."""
+    """Return J by a loop over tokens, and how often each clip, the cap and the mask decided."""
     theta, prox, behav, A, mask = (x.tolist() for x in (theta, prox, behav, A, mask))
     hits: Counter[str] = Counter()
     total, count = 0.0, 0
@@ -63,7 +62,7 @@ def paper_objective(theta, prox, behav, A, mask, *, eps, eps_high, c, cap) -> tu
 
 
 def random_tokens(seed: int, shape=(6, 40), spread=0.6):
-    """theta, prox, behav, A (float64) and mask, far enough apart that everything that can decide does."""
+    """Make random theta, prox, behav, A (float64) and mask; `spread` sets how far the policies lie apart."""
     g = torch.Generator().manual_seed(seed)
     behav = -3 * torch.rand(shape, generator=g, dtype=torch.float64)
     prox = behav + spread * torch.randn(shape, generator=g, dtype=torch.float64)
@@ -75,8 +74,7 @@ def random_tokens(seed: int, shape=(6, 40), spread=0.6):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_loss_is_the_papers_objective(seed):
-    """J = mean of pi_prox/pi_behav * min(u A, clip(u) A),
-    where each clip, the cap, the dual clip and the mask decide."""
+    """The loss is -J of the paper, on inputs that reach each clip, the cap, the dual clip and the mask."""
     theta, prox, behav, A, mask = random_tokens(seed)
     expected, hits = paper_objective(theta, prox, behav, A, mask, eps=0.2, eps_high=0.28, c=1.5, cap=2.0)
     branches = {"masked", "dropped", "clipped above", "clipped below", "outside, not clipped", "inside", "dual clip"}
@@ -91,7 +89,7 @@ def test_the_loss_is_the_papers_objective(seed):
 
 
 def test_standard_ppo_is_the_same_loop_with_one_old_policy():
-    """Without the decoupled loss pi_old stands in both places, and pi_prox is not even read."""
+    """Standard PPO uses pi_old for both old policies and does not read prox_logp."""
     theta, _, old, A, mask = random_tokens(7)
     expected, hits = paper_objective(theta, old, old, A, mask, eps=0.2, eps_high=0.2, c=INF, cap=5.0)
     assert hits["clipped above"]
@@ -104,7 +102,7 @@ def test_standard_ppo_is_the_same_loop_with_one_old_policy():
 
 
 def test_decoupled_is_standard_bit_for_bit_when_the_data_is_fresh():
-    """When pi_prox wrote the data itself, decoupled PPO is PPO: the same bits, in the loss and in the gradient."""
+    """If pi_prox equals pi_behav, decoupled and standard PPO have the same bits in loss and gradient."""
     theta, _, old, A, mask = (x.float() for x in random_tokens(3))
     losses, gradients = [], []
     for decoupled in (True, False):
@@ -118,7 +116,7 @@ def test_decoupled_is_standard_bit_for_bit_when_the_data_is_fresh():
 
 
 def test_the_first_step_on_fresh_data_is_the_policy_gradient():
-    """At pi_theta = pi_prox = pi_behav no clip is active: the gradient is that of mean(A log pi), REINFORCE's."""
+    """If all three policies are equal, the gradient is the gradient of mean(A log pi), as in REINFORCE."""
     _, _, old, A, mask = random_tokens(4)
     ours, plain = old.clone().requires_grad_(), old.clone().requires_grad_()
     ppo_actor_loss_fn(ours, old, old, A, mask, c_clip=2.0)[0].backward()
@@ -127,8 +125,7 @@ def test_the_first_step_on_fresh_data_is_the_policy_gradient():
 
 
 def test_stale_data_is_weighted_in_the_gradient_too():
-    """At pi_theta = pi_prox every token's gradient is pi_prox/pi_behav * A / n:
-    the correction AReaL leaves off by default."""
+    """At pi_theta = pi_prox the gradient of each token is pi_prox / pi_behav * A / n, up to the sign."""
     _, prox, behav, A, mask = random_tokens(5)
     theta = prox.clone().requires_grad_()
     ppo_actor_loss_fn(theta, prox, behav, A, mask, behave_imp_weight_cap=None)[0].backward()
@@ -136,8 +133,7 @@ def test_stale_data_is_weighted_in_the_gradient_too():
 
 
 def test_the_write_ups_surrogate_is_another_objective():
-    """min(pi_theta/pi_behav A, clip(u) A), as the write-up has it, is not the paper's objective;
-    ours is the paper's."""
+    """The write-up's min(pi_theta / pi_behav A, clip(u) A) differs from the paper's objective, which the code uses."""
     theta, prox, behav, A, mask = random_tokens(0)
     u = (theta - prox).exp()
     surr1, surr2 = (theta - behav).exp() * A, u.clamp(0.8, 1.2) * A
@@ -152,7 +148,7 @@ def test_the_write_ups_surrogate_is_another_objective():
 
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 def test_what_is_under_the_mask_cannot_leak(poison):
-    """NaN and infinities at tokens that are not trained change neither the loss nor a single gradient or statistic."""
+    """NaN and infinity at untrained tokens change no loss, no gradient and no metric."""
     *clean, mask = random_tokens(1)
 
     def run(theta, prox, behav, A):
@@ -168,7 +164,7 @@ def test_what_is_under_the_mask_cannot_leak(poison):
 
 
 def test_a_dropped_token_leaves_the_sum_but_not_the_count():
-    """Two tokens, one above the cap: the other contributes A / 2 and not A. Outliers make a step small, never large."""
+    """If one of two tokens is dropped, the mean still divides by two."""
     zero = torch.zeros(2)
     theta = zero.clone().requires_grad_()
     loss, stats = ppo_actor_loss_fn(
@@ -182,13 +178,13 @@ def test_a_dropped_token_leaves_the_sum_but_not_the_count():
 
 
 def test_a_weight_at_the_cap_stays():
-    """The cap drops what is above it; a weight of exactly the cap is used, as it is."""
+    """The cap drops weights above it; a weight equal to the cap is used."""
     zero = torch.zeros(1)
     assert ppo_actor_loss_fn(zero, zero, zero, -zero + 3, zero + 1, behave_imp_weight_cap=1.0)[0].item() == -3
 
 
 def test_dual_clip_bounds_what_one_token_can_do():
-    """A token that was rare and became likely, in a failed episode: its loss is at most c |A| and its gradient 0."""
+    """With dual clip, a token that became much likelier although A < 0 costs c |A| and has gradient 0."""
     theta = torch.tensor([-0.001], requires_grad=True)
     old, A, one = torch.tensor([-8.0]), torch.tensor([-2.3]), torch.ones(1)
     assert ppo_actor_loss_fn(theta, old, old, A, one)[0].item() > 1000
@@ -200,7 +196,7 @@ def test_dual_clip_bounds_what_one_token_can_do():
 
 
 def test_the_pieces_of_a_batch_add_up():
-    """With the whole batch's denominator, losses and statistics of its pieces sum to those of the whole."""
+    """With the denominator of the whole batch, losses and metrics of the pieces add up to those of the batch."""
     tensors = random_tokens(2)
     n = int(tensors[-1].sum())
     whole, stats = ppo_actor_loss_fn(*tensors)
@@ -211,7 +207,7 @@ def test_the_pieces_of_a_batch_add_up():
 
 
 def test_no_trained_token_is_no_loss():
-    """A mask of zeros gives a loss of 0 and gradients of 0, not 0/0."""
+    """Without trained tokens, loss, metrics and gradients are 0."""
     theta, prox, behav, A, _ = random_tokens(0)
     theta.requires_grad_()
     loss, stats = ppo_actor_loss_fn(theta, prox, behav, A, torch.zeros_like(A))
@@ -222,8 +218,7 @@ def test_no_trained_token_is_no_loss():
 
 
 def test_the_kl_statistic_is_k2_and_never_negative():
-    """kl = mean of (log r)^2 / 2, r = pi_theta / pi_behav:
-    0 only where both agree, finite however far apart they are."""
+    """The metric kl is the mean of (log r)^2 / 2 with r = pi_theta / pi_behav, and it is always finite."""
     theta, prox, behav, A, mask = random_tokens(6)
     kl = ppo_actor_loss_fn(theta, prox, behav, A, mask)[1]["kl"]
     torch.testing.assert_close(kl, ((theta - behav)[mask > 0] ** 2).mean() / 2)
@@ -235,8 +230,7 @@ def test_the_kl_statistic_is_k2_and_never_negative():
 
 
 def make_batch(*rows: tuple[int, list[tuple[float, int, bool]]]) -> dict[str, torch.Tensor]:
-    """Rows of (group id, turns); a turn is (reward, number of tokens, trained?).
-    Two prompt tokens stand before each turn."""
+    """Make a batch from rows (group id, turns). A turn is (reward, tokens, trained) and follows two prompt tokens."""
     width = max(sum(2 + n for _, n, _ in turns) for _, turns in rows) + 2
     shape = (len(rows), width)
     batch = {
@@ -258,12 +252,12 @@ def make_batch(*rows: tuple[int, list[tuple[float, int, bool]]]) -> dict[str, to
 
 
 def single(*rows: tuple[int, float]) -> dict[str, torch.Tensor]:
-    """Rows of one trained turn of three tokens: (group id, reward)."""
+    """Make a batch from rows (group id, reward), each with one trained turn of three tokens."""
     return make_batch(*((group, [(reward, 3, True)]) for group, reward in rows))
 
 
 def per_row(advantages: torch.Tensor, batch) -> list[float]:
-    """Each row's advantage, after checking that all its trained tokens have it and the others have 0."""
+    """Return each row's advantage; assert that all its trained tokens have it and all other tokens have 0."""
     values = []
     for row, mask in zip(advantages, batch["loss_mask"].bool(), strict=True):
         assert len(set(row[mask].tolist())) == 1
@@ -273,19 +267,19 @@ def per_row(advantages: torch.Tensor, batch) -> list[float]:
 
 
 def config(mean="group", std="none", **changes) -> PPOActorConfig:
+    """Make a configuration with these levels of mean and spread; `changes` are further keys."""
     norm = {k: changes.pop(k) for k in ("per_turn", "std_constant") if k in changes}
     return PPOActorConfig(adv_norm=NormConfig(mean_level=mean, std_level=std, **norm), **changes)
 
 
 def test_a_group_is_its_id_wherever_its_rows_are():
-    """Groups of 3 and 2, interleaved: each is centred by its own mean.
-    By blocks of rows the last one would get 100,000."""
+    """Two interleaved groups are each compared with their own mean."""
     batch = single((7, 1.0), (3, 0.0), (7, 0.0), (3, 1.0), (7, 2.0))
     assert per_row(compute_advantages(batch, config()), batch) == [0.0, -0.5, -1.0, 0.5, 1.0]
 
 
 def test_a_lost_member_does_not_move_the_others():
-    """One of two groups of 4 keeps a single member: the full group's numbers are right, the single one gets 0."""
+    """If a group loses all members but one, the other group's advantages do not change and the single member gets 0."""
     batch = single((0, 1.0), (0, 0.0), (0, 1.0), (0, 0.0), (1, 1.0))
     advantages = per_row(compute_advantages(batch, config(std="group")), batch)
     assert advantages == pytest.approx([0.866, -0.866, 0.866, -0.866, 0.0], abs=1e-3)
@@ -310,28 +304,27 @@ def test_the_order_of_rows_means_nothing(rewards, order, levels):
 @pytest.mark.parametrize("std", ["group", "batch", "constant", "none"])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.7, 1 / 3])
 def test_equal_rewards_teach_nothing(reward, std):
-    """A group whose members all got the same has advantage exactly 0:
-    no rounding error is blown up by a tiny spread."""
+    """A group with equal rewards has advantage exactly 0, for every kind of spread."""
     batch = single(*[(0, reward)] * 7)
     assert per_row(compute_advantages(batch, config(std=std)), batch) == [0.0] * 7
 
 
 @pytest.mark.parametrize("std", ["group", "batch"])
 def test_a_group_of_one_teaches_nothing(std):
-    """A single rollout is its own baseline: advantage 0, finite, whatever the spread is taken over."""
+    """A group with one member has advantage 0."""
     batch = single((5, 3.0))
     assert per_row(compute_advantages(batch, config(std=std)), batch) == [0.0]
 
 
 def test_without_a_baseline_one_rollout_keeps_its_reward():
-    """With mean and spread off, REINFORCE: the advantage is the reward; a spread that does not exist divides by 1."""
+    """Without a baseline the advantage is the reward; a group of one member has the spread 1."""
     batch = single((0, 3.0), (1, -1.0))
     assert per_row(compute_advantages(batch, config("none", "none")), batch) == [3.0, -1.0]
     assert per_row(compute_advantages(batch, config("none", "group")), batch) == [3.0, -1.0]
 
 
 def test_the_spread_of_the_batch_and_a_constant_spread():
-    """Mean over the group, divided by the whole batch's standard deviation or by a number that is given."""
+    """The spread may be the standard deviation of the batch or a constant."""
     rewards = [1.0, 0.0, 4.0, 2.0]
     batch = single((0, rewards[0]), (0, rewards[1]), (1, rewards[2]), (1, rewards[3]))
     s = torch.tensor(rewards).std().item()
@@ -342,7 +335,7 @@ def test_the_spread_of_the_batch_and_a_constant_spread():
 
 
 def test_turns_are_compared_with_the_same_turn():
-    """per_turn: a first guess is judged against first guesses. Otherwise all turns of the group share one mean."""
+    """With per_turn a first turn is compared with first turns; without it all turns of a group share one mean."""
     batch = make_batch((0, [(1.0, 2, True), (1.0, 2, True)]), (0, [(0.0, 2, True)]))
     first, second = batch["turn_ids"][0] == 0, batch["turn_ids"][0] == 1
     A = compute_advantages(batch, config())
@@ -352,15 +345,14 @@ def test_turns_are_compared_with_the_same_turn():
 
 
 def test_a_score_is_not_lost_behind_a_masked_tail():
-    """A trajectory that ends in a tool's answer, or in a turn that is not trained,
-    still learns its reward (AReaL: all 0)."""
+    """A row that ends in an untrained turn still gets the advantages of its trained turns."""
     batch = make_batch((0, [(1.0, 3, True), (5.0, 2, False)]), (0, [(0.0, 3, True)]))
     assert not batch["loss_mask"][0, -2:].any()
     assert per_row(compute_advantages(batch, config()), batch) == [0.5, -0.5]
 
 
 def test_a_turn_that_is_not_trained_has_no_say_in_the_baseline():
-    """A prefix that another row trains is masked here: counting it would count one turn twice."""
+    """A turn that is not trained does not change the baseline of the trained turns."""
     rows = [(0, [(1.0, 3, True)]), (0, [(0.0, 3, True)])]
     batch = make_batch(*rows, (0, [(9.0, 3, False)]))
     assert per_row(compute_advantages({k: v[:2] for k, v in batch.items()}, config()), make_batch(*rows)) == [0.5, -0.5]
@@ -370,15 +362,14 @@ def test_a_turn_that_is_not_trained_has_no_say_in_the_baseline():
 
 
 def test_rewards_are_shifted_scaled_and_clipped_in_that_order():
-    """r <- clip((r + bias) * scaling, -c, c)."""
+    """A reward r becomes clip((r + bias) * scaling, -c, c)."""
     batch = single((0, 0.5), (0, 4.0), (0, -9.0))
     shaped = config("none", reward_bias=-0.5, reward_scaling=2.0, reward_clip=6.0)
     assert per_row(compute_advantages(batch, shaped), batch) == [0.0, 6.0, -6.0]
 
 
 def test_the_kl_penalty_needs_a_reference():
-    """kl_ctl alone does nothing (AReaL then taxes every token by its own logprob);
-    with ref_logp a turn pays for its drift."""
+    """kl_ctl has no effect without ref_logp; with ref_logp each turn pays for its distance from the reference."""
     batch = make_batch((0, [(1.0, 2, True), (1.0, 3, True)]))
     batch["logprobs"] = torch.where(batch["loss_mask"] > 0, -1.0, NAN)
     penalised = config("none", kl_ctl=0.1)
@@ -396,8 +387,7 @@ def test_nothing_to_train_is_defined():
 
 
 def test_a_broken_trajectory_says_what_is_wrong():
-    """A trained token outside any turn, or a reward that is not a number,
-    is an error with its cause; never a number."""
+    """A trained token outside of any turn raises an error, and so does a reward that is not finite."""
     outside = single((0, 1.0))
     outside["turn_ids"][:] = -1
     with pytest.raises(ValueError, match="turn_ids is -1"):
@@ -414,11 +404,11 @@ def test_a_broken_trajectory_says_what_is_wrong():
 @pytest.mark.parametrize("cap", [1.6, None])
 @pytest.mark.parametrize("how", ["token", "sequence", "constant"])
 def test_weights_and_aggregation_by_the_loop(level, action, cap, how):
-    """Each level, action and cap of the behaviour weight and each aggregation, summed row by row and token by token."""
+    """Each level, action and cap of the behaviour weight and each aggregation equals a loop over rows and tokens."""
     theta, prox, behav, A, mask = random_tokens(11, spread=0.5)
-    prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]  # rows that differ as a whole, so that sequences cross the cap
+    prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]  # so that some sequences exceed the cap
     eps, C = 0.2, 50
-    mask[2] = 0  # a row in which nothing is trained
+    mask[2] = 0  # a row without trained tokens
     total, capped, n_tokens, n_rows, weights = 0.0, 0, int(mask.sum()), 0, []
     for i in range(len(mask)):
         trained = [t for t in range(mask.shape[1]) if mask[i, t]]
@@ -459,7 +449,7 @@ def test_weights_and_aggregation_by_the_loop(level, action, cap, how):
 
 
 def test_a_sequences_weight_does_not_read_what_is_masked():
-    """NaN under the mask does not reach the geometric mean of its sequence; flat tokens with ids are rows in a grid."""
+    """A sequence's weight ignores masked values, and flat tokens with sequence_ids give the loss of the (B, T) grid."""
     theta, prox, behav, A, mask = random_tokens(12)
     keys: dict[str, Any] = {"behave_imp_weight_level": "sequence"}
     clean, _ = ppo_actor_loss_fn(theta, prox, behav, A, mask, **keys)
@@ -472,6 +462,6 @@ def test_a_sequences_weight_does_not_read_what_is_masked():
 
 
 def test_aggregation_says_what_is_missing():
-    """Constant length without a length is an error, not a division by nothing."""
+    """loss_aggregation=constant without max_new_tokens raises an error."""
     with pytest.raises(ValueError, match="max_new_tokens"):
         aggregation_weights(torch.tensor([1]), "constant", None)

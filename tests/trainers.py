@@ -1,4 +1,4 @@
-"""What tests of the trainer share: a batch, a configuration, small models of many families, and their gradients."""
+"""Helpers for tests of the trainer: a batch, a configuration, small models of many families, and gradients."""
 
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,7 @@ from training.actor import FSDPPPOActor
 
 
 def make_batch(lengths=(9, 14, 5, 21, 12, 17, 7, 16), seed=0) -> dict[str, Tensor]:
-    """Random rows in groups of two; the first three tokens of each are the prompt;
-    rewards 0 and 1, temperatures mixed."""
+    """Make random rows in groups of two, with three prompt tokens, rewards 0 and 1, and mixed temperatures."""
     g = torch.Generator().manual_seed(seed)
     B, T = len(lengths), max(lengths)
     real = torch.arange(T) < torch.tensor(lengths)[:, None]  # (B, T)
@@ -32,7 +31,8 @@ def make_batch(lengths=(9, 14, 5, 21, 12, 17, 7, 16), seed=0) -> dict[str, Tenso
 
 
 def make_config(**changes) -> PPOActorConfig:
-    # A large eps: with the usual one AdamW turns the rounding of a gradient near 0 into a full step of either sign.
+    """Make a configuration with one mini-batch; `changes` are keys of PPOActorConfig and gradient_clipping."""
+    # With AdamW's usual small eps, the rounding error of a gradient near 0 would become a full step up or down.
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, gradient_clipping=changes.pop("gradient_clipping", 1e9))
     defaults: dict[str, Any] = {
         "ppo_n_minibatches": 1,
@@ -64,7 +64,7 @@ MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_stat
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
-# What Qwen3 has not: experts, windows, capped attention, sinks, layers that are no attention.
+# Families with features that Qwen3 lacks: experts, windows, capped attention, sinks, layers without attention.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "gpt_neox": {},
@@ -83,14 +83,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-PLAIN = ("llama", "gpt_neox", "opt", "qwen3_moe", "mixtral")  # causal attention and nothing else
+PLAIN = ("llama", "gpt_neox", "opt", "qwen3_moe", "mixtral")  # families with causal attention and nothing more
 
 
-NEVER = ("gemma2", "gpt_oss", "bloom")  # transformers has no sdpa for these
+NEVER = ("gemma2", "gpt_oss", "bloom")  # families that transformers cannot run with sdpa
 
 
 def make_family(path: Path, name: str, **changes) -> Path:
-    """A random model of another family, as a Hugging Face directory without a tokenizer."""
+    """Write a random model of the family `name` as a Hugging Face directory without a tokenizer."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **SHAPE | FAMILIES.get(name, {}) | changes)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
@@ -98,7 +98,7 @@ def make_family(path: Path, name: str, **changes) -> Path:
 
 
 def prepare(actor: FSDPPPOActor, batch: dict[str, Tensor], drift=0.3) -> dict[str, Tensor]:
-    """What comes before ppo_update; the behaviour policy is a noisy neighbour of pi_prox."""
+    """Compute prox_logp and advantages, and set log pi_behav to log pi_prox plus noise of size `drift`."""
     batch["prox_logp"] = actor.compute_logp(batch)
     noise = torch.randn(batch["prox_logp"].shape, generator=torch.Generator().manual_seed(1))
     batch["logprobs"] = (batch["prox_logp"] + drift * noise) * batch["loss_mask"]
@@ -107,5 +107,6 @@ def prepare(actor: FSDPPPOActor, batch: dict[str, Tensor], drift=0.3) -> dict[st
 
 
 def gradients(model) -> dict[str, Tensor]:
+    """Return the whole gradient of each parameter of a sharded model."""
     full = {name: p.grad for name, p in model.named_parameters()}
     return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in full.items()}

@@ -87,9 +87,7 @@ def _await_farewells() -> None:
         try:
             dist.recv(torch.empty(1), peer, group)
         except RuntimeError:
-            print(
-                f"rank {rank} ends: rank {peer} has ended before it; see that rank's error", file=sys.stderr, flush=True
-            )
+            print(f"rank {rank} ends: rank {peer} has ended before it; see its error", file=sys.stderr, flush=True)
             os._exit(1)  # the main thread may hang in an operation, and an exception here would not stop it
 
     threads = [threading.Thread(target=wait_for, args=(peer,), daemon=True) for peer in _peers()]

@@ -1,8 +1,7 @@
-"""The trainer's model: what it computes does not depend on how the work is cut, sharded or padded.
+"""The actor computes the numbers of a plain model, however its work is cut, sharded or padded.
 
-Ground truth here is an unmodified Hugging Face model in a plain loop: its logits, its gradients, its optimizer. The
-actor shards the model (over a world of one), cuts the batch into minibatches and micro-batches and trims the padding;
-none of it may change a number by more than rounding.
+The plain model is an unmodified Hugging Face model in a simple loop. The actor shards the model over one rank, cuts the
+batch into mini-batches and pieces, and trims the padding. None of this may change a number by more than rounding.
 """
 
 import json
@@ -27,7 +26,7 @@ from training.layout import row_lengths, split_microbatches, split_packs
 
 @pytest.fixture
 def make_actor(tiny_model_dir: Path):
-    """make_actor(key=value...) -> an initialised actor over the tiny model or that at `path`, in a world of one."""
+    """make_actor(path, key=value...) returns an initialised actor of one rank; the default path is the tiny model."""
     actors = []
 
     def make(path: Path = tiny_model_dir, **changes) -> FSDPPPOActor:
@@ -44,11 +43,12 @@ def make_actor(tiny_model_dir: Path):
 
 @pytest.fixture
 def plain(tiny_model_dir: Path):
+    """The tiny model as an unmodified Hugging Face model."""
     return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
 
 
 def plain_logp(model, batch: dict[str, Tensor]) -> Tensor:
-    """(B, T), one row at a time, no padding: log softmax(logits / T) of each token, 0 at position 0 and padding."""
+    """Compute log p of each token (B, T), one row at a time without padding; position 0 and padding are 0."""
     logp = torch.zeros(batch["input_ids"].shape)
     for i, n in enumerate(batch["attention_mask"].sum(1).tolist()):
         ids = batch["input_ids"][i, :n].long()
@@ -58,12 +58,12 @@ def plain_logp(model, batch: dict[str, Tensor]) -> Tensor:
 
 
 def parameters(actor: FSDPPPOActor) -> dict[str, Tensor]:
+    """Return a copy of the whole model's weights."""
     return {name: p.clone() for name, p in actor.full_state().items()}
 
 
 def test_compute_logp_is_the_log_softmax_at_each_tokens_temperature(make_actor, plain):
-    """Column t is log p(token t | before) at its own temperature;
-    padding in the batch and in a piece changes nothing."""
+    """Column t is log p(token t | tokens before t) at its own temperature, and padding changes nothing."""
     batch = make_batch()
     with torch.no_grad():
         expected = plain_logp(plain, batch)
@@ -76,7 +76,7 @@ def test_compute_logp_is_the_log_softmax_at_each_tokens_temperature(make_actor, 
 
 @pytest.mark.parametrize("mb_tokens", [16384, 40, 1])
 def test_packed_rows_do_not_see_each_other(make_actor, plain, mb_tokens):
-    """Sequences end to end in one row have the log-probabilities they have alone; nothing leaks over a border."""
+    """Sequences packed into one row have the log-probabilities that they have alone."""
     batch = make_batch()
     with torch.no_grad():
         expected = plain_logp(plain, batch)
@@ -88,8 +88,7 @@ def test_packed_rows_do_not_see_each_other(make_actor, plain, mb_tokens):
 @pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"enable_tree_training": True}], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_layout_is_right_for_a_family_or_refuses_it(make_actor, tmp_path, name, changes):
-    """Log-probabilities are those of the plain model alone, or there are none: windows, capped attention, sinks,
-    convolutions and recurrent states are computed right or not at all."""
+    """Each layout gives the plain model's log-probabilities for a family, or it refuses the family with an error."""
     path, batch = make_family(tmp_path, name), make_batch()
     if name in NEVER or (changes and name not in PLAIN):
         with pytest.raises(ValueError, match="not support|attention of its own" if name in NEVER else "layout=padded"):
@@ -104,7 +103,7 @@ def test_a_layout_is_right_for_a_family_or_refuses_it(make_actor, tmp_path, name
 
 @pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"gradient_checkpointing": True}], ids=str)
 def test_the_sharded_gradient_is_the_plain_models(make_actor, plain, changes):
-    """FSDP2 on a mesh of one, cut, laid out and accumulated, gives the gradient of the loss on the unmodified model."""
+    """The gradient of the sharded model, summed over pieces, is the gradient of the plain model."""
     actor = make_actor(mb_tokens=40, **changes)
     batch = prepare(actor, make_batch())
     stats = actor.ppo_update(batch)
@@ -118,15 +117,15 @@ def test_the_sharded_gradient_is_the_plain_models(make_actor, plain, changes):
 
 
 def test_a_model_that_splits_the_tensors_of_its_files_is_refused(make_actor, tmp_path):
-    """Weights leave tensor by tensor; what would have to be put together again would be lost."""
+    """A model whose memory holds one tensor of its files as several is refused, because weights leave one by one."""
     with pytest.raises(ValueError, match="cannot be undone"):
         make_actor(make_family(tmp_path, "hrm_text"))
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # OPT's layers return views, checkpointed or not
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # OPT's layers return views in any case
 @pytest.mark.parametrize("name", ["opt", "falcon"])
 def test_a_checkpointed_layer_drops_nothing_out(make_actor, tmp_path, name):
-    """Families whose layers call dropout themselves, with a share of their own or of the configuration."""
+    """With gradient checkpointing no dropout is applied, also in families whose layers call dropout themselves."""
     path, batch = make_family(tmp_path, name, dropout=0.5, hidden_dropout=0.5), make_batch()
     actor = make_actor(path, gradient_checkpointing=True)
     assert torch.equal(actor.compute_logp(batch), actor.compute_logp(batch))
@@ -135,7 +134,7 @@ def test_a_checkpointed_layer_drops_nothing_out(make_actor, tmp_path, name):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_checkpointed_layer_computes_again_in_the_backward_pass(make_actor, checkpointed):
-    """gradient_checkpointing keeps a layer's input only, so each layer is entered twice in a step, else once."""
+    """With gradient_checkpointing each layer runs twice in a step, and without it once."""
     actor = make_actor(gradient_checkpointing=checkpointed)
     batch, entered = prepare(actor, make_batch()), []
     layers = actor.model.base_model.layers
@@ -146,8 +145,7 @@ def test_a_checkpointed_layer_computes_again_in_the_backward_pass(make_actor, ch
 
 
 def test_micro_batches_do_not_change_the_step(make_actor):
-    """One forward pass or eight: the same gradient norm, statistics and weights,
-    since all divide by the minibatch's tokens."""
+    """One piece or many pieces give equal gradient norms, metrics and weights."""
     results = []
     for mb_tokens in (16384, 1):
         actor = make_actor(mb_tokens=mb_tokens, entropy_coeff=0.1, ppo_n_minibatches=2)
@@ -160,8 +158,7 @@ def test_micro_batches_do_not_change_the_step(make_actor):
 
 
 def test_the_first_update_on_fresh_data_is_the_policy_gradient(make_actor, plain):
-    """One minibatch of data that the current weights sampled:
-    the gradient is that of mean(A log pi), through the model."""
+    """On data that the current weights sampled, the gradient is the gradient of mean(A log pi)."""
     actor = make_actor()
     batch = prepare(actor, make_batch(), drift=0.0)
     stats = actor.ppo_update(batch)
@@ -173,7 +170,7 @@ def test_the_first_update_on_fresh_data_is_the_policy_gradient(make_actor, plain
 
 
 def test_an_update_makes_rewarded_tokens_likelier(make_actor):
-    """After a few steps the tokens with A > 0 have gained log-probability and those with A < 0 have lost it."""
+    """After a few steps tokens with A > 0 are more likely, and tokens with A < 0 are less likely."""
     actor = make_actor(ppo_n_minibatches=2, ppo_epochs=2)
     batch = prepare(actor, make_batch())
     actor.ppo_update(batch)
@@ -185,8 +182,7 @@ def test_an_update_makes_rewarded_tokens_likelier(make_actor):
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 300))
 @settings(max_examples=200, deadline=None)
 def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
-    """Every row is in one minibatch and one micro-batch of it;
-    no two minibatches differ by more than the longest row."""
+    """Every row is in one mini-batch and one piece, and mini-batches differ by at most the longest row's tokens."""
     minibatches = split_minibatches(lengths, n)
     assert sorted(row for part in minibatches for row in part) == list(range(len(lengths)))
     assert all(minibatches)
@@ -203,15 +199,14 @@ def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
 
 
 def test_cutting_is_the_same_every_time():
-    """Equal lengths are dealt in the order of the rows, so a run repeats and a group is spread over the minibatches."""
+    """Rows of equal length are dealt in their order, so a repeated run makes the same mini-batches."""
     assert split_minibatches([5] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
     assert split_microbatches([0, 1, 2, 3], [4, 9, 4, 8], 18) == [[1, 3], [0, 2]]
 
 
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])
 def test_what_is_not_trained_cannot_leak_into_the_weights(make_actor, poison):
-    """NaN logprobs outside the mask and a temperature of 0 on an untrained token leave loss,
-    gradients and weights alone."""
+    """NaN or a temperature of 0 at untrained tokens changes no metric and no weight."""
     results = []
     for dirty in (False, True):
         actor = make_actor()
@@ -227,7 +222,7 @@ def test_what_is_not_trained_cannot_leak_into_the_weights(make_actor, poison):
 
 
 def test_a_loss_that_is_not_a_number_stops_before_the_weights(make_actor):
-    """A NaN among the trained tokens is an error that names the step; the weights stay as they were."""
+    """A NaN at a trained token raises an error that names the step, and the weights do not change."""
     actor = make_actor()
     batch = prepare(actor, make_batch())
     before = parameters(actor)
@@ -238,7 +233,7 @@ def test_a_loss_that_is_not_a_number_stops_before_the_weights(make_actor):
 
 
 def test_a_batch_without_a_trained_token_is_an_error(make_actor):
-    """Nothing to learn from is said, not trained; a minibatch without a trained token among others is only skipped."""
+    """A batch without a trained token raises an error; a mini-batch without one is only skipped."""
     actor = make_actor(ppo_n_minibatches=4)
     batch = prepare(actor, make_batch())
     batch["loss_mask"][2:] = 0
@@ -249,7 +244,7 @@ def test_a_batch_without_a_trained_token_is_an_error(make_actor):
 
 
 def test_a_batch_that_is_not_ready_says_what_is_missing(make_actor):
-    """ppo_update names the keys that an earlier call should have written, and left padding is refused."""
+    """ppo_update names the keys that the batch lacks, and row_lengths refuses padding on the left."""
     actor = make_actor()
     with pytest.raises(ValueError, match=r"\['advantages', 'prox_logp'\]"):
         actor.ppo_update(make_batch())
@@ -259,8 +254,7 @@ def test_a_batch_that_is_not_ready_says_what_is_missing(make_actor):
 
 
 def test_standard_ppo_takes_its_old_policy_from_where_it_is_told(make_actor):
-    """recompute_logprob true: pi_old is the forward pass before the update, all ratios 1;
-    false: the server's logprobs."""
+    """In standard PPO pi_old comes from a forward pass with recompute_logprob, and from the server without it."""
     fractions = {}
     for recompute in (True, False):
         actor = make_actor(use_decoupled_loss=False, recompute_logprob=recompute)
@@ -272,7 +266,7 @@ def test_standard_ppo_takes_its_old_policy_from_where_it_is_told(make_actor):
 
 
 def stale(actor: FSDPPPOActor, version=5) -> dict[str, Tensor]:
-    """A batch whose rows were written 0 to 3 versions before `version`, which the actor now holds."""
+    """Make a batch whose rows are 0 to 3 versions old, and give the actor the version `version`."""
     batch = prepare(actor, make_batch())
     actor.set_version(version)
     ages = torch.arange(len(batch["loss_mask"]))[:, None] % 4
@@ -281,8 +275,7 @@ def stale(actor: FSDPPPOActor, version=5) -> dict[str, Tensor]:
 
 
 def test_loglinear_needs_no_forward_pass_and_starts_at_the_truth(make_actor):
-    """In the first minibatch pi_theta is pi_prox:
-    where every token is stale the guess is exact, the step recompute's."""
+    """In the first mini-batch loglinear makes the step of recompute if all tokens are stale."""
     steps = {}
     for method in ("recompute", "loglinear"):
         actor = make_actor(prox_logp_method=method)
@@ -300,7 +293,7 @@ def test_loglinear_needs_no_forward_pass_and_starts_at_the_truth(make_actor):
 
 
 def test_metrics_trains_on_the_truth_and_reports_the_guesses(make_actor):
-    """prox_logp_method=metrics moves the weights as recompute does, bit for bit, and logs 18 errors beside it."""
+    """prox_logp_method=metrics gives the weights of recompute, bit for bit, and logs 18 errors of the guesses."""
     steps = {}
     for method in ("recompute", "metrics"):
         actor = make_actor(prox_logp_method=method, ppo_n_minibatches=4)
@@ -314,8 +307,7 @@ def test_metrics_trains_on_the_truth_and_reports_the_guesses(make_actor):
 
 
 def test_a_token_from_the_future_counts_as_fresh_and_is_counted(make_actor):
-    """After a recovery a trajectory may be newer than the trainer:
-    the guess is pi_behav, finite, and a metric says so."""
+    """Tokens newer than the trainer give a finite loss, and versions_ahead counts them."""
     actor = make_actor(prox_logp_method="loglinear", ppo_n_minibatches=2)
     batch = stale(actor)
     ahead = batch["loss_mask"][0] > 0
@@ -326,14 +318,14 @@ def test_a_token_from_the_future_counts_as_fresh_and_is_counted(make_actor):
 
 
 def test_loglinear_without_versions_says_so(make_actor):
-    """Nothing is guessed about when a token was written."""
+    """With loglinear, a batch without versions raises an error."""
     actor = make_actor(prox_logp_method="loglinear")
     with pytest.raises(ValueError, match="versions"):
         actor.ppo_update(prepare(actor, make_batch()))
 
 
 def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
-    """(sum w)^2 / (n sum w^2) over the step's tokens, however they are cut: 1 where all weights are equal."""
+    """behave_ess is (sum w)^2 / (n sum w^2) over the tokens of the step, and 1 if all weights are equal."""
     actor = make_actor(mb_tokens=40, behave_imp_weight_cap=None)
     batch = prepare(actor, make_batch())
     w = (batch["prox_logp"] - batch["logprobs"]).exp()[batch["loss_mask"] > 0]
@@ -346,8 +338,7 @@ def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
 
 @pytest.mark.parametrize("how", ["sequence", "constant"])
 def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how):
-    """Micro-batches and layouts change no gradient where rows, not tokens, count the same;
-    the loss is the plain sum."""
+    """With loss_aggregation sequence and constant, the loss is the plain sum for any pieces and layout."""
     actors = [
         make_actor(loss_aggregation=how, max_new_tokens=20, **cut) for cut in ({"mb_tokens": 40}, {"layout": "packed"})
     ]
@@ -364,7 +355,7 @@ def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how)
 
 
 def test_kl_in_the_loss_pulls_towards_the_reference(make_actor):
-    """With nothing else to learn, k2 in the loss has the gradient of beta * mean (log pi - log ref) grad log pi."""
+    """With all rewards 0, the KL term in the loss moves the policy towards the reference."""
     actor = make_actor(kl_ctl=0.5, kl_placement="loss", kl_estimator="k2")
     batch = make_batch()
     batch["turn_rewards"][:] = 0
@@ -375,11 +366,11 @@ def test_kl_in_the_loss_pulls_towards_the_reference(make_actor):
     before = actor.ppo_update(batch)["ref_kl"]
     assert before == pytest.approx(math.exp(-1), abs=1e-5)
     change = (actor.compute_logp(batch) - batch["prox_logp"])[batch["loss_mask"] > 0]
-    assert change.mean() < 0, "log pi is above the reference, so it falls"
+    assert change.mean() < 0, "log pi starts above the reference and must fall"
 
 
 def test_half_precision_trains_float32_weights(make_actor):
-    """bf16 in the forward pass; parameters, gradients and the optimizer's state stay float32, and the step is close."""
+    """With dtype=bfloat16 parameters and gradients stay float32, and the gradient norm is within 10 percent."""
     exact, half = make_actor(), make_actor(dtype="bfloat16")
     batch = prepare(exact, make_batch())
     a, b = (actor.ppo_update(dict(batch)) for actor in (exact, half))
@@ -400,14 +391,14 @@ BENT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", BENT)
 def test_a_model_that_bends_its_logits_is_refused(make_actor, tmp_path, name):
-    """Soft-capped, scaled or shifted logits are not hidden @ weight.T: said at the start, not computed wrongly."""
+    """A model that caps, scales or shifts its logits raises an error at the start."""
     path = make_family(tmp_path, name, **BENT[name])
     with pytest.raises(ValueError, match=f"{[*BENT[name], 'a bias'][0]}.*logprobs.py"):
         make_actor(path)
 
 
 def test_the_mode_is_said_in_words():
-    """Whoever starts a run reads where each policy's logprobs come from."""
+    """describe_mode says where the log-probabilities of each policy come from."""
     assert "pi_prox from a forward pass" in describe_mode(make_config())
     assert "pi_old from a forward pass" in describe_mode(make_config(use_decoupled_loss=False))
     assert "no forward pass" in describe_mode(make_config(prox_logp_method="loglinear"))
@@ -419,8 +410,7 @@ def test_the_mode_is_said_in_words():
 
 
 def test_the_learning_rate_schedule():
-    """Linear warm-up in equal parts, then constant,
-    a line or half a cosine to min_lr_ratio at max_steps and no further."""
+    """The learning rate warms up in equal parts and then follows its schedule down to min_lr_ratio."""
     table = {
         "constant": [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1],
         "linear": [0.25, 0.5, 0.75, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1],
@@ -432,7 +422,7 @@ def test_the_learning_rate_schedule():
 
 
 def test_schedules_move_once_a_training_step(make_actor):
-    """step_lr_scheduler moves the learning rate, entropy bonus and KL penalty; minibatches and epochs do not."""
+    """Schedules move with step_lr_scheduler, and not with mini-batches or epochs."""
     actor = make_actor(ppo_n_minibatches=2, ppo_epochs=2, entropy_coeff=0.3, anneal=True)
     actor.config.optimizer.lr_scheduler_type = "linear"
     for step in range(3):
@@ -442,7 +432,7 @@ def test_schedules_move_once_a_training_step(make_actor):
 
 
 def test_the_entropy_bonus_raises_entropy(make_actor):
-    """With no reward to learn from, the bonus alone moves the policy, towards more entropy."""
+    """With all rewards 0, the entropy bonus raises the entropy in every step."""
     actor = make_actor(entropy_coeff=1.0)
     entropies = []
     for _ in range(4):
@@ -454,7 +444,7 @@ def test_the_entropy_bonus_raises_entropy(make_actor):
 
 
 def test_gradients_are_clipped_to_their_norm(make_actor):
-    """gradient_clipping bounds the norm over all parameters; the reported norm is the one before it."""
+    """gradient_clipping limits the gradient norm; the metric grad_norm is the norm before clipping."""
     actor = make_actor(gradient_clipping=0.01)
     stats = actor.ppo_update(prepare(actor, make_batch()))
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients(actor.model).values()))
@@ -463,7 +453,7 @@ def test_gradients_are_clipped_to_their_norm(make_actor):
 
 
 def test_no_clipping_is_0(make_actor):
-    """gradient_clipping=0 leaves the gradients as they are, with the norm that is reported."""
+    """With gradient_clipping=0 gradients are not clipped."""
     actor = make_actor(gradient_clipping=0.0)
     stats = actor.ppo_update(prepare(actor, make_batch()))
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients(actor.model).values()))
@@ -472,7 +462,7 @@ def test_no_clipping_is_0(make_actor):
 
 
 def test_a_resumed_optimizer_obeys_its_own_keys(make_actor, tmp_path):
-    """Moments come from the checkpoint, learning rate, betas, eps and weight decay from the configuration."""
+    """A resumed optimizer has the checkpoint's moments and the configuration's lr, betas, eps and weight decay."""
     actor = make_actor()
     actor.ppo_update(prepare(actor, make_batch()))
     actor.save_state(tmp_path)
@@ -487,7 +477,7 @@ def test_a_resumed_optimizer_obeys_its_own_keys(make_actor, tmp_path):
 
 
 def test_saved_weights_are_a_hugging_face_model(make_actor, tmp_path):
-    """save() writes what AutoModel and AutoTokenizer load, and the loaded model gives the actor's logprobs."""
+    """save() writes a directory that transformers loads, and the loaded model gives the actor's log-probabilities."""
     actor = make_actor()
     batch = prepare(actor, make_batch())
     actor.ppo_update(batch)
@@ -500,7 +490,7 @@ def test_saved_weights_are_a_hugging_face_model(make_actor, tmp_path):
 
 
 def test_a_weight_update_writes_first_and_tells_the_servers_then(make_actor, tmp_path):
-    """update_weights leaves a complete v{version} directory on disk before the engine is asked to load it."""
+    """update_weights writes a complete checkpoint before it tells the servers to load it."""
     actor = make_actor()
     seen = []
 
@@ -519,7 +509,7 @@ def test_a_weight_update_writes_first_and_tells_the_servers_then(make_actor, tmp
 
 
 def test_a_reference_model_stays_where_it_was(make_actor, tiny_model_dir):
-    """A frozen FSDPEngine beside the actor, in the same process group, gives the first weights' logprobs for ever."""
+    """A reference model gives the log-probabilities of the first weights, also after the actor has learned."""
     actor = make_actor()
     ref = FSDPEngine(make_config(), tiny_model_dir)
     ref.create_process_group()

@@ -1,4 +1,4 @@
-"""Log-probabilities in chunks against the plain way: all logits at once, and what autograd makes of them."""
+"""Log-probabilities computed in chunks are compared with all logits at once, and gradients with those of autograd."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from training.logprobs import token_logprobs
 
 
 def make(n=13, width=8, vocabulary=29, seed=0):
-    """hidden (n, width), weight (vocabulary, width), both with gradients; ids and temperatures (n,), one of them 0."""
+    """Make hidden (n, width), weight (vocabulary, width), ids (n,) and temperatures (n,), one of which is 0."""
     g = torch.Generator().manual_seed(seed)
     hidden = (2 * torch.randn(n, width, generator=g)).requires_grad_()
     weight = torch.randn(vocabulary, width, generator=g).requires_grad_()
@@ -17,7 +17,7 @@ def make(n=13, width=8, vocabulary=29, seed=0):
 
 
 def plain(hidden, weight, ids, temperatures):
-    """The (N, V) way, in float64."""
+    """Compute log p and entropy with the whole (N, V) matrix of logits, in float64."""
     T = torch.where(temperatures > 0, temperatures, 1.0).double()
     log_p = torch.log_softmax(hidden.double() @ weight.double().t() / T[:, None], -1)
     return log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
@@ -26,8 +26,7 @@ def plain(hidden, weight, ids, temperatures):
 @pytest.mark.parametrize("chunk", [1, 5, 13, 1000, None])
 @pytest.mark.parametrize("uses", ["logp", "entropy", "both"])
 def test_chunks_change_neither_values_nor_gradients(chunk, uses):
-    """log p, entropy and both gradients equal those through the whole logits,
-    whatever is used and however it is cut."""
+    """Log p, entropy and both gradients equal those computed from the whole logits, for every chunk size."""
     results = []
     for function in (plain, lambda h, w, i, t: token_logprobs(h, w, i, t, chunk)):
         hidden, weight, ids, temperatures = make()
@@ -41,7 +40,7 @@ def test_chunks_change_neither_values_nor_gradients(chunk, uses):
 
 
 def test_the_backward_pass_is_the_derivative():
-    """Against finite differences in float64's place: the directional derivative of log p and entropy."""
+    """The gradient agrees with finite differences of log p and entropy along a random direction."""
     hidden, weight, ids, temperatures = make()
     logp, entropy = token_logprobs(hidden, weight, ids, temperatures, 4)
     (logp.sum() + 0.5 * entropy.sum()).backward()
@@ -56,7 +55,7 @@ def test_the_backward_pass_is_the_derivative():
 
 
 def test_no_tokens_are_no_gradient():
-    """A piece in which nothing is wanted gives empty results and gradients of 0, not an error."""
+    """With no tokens, the results are empty and the gradients are 0."""
     hidden, weight, ids, temperatures = make()
     logp, entropy = token_logprobs(hidden[:0], weight, ids[:0], temperatures[:0])
     (logp.sum() + entropy.sum()).backward()
@@ -65,7 +64,7 @@ def test_no_tokens_are_no_gradient():
 
 
 def test_half_precision_weights_get_gradients_of_their_type():
-    """bf16 products, float32 softmax: values within bf16's rounding of the logits, gradients bf16."""
+    """With bfloat16 weights, log p is float32 and near the exact value, and the weights' gradient is bfloat16."""
     hidden, weight, ids, temperatures = make()
     expected = plain(hidden, weight, ids, temperatures)[0].float()
     half_hidden, half_weight = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight))

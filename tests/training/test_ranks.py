@@ -1,7 +1,7 @@
-"""Several ranks do what one does, and end together: torchrun over gloo, on this machine.
+"""Several ranks compute the numbers of one rank, and if one rank dies all ranks end.
 
-The numbers: the same recorded batch through 1, 2 and 4 processes gives the same gradients, the same parameters and the
-same statistics. The endings: whichever rank dies, all are gone within seconds and the dead one's error is shown.
+The tests start torchrun with gloo on this machine. One recorded batch gives equal gradients, parameters and metrics
+with 1, 2 and 4 ranks. If a rank dies, all ranks end within seconds, and the error of the dead rank is shown.
 """
 
 import json
@@ -27,28 +27,31 @@ from training.ranks import share
 pytestmark = pytest.mark.runs
 
 SGD_STEPS = 5
-LENGTHS = (9, 14, 5, 21, 12, 17, 7)  # seven rows over two and four ranks: shares differ in size
+LENGTHS = (9, 14, 5, 21, 12, 17, 7)  # seven rows, so that ranks get shares of different size
 
 
 def torchrun(n: int, *words: str) -> list[str]:
+    """Return the command that runs `words` on n ranks."""
     options = [f"--nproc-per-node={n}", "--standalone"]
     return [sys.executable, "-m", "torch.distributed.run", *options, *words]
 
 
 def environment() -> dict[str, str]:
+    """Return the environment of a rank, in which it finds the repository and the test helpers."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
 
 
 def start(n: int, *words: str) -> subprocess.Popen[str]:
+    """Start torchrun with n ranks; its output is one pipe."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(torchrun(n, *words), cwd=ROOT, env=environment(), **pipes)
 
 
-# ---- what the ranks do
+# ---- the programs that the ranks run
 
 
 def work_numbers(model_dir: Path, out: Path) -> None:
-    """Two training steps' worth of everything that is compared: gradients, then parameters after SGD steps."""
+    """Write gradients of one update, and parameters after SGD_STEPS more updates, to numbers.safetensors."""
     actor = FSDPPPOActor(make_config(mb_tokens=40, ppo_n_minibatches=2), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=10)
@@ -71,7 +74,7 @@ def work_numbers(model_dir: Path, out: Path) -> None:
 
 
 def work_memory(model_dir: Path, out: Path) -> None:
-    """Each rank notes what it holds after loading: the elements of its shards, and whether it read the files."""
+    """Write for each rank how many parameters it holds after loading, and how often it read the model's files."""
     from transformers import AutoModelForCausalLM
 
     reads = []
@@ -87,14 +90,13 @@ def work_memory(model_dir: Path, out: Path) -> None:
 
 
 def work_wait(model_dir: Path, out: Path) -> None:
-    """Rank 2 is the one that dies or raises;
-    rank 0 waits where nothing from the others reaches it, rank 1 in a collective."""
+    """Wait on rank 0 outside of any collective operation, wait on rank 1 in one, and wait or raise on rank 2."""
     actor = FSDPPPOActor(make_config(), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=1)
     print(f"ready {actor.rank} {os.getpid()}", flush=True)
     if actor.rank == 0:
-        signal.pause()  # as in a wait for rollouts
+        signal.pause()  # like a wait for rollouts
     if actor.rank == 2:
         if os.environ.get("RAISE"):
             raise ValueError("the rank's own error")
@@ -107,7 +109,7 @@ def work_wait(model_dir: Path, out: Path) -> None:
 
 @pytest.fixture(scope="module")
 def numbers(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[dict, dict]]:
-    """(tensors, statistics) by world size."""
+    """The tensors and metrics of work_numbers, for 1, 2 and 4 ranks."""
     found = {}
     for n in (1, 2, 4):
         out = tmp_path_factory.mktemp(f"world{n}")
@@ -120,7 +122,7 @@ def numbers(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_gradients_and_parameters_are_those_of_one_rank(numbers, n: int) -> None:
-    """On a recorded batch: gradients to 1e-5 relative, parameters after 5 SGD steps to 1e-5, logprobs, statistics."""
+    """Gradients, parameters after 5 SGD steps, log-probabilities and metrics of n ranks equal those of one rank."""
     (one, one_stats), (many, many_stats) = numbers[1], numbers[n]
     assert one.keys() == many.keys()
     for name in one:
@@ -135,8 +137,7 @@ def test_gradients_and_parameters_are_those_of_one_rank(numbers, n: int) -> None
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_no_rank_but_the_first_reads_the_model(tmp_path: Path, tied: bool) -> None:
-    """The others get their shards handed out, tied embeddings too;
-    together they hold each parameter once (CPU offload)."""
+    """Only rank 0 reads the model's files, and the ranks together hold each parameter once."""
     model_dir = make_byte_model(tmp_path / "model", tied=tied)
     total = sum(t.numel() for t in load_file(model_dir / "model.safetensors").values())
     done = start(2, __file__, "work_memory", str(model_dir), str(tmp_path))
@@ -150,8 +151,7 @@ def test_no_rank_but_the_first_reads_the_model(tmp_path: Path, tied: bool) -> No
 
 @pytest.mark.parametrize("how", ["killed", "raises"])
 def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> None:
-    """Rank 2 of 3 dies while rank 0 waits for something else:
-    all end, nobody is left, and the cause is on the screen."""
+    """If rank 2 of 3 dies while rank 0 waits for something else, all processes end and the cause is printed."""
     if how == "raises":
         os.environ["RAISE"] = "1"
     try:
@@ -164,7 +164,7 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> No
     while len(pids) < 3:
         lines.append(process.stdout.readline())
         assert lines[-1], "".join(lines)
-        found = re.findall(r"ready (\d+) (\d+)(?=\D)", "".join(lines))  # two ranks may write into one line
+        found = re.findall(r"ready (\d+) (\d+)(?=\D)", "".join(lines))  # the output of two ranks may stand in one line
         pids = {int(rank): int(pid) for rank, pid in found}
     if how == "killed":
         os.kill(pids[2], signal.SIGKILL)
@@ -176,7 +176,7 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> No
             os.kill(left, 0)
 
 
-# ---- two machines, both this one
+# ---- two nodes, both on this machine
 
 
 def start_node(folder: Path, port: int, log: Path, host: bool, held: bool) -> subprocess.Popen:
@@ -214,8 +214,7 @@ def wait_until_held(nodes: list[subprocess.Popen]) -> None:
 
 
 def test_two_nodes_train_and_come_back(tmp_path: Path) -> None:
-    """Two torchruns over loopback train together; one dies as a machine does, the other ends with a word and leaves
-    nobody; started again, they go on from the checkpoint."""
+    """If one of two nodes is killed, the other node ends; both then resume from the checkpoint."""
     metrics, logs = tmp_path / "e/t/metrics.jsonl", [tmp_path / "a.log", tmp_path / "b.log"]
     port = free_port()
     nodes = [start_node(tmp_path, port, log, log is logs[0], held=True) for log in logs]
@@ -240,7 +239,7 @@ def test_two_nodes_train_and_come_back(tmp_path: Path) -> None:
 
 
 def wait_no_process(word: str, seconds: float = 30) -> bool:
-    """Whether no process with `word` among its arguments is left, or none any more within `seconds`."""
+    """Return whether all processes with `word` among their arguments have ended within `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         table = subprocess.run(["ps", "-A", "-o", "stat=,args="], capture_output=True, text=True, check=True).stdout
@@ -251,7 +250,7 @@ def wait_no_process(word: str, seconds: float = 30) -> bool:
 
 
 def test_a_mistake_is_said_once_and_ends_all_ranks(tmp_path: Path) -> None:
-    """Rank 0 reads the configuration; the others end with it, and none of them aborts."""
+    """A mistake in the configuration is printed once, by rank 0, and all ranks end without aborting."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"]
     done = subprocess.run([*torchrun, "seeed=2"], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.stderr.count("error: unknown key 'seeed'") == 1

@@ -1,4 +1,4 @@
-"""A tree of rows trains as the rows do: the same loss, the same gradients, fewer tokens, in any order."""
+"""Training on a tree of rows gives the loss and the gradients of the separate rows, with fewer tokens."""
 
 import os
 import random
@@ -37,7 +37,7 @@ Rows = list[list[int]]
 
 
 def make_rows(seed: int, n: int, longest: int = 30, vocabulary: int = 40) -> Rows:
-    """Rows that begin where another row has come to, or anywhere: branches, turns, copies, single tokens."""
+    """Make random rows, most of which continue a prefix of another row: branches, turns, copies, single tokens."""
     rng = random.Random(seed)
     rows: Rows = []
     for _ in range(n):
@@ -53,7 +53,7 @@ TREES = given(st.integers(0, 10**6), st.integers(1, 12), st.integers(30, 300))
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """A random Qwen3 with two layers and two query heads a key head."""
+    """A random Qwen3 with two layers and two query heads for each key head."""
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
@@ -62,12 +62,12 @@ def model() -> Any:
 
 
 def logp_of(logits: Tensor, ids: Tensor) -> Tensor:
-    """(n, V), (n,) -> (n,)"""
+    """Return log p of each id: logits (n, V) and ids (n,) -> (n,)."""
     return torch.log_softmax(logits.float(), -1).gather(1, ids[:, None])[:, 0]
 
 
 def separate_logp(model: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Per row (length - 1,): log p of each token but the first, by one pass a row."""
+    """Return log p of all tokens but the first, (length - 1,) for each row, with one forward pass per row."""
     found = []
     for row in rows:
         ids = torch.tensor(row)
@@ -76,7 +76,7 @@ def separate_logp(model: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def tree_logp(model: Any, rows: Sequence[Sequence[int]], max_tokens: int, dense: bool = False) -> list[Tensor]:
-    """The same, by one pass a tree; with `dense` over the N x N mask."""
+    """Return log p of all tokens but the first, with one forward pass per tree; `dense` uses the N x N mask."""
     found: list[Tensor] = [torch.empty(0)] * len(rows)
     for tree in build_trees(rows, max_tokens):
         how: dict[str, Any] = {"attention_mask": tree.mask()[None, None]} if dense else {"tree": tree}
@@ -89,7 +89,7 @@ def tree_logp(model: Any, rows: Sequence[Sequence[int]], max_tokens: int, dense:
 
 
 def learn(model: Any, logp: list[Tensor], seed: int = 0) -> tuple[float, dict[str, Tensor]]:
-    """The loss with random advantages, a token's logprob once for each row it is in, and its gradients."""
+    """Return a loss with a random advantage for each token of each row, and its gradients."""
     flat = torch.cat(logp)
     weights = torch.randn(len(flat), generator=torch.Generator().manual_seed(seed))
     model.zero_grad()
@@ -99,6 +99,7 @@ def learn(model: Any, logp: list[Tensor], seed: int = 0) -> tuple[float, dict[st
 
 
 def assert_same_lesson(ours: tuple[float, dict[str, Tensor]], truth: tuple[float, dict[str, Tensor]]) -> None:
+    """Assert that losses agree to 1e-6 and gradients to 1e-5 of their norm."""
     assert ours[0] == pytest.approx(truth[0], abs=1e-6)
     assert ours[1].keys() == truth[1].keys()
     largest = max(g.norm() for g in truth[1].values())
@@ -112,8 +113,7 @@ def assert_same_lesson(ours: tuple[float, dict[str, Tensor]], truth: tuple[float
 @TREES
 @settings(max_examples=150, deadline=None)
 def test_every_prefix_of_a_tree_stands_in_it_once(seed: int, n: int, max_tokens: int) -> None:
-    """A path spells its row, a position is a depth, a token sees its own prefix only;
-    each row is in one tree, in budget."""
+    """A tree holds each prefix once, a token sees only its own prefix, and no tree exceeds its budget."""
     rows = make_rows(seed, n)
     rows = [row[:max_tokens] for row in rows]
     trees = build_trees(rows, max_tokens)
@@ -133,7 +133,7 @@ def test_every_prefix_of_a_tree_stands_in_it_once(seed: int, n: int, max_tokens:
 @given(st.integers(0, 10**6), st.integers(1, 12), st.integers(30, 90), st.randoms(use_true_random=False))
 @settings(max_examples=100, deadline=None)
 def test_the_order_of_the_rows_has_no_say(seed: int, n: int, max_tokens: int, rng: random.Random) -> None:
-    """A shuffled batch gives the same trees, with the numbers of its rows."""
+    """A shuffled batch gives trees with the same tokens."""
     rows = [row[:max_tokens] for row in make_rows(seed, n)]
     shuffled = rng.sample(range(n), n)
 
@@ -147,7 +147,7 @@ def test_the_order_of_the_rows_has_no_say(seed: int, n: int, max_tokens: int, rn
 @given(st.integers(0, 10**6), st.integers(1, 9), st.integers(30, 60))
 @settings(max_examples=100, deadline=None)
 def test_the_cuts_are_the_cheapest(seed: int, n: int, max_tokens: int) -> None:
-    """No way to cut the sorted rows in runs that fit costs fewer tokens than the one found: all ways are tried."""
+    """No way to cut sorted rows into runs costs fewer tokens than cheapest_runs; the test tries all ways."""
     rows = sorted(row[:max_tokens] for row in make_rows(seed, n))
     shared = np.array([0] + [len(prefix(a, b)) for a, b in pairwise(rows)])
     lengths = np.array([len(row) for row in rows])
@@ -165,13 +165,14 @@ def test_the_cuts_are_the_cheapest(seed: int, n: int, max_tokens: int) -> None:
 
 
 def prefix(a: list[int], b: list[int]) -> list[int]:
+    """Return the longest common prefix of two rows."""
     n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[:n]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_interleaved_groups_find_each_other(seed: int) -> None:
-    """Four groups of 8, 200 tokens shared and 50 of their own, budget 512: 3,200 tokens in any order (AReaL: 8,000)."""
+    """Four groups of 8 rows with 200 shared and 50 own tokens cost 3,200 tokens in any order (AReaL: 8,000)."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(1000) for _ in range(200)] for _ in range(4)]
     rows = [prompts[i % 4] + [rng.randrange(1000) for _ in range(50)] for i in range(32)]
@@ -183,7 +184,7 @@ def test_interleaved_groups_find_each_other(seed: int) -> None:
 
 
 def test_a_conversation_of_5000_turns_with_a_branch_each() -> None:
-    """Depth is no recursion: 5,000 rows, each leaving the trunk one token later, are one tree of 10,000 tokens."""
+    """5,000 rows, each of which leaves the trunk one token later, make one tree of 10,000 tokens without recursion."""
     trunk = np.arange(5000) % 1000
     rows = [np.append(trunk[: i + 1], 1000) for i in range(5000)]
     [tree] = build_trees(rows, 10_000)
@@ -192,13 +193,13 @@ def test_a_conversation_of_5000_turns_with_a_branch_each() -> None:
 
 
 def test_small_things_share_a_tree() -> None:
-    """Conversations that have nothing in common still go together as long as the budget holds them."""
+    """Rows that share nothing are put into one tree as long as it stays within the budget."""
     rows = [[i] * 30 for i in range(10)]
     assert sorted(len(tree.subtree_end) for tree in build_trees(rows, 100)) == [30, 90, 90, 90]
 
 
 def test_a_row_that_cannot_be_in_any_tree_is_an_error() -> None:
-    """A row beyond the budget, or an empty one, names itself and the key to change."""
+    """A row that is empty or too long raises an error with its number and the key to change."""
     with pytest.raises(ValueError, match=r"row 1 has 9 tokens.*actor.mb_tokens=8"):
         build_trees([[1, 2], list(range(9))], 8)
     with pytest.raises(ValueError, match="row 0 has 0 tokens"):
@@ -211,13 +212,15 @@ def test_a_row_that_cannot_be_in_any_tree_is_an_error() -> None:
 @TREES
 @settings(max_examples=40, deadline=None)
 def test_a_tree_trains_as_its_rows_do(model: Any, seed: int, n: int, max_tokens: int) -> None:
-    """Loss to 1e-6 and gradients to 1e-5 of the separate sequences: branches, turns, ragged lengths, single tokens."""
-    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [[1, 2, 3]]  # one token at least to predict
+    """The loss of a tree agrees with the separate rows to 1e-6, and the gradients agree to 1e-5."""
+    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [
+        [1, 2, 3]
+    ]  # so that there is at least one token to predict
     assert_same_lesson(learn(model, tree_logp(model, rows, max_tokens)), learn(model, separate_logp(model, rows)))
 
 
 def test_long_rows_cross_many_blocks(model: Any) -> None:
-    """Rows beyond the block of 128 queries, and the dense mask over them, give the same lesson."""
+    """Rows longer than a block of 128 queries, with and without the dense mask, give the separate rows' gradients."""
     rows = make_rows(3, 10, longest=3 * BLOCK)
     trees = build_trees(rows, 8192)
     assert len(trees) == 1
@@ -231,7 +234,7 @@ def test_long_rows_cross_many_blocks(model: Any) -> None:
 @given(st.integers(0, 10**6), st.integers(1, 12))
 @settings(max_examples=60, deadline=None)
 def test_the_block_mask_is_the_mask(seed: int, n: int) -> None:
-    """FlexAttention's blocks: full where all see all, mixed where some see some, absent where nobody sees anybody."""
+    """A block is full if all its queries see all its keys, absent if none sees any, and mixed otherwise."""
     [tree] = build_trees(make_rows(seed, n, longest=2 * BLOCK), 10**6)
     mask, N = tree.mask(), len(tree.subtree_end)
     blocks = -(-N // BLOCK)
@@ -247,7 +250,7 @@ def test_the_block_mask_is_the_mask(seed: int, n: int) -> None:
 
 
 def listed(counts: Tensor | None, numbers: Tensor | None) -> Tensor:
-    """A list of blocks per block of queries -> (blocks, blocks) bool."""
+    """Turn the lists of key blocks into a matrix (query blocks, key blocks) of bool."""
     assert counts is not None
     assert numbers is not None
     chosen = torch.zeros(numbers.shape[-2:], dtype=torch.bool)
@@ -258,7 +261,7 @@ def listed(counts: Tensor | None, numbers: Tensor | None) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_sees_what_the_blocks_see() -> None:
-    """The block mask in FlexAttention and the picked keys on a CPU give the same output."""
+    """FlexAttention with the block mask and the CPU path with selected keys give the same output."""
     [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
     N = len(tree.subtree_end)
     q, k, v = (torch.randn(1, heads, N, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
@@ -268,7 +271,7 @@ def test_flex_attention_sees_what_the_blocks_see() -> None:
 
 
 def test_what_tree_attention_cannot_do_is_refused(model: Any) -> None:
-    """A pass without a tree, and a layer with a sliding window, are errors and not another attention."""
+    """A forward pass without a tree raises an error, and so does a layer with a sliding window."""
     q = torch.randn(1, 2, 3, 8)
     [tree] = build_trees([[1, 2, 3]], 8)
     model.set_attn_implementation("tree")
@@ -283,7 +286,7 @@ def test_what_tree_attention_cannot_do_is_refused(model: Any) -> None:
 
 
 async def guess_batch(style: str) -> dict[str, Tensor]:
-    """What the guessing agent's games leave at the proxy, exported as the loop does: 6 secrets, 6 games each."""
+    """Play 36 guessing games (6 secrets, 6 games each) through the proxy and export them as the loop does."""
     tokenizer, rng = base_model.make_tokenizer(guess.WORDS), random.Random(0)
     engine = ScriptedEngine(tokenizer, lambda request: str(rng.choice(guess.SECRETS)))
     app = create_app(engine, tokenizer, "admin")
@@ -303,11 +306,12 @@ async def guess_batch(style: str) -> dict[str, Tensor]:
 
 
 def begin(walk: list[str], rng: random.Random) -> Callable[[Any], str]:
+    """Return a model that answers with a random beginning of `walk`."""
     return lambda request: " ".join(walk[: rng.randint(1, len(walk))])
 
 
 async def maze_batch() -> dict[str, Tensor]:
-    """Walks through the maze: 4 ways home, 6 walks each, some begun alike."""
+    """Make 24 walks through the maze: 6 walks for each of 4 prompts, many with a common beginning."""
     tokenizer, rng = base_model.make_tokenizer(["from", "to", *maze.CELLS]), random.Random(0)
 
     async def reward(*args: Any, **data: Any) -> float:
@@ -326,7 +330,7 @@ async def maze_batch() -> dict[str, Tensor]:
 @pytest.mark.anyio
 @pytest.mark.parametrize("export", ["guess individual", "guess concat", "maze"])
 async def test_real_exports_train_as_their_rows_do(export: str) -> None:
-    """What the two tasks export shares prefixes; trained as trees it teaches what it teaches row by row."""
+    """Rows that the two tasks export give the same loss and gradients as trees and row by row."""
     task, _, style = export.partition(" ")
     batch = await (guess_batch(style) if style else maze_batch())
     words = guess.WORDS if task == "guess" else ["from", "to", *maze.CELLS]
@@ -341,7 +345,7 @@ async def test_real_exports_train_as_their_rows_do(export: str) -> None:
 
 
 def make_batch(seed: int = 0) -> dict[str, Tensor]:
-    """Eight rows that share beginnings, as `prepare_batch` hands them over; the last half of each is trained."""
+    """Make a batch of eight rows that share prefixes; the last half of each row is trained."""
     rows = [row * 2 for row in make_rows(seed, 8)]
     lengths = torch.tensor([len(row) for row in rows])
     real = torch.arange(int(lengths.max())) < lengths[:, None]  # (B, T)
@@ -360,7 +364,7 @@ def make_batch(seed: int = 0) -> dict[str, Tensor]:
 
 
 def one_update(path: Path, trees: bool, **changes: Any) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Statistics and weights (of rank 0) after one training step in pieces of 128 tokens."""
+    """Return metrics and weights (on rank 0) after one training step with pieces of 128 tokens."""
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4)
     config = PPOActorConfig(
         enable_tree_training=trees,
@@ -379,12 +383,13 @@ def one_update(path: Path, trees: bool, **changes: Any) -> tuple[dict[str, float
     actor.compute_advantages(batch)
     stats = actor.ppo_update(batch)
     weights = actor.full_state()
-    torch.distributed.barrier()  # a rank that leaves takes its connections along
+    torch.distributed.barrier()  # a rank that ends closes its connections, so it waits for all others
     actor.destroy()
     return stats | {"logp": float(batch["prox_logp"].sum())}, weights
 
 
 def assert_same_update(one: Any, other: Any) -> None:
+    """Assert that two results of one_update agree up to rounding, except for tree_token_ratio."""
     for key in one[0].keys() - {"tree_token_ratio"}:
         assert other[0][key] == pytest.approx(one[0][key], rel=1e-4, abs=1e-6), key
     for name, tensor in one[1].items():
@@ -392,8 +397,7 @@ def assert_same_update(one: Any, other: Any) -> None:
 
 
 def test_the_actor_makes_the_same_step_with_trees(model: Any, tmp_path: Path) -> None:
-    """enable_tree_training changes what a step costs and not what it does:
-    logprobs, statistics, weights; and says how much."""
+    """enable_tree_training changes no logprob, metric or weight, and tree_token_ratio shows what it saves."""
     model.save_pretrained(tmp_path)
     padded, trees = one_update(tmp_path, trees=False), one_update(tmp_path, trees=True)
     assert_same_update(padded, trees)
@@ -404,7 +408,7 @@ def test_the_actor_makes_the_same_step_with_trees(model: Any, tmp_path: Path) ->
 
 @pytest.mark.runs
 def test_two_ranks_train_trees(model: Any, tmp_path: Path) -> None:
-    """Sharded over two ranks, with another number of trees on each, the step is the one that one rank makes."""
+    """Two ranks with different numbers of trees make the step that one rank makes."""
     model.save_pretrained(tmp_path / "model")
     world = {
         "WORLD_SIZE": "2",
@@ -421,7 +425,7 @@ def test_two_ranks_train_trees(model: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(together[1][name], tensor, atol=1e-5, rtol=0)
 
 
-if __name__ == "__main__":  # one rank of the test above
+if __name__ == "__main__":  # one rank of test_two_ranks_train_trees
     torch.set_num_threads(1)
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     step = one_update(folder / "model", trees=True)
