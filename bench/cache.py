@@ -1,19 +1,19 @@
-"""Claim: a turn costs its new messages, siblings cost nothing, and a tree of tokens is exported as fast as AReaL does.
+"""Claim: a turn costs only its new messages, siblings cost nothing more, and export is as fast as AReaL's.
 
-    python bench/cache.py            beside AReaL's own cache where the package areal can be imported
+    python bench/cache.py            beside AReaL's own cache if the package areal can be imported
 
-Counted, for a conversation of 100 turns (each sends its whole history again, as agents do):
+The first part counts, for a conversation of 100 turns. Each turn sends the whole history again, as agents do.
 
-    read       messages made canonical and hashed, once for each message of each request, when it is read
+    read       messages that were brought into canonical form and hashed: once per message of each request
     rendered   messages that went through the chat template and the tokenizer
     looked up  places at which a parent was looked for
 
-Beyond the reading a turn should cost what is new in it. Timed (processor time), in turns with the peer,
-the best of some repetitions:
+All but the reading should grow with the new messages only. The second part measures processor time, in turns with
+AReaL's cache, and takes the best of several repetitions:
 
     chain      400 turns of one conversation
-    siblings   800 turns that share 200 messages; target: at most a quarter of the peer's time
-    export     512 conversations of 4 turns, discounted, exported in style concat and made tensors; target: the peer's
+    siblings   800 turns that share 200 messages; target: at most a quarter of AReaL's time
+    export     512 conversations of 4 turns, discounted, exported in style concat and made tensors; target: AReaL's time
 """
 
 import gc
@@ -52,7 +52,7 @@ PROMPT, OUTPUT, TAIL = 128, 48, 16  # tokens
 
 
 def talk(turns: int, name: str = "") -> Messages:
-    """A conversation as a client sends it, all of its objects new."""
+    """Return a conversation as a client sends it. All of its objects are new."""
     roles = ("user", "assistant")
     return [
         {"role": roles[k % 2], "content": f"{name} message {k}, of some dozen words or so"} for k in range(2 * turns)
@@ -60,7 +60,7 @@ def talk(turns: int, name: str = "") -> Messages:
 
 
 def tokens(turn: int) -> tuple[list[int], list[int]]:
-    """Prompt and output of a turn that begins with all before it."""
+    """Return the prompt and output tokens of a turn. The prompt begins with all earlier turns."""
     whole = list(range(PROMPT + turn * (OUTPUT + TAIL) + OUTPUT))
     return whole[:-OUTPUT], whole[-OUTPUT:]
 
@@ -83,7 +83,7 @@ def add_peers(cache: Any, name: str, messages: Messages, said: dict[str, Any], t
 
 
 def timed(make: Callable[[], Any], add: Callable[..., None], fill: Callable[[Callable[..., None]], None]) -> float:
-    """Milliseconds for all calls of `fill`; their objects are made before the clock runs, anew each time."""
+    """Return the milliseconds for all calls that `fill` makes. Their arguments are made before the clock starts."""
     calls: list[tuple] = []
     fill(lambda *call: calls.append(call))
     cache = make()
@@ -105,7 +105,7 @@ def siblings(add: Callable[..., None]) -> None:
 
 
 def export(make: Callable[[], Any], add: Callable[..., None]) -> float:
-    """Milliseconds for 512 sessions of 4 turns each: discount, export, tensors."""
+    """Return the milliseconds to discount, export and make tensors of 512 sessions with 4 turns each."""
     caches = []
     for name in range(512):
         cache = make()
@@ -124,7 +124,7 @@ def export(make: Callable[[], Any], add: Callable[..., None]) -> float:
 
 
 def count() -> None:
-    """The three counts, over one conversation of 100 turns at a real PromptBuilder."""
+    """Print the three counts for one conversation of 100 turns, rendered by a real PromptBuilder."""
     from conftest import make_byte_model
     from transformers import AutoTokenizer
 

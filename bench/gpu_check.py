@@ -1,10 +1,10 @@
-"""The parts of bench/gpu_check.sh that are Python: a model of random weights, a reward, the report.
+"""The parts of bench/gpu_check.sh that are written in Python: a model of random weights, a reward, and the page.
 
     python bench/gpu_check.py model DIR --shape 0.6b
     python bench/gpu_check.py report WORK > docs/gpu.md
 
-The weights are random, so nothing is learnt; what is checked is that server and trainer compute the same
-log-probabilities, that every way of moving weights keeps them the same, and what a step costs.
+The model has random weights and learns nothing. The check compares the log-probabilities of server and trainer, for
+every way of moving weights, and measures what a step costs.
 """
 
 import argparse
@@ -18,9 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 SHAPES = {  # layers, width, inner width, heads, key-value heads, width of a head, vocabulary
     "0.6b": (28, 1024, 3072, 16, 8, 128, 151936),  # Qwen3-0.6B
-    "tiny": (2, 64, 128, 4, 2, 16, 512),  # for a CPU: checks this script
+    "tiny": (2, 64, 128, 4, 2, 16, 512),  # for trying the script on a CPU
 }
-MISMATCH = {"0.6b": 0.2, "tiny": 0.05}  # nats; bf16 rounds a log-probability of 12 nats to 0.06
+MISMATCH = {
+    "0.6b": 0.2,
+    "tiny": 0.05,
+}  # largest allowed mismatch in nats; bf16 rounds a log-probability of 12 nats to 0.06
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -28,12 +31,12 @@ TEMPLATE = (
 
 
 def reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **_) -> float:
-    """The share of odd ids: differs between samples, so that there are gradients."""
+    """Return the share of odd token ids. It differs between samples, so there are gradients."""
     return sum(i % 2 for i in completion_ids) / max(1, len(completion_ids))
 
 
 def make_model(path: Path, shape: str) -> None:
-    """A Qwen3 of random weights over bytes; most ids of its vocabulary have no text, which nothing here needs."""
+    """Write a Qwen3 with random weights and one token per byte. Most ids of its vocabulary have no text."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -72,7 +75,7 @@ def make_model(path: Path, shape: str) -> None:
 
 
 def row(folder: Path, bound: float) -> list[str]:
-    """A cell's line of the table: means over its steps but the first, which warms up."""
+    """Return a cell's line of the table, with means over all steps except the first, which warms up."""
     name = folder.name
     metrics = folder / "run" / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
@@ -97,7 +100,7 @@ def row(folder: Path, bound: float) -> list[str]:
 
 
 def report(work: Path) -> str:
-    """The page."""
+    """Return the text of docs/gpu.md."""
     import torch
 
     shape = (work / "shape").read_text().strip()
@@ -114,8 +117,9 @@ def report(work: Path) -> str:
         "# On a GPU",
         "",
         f"Written by `bench/gpu_check.sh`; every number was measured on: {where}. torch {torch.__version__}, shape {shape},",
-        "random weights. tokens/s: trained tokens by the step's time; peak: of all GPUs' memory in use, the largest;",
-        "mismatch: the largest difference of a log-probability between server and trainer under the same weights.",
+        "random weights. tokens/s is the number of trained tokens, divided by the time of a step. The peak is that of the",
+        "GPU with the most memory in use. The mismatch is the largest difference between the log-probabilities of a token",
+        "that server and trainer compute under the same weights.",
         "",
         *("| " + " | ".join(line) + " |" for line in table),
         "",

@@ -1,13 +1,15 @@
 #!/bin/bash
-# Check everything that needs a GPU, on a machine that has one, without the internet, and write docs/gpu.md.
+# Check everything that needs a GPU, on a machine with a GPU and without the internet, and write docs/gpu.md.
 #
 #   bench/gpu_check.sh
 #
-# It takes the Python that PYTHON names (default: .venv's), with SGLang if that is installed there, else inference/tiny/server.py.
-# Each cell is a run of train.py on a model of random weights; a cell that fails is a line in the table, and the rest
-# goes on. The exit code is the number of cells and checks that failed.
+# PYTHON names the Python to use (default: .venv/bin/python). The servers are SGLang if it is installed there, else
+# inference/tiny/server.py. Each cell of the table is a run of train.py on a model of random weights. A cell that fails
+# is a line in the table, and the other cells still run. The exit code is the number of cells and checks that failed.
 #
-# SHAPE=tiny CELLS="sync-disk async-disk" STEPS=3 OUT=/tmp/gpu.md bench/gpu_check.sh      tries the script on a CPU
+# On a CPU the script itself can be tried:
+#
+#   SHAPE=tiny CELLS="sync-disk async-disk" STEPS=3 OUT=/tmp/gpu.md bench/gpu_check.sh
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -30,7 +32,7 @@ echo "$SHAPE" >"$WORK/shape"
 failed=0
 "$PYTHON" bench/gpu_check.py model "$WORK/model" --shape "$SHAPE" || exit 1
 
-# 1. The loop: synchronous and asynchronous, every way of moving weights, on one GPU or split over several.
+# 1. The training loop: synchronous and asynchronous, with every way of moving weights, on one GPU or on several.
 for cell in $CELLS; do
     folder=$WORK/cell-$cell
     mkdir -p "$folder"
@@ -57,15 +59,14 @@ for cell in $CELLS; do
     ((code == 0)) || failed=$((failed + 1))
 done
 
-# 2. The tests of what has a path of its own on a GPU: FlexAttention against the dense mask among them.
+# 2. The tests of code that takes another path on a GPU, such as FlexAttention.
 for check in ${CHECKS-test_actor test_tree_attention}; do
-    [[ -f tests/$check.py ]] || continue
     echo "== $check"
-    "$PYTHON" -m pytest -q "tests/$check.py" >"$WORK/check-$check" 2>&1 || failed=$((failed + 1))
+    "$PYTHON" -m pytest -q "tests/training/$check.py" >"$WORK/check-$check" 2>&1 || failed=$((failed + 1))
     tail -1 "$WORK/check-$check"
 done
 
 # 3. The page.
 "$PYTHON" bench/gpu_check.py report "$WORK" >"$WORK/gpu.md" && cp "$WORK/gpu.md" "$OUT"
-echo "$failed failed; $OUT is written, all else is in $WORK"
+echo "$failed cells and checks failed; the page is $OUT, the logs are in $WORK"
 exit $failed

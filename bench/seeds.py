@@ -1,12 +1,11 @@
-"""Does a recipe learn on every seed? One real run a seed, one after another, and a table of how they ended.
+"""Does a recipe learn with every seed? Train one real run per seed, one after another, and print a table.
 
     python bench/seeds.py 1 2 3 4 5 31 32 33 34 35
     python bench/seeds.py --config configs/maze.yaml 101 102 103
 
-A run that is there already (runs/seeds/<experiment>/seed<k>) is read, not repeated. success is sampled play: the first
-step's, before anything was learnt, and the mean of the last five steps. load is the machine's one-minute load average
-when the run began: on two cores, more than 2 after the run's own start-up means that it did not have the
-machine to itself.
+A run that exists already (runs/seeds/<experiment>/seed<k>) is read and not repeated. `first` is the success of the
+first step, before anything was learnt, and `last five` is the mean success of the last five steps. `load` is the
+machine's one-minute load average when the run began. On two cores, a load above 2 means that other work ran beside.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from run.config import load  # noqa: E402
 
 
 def train(config: str, seed: int, folder: Path, root: Path) -> None:
-    """One run of train.py, unless its metrics are there; its load average is noted beside them."""
+    """Run train.py, unless its metrics exist already, and write the load average beside them."""
     if (folder / "metrics.jsonl").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -36,6 +35,7 @@ def train(config: str, seed: int, folder: Path, root: Path) -> None:
 
 
 def row(seed: int, folder: Path) -> str:
+    """Return a run's line of the table."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     load_file = folder / "load.txt"
     cells = [

@@ -1,12 +1,14 @@
-"""Kills at random: trainer, proxy or server, again and again, over one run. Does it finish, and is its ledger whole?
+"""Kill processes of one run at random, again and again: does the run finish, and is every step there once?
 
     python bench/soak.py                    30 kills over 60 steps of the demo, seed 1 (`make soak`)
     python bench/soak.py --kills 5 --steps 12 --seed 7
 
-A life of the run lasts a random number of steps; then one of its three processes is killed (-9), and the same command
-starts it again. Every choice comes from the printed seed. In the end the ledger of trained samples
-(tokens/*.safetensors) is read: every step of the surviving lineage once, no prompt group in two of them, none that was
-drawn early left out, none older than eta, none from weights that came later; and no process is left.
+The run lives for a random number of steps. Then its trainer, its proxy or its server is killed (kill -9), and the
+same command starts the run again. Every random choice comes from the printed seed.
+
+At the end the script reads the trained samples (tokens/*.safetensors) and checks them. Every step is there once. No
+prompt group is trained in two steps, and no group that was drawn early is left out. No group is older than eta, and
+no token is newer than its step. No process is left behind.
 """
 
 import argparse
@@ -27,7 +29,7 @@ BATCH, ETA = 6, 2
 
 
 def pids(run: subprocess.Popen) -> dict[str, int]:
-    """The run's processes by role, those that are up."""
+    """Return the pids of the run's living processes, by role."""
     table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
     found = {"trainer": run.pid}
     for pid, parent, args in (line.split(None, 2) for line in table.splitlines()):
@@ -37,27 +39,30 @@ def pids(run: subprocess.Popen) -> dict[str, int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it runs; a zombie has ended and only waits for its parent to look."""
+    """Return whether a process runs. A zombie has ended and does not count."""
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
     return bool(state) and not state.startswith("Z")
 
 
 def live(command: list[str], rng: random.Random, log: Path) -> tuple[int, str]:
-    """One life: start, wait for a random line of output and a moment more, kill one process, see all of them end."""
+    """Start the run, kill one of its processes at a random moment, and wait until all have ended.
+
+    Returns the run's exit code and a description of the kill.
+    """
     lines, moment = rng.choice([1, 1, 2, 3, 4, 5, 6, 8]), rng.uniform(0, 0.5)
     with log.open("a") as out:
         run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=out, text=True)
         assert run.stdout is not None
         for _ in range(lines):
             out.write(run.stdout.readline())
-        time.sleep(moment)  # the moment of death is what is drawn
+        time.sleep(moment)  # the moment of the kill is random
         up = pids(run)
         victim = rng.choice(sorted(up))
         if run.poll() is None:
             os.kill(up[victim], signal.SIGKILL)
         rest, _ = run.communicate(timeout=120)
         out.write(rest)
-    deadline = time.monotonic() + 120  # a server that is still importing notices late
+    deadline = time.monotonic() + 120  # a server that is still importing notices the end late
     while left := [pid for pid in up.values() if is_alive(pid)]:
         if time.monotonic() > deadline:
             raise SystemExit(f"{left} of {up} outlived the {victim}")
@@ -66,6 +71,7 @@ def live(command: list[str], rng: random.Random, log: Path) -> tuple[int, str]:
 
 
 def check(run_dir: Path, steps: int) -> None:
+    """Check the trained samples of all steps, and print a summary."""
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == list(range(1, steps + 1)), "every step once"
     seen: dict[int, int] = {}

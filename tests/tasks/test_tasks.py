@@ -107,7 +107,7 @@ def test_only_answers_are_imitated(tokenizer: Any) -> None:
 def test_three_guesses_find_one_of_six() -> None:
     """Binary search finds every secret, with 2.33 guesses on average.
 
-    No strategy needs fewer: it finds at most one secret with the first guess, two with the second and four with the third.
+    No strategy needs fewer: it finds at most one secret with the first guess, two with the second, four with the third.
     """
     found: list[int] = []
     guess.explore(guess.binary_search, found)
@@ -240,7 +240,7 @@ def test_spl() -> None:
 
 
 def test_drunkard_comes_home_sometimes() -> None:
-    """The drunk whom the base model imitates never goes through a wall, and gets home in about a quarter of his walks."""
+    """The drunk that the base model imitates never goes through a wall, and gets home in a quarter of his walks."""
     rng = random.Random(0)
     walks = [(d, maze.stagger(rng, d["start"], d["home"])) for d in maze.dataset() for _ in range(3)]
     answers = [(" ".join(map(maze.name, walk)), d["start"], d["home"]) for d, walk in walks]
