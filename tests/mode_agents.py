@@ -1,4 +1,4 @@
-"""Agents that test_modes.py sends into other processes, which import them from here: no torch, no pytest."""
+"""Agents for tests/rollout/test_modes.py. Worker processes import this module, so it imports no torch and no pytest."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ def compute_reward(response: Any, answer: str) -> float:
 
 
 class MyAgent:
-    """docs/agent_workflow.txt, "Proxy Approach", letter by letter but for a limit on the answer's length."""
+    """The example of (Agent Workflow, "Proxy Approach"). Only the limit on the answer's length is added."""
 
     async def run(self, data, **extra_kwargs):
         # AReaL injects these kwargs
@@ -37,7 +37,7 @@ class MyAgent:
 
 
 class MySyncAgent:
-    """The same page, "Subprocess example"."""
+    """The example of (Agent Workflow, "Subprocess Mode")."""
 
     async def run(self, data, **extra_kwargs):
         # In subproc mode, base_url comes from environment
@@ -49,7 +49,7 @@ class MySyncAgent:
 
 
 class Talks:
-    """Two turns, the second going on from the first; then what `data["then"]` says."""
+    """Makes two calls, the second of which continues the first, and then ends as `data["then"]` says."""
 
     async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> Any:
         client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
@@ -62,7 +62,7 @@ class Talks:
 
 
 class Reads:
-    """What clients that are made without arguments would do."""
+    """Makes clients without arguments, and checks that they reach the session."""
 
     async def run(self, data: dict, base_url: str, api_key: str, **extra_kwargs: Any) -> float:
         mine, theirs = OpenAI(), anthropic.Anthropic()
@@ -75,7 +75,7 @@ class Reads:
 
 
 class CountsSessions:
-    """The number of sessions that the proxy has open."""
+    """Returns the number of sessions that the proxy has open."""
 
     async def run(self, data: dict, base_url: str, **extra_kwargs: Any) -> float:
         OpenAI().chat.completions.create(model="m", messages=data["messages"], max_completion_tokens=1)
@@ -83,7 +83,7 @@ class CountsSessions:
 
 
 class Endpoint:
-    """Looks at where it runs, then ends as `data["then"]` says."""
+    """Checks that the environment names its endpoint, then ends as `data["then"]` says."""
 
     async def run(self, data: dict, base_url: str, **extra_kwargs: Any) -> float:
         alone = os.environ.get("OPENAI_BASE_URL") == base_url
@@ -91,6 +91,8 @@ class Endpoint:
 
 
 class Unpicklable:
+    """Holds a client, which cannot be pickled."""
+
     def __init__(self) -> None:
         self.client = openai.OpenAI(api_key="DUMMY")
 
@@ -119,7 +121,7 @@ def raises(data: dict) -> float:
 
 
 def breaks_off(data: dict) -> float:
-    """An exception of the SDK's that does not unpickle."""
+    """Raises an exception of the SDK that cannot be unpickled."""
     OpenAI(max_retries=0).chat.completions.create(model="m", messages=[])
     return 1.0
 
@@ -129,7 +131,7 @@ def is_silent(data: dict) -> None:
 
 
 def hangs(data: dict) -> float:
-    """Says that it is alive by holding the fifo open, from a process of its own too, and never comes back."""
+    """Holds the fifo open, in this process and in a child process, and never returns."""
     with open(data["fifo"], "w") as file:
         file.write("alive")
         file.flush()

@@ -1,4 +1,4 @@
-"""A scripted engine under real workflows, and a scripted workflow under a real executor."""
+"""A scripted engine for tests of workflows, and a scripted workflow for tests of the executor."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from workflow import RolloutWorkflow, workflow_context
 
 
 class ScriptedEngine:
-    """`script(request)` gives the completion's text, whole or (if `cut`) without an end-of-turn token."""
+    """Answers each request with the text `script(request)`; if `cut`, without an end-of-turn token."""
 
     def __init__(self, tokenizer: Any, script: Callable[[ModelRequest], str] = lambda request: "ok") -> None:
         self.tokenizer = tokenizer
@@ -46,6 +46,7 @@ class ScriptedEngine:
 
 
 def loader(samples: list[dict], batch_size: int = 2, seed: int | None = None) -> DataLoader:
+    """Return a dataloader of lists of samples, shuffled if `seed` is given."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     return DataLoader(
         samples,  # type: ignore[arg-type]
@@ -57,7 +58,7 @@ def loader(samples: list[dict], batch_size: int = 2, seed: int | None = None) ->
 
 
 class Echo(RolloutWorkflow):
-    """A row that says which sample, which member and which workflow made it."""
+    """Returns a row whose token ids are the sample's number + 1, the member's index and `name`."""
 
     def __init__(self, name: int = 0, fails: tuple[int, ...] = (), rejects: tuple[int, ...] = ()) -> None:
         self.name, self.fails, self.rejects = name, fails, rejects

@@ -1,6 +1,6 @@
-"""The gate bounds what starts; only the gate together with consumption in order of start bounds what is trained.
+"""The staleness gate together with consumption in order of start bounds the age of what is trained on.
 
-Every version here is a plain number and every interleaving is drawn by hypothesis: nothing runs, nothing waits.
+Versions are plain numbers here, and hypothesis draws the order of the events. No episode runs and nothing waits.
 """
 
 import threading
@@ -31,7 +31,7 @@ class Prompt:
 @dataclass(frozen=True)
 class Group:
     task_id: int
-    version: int  # of its oldest token
+    version: int  # version of the oldest token
 
 
 def make_manager(eta: int = 0, batch: int = 2, concurrent: int = 100, version: int = 0) -> StalenessManager:
@@ -39,6 +39,7 @@ def make_manager(eta: int = 0, batch: int = 2, concurrent: int = 100, version: i
 
 
 def run(manager: StalenessManager, count: int) -> None:
+    """Enqueue and start `count` groups."""
     for _ in range(count):
         manager.on_rollout_enqueued()
         manager.on_rollout_submitted()
@@ -50,17 +51,17 @@ def run(manager: StalenessManager, count: int) -> None:
 @pytest.mark.parametrize(
     ("eta", "batch", "concurrent", "version", "accepted", "running", "capacity"),
     [
-        (0, 4, 100, 0, 0, 0, 4),  # synchronous: one batch
+        (0, 4, 100, 0, 0, 0, 4),  # synchronous training: one batch
         (0, 4, 100, 0, 3, 1, 0),
-        (0, 4, 100, 1, 4, 0, 4),  # the batch of version 0 stays in the sum
+        (0, 4, 100, 1, 4, 0, 4),  # the batch of version 0 is still counted
         (2, 4, 100, 0, 0, 0, 12),
         (2, 4, 100, 5, 20, 3, 9),
-        (2, 4, 8, 5, 20, 3, 5),  # the concurrency limit is the smaller one
+        (2, 4, 8, 5, 20, 3, 5),  # here the concurrency limit decides
         (2, 4, 3, 5, 20, 3, 0),
         (0, 4, 100, 0, 4, 2, -2),
-        (4, 4, 0, 0, 0, 0, 1),  # max(1, max_concurrent_rollouts)
-        (1, 0, 100, 0, 0, 0, 2),  # max(1, consumer_batch_size)
-        (10**12, 4, 64, 0, 10**6, 0, 64),  # evaluation: no limit but concurrency
+        (4, 4, 0, 0, 0, 0, 1),  # max_concurrent_rollouts=0 counts as 1
+        (1, 0, 100, 0, 0, 0, 2),  # consumer_batch_size=0 counts as 1
+        (10**12, 4, 64, 0, 10**6, 0, 64),  # evaluation: only the concurrency limit decides
     ],
 )
 def test_capacity_is_the_smaller_of_two_limits(eta, batch, concurrent, version, accepted, running, capacity):
@@ -71,7 +72,7 @@ def test_capacity_is_the_smaller_of_two_limits(eta, batch, concurrent, version, 
 
 
 def test_a_rejected_rollout_gives_its_place_back():
-    """Accepted groups keep their place for ever; rejected, dropped and withdrawn ones return it."""
+    """An accepted group keeps its place for ever. A rejected, dropped or withdrawn group gives its place back."""
     manager = make_manager(eta=0, batch=4)
     run(manager, 4)
     assert manager.get_capacity() == 0
@@ -90,12 +91,12 @@ def test_a_rejected_rollout_gives_its_place_back():
 
 
 def test_the_pending_limit_is_one_gate_full():
-    """(eta + 1) * B prompts are all that the gate can admit between two batches."""
+    """The gate admits at most (eta + 1) * B prompts between two batches."""
     assert make_manager(eta=2, batch=4).get_pending_limit() == 12
 
 
 def test_an_impossible_event_is_an_error():
-    """A rollout cannot be accepted before it was submitted: AReaL's counters went to -1 instead."""
+    """A rollout that was never submitted cannot be accepted; the event raises and no counter becomes negative."""
     manager = make_manager()
     with pytest.raises(RuntimeError, match="became accepted, but none was running"):
         manager.on_rollout_accepted()
@@ -112,7 +113,7 @@ EVENTS = ["enqueued", "submitted", "accepted", "rejected", "dropped", "withdrawn
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(EVENTS), max_size=40))
 def test_counters_are_never_negative_and_lose_nobody(events):
-    """Whatever order events arrive in, each is refused or moves exactly one rollout."""
+    """In any order of events, each event is either refused or moves exactly one rollout."""
     manager = make_manager()
     entered = 0
     for event in events:
@@ -127,14 +128,14 @@ def test_counters_are_never_negative_and_lose_nobody(events):
 
 
 def test_stats_are_a_copy():
-    """Who reads the counters cannot change them."""
+    """Changing the result of get_stats does not change the manager."""
     manager = make_manager()
     manager.get_stats().running = 7
     assert manager.get_stats().running == 0
 
 
 def test_counters_survive_many_threads():
-    """Four threads, two thousand life cycles each: nothing is lost."""
+    """Four threads run two thousand life cycles each, and every one is counted."""
     manager = make_manager()
 
     def live() -> None:
@@ -151,9 +152,9 @@ def test_counters_survive_many_threads():
 
 
 def test_recovery_restores_what_was_consumed():
-    """After a restart at version 10 the gate admits (eta + 1) * B groups, not (eta + 11) * B (AReaL #1388)."""
+    """After a restart at version 10 the gate admits (eta + 1) * B groups and not (eta + 11) * B (AReaL #1388)."""
     manager = make_manager(eta=2, batch=4, version=10)
-    assert manager.get_capacity() == 52  # what happens without on_version_recovered
+    assert manager.get_capacity() == 52  # the wrong capacity, before on_version_recovered is called
     manager.on_version_recovered(10)
     assert manager.get_capacity() == 12
     manager.on_version_recovered(10, finished_untrained=3)
@@ -163,7 +164,7 @@ def test_recovery_restores_what_was_consumed():
 
 
 def test_recovery_counts_what_runs():
-    """Rollouts that survived in the process keep their places through a recovery."""
+    """A group that runs during a recovery keeps its place."""
     manager = make_manager(eta=1, batch=4, version=3)
     run(manager, 5)
     manager.on_version_recovered(3)
@@ -171,7 +172,7 @@ def test_recovery_counts_what_runs():
 
 
 def test_the_age_check():
-    """Age is counted from the oldest token; eta versions are allowed, eta + 1 are an error that says what to do."""
+    """An age of eta is allowed. An age of eta + 1 raises an error that says what to do."""
     manager = make_manager(eta=2, version=7)
     assert manager.is_fresh(5)
     assert not manager.is_fresh(4)
@@ -182,7 +183,7 @@ def test_the_age_check():
 
 
 def test_a_negative_bound_is_refused():
-    """eta = 0 is synchronous; below that nothing could ever start."""
+    """With eta below 0 no group could ever start, so it is an error."""
     with pytest.raises(ValueError, match="max_staleness"):
         make_manager(eta=-1)
 
@@ -195,7 +196,7 @@ def make_state(manager: StalenessManager, **kwargs) -> DispatchState[Prompt, Gro
 
 
 def feed(state: DispatchState, next_id: int, version: int, started: dict[int, int]) -> int:
-    """Keeps the gate supplied and starts what it admits; returns the next free id."""
+    """Enqueue and start as many groups as the gate admits. Return the next free id."""
     while state.may_start() > 0:
         state.enqueue(Prompt(next_id))
         next_id += 1
@@ -207,11 +208,11 @@ def feed(state: DispatchState, next_id: int, version: int, started: dict[int, in
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(1, 9), st.data())
 def test_age_is_bounded_whatever_happens(eta, batch, concurrent, data):
-    """Stragglers, rejections, every order of completion: age <= eta, the gate holds, and nothing hangs."""
+    """With slow groups, rejections and any order of completion, the age is at most eta, and training never hangs."""
     clock = Version()
     manager = StalenessManager(clock, concurrent, batch, eta)
     state = make_state(manager)
-    started: dict[int, int] = {}  # task_id -> version at its start
+    started: dict[int, int] = {}  # task id -> version at the start
     running: set[int] = set()
     consumed: list[int] = []
     training = False
@@ -232,7 +233,7 @@ def test_age_is_bounded_whatever_happens(eta, batch, concurrent, data):
         assert choices, f"a deadlock: {state}"
         event, task_id = data.draw(st.sampled_from(choices), label="event")
         if event == "consume":
-            groups = state.take(batch)  # raises StalenessError if one is too old
+            groups = state.take(batch)  # raises StalenessError if a group is too old
             assert all(clock.version - started[group.task_id] <= eta for group in groups)
             consumed += [group.task_id for group in groups]
             training = True
@@ -243,16 +244,16 @@ def test_age_is_bounded_whatever_happens(eta, batch, concurrent, data):
             running.remove(task_id)
             group = Group(task_id, started[task_id]) if event == "finish" else None
             state.finish(TimedResult(task_id, 0, group))
-    assert consumed == sorted(consumed), "ids are given in order of start, and consumed in it"
+    assert consumed == sorted(consumed), "groups are not consumed in order of start"
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2), st.integers(1, 3), st.integers(1, 7), st.data())
 def test_dropping_never_ends_in_a_deadlock(eta, batch, concurrent, data):
-    """A trainer that skips batches makes groups old: those are dropped, what it takes is fresh, and the gate opens."""
+    """When the trainer skips batches, old groups are dropped, fresh groups are consumed, and training never hangs."""
     clock = Version()
     state = make_state(StalenessManager(clock, concurrent, batch, eta), drop_stale=True)
-    started: dict[int, int] = {}  # task_id -> version at its start
+    started: dict[int, int] = {}  # task id -> version at the start
     finished: set[int] = set()
     next_id = 0
     for _ in range(data.draw(st.integers(1, 60), label="events")):
@@ -274,14 +275,14 @@ def test_dropping_never_ends_in_a_deadlock(eta, batch, concurrent, data):
 
 
 def largest_age(eta: int, batch: int, late: int, in_order_of_start: bool) -> int:
-    """The largest age trained on when group 0 ends only at version `late`, or when the batch waits for it.
+    """Return the largest age when group 0 ends only at version `late`, or when the first batch waits for group 0.
 
-    Every other group ends as soon as it has started. The gate is the shipped one.
+    Every other group ends as soon as it has started. The gate is a real StalenessManager.
     """
     clock = Version()
     manager = StalenessManager(clock, 100, batch, eta)
-    started: list[int] = []  # version at start, by number
-    finished: list[int] = []  # numbers, not yet consumed
+    started: list[int] = []  # number of the group -> version at its start
+    finished: list[int] = []  # numbers of groups that wait to be consumed
     ages: list[int] = []
     while clock.version <= late:
         for number in range(len(started), len(started) + manager.get_capacity()):
@@ -300,17 +301,17 @@ def largest_age(eta: int, batch: int, late: int, in_order_of_start: bool) -> int
 
 
 def test_order_of_completion_breaks_the_bound():
-    """eta = 1, B = 2, one straggler: others overtake it, and it is trained on 5 versions late, as in AReaL."""
+    """With eta = 1, B = 2 and order of completion, a slow group is overtaken and trained on at age 5."""
     assert largest_age(eta=1, batch=2, late=5, in_order_of_start=False) == 5
 
 
 def test_order_of_start_keeps_the_bound():
-    """The same straggler in order of start: the first batch waits for it, and no age passes eta."""
+    """In order of start the first batch waits for the slow group, and no age exceeds eta."""
     assert largest_age(eta=1, batch=2, late=5, in_order_of_start=True) == 1
 
 
 def test_a_trainer_that_forgets_to_consume_is_caught():
-    """The proof needs B groups a version; the check at consumption catches a loop that breaks it."""
+    """The age check catches a trainer that makes versions without consuming B groups for each."""
     clock = Version()
     manager = StalenessManager(clock, 100, 2, 1)
     state = make_state(manager)
@@ -318,14 +319,14 @@ def test_a_trainer_that_forgets_to_consume_is_caught():
     feed(state, 0, 0, started)
     for task_id in started:
         state.finish(TimedResult(task_id, 0, Group(task_id, 0)))
-    clock.version = 2  # two versions, and no batch was taken
+    clock.version = 2  # two versions passed, and no batch was taken
     with pytest.raises(StalenessError, match="version 0 is consumed at version 2"):
         state.take(2)
-    assert len(state.oldest(4)) == 4, "the check consumes nothing"
+    assert len(state.oldest(4)) == 4, "the failed check consumed a group"
 
 
 def test_what_was_dropped_is_replaced():
-    """With drop_stale a group too old is dropped and counted, and a younger one starts in its place."""
+    """With drop_stale a group that is too old is dropped and counted, and its place becomes free."""
     clock = Version()
     manager = StalenessManager(clock, 100, 2, 0)
     state = make_state(manager, drop_stale=True)

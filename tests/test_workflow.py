@@ -1,4 +1,4 @@
-"""A workflow is one episode: what it returns, who shares its fate, and how anything the user has becomes one."""
+"""A workflow runs one episode: what it may return, how groups are merged, and how workflows are resolved."""
 
 import asyncio
 import copy
@@ -34,7 +34,7 @@ PROXY = {"proxy_addr": "http://127.0.0.1:1", "admin_key": "k"}
 
 
 def row(*ids: int, rewards: float = 0.0) -> dict[str, torch.Tensor]:
-    """The least that a workflow returns."""
+    """Return the smallest trajectory that a workflow may return, with a reward."""
     return {
         "input_ids": torch.tensor([ids], dtype=torch.int32),
         "attention_mask": torch.ones(1, len(ids), dtype=torch.bool),
@@ -53,7 +53,7 @@ def interaction(*output: int, reward: float = 0.0) -> InteractionWithTokenLogpRe
 
 
 class Function(RolloutWorkflow):
-    """A workflow that is a function of the context and the sample."""
+    """A workflow that calls a function with the context and the sample."""
 
     def __init__(self, function: Callable[[WorkflowContext, dict], Any]) -> None:
         self.function = function
@@ -63,7 +63,7 @@ class Function(RolloutWorkflow):
 
 
 class Agent:
-    """The least that is an agent."""
+    """The smallest possible agent."""
 
     def __init__(self, answer: float = 1.0) -> None:
         self.answer = answer
@@ -85,7 +85,7 @@ async def exact(prompt: str, completion: str, prompt_ids: list, completion_ids: 
 
 
 class MyWorkflow(RolloutWorkflow):
-    """docs/rollout_workflow.txt, "To create a custom workflow"."""
+    """The example of (Rollout Workflow, "Implementing Custom Workflows")."""
 
     def __init__(self, tokenizer: Any, gconfig: GenerationHyperparameters, **kwargs: Any) -> None:
         self.tokenizer = tokenizer
@@ -116,7 +116,7 @@ class MyWorkflow(RolloutWorkflow):
 
 
 class CustomWorkflow(RolloutWorkflow):
-    """The write-up, A.2."""
+    """The example of (write-up, appendix A.2)."""
 
     def __init__(self, gconfig: GenerationHyperparameters, tokenizer: Any) -> None:
         self.gconfig = gconfig
@@ -152,7 +152,7 @@ class CustomWorkflow(RolloutWorkflow):
 
 @pytest.mark.anyio
 async def test_the_custom_workflow_of_rollout_workflow_runs(tiny_tokenizer: Any) -> None:
-    """The class that the documents show is a workflow here, resolved by class and keyword arguments."""
+    """The documents' workflow class runs unchanged, resolved from its class and keyword arguments."""
     engine, defaults = (
         ScriptedEngine(tiny_tokenizer),
         {"tokenizer": tiny_tokenizer, "gconfig": GenerationHyperparameters()},
@@ -166,7 +166,7 @@ async def test_the_custom_workflow_of_rollout_workflow_runs(tiny_tokenizer: Any)
 
 @pytest.mark.anyio
 async def test_the_custom_workflow_of_the_write_up_runs(tiny_tokenizer: Any) -> None:
-    """Appendix A.2, letter by letter but for `return_dict=False`, which newer transformers ask for."""
+    """The write-up's workflow runs; only `return_dict=False` is added, which newer transformers need."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "4")
     engine.version = 3
     workflow = CustomWorkflow(GenerationHyperparameters(), tiny_tokenizer)
@@ -181,7 +181,7 @@ async def test_the_custom_workflow_of_the_write_up_runs(tiny_tokenizer: Any) -> 
 
 @pytest.mark.anyio
 async def test_rlvr_is_one_row_with_the_sampling_it_was_made_with(tiny_tokenizer: Any) -> None:
-    """Prompt -1, completion as the engine said, its temperature on its tokens, the reward on its turn."""
+    """RLVRWorkflow returns one row, with the temperature and the reward on the generated tokens."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "4")
     workflow = RLVRWorkflow(exact, GenerationHyperparameters(temperature=0.5, n_samples=4), tiny_tokenizer)
     traj = complete(await workflow.arun_episode(engine, QUESTION), task_id=0)  # type: ignore[arg-type]
@@ -197,7 +197,7 @@ async def test_rlvr_is_one_row_with_the_sampling_it_was_made_with(tiny_tokenizer
 
 @pytest.mark.anyio
 async def test_sampling_that_training_cannot_reproduce_stays_out_of_the_loss(tiny_tokenizer: Any) -> None:
-    """With top_p the returned logprobs are not those of the behaviour policy: the turn is kept and not trained."""
+    """A turn that was sampled with top_p is kept and not trained, because its logprobs are not the policy's."""
     workflow = RLVRWorkflow(exact, GenerationHyperparameters(top_p=0.9), tiny_tokenizer)
     traj: Any = await workflow.arun_episode(ScriptedEngine(tiny_tokenizer), QUESTION)
     assert traj["loss_mask"].sum() == 0
@@ -206,7 +206,7 @@ async def test_sampling_that_training_cannot_reproduce_stays_out_of_the_loss(tin
 
 @pytest.mark.anyio
 async def test_multi_turn_asks_again_until_the_reward_is_positive(tiny_tokenizer: Any) -> None:
-    """One row; each prompt is the tokens so far and the reflection; the k-th try is worth turn_discount^(k-1)."""
+    """MultiTurnWorkflow asks again until the reward is positive; the k-th try is worth turn_discount^(k-1)."""
     answers = iter(["5", "3", "4"])
     engine = ScriptedEngine(tiny_tokenizer, lambda request: next(answers))
     workflow = MultiTurnWorkflow(
@@ -229,7 +229,7 @@ async def test_multi_turn_asks_again_until_the_reward_is_positive(tiny_tokenizer
 
 @pytest.mark.anyio
 async def test_a_turn_cut_by_length_is_closed_in_the_prompt_and_counted(tiny_tokenizer: Any) -> None:
-    """The end-of-turn token that the policy did not sample is put in for it, untrained; the row says truncated."""
+    """After a turn that was cut by its length, an untrained end-of-turn token is added, and truncated is 1."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "5")
     engine.cut = True
     workflow = MultiTurnWorkflow(exact, GenerationHyperparameters(), tiny_tokenizer, max_turns=2)
@@ -242,7 +242,7 @@ async def test_a_turn_cut_by_length_is_closed_in_the_prompt_and_counted(tiny_tok
 
 @pytest.mark.anyio
 async def test_a_full_context_ends_the_conversation(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """When the next prompt has no room the turns so far are the episode; a first prompt without room is an error."""
+    """A conversation that fills the context ends there; a first prompt that does not fit is an error."""
     assert real_engine.context_length == 2048
     gconfig = GenerationHyperparameters(max_new_tokens=600, seed=1)
     never = {"answer": "\0"}
@@ -257,7 +257,7 @@ async def test_a_full_context_ends_the_conversation(real_engine: RemoteInfEngine
 
 
 def test_a_template_that_rewrites_history_is_refused(tiny_tokenizer: Any) -> None:
-    """What follows an answer must depend on the reflection alone, or the row would not be what was sampled."""
+    """MultiTurnWorkflow refuses a chat template that renders earlier messages anew at every turn."""
     rewriting = copy.deepcopy(tiny_tokenizer)
     rewriting.chat_template = "{{ messages | length }} messages, the last: {{ messages[-1]['content'] }}"
     with pytest.raises(ValueError, match="renders history anew"):
@@ -266,7 +266,7 @@ def test_a_template_that_rewrites_history_is_refused(tiny_tokenizer: Any) -> Non
 
 @pytest.mark.anyio
 async def test_the_noise_of_a_request_depends_on_the_episode_and_on_nothing_else(tiny_tokenizer: Any) -> None:
-    """Members, tasks and turns sample with different seeds, the same run with the same ones, whatever the order."""
+    """Each member, task and turn has its own sampling seed, and a second run with one run seed has equal seeds."""
 
     async def seeds(task_id: int, run_seed: int | None) -> list[int | None]:
         engine = ScriptedEngine(tiny_tokenizer)
@@ -288,7 +288,7 @@ async def test_the_noise_of_a_request_depends_on_the_episode_and_on_nothing_else
 
 @pytest.mark.anyio
 async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.LogCaptureFixture) -> None:
-    """The others are kept, in order, and the failure is counted and logged (AReaL loses the whole group)."""
+    """If one member raises, the failure is counted and logged, and the other members are kept in order."""
     failed: list[int] = []
 
     async def on_failures(count: int) -> None:
@@ -312,7 +312,7 @@ async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.L
 async def test_a_member_that_returns_no_trajectory_is_a_failed_member(
     bad: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is wrong with what it returned is explained, and the others are kept."""
+    """A member that returns no trajectory has failed; the log says why, and the other members are kept."""
 
     def member(context: WorkflowContext, data: dict) -> Any:
         return [row(1, 2), bad, row(3)][context.sample_idx]
@@ -324,7 +324,7 @@ async def test_a_member_that_returns_no_trajectory_is_a_failed_member(
 
 
 def test_a_member_that_exits_is_a_failed_member(caplog: pytest.LogCaptureFixture) -> None:
-    """sys.exit() in an agent is its own failure: neither the others nor the loop of all episodes end with it."""
+    """A member that calls sys.exit() has failed; the other members and the event loop go on."""
 
     def member(context: WorkflowContext, data: dict) -> Any:
         return sys.exit(3) if context.sample_idx == 1 else row(1)
@@ -332,13 +332,13 @@ def test_a_member_that_exits_is_a_failed_member(caplog: pytest.LogCaptureFixture
     async def episode() -> Any:
         return await GroupedRolloutWorkflow(Function(member), 3).arun_episode(None, {})
 
-    assert len(asyncio.run(episode())["rewards"]) == 2  # a loop of its own: without the mend it would end
+    assert len(asyncio.run(episode())["rewards"]) == 2  # in a loop of its own, which a SystemExit would end
     assert "RuntimeError: the episode called sys.exit(3)" in caplog.text
 
 
 @pytest.mark.anyio
 async def test_a_ragged_group_is_still_one_group() -> None:
-    """Rows carry their group's id, so that a lost member does not shift the next group's rows into this one."""
+    """Each row holds the id of its group, so a group that lost a member stays a group."""
 
     def member(context: WorkflowContext, data: dict) -> Any:
         return None if context.sample_idx == data["loses"] else row(1, 2)
@@ -353,8 +353,10 @@ async def test_a_ragged_group_is_still_one_group() -> None:
 
 @pytest.mark.anyio
 async def test_a_group_of_nothing_is_rejected_and_a_group_of_errors_raises_the_first() -> None:
-    """All None is a rejected group, all failed is a failed group, and neither hides the other. Failed members are told
-    beside others; those of a failed group are its own failure."""
+    """A group is rejected if no member has a result, and raises the first exception if all members raised.
+
+    on_failures is called only if some members raised and others did not.
+    """
     failed: list[int] = []
 
     async def on_failures(count: int) -> None:
@@ -375,7 +377,7 @@ async def test_a_group_of_nothing_is_rejected_and_a_group_of_errors_raises_the_f
 
 @pytest.mark.anyio
 async def test_members_run_at_the_same_time_and_each_in_its_own_context() -> None:
-    """All members meet at a barrier that none could pass alone; each knows its index and keeps the task's id."""
+    """Members run concurrently, and each one sees its own index and the id of the task in its context."""
     barrier = asyncio.Barrier(4)
 
     class Meets(RolloutWorkflow):
@@ -393,7 +395,7 @@ async def test_members_run_at_the_same_time_and_each_in_its_own_context() -> Non
 
 @pytest.mark.anyio
 async def test_members_do_not_write_into_each_others_sample() -> None:
-    """An agent that appends to data["messages"] speaks into its own conversation only."""
+    """Each member works on its own copy of the sample."""
 
     def talk(context: WorkflowContext, data: dict) -> Any:
         data["messages"].append("hello")
@@ -407,7 +409,7 @@ async def test_members_do_not_write_into_each_others_sample() -> None:
 
 @pytest.mark.anyio
 async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() -> None:
-    """Interactions stay interactions; beside tensors they become tensors; one id twice is an error."""
+    """Interactions of all members are merged; next to tensors they become tensors; a repeated id is an error."""
 
     def calls(context: WorkflowContext, data: dict) -> Any:
         name = data["names"][context.sample_idx]
@@ -418,7 +420,7 @@ async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() 
     assert list(merged) == ["a", "b"]
     merged["c"] = interaction(5)
     merged["c"].parent = merged["b"]
-    assert to_tensors(merged)["parents"].tolist() == [-1, -1, 1], "places among the rows, for the report"
+    assert to_tensors(merged)["parents"].tolist() == [-1, -1, 1], "parents are not the row indices of the parents"
     mixed: Any = await workflow.arun_episode(None, {"names": ["a", None]})
     assert mixed["input_ids"].tolist() == [[1, 2, 3, 4], [1, 2, 7, 0]]
     with pytest.raises(ValueError, match="same interaction ids"):
@@ -427,8 +429,7 @@ async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() 
 
 @pytest.mark.anyio
 async def test_the_last_row_of_an_episode_is_of_the_conversation_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A side conversation that nobody rewarded comes first, whenever it was asked for: the last row's reward is the
-    episode's (run/evaluate.py)."""
+    """Side conversations come first in the result, so that the last row holds the reward of the episode."""
 
     class Client:
         rewarded_count, session_url, api_key = 1, "", ""
@@ -457,7 +458,7 @@ async def test_the_last_row_of_an_episode_is_of_the_conversation_itself(monkeypa
 
 
 def test_a_workflow_is_found_in_whatever_the_user_gives() -> None:
-    """Instance, class with kwargs, "module.Class" string, agent's class and agent: all become RolloutWorkflows."""
+    """A workflow, a class with arguments, an import path, and an agent all become RolloutWorkflows."""
     instance = Function(lambda context, data: None)
     assert resolve_workflow(instance) is instance
     made: Any = resolve_workflow(Function, {"function": len})
@@ -473,7 +474,7 @@ def test_a_workflow_is_found_in_whatever_the_user_gives() -> None:
 
 
 def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
-    """gconfig and tokenizer come from the run where __init__ names them, unless the user gave others."""
+    """A class gets the run's gconfig and tokenizer if its __init__ names them and the user gave no others."""
     defaults = {"gconfig": GenerationHyperparameters(top_k=5), "tokenizer": "tokenizer"}
     made: Any = resolve_workflow(RLVRWorkflow, {"reward_fn": f"{__name__}.exact"}, defaults=defaults)
     assert (made.gconfig.top_k, made.tokenizer) == (5, "tokenizer")
@@ -500,7 +501,7 @@ def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
 def test_what_cannot_be_resolved_says_what_is_missing(
     error: type[Exception], message: str, workflow: Any, kwargs: dict, proxy: Any
 ) -> None:
-    """Every mistake in configuring a workflow is one sentence that names it."""
+    """Each mistake in configuring a workflow raises an error that names the mistake."""
     with pytest.raises(error, match=message):
         resolve_workflow(workflow, kwargs, proxy=proxy)
 
@@ -508,7 +509,7 @@ def test_what_cannot_be_resolved_says_what_is_missing(
 def test_a_missing_import_inside_a_module_is_not_taken_for_a_missing_module(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the user's module exists but lacks a dependency, the dependency is named."""
+    """If the user's module exists but one of its imports is missing, the error names that import."""
     (tmp_path / "needs_something.py").write_text("import something_not_installed\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match=r"^No module named 'something_not_installed'$"):
@@ -517,7 +518,7 @@ def test_a_missing_import_inside_a_module_is_not_taken_for_a_missing_module(
 
 
 def test_the_scope_of_statistics_follows_the_context() -> None:
-    """stat_scope is "rollout" in training and "eval-rollout" in evaluation."""
+    """stat_scope() returns "rollout" in training and "eval-rollout" in evaluation."""
     workflow_context.set(WorkflowContext())
     assert workflow_context.stat_scope() == "rollout"
     workflow_context.set(WorkflowContext(is_eval=True, task_id=3))
@@ -527,7 +528,7 @@ def test_the_scope_of_statistics_follows_the_context() -> None:
 
 
 def test_an_episode_keeps_to_one_proxy() -> None:
-    """With several proxies each task and member has its own, and all get as many."""
+    """With several proxies each episode uses one of them, and all proxies get as many episodes."""
     workflow = OpenAIProxyWorkflow(Agent(), ("http://a", "http://b", "http://c"), "k")
     chosen = []
     for task in range(3):

@@ -1,7 +1,7 @@
-"""Who starts, who waits, who is trained on: with real threads, and once in virtual time.
+"""The dispatcher starts, orders and hands out groups as it promises, with real threads and in virtual time.
 
-An episode here ends when the test says so (a future for each task), so every interleaving is a scripted one.
-The 10 s deadlines only turn a hang into a failure.
+Each episode waits for a future that the test sets, so the test decides the order of all events. A deadline of 10 s
+turns a hang into a failure.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ def prompts(first: int = 0) -> Iterator[Prompt]:
 
 
 class Version:
-    """What the engine is to the gate: the current version, behind a lock of its own."""
+    """Stands in for the engine: holds the current version behind a lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,7 +59,7 @@ class Version:
 
 
 class Stage:
-    """A dispatcher whose episodes end as the test says: finish(i), reject(i), crash(i)."""
+    """A dispatcher whose episodes end when the test calls finish(i), reject(i) or crash(i)."""
 
     def __init__(self, eta: int = 0, batch: int = 2, concurrent: int = 100, max_queue_size: int = 100, **kwargs):
         self.version = Version()
@@ -95,7 +95,7 @@ class Stage:
             self.dispatcher.submit_task_input(Prompt(task_id))
 
     def started(self, number: int) -> list[int]:
-        """Waits until `number` more episodes have started."""
+        """Wait until `number` more episodes have started, and return their ids."""
         return [self._started.get(timeout=DEADLINE) for _ in range(number)]
 
     def finish(self, *task_ids: int) -> None:
@@ -118,7 +118,7 @@ class Stage:
 
 
 class Background:
-    """A call in a thread of its own; result() returns or raises what it did."""
+    """Runs a call in a thread. result() returns what the call returned, or raises what it raised."""
 
     def __init__(self, call: Callable[[], Any]):
         self._future: Future = Future()
@@ -153,7 +153,7 @@ def make_stage() -> Iterator[Callable[..., Stage]]:
 
 @pytest.fixture
 def log() -> Iterator[queue.Queue[str]]:
-    """What the dispatcher logs; a message about a wait is put here while the waiting thread holds the lock."""
+    """The messages that the dispatcher logs. It logs a wait while the waiting thread holds the lock."""
     messages: queue.Queue[str] = queue.Queue()
     handler = logging.Handler()
     handler.emit = lambda record: messages.put(record.getMessage())  # type: ignore[method-assign]
@@ -170,7 +170,7 @@ async def value(x: Any) -> Any:
 
 
 def test_results_come_in_order_of_start(make_stage):
-    """Whoever finishes first, the oldest are consumed first."""
+    """The oldest groups are consumed first, in whatever order they finish."""
     stage = make_stage(batch=3)
     stage.submit(10, 11, 12)
     assert stage.started(3) == [10, 11, 12]
@@ -179,12 +179,12 @@ def test_results_come_in_order_of_start(make_stage):
 
 
 def test_a_straggler_holds_up_its_batch(make_stage):
-    """The batch waits for its oldest member; younger groups run on and wait behind it."""
+    """A batch waits for its slowest group, while younger groups finish and wait behind it."""
     stage = make_stage(eta=1, batch=2)
     stage.submit(0, 1, 2, 3)
     stage.started(4)
     stage.finish(1, 2, 3)
-    assert stage.dispatcher.wait_for_task(3, timeout=DEADLINE).task_id == 3  # so all three have finished
+    assert stage.dispatcher.wait_for_task(3, timeout=DEADLINE).task_id == 3  # by now all three groups have finished
     with pytest.raises(TimeoutError, match="the 2 oldest tasks"):
         stage.take(2, timeout=0)
     stage.finish(0)
@@ -192,7 +192,7 @@ def test_a_straggler_holds_up_its_batch(make_stage):
 
 
 def test_a_timeout_consumes_nothing(make_stage):
-    """After a timeout the same results are still there, in the same order."""
+    """After a timeout all results can still be taken, in order of start."""
     stage = make_stage(batch=2)
     stage.submit(0, 1)
     stage.finish(0)
@@ -205,7 +205,7 @@ def test_a_timeout_consumes_nothing(make_stage):
 
 
 def test_a_new_version_alone_wakes_the_producer(make_stage):
-    """No task ends and nobody resumes: the new version itself starts what the gate now admits."""
+    """A new version starts the tasks that the gate now admits, without any other event."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2, 3)
     assert stage.started(2) == [0, 1]
@@ -215,7 +215,7 @@ def test_a_new_version_alone_wakes_the_producer(make_stage):
 
 
 def test_a_waiting_trainer_is_woken_by_a_new_version(make_stage, log):
-    """The trainer waits at a closed gate, and the log says for what; the new version ends the wait."""
+    """A trainer that waits at a closed gate is logged, and a new version ends the wait."""
     stage = make_stage(eta=0, batch=1)
     stage.submit(0, 1)
     stage.finish(0, 1)
@@ -227,7 +227,7 @@ def test_a_waiting_trainer_is_woken_by_a_new_version(make_stage, log):
 
 
 def test_waiting_for_what_was_never_submitted_is_logged(make_stage, log):
-    """Another thread may still submit, so it is a wait and no error; but nobody has to guess."""
+    """Waiting for a task that another thread may still submit is not an error, but it is logged."""
     stage = make_stage()
     waiting = Background(lambda: stage.take(1, timeout=None))
     assert "waiting for a new task" in log.get(timeout=DEADLINE)
@@ -237,7 +237,7 @@ def test_waiting_for_what_was_never_submitted_is_logged(make_stage, log):
 
 
 def test_the_concurrency_limit_is_kept_and_refilled(make_stage):
-    """Two may run: the third starts when one of them ends."""
+    """With a limit of two running tasks, the third starts when one of them ends."""
     stage = make_stage(eta=5, concurrent=2)
     stage.submit(0, 1, 2)
     assert stage.started(2) == [0, 1]
@@ -247,7 +247,7 @@ def test_the_concurrency_limit_is_kept_and_refilled(make_stage):
 
 
 def test_the_runners_bound_holds_back_instead_of_raising(make_stage):
-    """Pending inputs are unbounded; a small max_queue_size only limits how many run."""
+    """Any number of tasks may be pending; max_queue_size limits only how many of them run."""
     stage = make_stage(eta=10, max_queue_size=1)
     stage.submit(*range(5))
     for task_id in range(5):
@@ -257,7 +257,7 @@ def test_the_runners_bound_holds_back_instead_of_raising(make_stage):
 
 
 def test_pause_starts_nothing_and_resume_goes_on(make_stage):
-    """While paused, running groups finish and can be taken, and no group starts."""
+    """While the dispatcher is paused, no group starts, and running groups finish and can be taken."""
     stage = make_stage(batch=2)
     stage.submit(0)
     stage.started(1)
@@ -271,7 +271,7 @@ def test_pause_starts_nothing_and_resume_goes_on(make_stage):
 
 
 def test_every_event_is_traced(make_stage):
-    """trace hears of each step of a life, in order."""
+    """The trace callback is called for each step of a task, in order."""
     stage = make_stage(eta=5)
     stage.submit(0)
     stage.finish(0)
@@ -291,7 +291,7 @@ def test_every_event_is_traced(make_stage):
 
 
 def test_an_id_is_used_once_at_a_time(make_stage):
-    """A duplicate is refused while the first is pending, running or not consumed; afterwards it is free."""
+    """A task id can be used again only after its first task was consumed."""
     stage = make_stage(eta=5, concurrent=1)
     stage.submit(0, 1)
     for task_id in (0, 1):
@@ -307,7 +307,7 @@ def test_an_id_is_used_once_at_a_time(make_stage):
 
 
 def test_rejected_groups_are_refilled(make_stage):
-    """active_submit_and_wait draws new prompts for rejected ones until the batch is whole."""
+    """active_submit_and_wait replaces rejected prompts by new ones until the batch is complete."""
     stage = make_stage(eta=0, batch=2)
     batch = Background(lambda: stage.dispatcher.active_submit_and_wait(prompts(), 2))
     assert stage.started(2) == [0, 1]
@@ -322,7 +322,7 @@ def test_rejected_groups_are_refilled(make_stage):
 
 
 def test_the_gate_is_kept_supplied_while_the_trainer_trains(make_stage):
-    """After a batch is taken, enough prompts are pending that a new version finds them without our help."""
+    """After a batch was taken, enough prompts are pending for the gate to start them at the next version."""
     stage = make_stage(eta=1, batch=2)
     source = prompts()
     stage.finish(*range(4))
@@ -334,7 +334,7 @@ def test_the_gate_is_kept_supplied_while_the_trainer_trains(make_stage):
 
 
 def test_the_same_error_again_and_again_ends_the_run(make_stage):
-    """A bug that fails every episode stops the run with the first traceback instead of being refilled for ever."""
+    """A bug that fails every episode stops the run, and the error names the first exception as its cause."""
     stage = make_stage(eta=0, batch=2, concurrent=1, max_failures=3)
     errors = [ValueError(f"bug {i}") for i in range(10)]
     for task_id, error in enumerate(errors):
@@ -348,7 +348,7 @@ def test_the_same_error_again_and_again_ends_the_run(make_stage):
 
 
 def test_how_many_failures_are_a_bug():
-    """Two batches of failures, and at least eight, when nothing is configured."""
+    """By default two batches of failures in a row stop the run, and never fewer than eight."""
     for batch, limit in ((1, 8), (32, 64)):
         manager = StalenessManager(Version(), 1, batch, 0)
         state: DispatchState = DispatchState(manager, lambda _: None, max_queue_size=1)
@@ -356,7 +356,7 @@ def test_how_many_failures_are_a_bug():
 
 
 def test_one_success_ends_a_row_of_failures(make_stage):
-    """Only failures with nothing between them end the run; a rejection shows that the episode works."""
+    """Only failures in a row stop the run; a rejection in between shows that the episode works."""
     stage = make_stage(eta=100, concurrent=1, max_failures=2)
     for task_id in range(0, 20, 2):
         stage.crash(task_id, ValueError("now and then"))
@@ -368,9 +368,9 @@ def test_one_success_ends_a_row_of_failures(make_stage):
 
 
 def test_a_row_of_rejections_is_logged_once(make_stage, caplog):
-    """Rejections are refilled for ever, but not without a word; an acceptance begins a new row."""
+    """Many rejections in a row are logged once; after an acceptance the count begins again."""
     stage = make_stage(eta=100, concurrent=1, max_failures=3)
-    accepted = (2, 10)  # rows of 2, 7 and 3 rejections
+    accepted = (2, 10)  # 2, 7 and 3 rejections in a row
     for task_id in range(14):
         stage.finish(task_id) if task_id in accepted else stage.reject(task_id)
     stage.submit(*range(14))
@@ -379,14 +379,14 @@ def test_a_row_of_rejections_is_logged_once(make_stage, caplog):
 
 
 def test_an_exhausted_generator_is_an_error(make_stage):
-    """A batch that could never become whole is not waited for."""
+    """If the task generator ends, the batch can never be complete, so the call raises."""
     stage = make_stage(eta=0, batch=2)
     with pytest.raises(RuntimeError, match="generator is exhausted"):
         stage.dispatcher.active_submit_and_wait(iter([Prompt(0)]), 2)
 
 
 def test_a_stale_group_is_an_error(make_stage):
-    """Pacing promises age <= eta, so an older group at consumption is a bug, and nothing is consumed."""
+    """A group older than eta raises StalenessError when it should be consumed, and nothing is consumed."""
     stage = make_stage(eta=0, batch=1)
     stage.submit(0)
     stage.started(1)
@@ -399,7 +399,7 @@ def test_a_stale_group_is_an_error(make_stage):
 
 
 def test_a_stale_group_can_be_dropped_and_replaced(make_stage):
-    """With drop_stale it is counted, gives its place back, and a fresh group is returned instead."""
+    """With drop_stale a group that is too old is counted and dropped, and a fresh group is returned instead."""
     stage = make_stage(eta=0, batch=1, drop_stale=True)
     stage.submit(0, 1, 2, 3)
     assert stage.started(1) == [0]
@@ -409,7 +409,7 @@ def test_a_stale_group_can_be_dropped_and_replaced(make_stage):
     assert stage.started(1) == [2]
     stage.finish(0, 1, 2)
     assert stage.take(1) == [2]
-    assert stage.started(1) == [3], "in the place of a dropped one"
+    assert stage.started(1) == [3], "no task started in the place of a dropped group"
     assert stage.manager.get_stats() == RolloutStat(running=1, accepted=1, dropped=2)
     assert [event for event in stage.events if event[0] == "drop"] == [("drop", 0), ("drop", 1)]
     assert stage.manager.get_capacity() == 1
@@ -419,12 +419,12 @@ def test_a_stale_group_can_be_dropped_and_replaced(make_stage):
 
 
 def test_wait_for_one_task(make_stage):
-    """One task can be fetched by its id; it leaves the order and gives its place back."""
+    """wait_for_task fetches one task by its id; the task leaves the order and gives its place back."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2)
     stage.finish(1)
     assert stage.dispatcher.wait_for_task(1, DEADLINE) == Group(1, 0)
-    assert stage.started(3) == [0, 1, 2], "the place it gave back is used"
+    assert stage.started(3) == [0, 1, 2], "the place of the fetched task was not used"
     with pytest.raises(TimeoutError, match="task 0"):
         stage.dispatcher.wait_for_task(0, timeout=0)
     with pytest.raises(ValueError, match="task 1 was never submitted, or its result was taken"):
@@ -435,7 +435,7 @@ def test_wait_for_one_task(make_stage):
 
 
 def test_many_single_tasks_pass_a_narrow_gate(make_stage):
-    """Evaluation by id needs no wide gate: each fetched result makes room, and a rejected one is None."""
+    """Each result that wait_for_task fetches makes room for another task; a rejected task returns None."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(*range(6))
     stage.finish(0, 1, 2, 4, 5)
@@ -445,7 +445,7 @@ def test_many_single_tasks_pass_a_narrow_gate(make_stage):
 
 
 def test_evaluation_returns_in_order_of_submission(make_stage):
-    """Without a staleness limit, order of start is order of submission, whatever finishes first."""
+    """Without a staleness limit results come in order of submission, in whatever order the tasks finish."""
     stage = make_stage(eta=10**12, batch=2, concurrent=3)
     stage.submit(*range(10))
     stage.finish(*reversed(range(10)))
@@ -456,7 +456,7 @@ def test_evaluation_returns_in_order_of_submission(make_stage):
 
 
 def test_fail_reaches_a_waiting_caller(make_stage):
-    """A watcher that sees a dead server ends the wait of the trainer, and every later call."""
+    """fail() from another thread ends the wait of the trainer and makes every later call raise."""
     stage = make_stage()
     stage.submit(0)
     stage.started(1)
@@ -473,7 +473,7 @@ def test_fail_reaches_a_waiting_caller(make_stage):
 
 
 def test_an_error_of_our_own_in_the_thread_reaches_the_caller(make_stage):
-    """What breaks in the thread is not swallowed there: here the trace callback."""
+    """An exception of the trace callback in the loop's thread stops the run and reaches the caller."""
     stage = make_stage()
 
     def broken(event: str, task_id: int) -> None:
@@ -489,7 +489,7 @@ def test_an_error_of_our_own_in_the_thread_reaches_the_caller(make_stage):
 
 
 def test_a_broken_task_factory_is_a_failed_task(make_stage):
-    """An exception while an episode is made counts as one while it runs."""
+    """If task_factory raises, the task has failed."""
     stage = make_stage(batch=1)
 
     def broken(task: Prompt) -> Any:
@@ -502,7 +502,7 @@ def test_a_broken_task_factory_is_a_failed_task(make_stage):
 
 
 def test_destroy_cancels_cleans_up_and_leaves_no_thread(make_stage):
-    """Running episodes get their CancelledError and may clean up; the thread is joined; twice is once."""
+    """destroy() cancels running episodes, lets them clean up, and joins the thread; it may be called twice."""
     before = set(threading.enumerate())
     stage = make_stage(eta=5)
     stage.submit(0, 1)
@@ -520,14 +520,14 @@ def test_destroy_cancels_cleans_up_and_leaves_no_thread(make_stage):
 
 
 def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
-    """The main thread waits without a timeout, and KeyboardInterrupt still ends it at once."""
+    """Ctrl-C ends the main thread's wait at once, even if the wait has no timeout."""
     stage = make_stage()
     lock, main_thread, through = stage.dispatcher.runner.lock, threading.get_ident(), threading.Event()
 
     async def interrupt(task: Prompt) -> None:
-        with lock:  # free only once the main thread waits
+        with lock:  # the lock is free once the main thread waits
             pass
-        while not through.is_set():  # again: one that comes just before the system call is seen after it, so never
+        while not through.is_set():  # repeated: the wait may begin just after a signal
             signal.pthread_kill(main_thread, signal.SIGINT)
             await asyncio.sleep(1)
         await asyncio.get_running_loop().create_future()
@@ -541,7 +541,7 @@ def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
 
 
 def test_repr_shows_the_state(make_stage):
-    """A message with the state in it says where every group is."""
+    """The repr of the state says how many groups are pending and started."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2)
     stage.started(2)
@@ -552,9 +552,9 @@ def test_repr_shows_the_state(make_stage):
 
 
 class VirtualRunner(AsyncTaskRunner):
-    """Runs tasks in virtual time: a task takes durations(task_id) seconds, and waiting is what moves the clock."""
+    """Runs tasks in virtual time. A task takes durations(task_id) seconds, and only waiting moves the clock."""
 
-    def __init__(self, durations: Callable[[int], float]):  # no loop and no thread
+    def __init__(self, durations: Callable[[int], float]):  # without a loop and a thread
         self.lock = threading.Condition()
         self.durations = durations
         self.now = 0.0
@@ -570,7 +570,7 @@ class VirtualRunner(AsyncTaskRunner):
     def wait_for(self, attempt, timeout=None):
         deadline = float("inf") if timeout is None else self.now + timeout
         while not (result := attempt()):
-            assert self._ends or timeout is not None, "nothing will ever happen"
+            assert self._ends or timeout is not None, "the wait can never end"
             if not self._ends or self._ends[0][0] > deadline:
                 self.now = deadline
                 return result
@@ -580,7 +580,7 @@ class VirtualRunner(AsyncTaskRunner):
 
 
 def virtual_training(eta: int, batch: int, durations: Callable[[int], float], steps: int, train_s: float):
-    """(ages by step, seconds) of the shipped dispatcher under a scripted clock."""
+    """Train with the real dispatcher under a scripted clock. Return (ages by step, seconds)."""
     version = Version()
     runner = VirtualRunner(durations)
     state: DispatchState[Prompt, Group] = DispatchState(
@@ -591,14 +591,14 @@ def virtual_training(eta: int, batch: int, durations: Callable[[int], float], st
     for step in range(steps):
         groups = dispatcher.active_submit_and_wait(source, batch)
         ages.append([step - group.version for group in groups])
-        runner.wait_for(lambda: False, timeout=train_s)  # the trainer trains, and the clock goes on
+        runner.wait_for(lambda: False, timeout=train_s)  # the trainer trains, and the clock runs
         version.set_version(step + 1)
         dispatcher.on_new_version()
     return ages, runner.now
 
 
 def test_the_dispatcher_runs_in_virtual_time():
-    """Ten steps of 10 s rollouts and 10 s training: 200 s in turns, 110 s overlapped, and ages as promised."""
+    """Ten steps of 10 s rollout and 10 s training take 200 s with eta = 0, and 110 s with eta = 1."""
     ages, seconds = virtual_training(0, 4, lambda task_id: 10.0, steps=10, train_s=10.0)
     assert seconds == 200.0
     assert max(map(max, ages)) == 0
@@ -610,6 +610,6 @@ def test_the_dispatcher_runs_in_virtual_time():
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 3), st.integers(1, 4), st.lists(st.integers(0, 50), min_size=60, max_size=60), st.integers(0, 30))
 def test_no_choice_of_durations_breaks_the_bound(eta, batch, durations, train_s):
-    """Whatever the lengths of the episodes, the shipped dispatcher trains on nothing older than eta."""
+    """However long the episodes take, the dispatcher hands out no group older than eta."""
     ages, _ = virtual_training(eta, batch, lambda i: durations[i % 60], steps=12, train_s=train_s)
     assert max(map(max, ages)) <= eta

@@ -1,4 +1,4 @@
-"""The executor: batches in order of start, every call by its own arguments, and nothing lost or counted twice."""
+"""The executor returns batches in order of start, each call uses its own arguments, and no sample is lost."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ SAMPLES = [{"n": n} for n in range(5)]
 
 
 class Waits(Echo):
-    """Sample n ends when gates[n] is opened (from any thread)."""
+    """The episode of sample n ends when gates[n] is set."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Waits(Echo):
         self.loop = asyncio.get_running_loop()
         self.started.append(data["n"])
         await self.gates[data["n"]].wait()
-        if data["n"] == 3:  # opens the way for the older ones: the order of completion is reversed
+        if data["n"] == 3:  # each episode lets an older one end: the order of completion is reversed
             self.gates[2].set()
         elif data["n"] > 0:
             self.gates[data["n"] - 1].set()
@@ -55,7 +55,7 @@ class Waits(Echo):
 
 @pytest.fixture
 def make(tiny_tokenizer: Any) -> Iterator[Make]:
-    """make(**options) -> an executor over a ScriptedEngine; destroyed after the test."""
+    """make(**options) -> an executor over a ScriptedEngine, which is destroyed after the test."""
     made: list[WorkflowExecutor] = []
 
     def make(engine: Any = None, config: dict[str, Any] | None = None, **options: Any) -> WorkflowExecutor:
@@ -77,7 +77,7 @@ def next_version(executor: WorkflowExecutor) -> None:
 
 
 def test_prepare_batch_cycles_the_data_in_its_own_order(make: Make) -> None:
-    """Batches follow the loader's order, epoch after epoch, with one row after another in order of start."""
+    """Batches follow the order of the dataloader, epoch after epoch."""
     executor, data = make(), loader(SAMPLES)
     seen = []
     for _ in range(5):
@@ -89,7 +89,7 @@ def test_prepare_batch_cycles_the_data_in_its_own_order(make: Make) -> None:
 
 
 def test_the_order_of_the_data_is_the_loaders_own_generator(make: Make) -> None:
-    """The same seed of the loader gives the same prompts in the same order; another epoch is shuffled anew."""
+    """With one seed of the dataloader, two runs get equal orders; each epoch is shuffled anew."""
 
     def epochs(seed: int) -> list[int]:
         executor, data, seen = make(), loader(SAMPLES, seed=seed), []
@@ -105,7 +105,7 @@ def test_the_order_of_the_data_is_the_loaders_own_generator(make: Make) -> None:
 
 
 def test_every_loader_begins_at_its_own_beginning(make: Make) -> None:
-    """Loaders in turn, as in a curriculum: each goes on where it stood, whatever was drawn from the others."""
+    """With two dataloaders in turn, as in a curriculum, each one goes on where it stood."""
     executor, loaders, seen = make(), [loader(SAMPLES), loader([{"n": n} for n in range(10, 15)])], []
     for data in (*loaders, *loaders):
         for _ in range(2):
@@ -116,7 +116,7 @@ def test_every_loader_begins_at_its_own_beginning(make: Make) -> None:
 
 
 def test_a_loader_that_raises_says_so_at_every_call(make: Make) -> None:
-    """Its own error is what one sees, not that its iterator has ended; mended, it begins anew."""
+    """A dataloader that raises does so at every call; once it is mended, it begins anew."""
     samples: list[dict] = [{"n": 0}, {}]
 
     def collate(batch: list[dict]) -> list[dict]:
@@ -131,8 +131,7 @@ def test_a_loader_that_raises_says_so_at_every_call(make: Make) -> None:
 
 
 def test_every_call_is_served_by_its_own_arguments(make: Make) -> None:
-    """A later call's workflow, its arguments and group size are used,
-    not the first call's (AReaL keeps those for ever)."""
+    """prepare_batch uses the workflow, its arguments and the group size of the current call."""
     executor, data = make(), loader(SAMPLES)
     rows = []
     for step in range(4):
@@ -140,13 +139,13 @@ def test_every_call_is_served_by_its_own_arguments(make: Make) -> None:
         rows.append(batch["input_ids"].tolist())
         next_version(executor)
     assert rows[0] == [[1, 0, 0], [2, 0, 0]]
-    assert rows[1] == [[3, 0, 0], [4, 0, 0]]  # were drawn before the second call
+    assert rows[1] == [[3, 0, 0], [4, 0, 0]]  # these samples were drawn in the first call
     assert rows[2] == [[5, 0, 1], [5, 1, 1], [1, 0, 1], [1, 1, 1]]
     assert rows[3] == [[2, i, 2] for i in range(3)] + [[3, i, 2] for i in range(3)]
 
 
 def test_rows_come_in_order_of_start_and_members_in_order(make: Make) -> None:
-    """The last to start finishes first here, and still each group has its place, its rows side by side."""
+    """Rows come in order of start and members side by side, even if the last group finishes first."""
     executor, workflow = make(config={"consumer_batch_size": 4}), Waits(4)
     workflow.gates[3].set()
     batch = executor.prepare_batch(loader(SAMPLES[:4], batch_size=4), workflow, group_size=2)
@@ -155,7 +154,7 @@ def test_rows_come_in_order_of_start_and_members_in_order(make: Make) -> None:
 
 
 def test_rejected_groups_are_refilled_and_failed_ones_counted(make: Make) -> None:
-    """None and False reject, an exception fails; each makes room for the next prompt."""
+    """A rejected or failed group is replaced by the next prompt, and a failed one is counted."""
     executor = make()
     workflow = Echo(fails=(0,), rejects=(1,))
     batch = executor.prepare_batch(loader(SAMPLES), workflow, None, lambda traj: bool(traj["rewards"][0] != 2))
@@ -164,7 +163,7 @@ def test_rejected_groups_are_refilled_and_failed_ones_counted(make: Make) -> Non
 
 
 def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
-    """A group that lost a member is accepted; the member is in failed_members."""
+    """A group that lost a member is accepted, and failed_members counts the member."""
 
     class OneFails(Echo):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
@@ -179,7 +178,7 @@ def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
 
 
 class Panic(BaseException):
-    """What a library in Rust raises: no Exception."""
+    """Like the exceptions of libraries in Rust, it is no subclass of Exception."""
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
@@ -187,7 +186,7 @@ class Panic(BaseException):
 def test_whatever_an_episode_raises_is_its_failure(
     make: Make, caplog: pytest.LogCaptureFixture, error: BaseException, group_size: int
 ) -> None:
-    """By itself or from all members of a group: the prompt is replaced, and the failure counted and logged."""
+    """Any exception of an episode, or of all members of a group, is counted and logged, and the prompt is replaced."""
 
     class Raises(Echo):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
@@ -205,8 +204,10 @@ def test_whatever_an_episode_raises_is_its_failure(
 
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size: int) -> None:
-    """With the proxy dead every episode raises. None of them may count as failed, or its prompt would be replaced, and
-    a checkpoint of this moment would have lost it: the run ends first, and no state can be taken of it any more."""
+    """When the proxy dies, the run stops before any episode counts as failed, and state_dict raises from then on.
+
+    Otherwise the prompt of a failed episode would be replaced, and a checkpoint would lose it.
+    """
 
     class LosesItsProxy(Echo):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
@@ -215,7 +216,9 @@ def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size:
             return await super().arun_episode(engine, data)
 
     executor = make(hold_failures=0.5)
-    threading.Timer(0.2, executor.fail, [RuntimeError("the proxy ended")]).start()  # as the thread that watches it
+    threading.Timer(
+        0.2, executor.fail, [RuntimeError("the proxy ended")]
+    ).start()  # as the thread that watches the proxy would call it
     with pytest.raises(RuntimeError, match="the proxy ended"):
         executor.prepare_batch(loader(SAMPLES), LosesItsProxy(), group_size=group_size)
     with pytest.raises(RuntimeError, match="the proxy ended"):
@@ -225,7 +228,7 @@ def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size:
 
 
 def test_the_same_failure_again_and_again_stops_the_run(make: Make) -> None:
-    """A workflow that always raises ends the run with its first traceback, and is not refilled for ever."""
+    """A workflow that always raises stops the run, with its first exception as the cause."""
     executor = make()
     with pytest.raises(RuntimeError, match="sample 0 is broken") as stopped:
         executor.prepare_batch(loader(SAMPLES), Echo(fails=(0, 1, 2, 3, 4)))
@@ -233,7 +236,7 @@ def test_the_same_failure_again_and_again_stops_the_run(make: Make) -> None:
 
 
 def test_the_loaders_batch_is_what_the_gate_counts(make: Make) -> None:
-    """Another batch size than consumer_batch_size is an error that says why; so is a loader without samples."""
+    """A batch size other than consumer_batch_size is an error, and so is a dataloader without samples."""
     with pytest.raises(ValueError, match="consumer_batch_size=2 must equal the dataloader's batch_size=3"):
         make().prepare_batch(loader(SAMPLES, batch_size=3), Echo())
     with pytest.raises(ValueError, match="no samples"):
@@ -241,7 +244,7 @@ def test_the_loaders_batch_is_what_the_gate_counts(make: Make) -> None:
 
 
 def test_group_size_and_n_samples_are_one_number(make: Make) -> None:
-    """Either may be given; given both and different is an error; evaluation takes the group size it is told."""
+    """group_size or n_samples may be given; two different numbers are an error, except in evaluation."""
     executor = make(gconfig=GenerationHyperparameters(n_samples=3))
     with pytest.raises(ValueError, match=r"group_size=2 and gconfig.n_samples=3 are one number"):
         executor.prepare_batch(loader(SAMPLES), Echo(), group_size=2)
@@ -253,7 +256,7 @@ def test_group_size_and_n_samples_are_one_number(make: Make) -> None:
 
 
 def test_should_accept_fn_may_be_named_and_must_be_a_function(make: Make) -> None:
-    """A filter comes from configuration as "module.function"."""
+    """should_accept_fn may be an import path "module.function"; anything that is no function is an error."""
     executor = make()
     batch = executor.prepare_batch(loader(SAMPLES), Echo(), should_accept_fn=f"{__name__}.is_even")
     assert batch["rewards"].tolist() == [0.0, 2.0]
@@ -269,7 +272,7 @@ def is_even(traj: dict[str, torch.Tensor]) -> bool:
 
 
 def test_submit_and_wait(make: Make) -> None:
-    """submit gives an id; wait gives the oldest groups; wait_for_task gives one, and None for a rejected one."""
+    """wait returns the oldest groups; wait_for_task returns one group, or None if it was rejected."""
     executor = make(config={"consumer_batch_size": 8})
     workflow = Echo(rejects=(1,))
     ids = [executor.engine.executor.submit(sample, workflow) for sample in SAMPLES]
@@ -282,7 +285,7 @@ def test_submit_and_wait(make: Make) -> None:
 
 
 def test_rollout_batch_keeps_the_order_of_the_data(make: Make) -> None:
-    """All prompts are rolled out; those accepted come back in the order they were given; none is an error."""
+    """rollout_batch returns the accepted groups in the order of the prompts, and raises if there are none."""
     executor = make(config={"consumer_batch_size": 8})
     assert executor.rollout_batch(SAMPLES, Echo(rejects=(1,)))["rewards"].tolist() == [0.0, 2.0, 3.0, 4.0]
     with pytest.raises(RuntimeError, match="none of 5 rollouts was accepted"):
@@ -290,7 +293,7 @@ def test_rollout_batch_keeps_the_order_of_the_data(make: Make) -> None:
 
 
 def test_evaluation_needs_no_new_version_and_leaves_the_engine_alone(make: Make, tmp_path: Path) -> None:
-    """The sibling for evaluation has no staleness gate, sees is_eval, and does not replace the run's executor."""
+    """The executor for evaluation has no staleness gate and does not replace the executor of training."""
 
     class Sees(Echo):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
@@ -308,7 +311,7 @@ def test_evaluation_needs_no_new_version_and_leaves_the_engine_alone(make: Make,
 
 
 def test_a_workflow_cannot_change_the_dataset(make: Make) -> None:
-    """What an episode does to its sample is gone with it: the next epoch sees the data as it was."""
+    """An episode works on a copy of its sample, so the dataset never changes."""
 
     class Writes(Echo):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
@@ -321,7 +324,7 @@ def test_a_workflow_cannot_change_the_dataset(make: Make) -> None:
 
 
 def test_pause_holds_back_what_has_not_started(make: Make) -> None:
-    """Between pause and resume nothing starts."""
+    """Between pause and resume no group starts."""
     executor = make()
     executor.pause()
     task_id = executor.submit(SAMPLES[0], Echo())
@@ -331,7 +334,7 @@ def test_pause_holds_back_what_has_not_started(make: Make) -> None:
 
 
 def test_a_failure_outside_ends_every_call(make: Make) -> None:
-    """When a server dies, the trainer that waits for a batch learns why."""
+    """After fail(), every call raises an error that says why."""
     executor = make()
     executor.fail(ChildProcessError("the server died"))
     with pytest.raises(RuntimeError, match="the server died"):
@@ -339,7 +342,7 @@ def test_a_failure_outside_ends_every_call(make: Make) -> None:
 
 
 def test_destroy_may_be_repeated(make: Make) -> None:
-    """After destroy nothing is left running, and every call says so."""
+    """destroy() may be called twice, and every later call raises."""
     executor = make()
     executor.submit(SAMPLES[0], Waits(1))
     executor.destroy()
@@ -352,7 +355,7 @@ def test_destroy_may_be_repeated(make: Make) -> None:
 
 
 class Bad(RolloutWorkflow):
-    """Returns what it was given."""
+    """Returns data["returns"]."""
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
         return data["returns"]
@@ -362,8 +365,7 @@ class Bad(RolloutWorkflow):
 def test_a_malformed_trajectory_is_a_failure_that_is_explained(
     make: Make, caplog: pytest.LogCaptureFixture, group_size: int
 ) -> None:
-    """The check names what is wrong, in a group too; a change of keys between episodes of one workflow counts as
-    wrong."""
+    """A malformed trajectory fails its task, and the log says what is wrong; so does a change of keys."""
     executor = make(config={"consumer_batch_size": 9})
     good = {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
     flat = {key: value[0] for key, value in good.items()}
@@ -377,7 +379,7 @@ def test_a_malformed_trajectory_is_a_failure_that_is_explained(
 
 
 def test_the_tokens_age_is_taken_from_the_trajectory(make: Make) -> None:
-    """Versions on prompt tokens are no versions: a prompt marked -1 is not infinitely old."""
+    """The age counts generated tokens only, so a prompt with version -1 does not make a group old."""
 
     class PromptIsMinusOne(Echo):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
@@ -397,7 +399,7 @@ async def pays(prompt: str, completion: str, prompt_ids: list, completion_ids: l
 
 
 def test_dumps_are_the_documents_lines(make: Make, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """{dump_dir}/rollout/{version}/{task_id}.jsonl and eval-rollout/..., with the fields of rollout_workflow.txt."""
+    """Dumps have the paths and the fields of (Rollout Workflow, "Trajectory Dumping")."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "vier")
     executor = make(engine, tokenizer=tiny_tokenizer, dump_dir=tmp_path)
     engine.set_version(5)
@@ -427,7 +429,7 @@ def test_dumps_are_the_documents_lines(make: Make, tiny_tokenizer: Any, tmp_path
 
 
 def test_dumps_without_a_tokenizer_are_refused_at_the_start(make: Make, tmp_path: Path) -> None:
-    """Text needs a tokenizer; without one the run does not start (AReaL warns and dumps nothing)."""
+    """Dumps need a tokenizer, so without one the executor raises when it is made."""
     with pytest.raises(ValueError, match="set tokenizer_path"):
         make(dump_dir=tmp_path)
     make(dump_dir=tmp_path, config={"dump_to_file": False})
@@ -437,7 +439,7 @@ def test_dumps_without_a_tokenizer_are_refused_at_the_start(make: Make, tmp_path
 
 
 class Talks:
-    """`turns` calls, each going on from the last; then `result` of their ids, or an error."""
+    """Makes `turns` calls, each of which continues the last one, and returns `result(ids of the completions)`."""
 
     def __init__(self, result: Callable[[list[str]], Any], turns: int = 2) -> None:
         self.result, self.turns = result, turns
@@ -475,7 +477,7 @@ def run_agent(make: Make, proxy: ProxyAddress, tiny_server: str) -> Iterator[Cal
 
 
 def test_the_documents_agent_is_trained_on_unchanged(run_agent: Any) -> None:
-    """The agent of docs/agent_workflow.txt, the unmodified SDK and its base_url: a group of rows with rewards."""
+    """The example agent of (Agent Workflow, "Proxy Approach") yields a group of rows with rewards."""
     group, stats = run_agent(MyAgent, group_size=3)
     assert group["rewards"].shape == (3,)
     assert set(group["rewards"].tolist()) <= {0.5, 1.0}
@@ -489,13 +491,13 @@ NUMBERS = [1, 1.0, True, np.float32(1), np.int64(1), torch.tensor(1.0), torch.te
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda n: type(n).__name__)
 def test_an_agent_may_return_any_number(run_agent: Any, number: Any) -> None:
-    """`return 1` rewards the last completion, and gamma carries it back to the first."""
+    """A number rewards the last completion, and turn_discount carries it back to the first."""
     group, _ = run_agent(Talks(lambda ids: number), turn_discount=0.5, export_style="individual")
     assert group["rewards"].tolist() == [0.5, 1.0]
 
 
 def test_a_conversation_is_one_row_in_style_concat(run_agent: Any) -> None:
-    """Two turns, one row, each turn's tokens with their own final reward."""
+    """In style concat two turns are one row, and each turn's tokens have the turn's own final reward."""
     group, _ = run_agent(Talks(lambda ids: 1), turn_discount=0.5, export_style="concat")
     assert group["rewards"].tolist() == [1.0]
     first, second = (group["turn_rewards"][group["turn_ids"] == k] for k in (0, 1))
@@ -504,14 +506,14 @@ def test_a_conversation_is_one_row_in_style_concat(run_agent: Any) -> None:
 
 
 def test_a_dict_rewards_the_completions_it_names(run_agent: Any) -> None:
-    """Rewards per completion id; an id that the proxy does not know fails the episode."""
+    """A dict rewards completions by their ids, and an unknown id fails the episode."""
     group, _ = run_agent(Talks(lambda ids: {ids[0]: 3, ids[1]: np.float32(1)}), export_style="individual")
     assert group["rewards"].tolist() == [4.0, 1.0]
     assert run_agent(Talks(lambda ids: {"nobody": 1.0})) == (None, RolloutStat(rejected=1, failed=1))
 
 
 def test_none_means_what_the_agent_set_itself(run_agent: Any) -> None:
-    """An agent that returned None and set nothing is rejected; one that posted a reward keeps it, be it 0."""
+    """An agent that returns None is rejected, unless it has posted a reward itself, which may be 0."""
     assert run_agent(Talks(lambda ids: None)) == (None, RolloutStat(rejected=1))
 
     class SetsItself(Talks):
@@ -526,7 +528,7 @@ def test_none_means_what_the_agent_set_itself(run_agent: Any) -> None:
 
 
 def test_what_is_no_reward_fails_the_episode_and_is_named(run_agent: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """A string, a reward without a completion, and an exception are failures, each with its reason in the log."""
+    """A string, a reward without a completion, and an exception fail the episode, and the log says why."""
     failed = (None, RolloutStat(rejected=1, failed=1))
     assert run_agent(Talks(lambda ids: "1.0")) == failed
     assert "a reward is a number, not str" in caplog.text
@@ -536,7 +538,7 @@ def test_what_is_no_reward_fails_the_episode_and_is_named(run_agent: Any, caplog
 
 
 def test_an_episode_that_takes_too_long_is_cancelled(run_agent: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """An agent that hangs gives its place back, and sees its cancellation."""
+    """An agent that exceeds the time limit is cancelled and counted as failed."""
     cancelled = threading.Event()
 
     class Hangs:
@@ -554,8 +556,7 @@ def test_an_episode_that_takes_too_long_is_cancelled(run_agent: Any, caplog: pyt
 
 
 def test_agents_get_the_http_client_that_their_sdk_runs_on(run_agent: Any) -> None:
-    """One client for all episodes of the loop, of the type that the installed openai SDK asks for,
-    closed at the end."""
+    """All agents of an event loop share one HTTP client of the openai SDK's type, which is closed at the end."""
     clients = []
 
     class Keeps:

@@ -1,4 +1,4 @@
-"""A reward is a number, and computing it can hang, crash or take too long without harm to the other episodes."""
+"""A reward is a number, and a reward function that hangs, crashes or is slow does not harm other episodes."""
 
 import asyncio
 import importlib
@@ -40,7 +40,7 @@ def torch_is_there(*args):
     return "torch" in sys.modules
 
 def hang(fifo):
-    """Says that it is alive by holding the fifo open, and never returns."""
+    """Holds the fifo open, and never returns."""
     with open(fifo, "w") as file:
         file.write("alive")
         file.flush()
@@ -48,7 +48,7 @@ def hang(fifo):
             signal.pause()
 
 def compute(fifo):
-    """The same, but busy."""
+    """Holds the fifo open, and computes for ever."""
     with open(fifo, "w") as file:
         file.write("alive")
         file.flush()
@@ -56,7 +56,7 @@ def compute(fifo):
             pass
 
 def forks_and_dies(fifo, generations):
-    """Its process is gone at once; one that it has forked, or the child of that one, lives on."""
+    """Ends its process at once; a forked child or grandchild lives on and holds the fifo open."""
     for _ in range(generations):
         if os.fork():
             os._exit(7)
@@ -66,7 +66,7 @@ def forks_and_dies(fifo, generations):
 
 @pytest.fixture(scope="module")
 def rewards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
-    """A module of reward functions, as a user would write it, that worker processes can import."""
+    """A module of reward functions that worker processes can import."""
     folder = tmp_path_factory.mktemp("rewards")
     (folder / "some_rewards.py").write_text(REWARDS)
     sys.path.insert(0, str(folder))
@@ -76,7 +76,7 @@ def rewards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def fifo(tmp_path: Path) -> str:
-    """A pipe that reads to its end when the process that holds it is gone."""
+    """A named pipe. Reading it to its end means that no process holds it open any more."""
     os.mkfifo(tmp_path / "fifo")
     return str(tmp_path / "fifo")
 
@@ -94,14 +94,14 @@ NUMBERS = [
 
 @pytest.mark.parametrize("value", NUMBERS, ids=lambda v: f"{type(v).__name__} {getattr(v, 'dtype', '')}")
 def test_every_kind_of_number_is_a_reward(value: Any) -> None:
-    """`return 1` from an agent is a reward of 1.0, as are True and the scalars of numpy and torch."""
+    """1, True, and scalars of numpy and torch are all rewards of 1.0."""
     assert parse_rewards(value) == 1.0
     assert type(parse_rewards(value)) is float
     assert parse_rewards({"chatcmpl-1": value, "chatcmpl-2": 0}) == {"chatcmpl-1": 1.0, "chatcmpl-2": 0.0}
 
 
 def test_none_says_that_the_agent_set_its_rewards_itself() -> None:
-    """None is no reward of 0."""
+    """None is not a reward of 0: the agent has set its rewards by itself."""
     assert parse_rewards(None) is None
 
 
@@ -111,7 +111,7 @@ def test_none_says_that_the_agent_set_its_rewards_itself() -> None:
     ids=lambda v: type(v).__name__,
 )
 def test_what_is_no_number_is_named(value: Any) -> None:
-    """An agent that returns something else learns what it returned and what it may return."""
+    """A value that is not a number raises an error that names its type and says what is allowed."""
     with pytest.raises(
         TypeError, match=r"a reward is a number, not (str|list|tuple|Tensor|ndarray|complex|obj|None|Dec)"
     ):
@@ -120,28 +120,29 @@ def test_what_is_no_number_is_named(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), torch.tensor(float("nan"))])
 def test_a_reward_is_finite(value: Any) -> None:
-    """One nan would make a nan of every weight."""
+    """A reward that is nan or inf is an error, because one nan would make every weight nan."""
     with pytest.raises(ValueError, match="finite"):
         parse_rewards(value)
 
 
 @pytest.mark.anyio
 async def test_a_plain_function_runs_in_another_process(rewards: ModuleType) -> None:
-    """A reward function gets prompt, completion, their ids and the sample, and cannot block the event loop."""
+    """A plain reward function runs in another process, with the texts, the token ids and the sample as arguments."""
     assert await AsyncRewardWrapper(rewards.equals)("2+2?", "4", [1], [2], answer="4", extra=None) == 1.0
     assert await AsyncRewardWrapper(rewards.process_id)() != os.getpid()
 
 
 SCRIPT = """
 print("the script runs")
-import asyncio, some_rewards, reward
+import asyncio, some_rewards
+from rollout import reward
 if __name__ == "__main__":
     print(asyncio.run(reward.AsyncRewardWrapper(some_rewards.torch_is_there)()))
 """
 
 
 def test_workers_do_not_run_the_trainers_script(rewards: ModuleType, tmp_path: Path) -> None:
-    """A worker imports the reward's own module and not the script that was started, which would import torch."""
+    """A worker imports the module of the reward function, and not the script that was started."""
     (tmp_path / "script.py").write_text(SCRIPT)
     paths = os.pathsep.join([str(ROOT), str(Path(rewards.__file__ or "").parent)])
     ended = subprocess.run(
@@ -152,7 +153,7 @@ def test_workers_do_not_run_the_trainers_script(rewards: ModuleType, tmp_path: P
 
 @pytest.mark.anyio
 async def test_a_coroutine_function_is_awaited_where_it_is() -> None:
-    """An async reward may hold connections, so it stays in the process and the loop that it was written for."""
+    """A coroutine function is awaited in the event loop, because it may hold connections."""
 
     async def judge(prompt: str) -> int:
         return os.getpid()
@@ -162,7 +163,7 @@ async def test_a_coroutine_function_is_awaited_where_it_is() -> None:
 
 @pytest.mark.anyio
 async def test_a_timed_out_reward_has_ended(rewards: ModuleType, fifo: str) -> None:
-    """The time limit ends the process, it does not merely stop waiting; the error names function and seconds."""
+    """The time limit ends the process of a slow reward, and the error names the function and the seconds."""
     gone = asyncio.create_task(asyncio.to_thread(read_until_gone, fifo))
     with pytest.raises(TimeoutError, match="hang took longer than 1 s"):
         await AsyncRewardWrapper(rewards.hang, timeout_seconds=1)(fifo)
@@ -171,7 +172,7 @@ async def test_a_timed_out_reward_has_ended(rewards: ModuleType, fifo: str) -> N
 
 @pytest.mark.anyio
 async def test_hanging_rewards_leave_the_pool_free(rewards: ModuleType) -> None:
-    """More hanging calls than there are workers, and the next call is still served (AReaL's queue behind them)."""
+    """After more hanging calls than there are workers, the next call is still served."""
     hang = AsyncRewardWrapper(time.sleep, timeout_seconds=0.1)
     results = await asyncio.gather(*(hang(3600) for _ in range(6)), return_exceptions=True)
     assert {type(result) for result in results} == {TimeoutError}
@@ -180,9 +181,9 @@ async def test_hanging_rewards_leave_the_pool_free(rewards: ModuleType) -> None:
 
 @pytest.mark.anyio
 async def test_a_cancelled_episode_takes_its_reward_with_it(rewards: ModuleType, fifo: str) -> None:
-    """Work that nobody waits for any more does not occupy a worker."""
+    """When an episode is cancelled, the worker that computes its reward is ended."""
     running = asyncio.create_task(AsyncRewardWrapper(rewards.hang, timeout_seconds=60)(fifo))
-    with await asyncio.to_thread(open, fifo) as file:  # opens when the worker has opened its end
+    with await asyncio.to_thread(open, fifo) as file:  # open() returns when the worker has opened its end
         assert await asyncio.to_thread(file.read, 5) == "alive"
         running.cancel()
         assert await asyncio.wait_for(asyncio.to_thread(file.read), 30) == ""
@@ -193,7 +194,7 @@ async def test_a_cancelled_episode_takes_its_reward_with_it(rewards: ModuleType,
 @pytest.mark.anyio
 @pytest.mark.parametrize("generations", [1, 2])
 async def test_a_death_is_noticed_whoever_lives_on(rewards: ModuleType, fifo: str, generations: int) -> None:
-    """A process that the worker forked does not hold its socket, and is ended with it."""
+    """The death of a worker is noticed even if a process that it forked lives on, and that process is ended."""
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(WorkerDied, match="forks_and_dies ended with code 7"):
         await AsyncRewardWrapper(rewards.forks_and_dies, timeout_seconds=60)(fifo, generations)
@@ -205,7 +206,7 @@ async def test_a_death_is_noticed_whoever_lives_on(rewards: ModuleType, fifo: st
 async def test_what_is_no_text_in_sys_path_is_passed_over(
     rewards: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Python's own import passes over it."""
+    """A worker starts even if sys.path has an entry that is not a string, which Python's import ignores, too."""
     monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])
     async with time_limit(60, "no worker came up"):
         async with (pool := WorkerPool(1)).worker() as worker:
@@ -214,7 +215,8 @@ async def test_what_is_no_text_in_sys_path_is_passed_over(
 
 
 TRAINER = """
-import asyncio, sys, some_rewards, reward
+import asyncio, sys, some_rewards
+from rollout import reward
 if __name__ == "__main__":
     asyncio.run(reward.AsyncRewardWrapper(getattr(some_rewards, sys.argv[1]), 600)(sys.argv[2]))
 """
@@ -222,21 +224,21 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("busy", ["hang", "compute"])
 def test_a_worker_does_not_outlive_a_killed_trainer(rewards: ModuleType, tmp_path: Path, fifo: str, busy: str) -> None:
-    """kill -9 gives the trainer no chance to end its workers; they notice by themselves, even while they compute."""
+    """After kill -9 of the trainer its workers end by themselves, even while they compute."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     paths = os.pathsep.join([str(ROOT), str(Path(rewards.__file__ or "").parent)])
     command = [sys.executable, str(tmp_path / "trainer.py"), busy, fifo]
-    env, quiet = os.environ | {"PYTHONPATH": paths}, subprocess.DEVNULL  # Python speaks of leaked semaphores
+    env, quiet = os.environ | {"PYTHONPATH": paths}, subprocess.DEVNULL  # Python warns about leaked semaphores
     with subprocess.Popen(command, env=env, stderr=quiet) as trainer, open(fifo) as file:
         assert file.read(5) == "alive"
         trainer.kill()
-        assert select.select([file], [], [], 30)[0], "the worker lives on"  # readable: it is at its end
+        assert select.select([file], [], [], 30)[0], "the worker lives on"  # readable means that the pipe is at its end
         assert file.read() == ""
 
 
 @pytest.mark.anyio
 async def test_a_reward_that_raises_is_an_error_and_not_zero(rewards: ModuleType) -> None:
-    """A bug in a reward function is a failure with its own traceback, never a lesson for the policy."""
+    """A reward function that raises fails its episode with its own traceback; the reward is not 0."""
     with pytest.raises(KeyError, match="no answer in the data"):
         await AsyncRewardWrapper(rewards.broken)()
     with pytest.raises(TypeError, match="a reward is a number, not NoneType"):
@@ -244,6 +246,6 @@ async def test_a_reward_that_raises_is_an_error_and_not_zero(rewards: ModuleType
 
 
 def test_a_function_that_no_process_can_import_is_refused_at_once() -> None:
-    """A lambda fails when the workflow is built, with the remedy in the message, and not in every episode."""
+    """A lambda is refused when the wrapper is made, and the message says what to do."""
     with pytest.raises(ValueError, match="define it with `def` at the top of a module"):
         AsyncRewardWrapper(lambda *args: 1.0)

@@ -1,4 +1,4 @@
-"""One thread, one loop, one lock: tasks go in, results come out, and nothing that goes wrong stays inside."""
+"""The runner reports the result of every task, and an error in one task does not harm the other tasks."""
 
 import asyncio
 import contextvars
@@ -14,11 +14,11 @@ import pytest
 
 from rollout.runner import AsyncTaskRunner, TaskQueueFullError, TimedResult
 
-DEADLINE = 10.0  # seconds; it only turns a hang into a failure
+DEADLINE = 10.0  # seconds, after which a hang becomes a failure
 
 
 class Ended:
-    """What on_done hears, in order."""
+    """Collects the results with which on_done is called, in order."""
 
     def __init__(self) -> None:
         self.results: queue.Queue[TimedResult] = queue.Queue()
@@ -52,7 +52,7 @@ async def crash(error: BaseException) -> None:
 
 
 def test_runner_returns_in_order_of_completion(runner, ended):
-    """The runner knows no order but that in which tasks end."""
+    """Results come in the order in which tasks end."""
     first: Future[str] = Future()
 
     async def slow() -> str:
@@ -66,7 +66,7 @@ def test_runner_returns_in_order_of_completion(runner, ended):
 
 
 def test_runner_reports_when_a_task_started_and_how_it_ended(runner, ended):
-    """A task that raises yields None, and its TimedResult holds the exception."""
+    """A TimedResult holds the start time, and the exception of a task that raised."""
     before = time.monotonic_ns()
     error = ValueError("no")
     runner.submit(crash, error, task_id=7)
@@ -76,7 +76,7 @@ def test_runner_reports_when_a_task_started_and_how_it_ended(runner, ended):
 
 
 def test_runner_refuses_what_it_has_no_room_for(runner, ended):
-    """What waits for its start takes room, too; a task that has ended gives it back."""
+    """A full runner refuses a task; a task that has ended makes room."""
     gate: Future[str] = Future()
 
     async def waits() -> str:
@@ -93,7 +93,7 @@ def test_runner_refuses_what_it_has_no_room_for(runner, ended):
 
 
 def test_our_own_error_in_the_thread_is_told(runner):
-    """What our own code raises there is told to on_failure, and does not end the thread."""
+    """An exception of on_done goes to on_failure, and the thread runs on."""
     error = OSError("disk full")
     failures: queue.Queue[BaseException] = queue.Queue()
 
@@ -116,8 +116,7 @@ async def interrupts() -> None:
 
 @pytest.mark.parametrize(("episode", "error"), [(leaves_an_exit, SystemExit), (interrupts, KeyboardInterrupt)])
 def test_a_loop_that_ends_is_told(runner, episode, error):
-    """sys.exit() in what an episode has left running ends asyncio's loop, as does KeyboardInterrupt anywhere:
-    on_failure hears it."""
+    """When a sys.exit() or a KeyboardInterrupt ends the event loop, on_failure is called with it."""
     failures: queue.Queue[BaseException] = queue.Queue()
     runner.on_failure = failures.put
     runner.submit(episode, task_id=0)
@@ -125,12 +124,12 @@ def test_a_loop_that_ends_is_told(runner, episode, error):
 
 
 class Panic(BaseException):
-    """What a library in Rust raises (pyo3's PanicException); others have such errors, too."""
+    """Like the exceptions of libraries in Rust (pyo3), it is no subclass of Exception."""
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), Panic("unwrap on None"), asyncio.CancelledError()], ids=repr)
 def test_whatever_a_task_raises_ends_that_task_alone(runner, ended, error):
-    """sys.exit() in an agent, or an error that is no Exception, ends that episode, not the thread of all the others."""
+    """A task that raises SystemExit, or another BaseException, ends only itself, and the thread runs on."""
     runner.submit(crash, error, task_id=0)
     assert ended.next().error is error
     runner.submit(value, "alive", task_id=1)
@@ -138,13 +137,13 @@ def test_whatever_a_task_raises_ends_that_task_alone(runner, ended, error):
 
 
 def test_a_runner_without_room_is_refused():
-    """max_queue_size = 0 could never run anything."""
+    """A runner with max_queue_size = 0 could never run a task, so it is an error."""
     with pytest.raises(ValueError, match="max_queue_size"):
         AsyncTaskRunner(0)
 
 
 def test_a_task_starts_in_a_fresh_context(runner, ended):
-    """Context variables of one episode never leak into the one that takes its place."""
+    """A task does not see the context variables of the task that submitted it."""
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="clean")
 
     async def first() -> None:
@@ -159,7 +158,7 @@ def test_a_task_starts_in_a_fresh_context(runner, ended):
 
 
 def test_destroy_twice_is_once(runner):
-    """Shutting down is always allowed; afterwards nothing can be submitted."""
+    """destroy() may be called twice; afterwards no task can be submitted."""
     runner.destroy()
     runner.destroy()
     with pytest.raises(RuntimeError, match="closed"):
@@ -167,7 +166,7 @@ def test_destroy_twice_is_once(runner):
 
 
 def test_a_task_that_ignores_its_cancellation_is_named(runner, caplog):
-    """destroy() waits a bounded time, then says which task holds the thread."""
+    """destroy() stops waiting after its timeout, and logs which task ignored its cancellation."""
     began = threading.Event()
     release: Future = Future()
 

@@ -1,5 +1,4 @@
-"""A trajectory is token-aligned: position t speaks of token t, a version of -1 is nobody's,
-and padding is never a token."""
+"""Position t of every tensor describes token t, a version of -1 means no policy, and padding is never trained on."""
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ def ints(*rows: list[int]) -> Tensor:
 
 
 def documented() -> dict[str, Tensor]:
-    """The example value of docs/rollout_workflow.txt, whose prompt has version 0 and not -1."""
+    """Return the example of (Rollout Workflow, "Tensor Dictionary Format"). Its prompt has version 0, not -1."""
     return {
         "input_ids": ints([1, 2, 3, 4, 5]),
         "attention_mask": torch.ones(1, 5, dtype=torch.bool),
@@ -37,7 +36,7 @@ def documented() -> dict[str, Tensor]:
 
 
 def two_turns() -> dict[str, Tensor]:
-    """prompt, turn 0 (versions 3, 4), a tool's answer, turn 1 (version 5), one position of padding."""
+    """Return a row of a prompt, turn 0 (versions 3, 4), a tool's answer, turn 1 (version 5), and one padding."""
     return {
         "input_ids": ints([10, 11, 12, 13, 14, 15, 0]),
         "attention_mask": ints([1, 1, 1, 1, 1, 1, 0]).bool(),
@@ -49,7 +48,7 @@ def two_turns() -> dict[str, Tensor]:
 
 
 class Letters:
-    """A tokenizer whose decode shows which ids it was given."""
+    """A tokenizer whose decode returns the ids as text."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         assert not skip_special_tokens
@@ -57,7 +56,7 @@ class Letters:
 
 
 def test_the_documents_example_passes_the_check_and_is_completed() -> None:
-    """What the documents show as a return value is a trajectory; what it leaves out is filled in."""
+    """The documents' example passes the check, and `complete` adds the keys that it leaves out."""
     check_trajectory_format(documented())
     traj = complete(documented(), task_id=7)
     assert traj.keys() == TOKEN_KEYS.keys() | ROW_KEYS.keys()
@@ -71,7 +70,7 @@ def test_the_documents_example_passes_the_check_and_is_completed() -> None:
 
 
 def test_complete_keeps_what_the_workflow_said() -> None:
-    """Only what is missing is guessed: turns that touch, own rewards per turn and keys of the user's own survive."""
+    """`complete` changes no key that the workflow gave, and keeps keys of the user's own."""
     given = documented() | {
         "turn_ids": ints([-1, -1, 0, 1, 1]),
         "turn_rewards": torch.tensor([[0.0, 0.0, 0.9, 1.0, 1.0]]),
@@ -84,7 +83,7 @@ def test_complete_keeps_what_the_workflow_said() -> None:
 
 
 def test_unknown_versions_are_those_of_the_episodes_start() -> None:
-    """A workflow without versions gets the start's version on generated tokens: its age is over-, never understated."""
+    """Missing versions become the version at the start of the episode, so the age is never understated."""
     given = documented()
     del given["versions"]
     traj = complete(given, task_id=0, version=4)
@@ -92,7 +91,7 @@ def test_unknown_versions_are_those_of_the_episodes_start() -> None:
 
 
 def test_two_required_keys_are_enough_and_train_nothing() -> None:
-    """input_ids and attention_mask alone make a trajectory that is never trained on and has no age."""
+    """A trajectory of input_ids and attention_mask alone is valid; it is not trained on and has no age."""
     traj = complete({"input_ids": ints([1, 2]), "attention_mask": ints([1, 1])}, task_id=0)
     assert traj["attention_mask"].dtype == torch.bool
     assert traj["loss_mask"].sum() == 0
@@ -101,20 +100,20 @@ def test_two_required_keys_are_enough_and_train_nothing() -> None:
 
 
 def test_head_version_leaves_the_prompt_out() -> None:
-    """The oldest version is that of a generated token; the prompt's -1 is no version (AReaL's dumps always say -1)."""
+    """The head version is the oldest version of a generated token; the prompt's -1 does not count."""
     assert (head_version(two_turns()), tail_version(two_turns())) == (3, 5)
-    assert head_version(documented()) == 1  # its prompt says 0
+    assert head_version(documented()) == 1  # the version of its prompt is 0
 
 
 def test_head_version_counts_turns_that_are_not_trained() -> None:
-    """A sampled token has an age whether or not it enters the loss."""
+    """A sampled token counts for the head version even if it is not trained on."""
     traj = complete(two_turns(), task_id=0)
     traj["loss_mask"][:, 2:4] = 0
     assert head_version(traj) == 3
 
 
 def test_prompt_len_ends_at_the_first_generated_token() -> None:
-    """With alternating masks the prompt is what precedes the first generated token, not all tokens without a loss."""
+    """In a row of several turns, prompt_len counts only the tokens before the first generated token."""
     traj = complete(two_turns(), task_id=42)
     assert dump_lines(traj, 42, Letters()) == [
         {
@@ -132,7 +131,7 @@ def test_prompt_len_ends_at_the_first_generated_token() -> None:
 
 
 def test_a_row_that_ends_in_a_tools_answer_is_dumped() -> None:
-    """A row whose last token is not trained on is a row like any other (AReaL skips it)."""
+    """A row whose last token is not trained on is dumped, too."""
     given = two_turns()
     given["loss_mask"][0, 5] = 0
     traj = complete(concat_padded_tensors([given, two_turns()]), task_id=1)
@@ -142,7 +141,7 @@ def test_a_row_that_ends_in_a_tools_answer_is_dumped() -> None:
 
 
 def test_concat_pads_to_the_longest_with_values_that_mean_nothing() -> None:
-    """Padding has its own value per key: version -1, no turn, temperature 1, and never a mask."""
+    """Each key is padded with its own value: version -1, turn -1, temperature 1, masks 0."""
     short, long = complete(documented(), task_id=1), complete(two_turns(), task_id=2)
     both = concat_padded_tensors([short, long])
     assert both["input_ids"].shape == (2, 7)
@@ -157,8 +156,10 @@ def test_concat_pads_to_the_longest_with_values_that_mean_nothing() -> None:
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 2))
 def test_concat_knows_features_from_tokens(lengths: list[int], width: int, more: int) -> None:
-    """A key of the user's own is of tokens where its second dimension is the length, in every trajectory; a feature
-    that is as wide as some of them are long is put together as it is."""
+    """A key of the user's own is padded only if its second dimension is the length in every trajectory.
+
+    A feature that is by chance as wide as one row is long is concatenated without padding.
+    """
     trajectories = []
     for length in lengths:
         ids = torch.ones(1, length, dtype=torch.int32)
@@ -171,7 +172,7 @@ def test_concat_knows_features_from_tokens(lengths: list[int], width: int, more:
 
 
 def test_concat_names_the_keys_that_differ() -> None:
-    """Trajectories of different make are an error that says which key is the difference."""
+    """Trajectories with different keys cannot be concatenated, and the error names the key."""
     odd = two_turns() | {"hint": torch.zeros(1)}
     with pytest.raises(ValueError, match="hint"):
         concat_padded_tensors([documented(), odd])
@@ -198,13 +199,13 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_the_check_names_what_is_wrong(message: str) -> None:
-    """A workflow's author reads in the error which key is wrong and what it should be."""
+    """The error of the check names the wrong key and says what it should be."""
     with pytest.raises(ValueError, match=message):
         check_trajectory_format(BAD[message])
 
 
 def test_episodes_of_one_workflow_have_the_same_keys() -> None:
-    """A key that comes and goes between episodes is named at once, not when a batch is put together."""
+    """A workflow whose trajectories change their keys gets an error that names the keys, before any batch is made."""
     keys = frozenset(documented())
     check_trajectory_format(documented(), keys)
     fewer = documented()
