@@ -1,19 +1,19 @@
-"""The proxy: agents talk to it like to OpenAI or Anthropic, and it keeps every token that they cause for training.
+r"""The proxy: agents talk to it like to OpenAI or Anthropic, and it keeps every token that they cause for training.
 
 Each episode is a session with an id that nobody can guess. An agent names its session in the URL, or gives the id as
 its API key. Requests marked "admin" need the admin key. `/v1` may be left out of a path.
 
-    POST /grant_capacity  (admin)            one more session may start; the dispatcher decides when
-    POST /rl/start_session  (admin)          start a session: one grant is used up, the reply has the id
-    POST /{session_id}/v1/chat/completions   one call, in the protocol of the path: messages in, one or more answers out
-    POST /{session_id}/v1/responses
-    POST /{session_id}/v1/messages
-    POST /{session_id}/v1/messages/count_tokens    how many tokens the prompt of this body has
-    GET  /{session_id}/v1/models             the one model there is
-    POST /{session_id}/rl/set_reward         reward an interaction by its id, or the last one
-    POST /{session_id}/rl/end_session        the session takes no more calls; running calls are stopped
-    POST /export_trajectories  (admin)       the interactions of an ended session as training rows; then forget it
-    GET  /health                             the number of sessions and of unused grants
+    POST /grant_capacity (admin)                  let one more session start; the dispatcher decides when
+    POST /rl/start_session (admin)                use one grant to start a session, and return its id
+    POST /{session_id}/v1/chat/completions        answer one call in the protocol of OpenAI's chat completions
+    POST /{session_id}/v1/responses               answer one call in the protocol of OpenAI's Responses
+    POST /{session_id}/v1/messages                answer one call in the protocol of Anthropic's Messages
+    POST /{session_id}/v1/messages/count_tokens   return the length of the prompt that this body would have
+    GET  /{session_id}/v1/models                  list the only model
+    POST /{session_id}/rl/set_reward              reward an interaction by its id, or the last interaction
+    POST /{session_id}/rl/end_session             end the session: running calls are stopped, new calls are refused
+    POST /export_trajectories (admin)             return the interactions of an ended session, then forget the session
+    GET  /health                                  return the number of sessions and of unused grants
 
 How a call becomes a prompt. The session already holds a turn that said "Hi!", and this body arrives:
 
@@ -22,7 +22,7 @@ How a call becomes a prompt. The session already holds a turn that said "Hi!", a
 
     1. calls/messages.py reads the body: three messages, and temperature 0.7.
     2. calls/turn.py enters the call in the tree (cache.py). Its parent is the turn that said "Hi!".
-    3. calls/prompts.py takes the tokens of the parent and adds only <|im_start|>user\\nmore<|im_end|> and so on.
+    3. calls/prompts.py takes the tokens of the parent and adds only <|im_start|>user\nmore<|im_end|> and so on.
     4. `gconfig` completes the sampling: max_new_tokens is missing in the body, so the option `sampling` decides.
     5. engine.py generates the tokens, and calls/replies.py writes the reply, whole or as a stream.
 
@@ -74,7 +74,7 @@ LONG_BODY = 2**18  # bytes; the prompt of a longer body is built in a thread, be
 
 @dataclass(eq=False, repr=False)
 class Proxy:
-    """The endpoints, in the order of the table above, and what they share."""
+    """The endpoints in the order of a session's life, and the functions that they share."""
 
     engine: Any
     tokenizer: Any

@@ -1,4 +1,4 @@
-"""Messages become the tokens of a prompt, and the tokens of an answer become text while they arrive.
+r"""Messages become the tokens of a prompt, and the tokens of an answer become text while they arrive.
 
 Prompts. A sampled token is never tokenised a second time. The prompt of a first turn is the chat template, rendered
 over the messages. The prompt of a later turn is
@@ -23,10 +23,10 @@ only. `PromptBuilder` checks this once, with two histories of different length. 
 rendered in full, as they are with the option chat_template_type "hf". If the template refuses one stub, only that turn
 is rendered in full. The tokens of such a turn may differ from its parent's, and then a concat export starts a new row.
 
-Text. `TextReader.read` returns only text that no later token can change. Three things are held back: a character of
-which some bytes are missing, the possible beginning of a stop string, and the end-of-turn token. Some decoders look at
-neighbours: they drop the space of the first token of a text, or put a space between two words. Therefore new tokens are
-decoded together with a few tokens before them. Each token is decoded a bounded number of times.
+Text. `TextReader.read` returns only text that no later token can change. It holds back a character of which some bytes
+are missing, and the possible beginning of a stop string. Some decoders look at neighbours: they drop the space of the
+first token of a text, or put a space between two words. Therefore new tokens are decoded together with a few tokens
+before them. Each token is decoded a bounded number of times.
 
 An opening is text of the answer that stands in the prompt and is not sampled: a <think> with which the prompt ends, or
 the first words of a forced tool call. The text of an answer begins with its opening.
@@ -53,8 +53,8 @@ from inference.io_struct import GenerationHyperparameters
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
 REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # what a template raises for bad messages
-OPEN_CHARACTER = 3  # tokens, and U+FFFD, that an incomplete character can take: complete it has at most 4 bytes
-WITHOUT_TEXT = 16  # so many tokens without text are special tokens; they do not wait for a neighbour
+INCOMPLETE = 3  # an incomplete character has at most 3 bytes, so it has at most 3 tokens and is decoded as 3 U+FFFD
+WITHOUT_TEXT = 16  # more pending tokens than this that have no text are taken for special tokens
 
 
 class PromptBuilder:
@@ -145,7 +145,8 @@ class TextReader:
                       context         ^ settled
 
     The text of all tokens before `settled` is known for good. The tokens from `settled` on are pending: every `read`
-    decodes them together with `context`, the last settled tokens that have text.
+    decodes them together with `context`, the last settled tokens that have text. A text that is not yet a whole
+    character is decoded as U+FFFD.
     """
 
     def __init__(
@@ -167,14 +168,14 @@ class TextReader:
         """Return the text of all tokens so far that no later token can change. `tokens` only grows between calls."""
         pending = self._without_end(tokens)[self._settled :]
         fresh = self._text_behind_context(pending)
-        incomplete = min(len(fresh) - len(fresh.rstrip("\ufffd")), OPEN_CHARACTER)
-        certain = fresh[: len(fresh) - incomplete]
+        held_back = min(len(fresh) - len(fresh.rstrip("\ufffd")), INCOMPLETE)
+        certain = fresh[: len(fresh) - held_back]
         text = self._text + certain
-        if incomplete:  # the character may have begun in any of the last three tokens, so these stay pending
-            pending = pending[:-OPEN_CHARACTER]
+        if held_back:  # the incomplete character may begin in any of the last three tokens, so they stay pending
+            pending = pending[:-INCOMPLETE]
             fresh = self._text_behind_context(pending)
-        is_whole = certain.startswith(fresh)  # false if a character goes on behind these pending tokens
-        if is_whole and (fresh or len(pending) > WITHOUT_TEXT):
+        is_certain = certain.startswith(fresh)  # false if the last of these tokens is the beginning of a character
+        if is_certain and (fresh or len(pending) > WITHOUT_TEXT):
             self._text += fresh
             self._settled += len(pending)
             if fresh:
@@ -186,7 +187,7 @@ class TextReader:
         return self._tokenizer.decode([token, token])[len(self._tokenizer.decode([token])) :]
 
     def _without_end(self, tokens: list[int]) -> list[int]:
-        """Return the tokens without an end-of-turn token at their end."""
+        """Return the tokens, but not an end-of-turn token at their end."""
         return tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens
 
     def _text_behind_context(self, tokens: list[int]) -> str:

@@ -16,18 +16,18 @@ States. A turn is a task of its own, and connections listen to it: usually one, 
     unread     | the client sends the request again          | finished
     failed     | the client sends the request again          | replaced
     abandoned  | the client sends the request again          | replaced
-    abandoned  | the session ends while the server is told   | failed
+    abandoned  | the session ends before the abort is done   | failed
 
-The state decides what stays in the tree. A finished turn stays. A failed turn is removed. An abandoned turn is aborted
-at the server. Its streamed tokens stay as a turn that ended there, because the client has read them. A replaced turn is
-removed, unless a later turn already continues it.
+The state decides what stays in the tree. A finished or unread turn stays. A failed turn is removed. An abandoned turn
+is aborted at the server. Its streamed tokens stay as a turn that ended there, because the client has read them. A
+replaced turn is removed, unless a later turn already continues it.
 
 Retries. A client repeats a request if its connection times out or the reply is a 5xx. The SDKs of OpenAI and Anthropic
-then send the header x-stainless-retry-count. A repeated request has the same body, byte by byte, in the same session.
-`match_retry` applies the first rule that fits:
+then send the header x-stainless-retry-count. Two turns are equal if they belong to one session and their requests have
+equal bodies, byte by byte. For a request that has equal turns, `match_retry` applies the first rule that fits:
 
-    1. One of the equal turns is unread, failed or abandoned: the request is a retry of that turn.
-    2. The request says that it is a retry: it belongs to an equal turn that is running, else to the last equal turn.
+    1. If an equal turn is unread, failed or abandoned, the request is a retry of that turn.
+    2. If the request says that it is a retry, it belongs to an equal turn that is running, else to the last equal turn.
     3. Otherwise the request is a new call. An agent that sends one body twice on purpose gets two samples.
 
 A retry gets the reply of its turn. A failed or abandoned turn has no reply, so a new turn replaces it.
@@ -97,7 +97,7 @@ class Turn:
         self.task.add_done_callback(self._clean_up)
 
     def end_with_session(self) -> None:
-        """The session ends: stop the generation and keep nothing unfinished."""
+        """Stop the generation, because the session ends; nothing unfinished stays in the tree."""
         self.state = State.FAILED
         self.task.cancel()
 
@@ -111,7 +111,7 @@ class Turn:
             await asyncio.wait({self.task})  # until the engine has told the server
 
     def take_retry(self) -> bool:
-        """The client sends the request again. Return whether this turn has or will have the reply for it."""
+        """Take a repeated request. Return whether this turn has, or will have, the reply for it."""
         self.retries += 1
         if self.state in (State.FAILED, State.ABANDONED):
             self.state = State.REPLACED
@@ -127,7 +127,7 @@ class Turn:
             self.session.cache.discard(name)
 
     def _clean_up(self, task: asyncio.Task) -> None:
-        """The task is done, or was cancelled before its first step."""
+        """Forget a task that is done. asyncio also calls this for a task that was cancelled before its first step."""
         self.session.running.discard(self)
         self.forget()
         if not task.cancelled():
@@ -136,10 +136,15 @@ class Turn:
     # Generation
 
     async def _run(self, engine: Any, calls: list[ModelRequest]) -> tuple[dict[str, Any], list[Answer]]:
-        """Generate all answers and return the reply with them. Interactions are finished all together or not at all."""
+        """Generate all answers and return the reply with them. If one answer fails, no interaction is finished."""
         tasks = [asyncio.ensure_future(self._generate(engine, k, call)) for k, call in enumerate(calls)]
         try:
             answers = [self._finish(k, response) for k, response in enumerate(await asyncio.gather(*tasks))]
+            reply = self.protocol.render(self.ask, answers)
+            for answer in answers:
+                self.session.cache[answer.interaction_id].completion = reply
+            self.state = State.FINISHED
+            return reply, answers
         except BaseException:
             for task in tasks:
                 task.cancel()
@@ -149,14 +154,9 @@ class Turn:
             elif self.state is State.RUNNING:
                 self.state = State.FAILED
             raise
-        reply = self.protocol.render(self.ask, answers)
-        for answer in answers:
-            self.session.cache[answer.interaction_id].completion = reply
-        self.state = State.FINISHED
-        return reply, answers
 
     async def _generate(self, engine: Any, k: int, call: ModelRequest) -> ModelResponse:
-        """Return the k-th answer of the engine; while it grows, `so_far` and `news` follow it."""
+        """Return the k-th answer of the engine. If the call streams, each new token is noted in `so_far` and `news`."""
 
         def on_tokens(response: ModelResponse) -> None:
             self.so_far[k] = response
@@ -177,7 +177,7 @@ class Turn:
         return answer
 
     def _keep_streamed(self) -> None:
-        """Complete each interaction whose tokens a client has begun to read, with the tokens so far."""
+        """Finish each interaction of which tokens were streamed, with the tokens so far."""
         for k, streamed in enumerate(self.so_far):
             if streamed:
                 streamed.stop_reason = streamed.stop_reason or "abort"
@@ -239,7 +239,7 @@ class Turn:
             except Exception as error:
                 yield streams[0].error(getattr(error, "status", None) or 500, str(error))
                 if not isinstance(error, Refusal | EngineError):
-                    raise  # an unexpected error belongs into the server's log, too
+                    raise  # an unexpected error also goes to the log of the proxy
 
     def _new_events(self, streams: list[Stream], readers: list[TextReader]) -> bytes:
         """Return the events for text that has become certain since the last call, b"" if there is none."""
