@@ -175,8 +175,7 @@ class TinyModel:
         theirs = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
         self.model.set_attn_implementation("slots")
         if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
-            name = type(self.model).__name__
-            raise ModelError(f"{name} is not supported: with the slot cache it gives other logits than without")
+            raise ModelError(f"{type(self.model).__name__} is not supported: the slot cache changes its logits")
 
     @torch.inference_mode()
     def step(self, feeds: list[list[int]], cached: list[int], first_slot: int = 0, all_logits: bool = False) -> Tensor:
@@ -210,15 +209,12 @@ class TinyModel:
 
         # 4. Mask: a token attends to the positions 0 .. its own. 0 where it attends, -inf elsewhere.
         hidden = torch.arange(n_keys) > positions[:, :, None]  # (rows, columns, keys)
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None]  # (rows, 1, columns, keys)
 
         # 5. The forward pass. `update` writes the new keys and values, then attention reads all of them.
+        kept = columns if all_logits else min(columns, MIN_ROWS)
         output = self.model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask[:, None],
-            past_key_values=self.cache,
-            logits_to_keep=columns if all_logits else min(columns, MIN_ROWS),
+            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self.cache, logits_to_keep=kept
         )
         return output.logits[:n]
 
@@ -362,7 +358,6 @@ def run_step(scheduler: Scheduler, model: TinyModel) -> bool:
     unscored = [s for s in step.sequences if s.request.wants_prompt_logprobs and not s.prompt_logprobs]
     logits = model.step(step.feeds, step.cached, step.first_slot, all_logits=bool(unscored))  # (n, k, vocab)
     for sequence in unscored:
-        row = step.sequences.index(sequence)
-        sequence.prompt_logprobs = score_prompt(sequence.tokens, logits[row])
+        sequence.prompt_logprobs = score_prompt(sequence.tokens, logits[step.sequences.index(sequence)])
     scheduler.extend(step, *sample(logits[:, -1], step.sequences))
     return True

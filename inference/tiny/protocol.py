@@ -91,8 +91,7 @@ class Protocol:
         `finish` last. This method therefore reads `finish` first, and takes as many tokens as there are logprobs.
         """
         finish, n = sequence.finish, len(sequence.logprobs)
-        request = sequence.request
-        prompt_tokens = len(request.prompt)
+        request, prompt_tokens = sequence.request, len(sequence.request.prompt)
         ids = sequence.tokens[prompt_tokens : prompt_tokens + n]
         meta: dict[str, Any] = {
             "id": request.rid,

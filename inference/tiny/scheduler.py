@@ -109,11 +109,9 @@ class Sequence:
 
     def spans(self, n: int) -> list[dict[str, Any]]:
         """Return SGLang's weight_versions: which version computed output tokens start .. end - 1, for the first n."""
-        spans = []
-        for (version, start), (_, end) in pairwise([*self.version_starts, ("", n)]):
-            if start < min(end, n):
-                spans.append({"version": version, "start": start, "end": min(end, n)})
-        return spans
+        starts = [(version, start) for version, start in self.version_starts if start < n]
+        bounds = pairwise([*starts, ("", n)])
+        return [{"version": version, "start": a, "end": b} for (version, a), (_, b) in bounds if a < b]
 
 
 @dataclass
@@ -127,21 +125,12 @@ class Slot:
 
 @dataclass
 class Step:
-    """One forward pass: sequences[i] computes in slots[i], which is slot first_slot + i of the cache."""
+    """One forward pass: sequences[i] computes in slot first_slot + i. The three lists have the same length."""
 
     first_slot: int
     sequences: list[Sequence]
-    slots: list[Slot]
-
-    @property
-    def cached(self) -> list[int]:
-        """How many tokens of each sequence have their keys and values in the cache."""
-        return [len(slot.cached) for slot in self.slots]
-
-    @property
-    def feeds(self) -> list[list[int]]:
-        """The tokens of each sequence that are not in the cache yet: the input of the forward pass."""
-        return [sequence.tokens[n:] for sequence, n in zip(self.sequences, self.cached, strict=True)]
+    cached: list[int]  # how many tokens of each sequence have their keys and values in the cache
+    feeds: list[list[int]]  # the tokens after those: the input of the forward pass
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -234,17 +223,20 @@ class Scheduler:
             load = self.updates.popleft()
             load()
         if self.paused:
-            return Step(0, [], [])
+            return Step(0, [], [], [])
         started = 0 if self.updates else self._admit()
         first = len(self.running) - started if started else 0  # prefill the new sequences alone, else decode all
-        return Step(first, self.running[first:], self.slots[first : len(self.running)])
+        sequences = self.running[first:]
+        cached = [len(slot.cached) for slot in self.slots[first : len(self.running)]]
+        feeds = [sequence.tokens[n:] for sequence, n in zip(sequences, cached, strict=True)]
+        return Step(first, sequences, cached, feeds)
 
     def extend(self, step: Step, tokens: list[int], logprobs: list[float]) -> None:
         """Append to each sequence of the step its new token, and finish the sequences that have reached their end."""
         self.steps += 1
-        for slot, feed in zip(step.slots, step.feeds, strict=True):
-            slot.cached += feed
-            slot.used = self.steps
+        for slot, feed in enumerate(step.feeds, step.first_slot):
+            self.slots[slot].cached += feed
+            self.slots[slot].used = self.steps
         for sequence, token, logprob in zip(step.sequences, tokens, logprobs, strict=True):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
@@ -339,7 +331,6 @@ class Scheduler:
         """Free the slots of finished sequences: the last running sequence moves into each hole."""
         for i in reversed(range(len(self.running))):
             if self.running[i].finish is not None:
-                last = len(self.running) - 1
-                self.running[i] = self.running[last]
+                self.running[i] = self.running[-1]
                 self.running.pop()
-                self._exchange(i, last)
+                self._exchange(i, len(self.running))

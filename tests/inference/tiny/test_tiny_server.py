@@ -412,11 +412,10 @@ class Play:
         for i, j in self.scheduler.moves:
             self.kv[i], self.kv[j] = self.kv[j], self.kv[i]
         self.scheduler.moves.clear()
-        rows = zip(step.sequences, step.slots, step.cached, step.feeds, strict=True)
-        for i, (one, slot, n, fed) in enumerate(rows, step.first_slot):
+        rows = zip(step.sequences, step.cached, step.feeds, strict=True)
+        for i, (one, n, fed) in enumerate(rows, step.first_slot):
             assert self.scheduler.running[i] is one
-            assert self.scheduler.slots[i] is slot
-            cached = self.kv[i][:n]
+            slot, cached = self.scheduler.slots[i], self.kv[i][:n]
             assert [token for token, _ in cached] == slot.cached == one.tokens[:n]
             assert slot.stale or {version for _, version in cached} <= {self.version}
             assert fed == one.tokens[n:] != []
