@@ -130,24 +130,24 @@ class RemoteInfEngine:
         req = dataclasses.replace(req, gconfig=g)
         temperature = 1.0 if g.is_greedy else g.temperature
         response = ModelResponse(list(req.input_ids), temperature=temperature, trains_exactly=g.trains_exactly)
-        rids = (f"{req.rid}-{k}" for k in itertools.count())  # each POST has an id of its own
+        request_ids = (f"{req.rid}-{k}" for k in itertools.count())  # each POST /generate has an id of its own
 
         async def generate_segment(server: str) -> None:
-            await self._generate_segment(server, next(rids), req, response, on_tokens)
+            await self._generate_segment(server, next(request_ids), req, response, on_tokens)
 
         empty_aborts = 0
         while True:
-            # 2. One segment: a server continues prompt + tokens so far. All requests of a session go to one server.
+            # 2. Generate one segment: a server continues prompt + tokens so far. A session always asks the same server.
             length_before = response.output_len
             await self._ask_a_server(req.session or req.rid, generate_segment)
 
-            # 3. The completion is finished, unless a weight update cut it before the budget was spent.
+            # 3. Return the completion, unless a weight update interrupted it before the budget was spent.
             interrupted = response.stop_reason == "abort" and response.output_len < g.max_new_tokens
             if not interrupted:
                 response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
                 return response
 
-            # 4. Go on behind the last token. A segment without any token means that the server is busy, so wait.
+            # 4. Go on behind the last token. After an abort without any token, wait before asking again.
             if response.output_len > length_before:
                 empty_aborts = 0
             else:
@@ -164,7 +164,7 @@ class RemoteInfEngine:
         """
         url = server + "/generate"
         start = response.output_len
-        oldest_allowed = self.servers.newest
+        oldest_allowed = self.servers.newest  # a server that still sends an older version was restarted
         response.stop_reason = ""
         body = {
             "rid": rid,
@@ -183,17 +183,18 @@ class RemoteInfEngine:
                         on_tokens(response)
             if not response.stop_reason:
                 raise EngineError(f"{url} broke off in the middle of an answer", 503)
-        except asyncio.CancelledError:  # the caller gave up
+        except asyncio.CancelledError:  # the caller no longer wants the completion
             await self._abort(server, rid)
             raise
         except EngineError as error:
-            complete = response.stop_reason or response.output_len >= req.gconfig.max_new_tokens
-            refused = error.status == 400
-            if complete:  # the connection broke after the last token: nothing is missing
+            is_complete = response.stop_reason or response.output_len >= req.gconfig.max_new_tokens
+            is_refused = error.status == 400
+            if is_complete:  # the connection broke after the last token, so nothing is missing
                 return
-            if not refused:  # failed: the server may still be generating for this request
-                response.regenerated += 1
-                await self._abort(server, rid)
+            if is_refused:  # the server generates nothing for this request
+                raise
+            response.regenerated += 1  # the server failed, but it may still be generating for this request
+            await self._abort(server, rid)
             raise
 
     async def _abort(self, server: str, rid: str) -> None:
@@ -206,9 +207,10 @@ class RemoteInfEngine:
         await asyncio.shield(asyncio.gather(*calls, return_exceptions=True))
 
     async def _ask_a_server(self, key: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
-        """Call `ask` with the server of conversation `key`, and with the next one while servers fail (status 503).
+        """Return what `ask` gets from the server of conversation `key`. If a server fails, wait and try the next one.
 
-        Raises the last EngineError when the retries are used up, and any other EngineError at once.
+        Only an EngineError with status 503 counts as a failure of the server, and any other is raised at once.
+        When the retries are used up, the last error is raised.
         """
         for failures in itertools.count(1):
             server = await self.servers.choose(key)
@@ -227,9 +229,11 @@ class RemoteInfEngine:
         g = req.gconfig
         self._check_ids(req.input_ids)
         if g.n_samples != 1 or g.max_new_tokens < 1:
-            raise EngineError("a request is for one sample (n_samples) of at least 1 token (max_new_tokens)", 400)
+            raise EngineError(
+                "a request is for one sample of at least 1 token: set n_samples=1, max_new_tokens>=1", 400
+            )
         if g.json_schema is not None and not self.has_grammar:
-            raise EngineError("json_schema (response_format): the inference server has no grammar", 400)
+            raise EngineError("json_schema (response_format) is refused: a server has no grammar backend", 400)
         if self.context_length is None:
             return g.max_new_tokens
         prompt, context = len(req.input_ids), self.context_length

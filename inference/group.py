@@ -12,20 +12,18 @@ from typing import Any
 BUCKET_TIMEOUT = 600.0  # seconds to send one bucket, and seconds for all ranks to meet
 
 
-def join_group(
-    address: str, port: int, rank: int, world: int, name: str, backend: str, timeout: float = BUCKET_TIMEOUT
-) -> Any:
+def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:
     """Join a new process group as rank `rank`, and return it when all `world` ranks have joined.
 
     Rank 0 listens at `address` and `port`. `broadcast(tensor, 0)` of the group returns a work that has `wait()`.
-    Raises an error of torch if the ranks do not meet within `timeout` seconds.
+    Raises an error of torch if the ranks do not meet within BUCKET_TIMEOUT seconds.
     """
     import torch.distributed as dist
 
-    limit = timedelta(seconds=timeout)
-    store: Any = dist.TCPStore(address, port, world, rank == 0, limit)
+    timeout = timedelta(seconds=BUCKET_TIMEOUT)
+    store: Any = dist.TCPStore(address, port, world, rank == 0, timeout)
     for prefix in (name, f"{name}/", "cuda/" if backend == "nccl" else "cpu/"):
         store = dist.PrefixStore(prefix, store)
     if backend == "nccl":
         return dist.ProcessGroupNCCL(store, rank, world, dist.ProcessGroupNCCL.Options())
-    return dist.ProcessGroupGloo(store, rank, world, limit)
+    return dist.ProcessGroupGloo(store, rank, world, timeout)

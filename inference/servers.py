@@ -80,9 +80,9 @@ class Servers:
         self.addresses = [address.rstrip("/") for address in addresses]  # requests for tokens go here
         self._wire = wire
         # Everything that changes:
-        self.workers_of = {address: [address] for address in self.addresses}  # control calls go to these URLs
+        self.workers_of = {address: [address] for address in self.addresses}  # the URLs for control calls, by address
         self.newest = 0  # the newest version of which tokens have come
-        self._records = {address: Server() for address in self.addresses}  # by URL, of addresses and workers
+        self._records = {address: Server() for address in self.addresses}  # of every address and every worker, by URL
 
     # Questions
 
@@ -153,7 +153,7 @@ class Servers:
         self.find(url)
         return True
 
-    # Control: the trainer's main thread, which has no event loop, waits for these calls
+    # Control: the trainer's main thread makes these calls and waits for them. It has no event loop.
 
     def refresh(self) -> None:
         """Ask routers for their workers, and find the lost servers that answer again.
@@ -171,13 +171,14 @@ class Servers:
             told = answers.get(address + "/workers", {}).get("workers")
             if told is not None:
                 listed = [worker["url"] if isinstance(worker, dict) else worker for worker in told]
-                self.workers_of[address] = [url.rstrip("/") for url in listed]
-            elif self.workers_of[address] != [address]:  # a router until now
+                workers = [url.rstrip("/") for url in listed]
+                self._records = {url: Server() for url in workers} | self._records  # first: requests run meanwhile
+                self.workers_of[address] = workers
+            elif self.workers_of[address] != [address]:  # this address was a router until now
                 raise EngineError(f"no answer from the router {address}", 503)
 
         # 3. Find the lost servers that answered.
         for worker in self.workers:
-            self._records.setdefault(worker, Server())
             if worker + "/model_info" in answers:
                 self.find(worker)
 

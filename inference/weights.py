@@ -203,7 +203,7 @@ def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: 
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, "/init_weights_update_group", bodies, timeout=BUCKET_TIMEOUT)
         try:
-            group = join_group(meta.address, port, 0, world, group_name, backend, BUCKET_TIMEOUT)
+            group = join_group(meta.address, port, 0, world, group_name, backend)
         finally:
             asked.result()  # if a server refused, its own error is raised instead of the timeout of join_group
 

@@ -19,7 +19,7 @@ from trainers import make_family
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from engine import RemoteInfEngine
-from inference import weights
+from inference import group
 from inference.io_struct import GenerationHyperparameters, ModelRequest
 from inference.weights import WeightUpdateMeta, named_buckets, send, write_checkpoint
 from run.config import PPOActorConfig
@@ -227,7 +227,7 @@ def test_a_server_that_refuses_the_group_is_named():
         return [{"version": "0.5.23", "tp_size": 1, "device": "cpu"}]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "BUCKET_TIMEOUT", 1.0)
+        patch.setattr(group, "BUCKET_TIMEOUT", 1.0)
         with pytest.raises(RuntimeError, match="http://b answered 400: no group"):
             send(WeightUpdateMeta(mode="distributed", version=1), post_all, iter(()))
 
