@@ -1,16 +1,17 @@
-"""Claims: advantages and the loss cost next to nothing, and log-probabilities do not need the (T, V) logits.
+"""Claim: advantages and loss take a few milliseconds, and log-probabilities do not need the (T, V) matrix of logits.
 
-    python bench/loss.py            all three; beside AReaL's own where `areal` can be imported,
-                                    else it says "peer absent"
-    python bench/loss.py --small    V = 20,000 and T = 1,024, for a machine with less than 16 GB
+    python bench/loss.py            all three measurements
+    python bench/loss.py --small    memory with V = 20,000 and T = 1,024, for a machine with less than 16 GB
 
-**advantages** of 64 rows of 2,048 tokens (aim: at most a tenth of AReaL's), **the actor's loss** on the same tokens,
-forward, with its statistics (aim: no slower than AReaL's of the same objective): alternating in one process, the median
-of `--repeat`.
+**Time of the advantages** of 64 rows of 2,048 tokens. The aim is at most a tenth of AReaL's time.
 
-**memory** of log-probabilities, entropy and backward at T = 4,096 and V = 151,936, hidden size 256: the resident
-memory's peak above what stood before, each way in a process of its own (aim: at most a quarter of the plain way). Both
-are checked to give the same numbers.
+**Time of the loss** on these tokens: the forward pass with its metrics. The aim is to be no slower than AReaL's loss
+with an equal objective. Both times are medians of `--repeat` rounds, in which the functions alternate in one process.
+If `areal` cannot be imported, the benchmark prints "peer absent".
+
+**Memory** of log-probabilities, entropy and backward pass with T = 4,096 tokens, V = 151,936 and hidden size 256. The
+benchmark measures how far the peak of resident memory rises, in a separate process for the plain and for the chunked
+way. The aim is at most a quarter of the plain way. The printed check sums show that both ways give equal numbers.
 """
 
 import argparse
@@ -31,7 +32,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-try:  # before transformers: areal's imports are circular in another order
+try:  # areal must be imported before transformers; in another order its imports are circular
     import areal  # noqa: F401
     from areal.utils.functional import ppo_actor_loss_fn as peer_loss
 except ImportError:
@@ -47,7 +48,7 @@ torch.set_num_threads(1)
 
 
 def timed(functions: dict[str, Callable[[], Any]], repeat: int) -> dict[str, tuple[float, float]]:
-    """Median and least milliseconds of each, one after another in every round."""
+    """Return the median and the least milliseconds of each function; the functions alternate in every round."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeat):
         for name, function in functions.items():
@@ -58,6 +59,7 @@ def timed(functions: dict[str, Callable[[], Any]], repeat: int) -> dict[str, tup
 
 
 def make_batch(B: int = 64, T: int = 2048) -> dict[str, torch.Tensor]:
+    """Make a random batch of B rows with T tokens, 200 of which are the prompt, in groups of 8 rows."""
     g = torch.Generator().manual_seed(0)
     trained = torch.arange(T).expand(B, T) >= 200
     rewards = torch.randint(0, 2, (B,), generator=g).float()
@@ -77,8 +79,7 @@ def make_batch(B: int = 64, T: int = 2048) -> dict[str, torch.Tensor]:
 
 
 def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
-    """AReaL's own, for the same recipe (group mean and spread of rewards, gamma = lambda = 1),
-    or None with the reason."""
+    """Return AReaL's function for an equal recipe, or print why it is absent and return None."""
     try:
         from areal.api.cli_args import NormConfig as PeerNorm
         from areal.api.cli_args import PPOActorConfig as PeerConfig
@@ -90,12 +91,13 @@ def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
         name = "_compute_advantages" if hasattr(actor, "_compute_advantages") else "compute_advantages"
         getattr(actor, name)({key: value.clone() for key, value in make_batch(8, 64).items()})
         return lambda batch: getattr(actor, name)({key: value.clone() for key, value in batch.items()})
-    except Exception as error:  # another version of the peer is a missing comparison, not a failed benchmark
+    except Exception as error:  # with another version of AReaL the benchmark still runs, without a comparison
         print(f"advantages: peer absent ({type(error).__name__}: {str(error)[:100]})")
         return None
 
 
 def bench_times(repeat: int) -> None:
+    """Print the times of advantages and loss."""
     batch, config = make_batch(), PPOActorConfig(adv_norm=NormConfig())
     functions: dict[str, Callable[[], Any]] = {"advantages, ours": lambda: compute_advantages(batch, config)}
     if peer := peer_advantages():
@@ -109,14 +111,14 @@ def bench_times(repeat: int) -> None:
     else:
         from areal.api.cli_args import RejectionSamplingConfig
 
-        # the peer's default leaves the behaviour weight out; rejection sampling at the same cap is our objective
+        # AReaL leaves the behaviour weight out by default; with rejection sampling its objective equals ours
         where = {"logprobs": theta, "proximal_logprobs": prox, "old_logprobs": old, "advantages": A, "eps_clip": 0.2}
         same = RejectionSamplingConfig(upper=config.behave_imp_weight_cap)
         here, there = (
             functions["loss, ours"]()[0],
             peer_loss(**where, loss_mask=mask.bool(), rejection_sampling=same)[0],
         )
-        assert torch.isclose(here, there, atol=1e-6), f"{here} and {there}: not the same objective"
+        assert torch.isclose(here, there, atol=1e-6), f"the losses differ: {here} here, {there} in AReaL"
         functions["loss, AReaL"] = lambda: peer_loss(**where, loss_mask=mask.bool(), rejection_sampling=same)
         functions["loss, AReaL without weight"] = lambda: peer_loss(**where, loss_mask=mask.bool())
     for name, (middle, least) in timed(functions, repeat).items():
@@ -124,13 +126,13 @@ def bench_times(repeat: int) -> None:
 
 
 def plain_logprobs(hidden, weight, ids, temperatures):
-    """The (T, V) way."""
+    """Compute log p and entropy with the whole (T, V) matrix of logits."""
     log_p = torch.log_softmax((hidden @ weight.t()).float() / temperatures[:, None], dim=-1)
     return log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 def measure(way: str, T: int, V: int, H: int = 256) -> None:
-    """Print the peak of this process above what stood before, in MiB, seconds, and a check sum."""
+    """Print the rise of this process's memory peak in MiB, the seconds, and a check sum."""
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(T, H, generator=g).requires_grad_()
     weight = (torch.randn(V, H, generator=g) / 16).requires_grad_()
@@ -147,12 +149,13 @@ def measure(way: str, T: int, V: int, H: int = 256) -> None:
 
 
 def bench_memory(T: int, V: int) -> None:
+    """Print the memory of both ways, each measured in its own process."""
     found = {}
     for way in ("plain", "chunked"):
         command = [sys.executable, __file__, "--measure", way, str(T), str(V)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=1800)
         if result.returncode:
-            print(f"memory, {way}: failed with code {result.returncode} (too little memory?); try --small")
+            print(f"memory, {way}: failed with code {result.returncode}, perhaps for lack of memory; try --small")
             return
         mib, seconds, check = result.stdout.strip().splitlines()[-1].split(";")
         found[way] = (float(mib), check)

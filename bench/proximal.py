@@ -1,16 +1,16 @@
-"""Claim: pi_prox can be guessed from versions, and the closer the data is to the policy, the better.
+"""Claim: log pi_prox can be guessed from versions, and the guess is better the fresher the data is.
 
     python bench/proximal.py [--eta 4] [--steps 80] [--seed 1]
 
-One real run of the maze (train.py, asynchronous, eta = 4) with `actor.prox_logp_method=metrics`: pi_prox is recomputed
-and trained on, so the truth is known for every trained token, and with it what each guess would have said. Of the
-tokens that the run wrote (tokens/*.safetensors) a table by lag v - v_b: the mean of |guess - log pi_prox|, for
+The benchmark makes one real run of the maze (train.py, asynchronous, eta = 4) with `actor.prox_logp_method=metrics`.
+Such a run recomputes pi_prox, so the truth is known for every trained token. The run writes its tokens to
+tokens/*.safetensors. From them the benchmark prints the mean of |guess - log pi_prox| for each lag v - v_b, for
 
-    loglinear    alpha = (v - v_b) / (v + f - v_b)                                             training/proximal.py
-    AReaL        alpha = (v - 1 - v_b) / (v - v_b), v_b read from the token before; prompts give 0   reference: its code
-    rollout      log pi_behav itself: what standard PPO takes for the centre
+    loglinear    alpha = (v - v_b) / (v + f - v_b), as in training/proximal.py
+    AReaL        alpha = (v - 1 - v_b) / (v - v_b), with v_b of the token before; after a prompt token alpha is 0
+    rollout      log pi_behav itself, as in standard PPO
 
-on the same tokens. A run that is there already is read, not repeated.
+A run that exists already is read and not repeated.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from training.proximal import interpolation, loglinear  # noqa: E402
 
 
 def train(folder: Path, eta: int, steps: int, seed: int) -> None:
+    """Train the maze in another process; the run writes to `folder`."""
     words = [f"fileroot={folder.parent.parent}", f"trial_name={folder.name}", "experiment_name=maze", f"seed={seed}"]
     words += [f"rollout.max_head_offpolicyness={eta}", "rollout.max_concurrent_rollouts=null", f"max_steps={steps}"]
     words += ["actor.prox_logp_method=metrics", "logger.live=false"]
@@ -41,7 +42,7 @@ def train(folder: Path, eta: int, steps: int, seed: int) -> None:
 
 
 def areal(old: Tensor, theta: Tensor, versions: Tensor, version: int) -> Tensor:
-    """AReaL's guess, (B, T): versions are not rolled where logprobs are, so that a token meets its neighbour's."""
+    """Return AReaL's guess (B, T), which reads each token with the version of the token before."""
     neighbour = versions.roll(1, dims=1)
     lag = (version - neighbour).float()
     alpha = torch.where((neighbour >= 0) & (lag > 0), ((lag - 1) / lag).clamp(0, 1), 0.0)
@@ -49,7 +50,7 @@ def areal(old: Tensor, theta: Tensor, versions: Tensor, version: int) -> Tensor:
 
 
 def errors_by_lag(folder: Path) -> dict[int, Tensor]:
-    """Lag -> (number of tokens, then the summed error of loglinear, AReaL and rollout)."""
+    """Return for each lag the number of tokens and the summed errors of loglinear, AReaL and rollout, (4,)."""
     sums: dict[int, Tensor] = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
     for path in sorted((folder / "tokens").glob("*.safetensors")):
         t, version = load_file(path), int(path.stem) - 1

@@ -1,30 +1,30 @@
-"""Claim: stale data slows standard PPO down, and the decoupled objective buys most of it back.
+"""Claim: standard PPO learns more slowly from stale data, and the decoupled objective avoids most of this loss.
 
-    python bench/staleness.py                          the whole table: 7 lags x 3 methods x 5 seeds, some 20 minutes
-    python bench/staleness.py --etas 0 4 inf --seeds 1 2       a part of it
-    python bench/staleness.py --draw                   the table and the figure from the CSV, nothing is run
+    python bench/staleness.py                              all runs: 7 lags x 3 methods x 5 seeds, about 20 minutes
+    python bench/staleness.py --etas 0 4 inf --seeds 1 2   some of the runs
+    python bench/staleness.py --draw                       only the table and the figure, from the CSV file
 
-The experiment of the paper's staleness table (arXiv 2505.24298) on the game of tasks/guess.py, through the same
-training/actor.py and ppo.py as a real run. Each run is one line of docs/staleness.csv and is not repeated when it is
-there; the figure is docs/staleness.png; docs/staleness.md reads them.
+This is the experiment of the paper's staleness table (arXiv 2505.24298) on the game of tasks/guess.py. The benchmark
+trains with training/actor.py and ppo.py, as a real run does. Each run writes one line of docs/staleness.csv, and a
+run whose line exists is not repeated. The figure is docs/staleness.png. docs/staleness.md explains the results.
 
-**Lag is imposed, not hoped for.** On a small machine generation is as fast as training and lag hardly arises. Here
-both alternate in one process: the batch that step s (from 0) trains on is sampled by the weights of version
-max(s - eta, 0), what the gate of staleness.py allows at most, in every step and for every token. `inf` has no gate:
-generation makes two batches while the trainer consumes one, the queue grows, and step s trains on samples of
-version s // 2. Every run trains on the same number of samples, 64 batches of 120 games. The lag in the CSV is
-measured: the trainer's version minus the version that each trained token carries.
+**The lag is imposed.** On a small machine generation is as fast as training, so lag hardly arises by itself. Here
+both alternate in one process. Step s, counted from 0, trains on a batch that version max(s - eta, 0) sampled, for
+every token. That is the largest lag that the gate of staleness.py allows. With eta = inf there is no gate: two
+batches are generated while the trainer consumes one, so step s trains on samples of version s // 2. Every run trains
+on 64 batches of 120 games. The CSV file holds the measured lag: the trainer's version minus the version of each
+trained token.
 
-**Methods.** naive: standard PPO whose old policy is the one that sampled. decoupled: pi_prox by a forward pass.
-loglinear: pi_prox interpolated between pi_behav and pi_theta, no forward pass. The recipe is configs/demo.yaml with one
-pass over each batch instead of two, and an entropy bonus in place of the KL penalty, which is itself a trust region
-round an old policy: learning rate 1e-3 and four minibatches, with which the policy moves far
-enough in a few versions that a trust region round an old policy is in the way. At a tenth of that rate 64
-steps teach too little to lose. Games share their beginnings, so they are trained as trees (training/tree_attention.py),
-which changes nothing but the time.
+**Methods.** naive is standard PPO whose old policy is the one that sampled. decoupled computes pi_prox by a forward
+pass. loglinear interpolates pi_prox between pi_behav and pi_theta.
 
-**Success is exact**: the probability that the policy finds the secret, by walking every game that can be won, so that
-the spread in the figure is that of training and not of an evaluation.
+**Recipe.** The recipe is configs/demo.yaml with one pass over each batch instead of two. An entropy bonus replaces
+the KL penalty, because that penalty also holds the policy near an old one. With a learning rate of 1e-3 and four
+mini-batches the policy moves far in a few versions. At a tenth of that rate 64 steps teach too little for a lag to do
+harm. Rows share prefixes and are trained as trees (training/tree_attention.py), which changes only the time.
+
+**Success is exact.** It is the probability that the policy finds the secret, computed by walking through every game
+that can be won. So the spread in the figure comes from training and not from the evaluation.
 """
 
 import argparse
@@ -60,19 +60,25 @@ METHODS: dict[str, dict[str, Any]] = {
     "decoupled": {"use_decoupled_loss": True, "prox_logp_method": "recompute"},
     "loglinear": {"use_decoupled_loss": True, "prox_logp_method": "loglinear"},
 }
-STEPS, GAMES, EVERY = 64, 20, 8  # training steps; games a secret in a batch; steps between two points of the curve
+STEPS, GAMES, EVERY = 64, 20, 8  # training steps; games per secret in a batch; steps between points of the curve
 MAX_NEW_TOKENS = 4
-MEASURED = ("clip_frac", "behave_weight_mean", "dropped_share", "kl", "entropy")  # means over the run
+MEASURED = (
+    "clip_frac",
+    "behave_weight_mean",
+    "dropped_share",
+    "kl",
+    "entropy",
+)  # metrics whose means over the run are written
 CURVE = [f"success_{step}" for step in range(0, STEPS + 1, EVERY)]
 COLUMNS = ["eta", "method", "seed", "lag_mean", "lag_max", *CURVE, *MEASURED, "cpu_s"]
 TABLE, FIGURE, BASES = ROOT / "docs" / "staleness.csv", ROOT / "docs" / "staleness.png", ROOT / "runs" / "staleness"
 
 
-# ---------------------------------------------------------------- the game, many at once
+# ---------------------------------------------------------------- many games at once
 
 
 class Script:
-    """The game's words in token ids, as the chat template renders them."""
+    """The token ids of the game's messages, as the chat template renders them."""
 
     def __init__(self) -> None:
         tokenizer = base_model.make_tokenizer(guess.WORDS)
@@ -88,16 +94,16 @@ class Script:
 
 
 class Transcript:
-    """One game as a row: each token with its logprob and the turn it was sampled in, -1 and 0 where it was not."""
+    """One game as a row: for each token its logprob and its turn, or 0 and -1 if the model did not sample it."""
 
     def __init__(self, script: Script, secret: int) -> None:
         self.script, self.secret, self.reward, self.turn = script, secret, 0.0, 0
         self.ids, self.logp, self.turns = list(script.start), [0.0] * len(script.start), [-1] * len(script.start)
-        self.said: list[int] = []  # in the turn under way
+        self.said: list[int] = []  # the tokens of the current turn
         self.over = False
 
     def hear(self, token: int, logp: float) -> None:
-        """A sampled token; at the turn's end the game answers as GuessAgent does."""
+        """Add a sampled token; at the end of a turn the game answers as GuessAgent does."""
         self.ids.append(token)
         self.logp.append(logp)
         self.turns.append(self.turn)
@@ -118,7 +124,7 @@ class Transcript:
 
 
 def last_logp(model: Any, rows: list[list[int]]) -> Tensor:
-    """(n, V): log p of the token behind each row. Equal rows, of which a small game has many, are computed once."""
+    """Return log p of the token after each row, (n, V). Equal rows are computed once; a small game has many."""
     number = {row: i for i, row in enumerate(dict.fromkeys(map(tuple, rows)))}
     lengths = torch.tensor([len(row) for row in number])
     ids = torch.zeros(len(number), int(lengths.max()), dtype=torch.long)
@@ -130,7 +136,7 @@ def last_logp(model: Any, rows: list[list[int]]) -> Tensor:
 
 @torch.no_grad()
 def play(model: Any, script: Script, version: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """A batch: GAMES games for each secret, a game a row, completed as workflows' trajectories are."""
+    """Play GAMES games for each secret and return them as a batch, one row for each game."""
     games = [Transcript(script, secret) for secret in guess.SECRETS for _ in range(GAMES)]
     while playing := [game for game in games if not game.over]:
         log_p = last_logp(model, [game.ids for game in playing])
@@ -157,7 +163,7 @@ def play(model: Any, script: Script, version: int, generator: torch.Generator) -
 
 @torch.no_grad()
 def success(model: Any, script: Script) -> float:
-    """The probability that the policy finds the secret, over all secrets, exactly."""
+    """Return the exact probability that the policy finds the secret, as a mean over all secrets."""
     # P(found) = mean over secrets of the sum over games that find it of prod p(number) p(end)
     found, reached = 0.0, [(script.start, {secret: 1 / len(guess.SECRETS) for secret in guess.SECRETS})]
     for _ in range(guess.GUESSES):
@@ -179,12 +185,12 @@ def success(model: Any, script: Script) -> float:
 
 
 def sampled_at(step: int, eta: str) -> int:
-    """The version that samples the batch of this step (from 0)."""
+    """Return the version that samples the batch of step `step`, counted from 0."""
     return step // 2 if eta == "inf" else max(step - int(eta), 0)
 
 
 def run(eta: str, method: str, seed: int, base: Path, recipe: PPOActorConfig) -> dict[str, Any]:
-    """One run, one line of the table."""
+    """Make one run and return its line of the CSV file."""
     began = time.process_time()
     actor = FSDPPPOActor(replace(recipe, **METHODS[method]), base)
     actor.create_process_group()
@@ -194,11 +200,11 @@ def run(eta: str, method: str, seed: int, base: Path, recipe: PPOActorConfig) ->
     queue: deque[dict[str, Tensor]] = deque()
     made, lags, stats, curve = 0, [], [], [success(sampler, script)]
     for version in range(STEPS):
-        # 1. Generation: every batch whose time has come, by the weights as they are now.
+        # 1. Generate the batches that this version has to sample.
         while made < STEPS and sampled_at(made, eta) <= version:
             queue.append(play(sampler, script, version, generator))
             made += 1
-        # 2. Training on the oldest.
+        # 2. Train on the oldest batch.
         batch = queue.popleft()
         lags.append((version - batch["versions"][batch["loss_mask"] > 0]).float().mean().item())
         if actor.should_compute_prox_logp():
@@ -217,7 +223,7 @@ def run(eta: str, method: str, seed: int, base: Path, recipe: PPOActorConfig) ->
 
 
 def read() -> list[dict[str, Any]]:
-    """The lines of the table that are there, numbers as numbers."""
+    """Return the lines of the CSV file, with numbers as floats."""
     if not TABLE.exists():
         return []
     with TABLE.open() as file:
@@ -228,6 +234,7 @@ def read() -> list[dict[str, Any]]:
 
 
 def append(line: dict[str, Any]) -> None:
+    """Write a line to the end of the CSV file, and the column names before the first line."""
     new = not TABLE.exists()
     with TABLE.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -236,11 +243,11 @@ def append(line: dict[str, Any]) -> None:
         writer.writerow({key: f"{value:.5g}" if isinstance(value, float) else value for key, value in line.items()})
 
 
-# ---------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------- the table and the figure
 
 
 def cells(lines: list[dict[str, Any]], column: str) -> dict[tuple[str, str], list[float]]:
-    """{(eta, method): the column's value for each seed}"""
+    """Return for each (eta, method) the values of a column, one for each seed."""
     found: dict[tuple[str, str], list[float]] = {}
     for line in lines:
         found.setdefault((line["eta"], line["method"]), []).append(line[column])
@@ -248,7 +255,7 @@ def cells(lines: list[dict[str, Any]], column: str) -> dict[tuple[str, str], lis
 
 
 def print_table(lines: list[dict[str, Any]]) -> None:
-    """Success after the last step, mean and standard deviation over the seeds, beside the measured lag."""
+    """Print success after the last step (mean and standard deviation over the seeds) and the measured lag."""
     last, lag, largest = cells(lines, CURVE[-1]), cells(lines, "lag_mean"), cells(lines, "lag_max")
     print("| eta | lag, mean | lag, max | " + " | ".join(METHODS) + " |\n" + "|---" * (3 + len(METHODS)) + "|")
     for eta in ETAS:
@@ -260,11 +267,12 @@ def print_table(lines: list[dict[str, Any]]) -> None:
 
 
 def spread(values: list[float]) -> float:
+    """Return the standard deviation, or NaN if there is one value."""
     return stdev(values) if len(values) > 1 else math.nan
 
 
 def draw(lines: list[dict[str, Any]], curves_of: str = "16") -> None:
-    """Left: success after the last step over eta, a dot a seed; right: the way there at one eta."""
+    """Draw success after the last step over eta (left), and success during training at one eta (right)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -303,7 +311,9 @@ def main() -> None:
     words = ["actor.ppo_epochs=1", "actor.kl_ctl=0", "actor.entropy_coeff=0.03", "actor.enable_tree_training=true"]
     recipe = load(["--config", str(ROOT / "configs" / "demo.yaml"), *words]).actor
     done = {(line["eta"], line["method"], line["seed"]) for line in read()}
-    for seed in [] if args.draw else args.seeds:  # seeds outermost: a run that is stopped has whole tables
+    for seed in (
+        [] if args.draw else args.seeds
+    ):  # seeds are the outer loop, so that a stopped benchmark has whole tables of some seeds
         base = BASES / f"base-{seed}"
         guess.make_model(base, seed)
         for eta in args.etas:

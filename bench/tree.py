@@ -1,23 +1,22 @@
-"""Claim: training on shared prefixes costs what the tree costs, and building the tree costs next to nothing.
+"""Claim: a training pass over a tree costs what its tokens cost, and building the tree takes about a millisecond.
 
     python bench/tree.py [--quick]
 
-**Training.** One forward and backward pass of a random Qwen3 (4 layers, fp32, one thread) over 16 rows that share
-their beginning and train on what is their own, in five ways that must agree in their gradients:
+**Training.** A random Qwen3 (4 layers, float32, one thread) makes one forward and one backward pass over 16 rows. The
+rows share a prefix, and their own tokens are trained. There are five ways, which must agree in their gradients:
 
-    padded    16 rows side by side, causal attention without a mask (all are equally long: no padding is wasted)
-    packed    the rows end to end, each attending to itself alone: actor.layout=packed
-    hf        the same as transformers does it by itself: positions start over, over an N x N mask
-    dense     the tree, over the N x N mask that defines it
-    tree      the tree, with the blocks of training/tree_attention.py; building it is part of the time
+    padded    16 rows one under another, causal attention without a mask; all rows are equally long
+    packed    the rows end to end, each attending to itself alone (actor.layout=packed)
+    hf        the rows end to end, as transformers does it: positions start over, with an N x N mask
+    dense     the tree, with its dense N x N mask
+    tree      the tree, with the blocks of training/tree_attention.py; the time includes building the tree
 
-Process time (wall time would measure what else the machine does), the best of some rounds in which the ways alternate.
-`gain` is packed / tree, `padded / tree` where padded is faster, so the fairest of the comparisons; `ratio` is
-tokens of the tree / tokens of the rows, so that 1 / ratio is what can be had at most. Target: gain of at least 2 at
-width 384, 256 tokens, 3/4 shared.
+The ways alternate for some rounds, and the least process time of each counts. (Wall time would also measure other
+programs.) `gain` is the faster of padded and packed, divided by tree. `ratio` is tokens of the tree / tokens of the
+rows, so the gain is at most 1 / ratio. The aim is a gain of 2 at width 384 with 256 tokens of which 3/4 are shared.
 
-**Building** the tree of 16 rows of 2,500 tokens, beside AReaL's `_greedy_build_tries` where `areal` can be imported
-(PyPI areal 1.0.4, in a venv of its own): the same rows, the same budget, alternating.
+**Building** the tree of 16 rows of 2,500 tokens is compared with AReaL's `_greedy_build_tries` if `areal` can be
+imported (areal 1.0.4, in a venv of its own). Both get equal rows and an equal budget, and they alternate.
 """
 
 import argparse
@@ -33,7 +32,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-try:  # before transformers: areal's imports are circular in another order
+try:  # areal must be imported before transformers; in another order its imports are circular
     import areal  # noqa: F401
     from areal.models.tree_attn.tree import _greedy_build_tries
 except ImportError:
@@ -62,7 +61,7 @@ CASES = [  # width, tokens of a row, share that all rows have in common
 
 
 def build(width: int) -> Any:
-    """A random Qwen3: heads of 64 (16 in the narrowest), two query heads a key head."""
+    """Make a random Qwen3 with heads of size 64 (16 in the narrowest) and two query heads for each key head."""
     torch.manual_seed(0)
     d = 64 if width >= 256 else 16
     shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": LAYERS, "head_dim": d}
@@ -71,21 +70,21 @@ def build(width: int) -> Any:
 
 
 def make_rows(length: int, share: float) -> Tensor:
-    """(ROWS, length), the first tokens alike."""
+    """Make random rows (ROWS, length) that have a share of their first tokens in common."""
     rows = torch.randint(VOCABULARY, (ROWS, length), generator=torch.Generator().manual_seed(0))
     rows[:, : int(share * length)] = rows[0, : int(share * length)]
     return rows
 
 
 def loss_of(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
-    """- mean log p of ids (n,), each read at the hidden state (n, H) of the token before it."""
+    """Return - mean log p of ids (n,), each predicted by one of the hidden states (n, H)."""
     return torch.nn.functional.cross_entropy(model.lm_head(hidden).float(), ids)
 
 
 def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tensor]]:
-    """Name -> the loss of the rows' own tokens, computed this way."""
+    """Return for each way a function that computes the loss of the rows' own tokens."""
     length = rows.shape[1]
-    own = max(int(share * length), 1)  # the first token that is trained
+    own = max(int(share * length), 1)  # the index of the first trained token
     wanted = rows[:, own:].flatten()
 
     def padded() -> Tensor:
@@ -125,7 +124,7 @@ def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tenso
 
 
 def measure(width: int, length: int, share: float, rounds: int) -> str:
-    """One line of the table."""
+    """Measure all ways for one case and return its line of the table."""
     model, rows = build(width), make_rows(length, share)
     best: dict[str, float] = {}
     truth: list[Tensor] = []
@@ -133,7 +132,7 @@ def measure(width: int, length: int, share: float, rounds: int) -> str:
     for _ in range(rounds):
         for name, way in ways(model, rows, share).items():
             if rows.numel() > 8192 and name in ("hf", "dense"):
-                continue  # the N x N mask takes a minute and tells nothing new
+                continue  # with so many tokens the N x N mask takes a minute
             model.zero_grad()
             began = time.process_time()
             way().backward()
@@ -157,7 +156,7 @@ def measure(width: int, length: int, share: float, rounds: int) -> str:
 
 
 def measure_building(rounds: int) -> None:
-    """Milliseconds to build the tree of 16 x 2,500 tokens, without and with a shared beginning, ours and AReaL's."""
+    """Print the milliseconds that this project and AReaL need to build the tree of 16 rows of 2,500 tokens."""
     print("\n| 16 x 2,500 tokens | ours, ms | AReaL, ms |\n|---|---|---|")
     for share in (0.0, 0.75):
         rows = make_rows(2500, share).int()
@@ -182,7 +181,7 @@ def main() -> None:
     torch.set_num_threads(1)
     names = ["width", "tokens", "shared", "ratio", "padded", "packed", "hf", "dense", "tree", "gain", "gradients"]
     print(
-        "Milliseconds of process time; `gradients`: the largest relative difference of any parameter's from padded's.\n"
+        "Milliseconds of process time. `gradients` is the largest relative difference of any gradient from padded's.\n"
     )
     print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
     for case in CASES[: 2 if args.quick else None]:
