@@ -2,7 +2,7 @@
 
 Agents speak chat completions, Responses or Anthropic's Messages. Each protocol has one parser here: `parse_chat`,
 `parse_responses` and `parse_anthropic` turn the JSON body of a request into an `AgentRequest`. The conversation tree,
-the chat template and the engine therefore know one form of message, the normal form, which `normalise` makes:
+the chat template and the engine therefore read one form of message, the normal form. `normalise` makes it:
 
     {"role": "assistant", "content": "Let me see.", "reasoning_content": "I need the weather.",
      "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
@@ -12,9 +12,9 @@ Responses and Messages split such a message into several items or blocks (reason
 join the pieces again. Each tool result becomes a message of its own.
 
 Why messages are compared. An agent sends the whole history with every request. The conversation tree (`cache.py`) has
-to see that this history begins with an earlier request and its reply. Clients do not send a reply back as they got it:
-`content: null` comes back as `""`, a string as a list of text parts, the arguments of a tool call with other spaces.
-`canonical` returns a value that is equal for two messages when these four are equal:
+to see that this history begins with an earlier request and its reply. Clients do not send a reply back as they got it.
+For example, `content: null` comes back as `""`, and the arguments of a tool call come back with other spaces. For two
+messages, `canonical` returns equal values when these four are equal:
 
     role            `developer` is the newer name of `system`
     text            null, "" and an absent key are equal; a list of text parts equals its concatenation
@@ -23,8 +23,8 @@ to see that this history begins with an earlier request and its reply. Clients d
 
 Every other key (`name`, reasoning, annotations, cache markers, ids of items) is ignored. Among 150 pairs of consecutive
 requests by real clients, plain equality finds the parent in 52 %, this rule in 91 %. In the other 9 % the client has
-changed the history itself. Two equal messages may have different tokens, so the comparison only finds the parent: its
-sampled tokens are used as they are.
+changed the history itself. Two equal messages may have different tokens. The comparison therefore only finds the parent
+of a turn, and the sampled tokens of the parent are used unchanged.
 
 References. Some clients send an id instead of the history: `previous_response_id`, `item_reference`, or a `thread` of
 Anthropic's. `find` looks this id up among the finished interactions of the session, and the parser puts the messages
@@ -112,7 +112,7 @@ class AgentRequest:
 
 
 def normalise(raw: Any, where: str = "message") -> Message:
-    """Return the normal form of a message of chat completions; messages with equal meaning get equal normal forms.
+    """Return the normal form of a message that has the form of chat completions.
 
     `where` is the path of the message in the request, as "messages[0]". Raises Refusal, which names that path, if the
     role, the text or a tool call is not valid.
