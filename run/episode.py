@@ -66,21 +66,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run one episode of an agent and print its conversation tree.")
     parser.add_argument("agent", help="my_module.MyAgent, a class with `async def run(self, data, **extra_kwargs)`")
     parser.add_argument("--data", type=json.loads, default={}, help="JSON object that run() gets as its sample")
-    parser.add_argument(
-        "--kwargs", type=json.loads, default={}, help="JSON object with keyword arguments of the agent's class"
-    )
+    parser.add_argument("--kwargs", type=json.loads, default={}, help="JSON object with arguments of the agent's class")
     parser.add_argument("--model-path", required=True, help="Hugging Face folder of the model")
+    parser.add_argument("--server", help="URL of a running inference server; default: start a tiny server on the model")
+    parser.add_argument("--mode", choices=["inline", "subproc"], default="inline", help="subproc: in its own process")
     parser.add_argument(
-        "--server", help="URL of a running inference server; default: start inference/tiny/server.py on the model"
-    )
-    parser.add_argument(
-        "--mode",
-        choices=["inline", "subproc"],
-        default="inline",
-        help="run the agent in this process, or in one of its own",
-    )
-    parser.add_argument(
-        "--discount", type=float, default=1.0, help="share of a turn's reward that is passed on to the turn before it"
+        "--discount", type=float, default=1.0, help="share of a turn's reward that the turn before gets"
     )
     args = parser.parse_args(argv)
     options: dict[str, object] = {"--model-path": args.model_path}

@@ -67,9 +67,7 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
     """
     agent = inputs.workflow
     if isinstance(agent, RolloutWorkflow):
-        raise ConfigError(
-            "evaluator.base_url is for agents, but this workflow needs the tokens of an inference server: leave it out"
-        )
+        raise ConfigError("evaluator.base_url is for agents; for a RolloutWorkflow leave the key out")
     where = {"base_url": config.evaluator.base_url, "api_key": os.environ.get("OPENAI_API_KEY", "DUMMY")}
     places = asyncio.Semaphore(config.rollout.max_concurrent_rollouts or 1)
     options, timeout = config.rollout.openai, config.rollout.openai.episode_timeout_seconds

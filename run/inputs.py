@@ -94,11 +94,8 @@ def load_workflow(config: TrainConfig, task: Any, tokenizer: Any) -> Any:
     if workflow is None:
         raise ConfigError("no workflow: set workflow to module.Class, an agent with async run() or a RolloutWorkflow")
     defaults = {"gconfig": config.gconfig, "tokenizer": tokenizer}
-    nowhere = {
-        "proxy_addr": "",
-        "admin_key": "",
-        "mode": config.rollout.openai.mode,
-    }  # the executor fills in the proxy's address
+    # The executor fills in the proxy's address and key later.
+    nowhere = {"proxy_addr": "", "admin_key": "", "mode": config.rollout.openai.mode}
     with users_code(f"workflow={workflow}, workflow_kwargs={kwargs}"):
         resolved = resolve_workflow(workflow, kwargs, proxy=nowhere, defaults=defaults)
     return resolved.agent if isinstance(resolved, OpenAIProxyWorkflow) else resolved
@@ -131,9 +128,7 @@ def read_jsonl(path: Path) -> list[dict]:
     try:
         lines = path.read_bytes().splitlines()  # splitting text instead would also cut at characters such as U+2028
     except OSError as error:
-        raise ConfigError(
-            f"no dataset at {path} ({error}): correct train_dataset.path or valid_dataset.path"
-        ) from error
+        raise ConfigError(f"no dataset at {path}: {error}; correct the dataset's path") from error
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:

@@ -42,13 +42,8 @@ COLUMNS = (
     ("train_s", "train s", "{:.2f}"),
     ("sync_s", "sync s", "{:.2f}"),
 )
-COUNTS = (
-    "accepted",
-    "rejected",
-    "failed",
-    "dropped",
-    "failed_members",
-)  # counters of prompt groups, and of members of groups
+# The executor's counters of prompt groups and of members of groups.
+COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
 ROWS = 12  # number of steps that the live table shows
 TRAINER, ROLLOUT = 1, 2  # ids of the two rows in the trace
 END = "{}]\n"  # how a complete trace file ends

@@ -64,9 +64,7 @@ def claim(run_dir: Path) -> TextIO:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ConfigError(
-            f"{run_dir} is being written by another process: wait until it ends, or give another trial_name"
-        ) from error
+        raise ConfigError(f"{run_dir} is being written by another process: wait, or give another trial_name") from error
     except OSError:  # this file system has no locks
         pass
     return lock
