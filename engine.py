@@ -1,8 +1,8 @@
-"""The client of the inference servers. It asks for completions, and a weight update may arrive in the middle of one.
+"""The engine asks the inference servers for completions, and a weight update may arrive in the middle of one.
 
 While the trainer works on a batch, the servers go on generating. When new weights arrive, thousands of completions are
-unfinished. Waiting for the longest would leave GPUs idle, and throwing them away would waste work and favour short
-completions. A **partial rollout** (write-up, section 2.1) does neither. The update interrupts a completion, the
+unfinished. Waiting for the longest one would leave GPUs idle, and throwing them away would waste work and favour short
+ones. A **partial rollout** (write-up, section 2.1) does neither. The update interrupts a completion, the
 completion keeps its tokens, and the new weights compute the next token. The trainer must know which weights computed
 which token, so every token carries a version:
 

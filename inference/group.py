@@ -1,8 +1,8 @@
-"""The process group through which mode distributed sends new weights. Trainer and servers build it in one way.
+"""The trainer and the small server join a process group here. Mode distributed sends new weights through it.
 
 The trainer is rank 0 and hosts the key-value store where the ranks meet. Every GPU of every server is one more rank.
-SGLang builds its side with torch.distributed, which puts three prefixes before each key of the store. `join_group` uses
-these prefixes too, so the trainer can meet SGLang as well as the small server. The group exists beside torch's default
+SGLang joins through torch.distributed, which puts three prefixes before each key of the store. `join_group` uses these
+prefixes too, so the trainer can meet SGLang as well as the small server. The group exists beside torch's default
 group, which connects the trainer's own ranks.
 """
 

@@ -1,4 +1,4 @@
-"""Which inference servers there are, which of them are alive, and which one takes a conversation.
+"""This module knows which inference servers are alive, and it chooses one for each conversation.
 
 The rule: **losing a server costs only what it was computing.** A request keeps the tokens that it has received, and
 another server generates what is missing. The run goes on while one server lives.

@@ -1,8 +1,8 @@
-"""New weights for running servers, in one of three ways.
+"""Send new weights to running servers, in one of three ways.
 
 - **disk**: the trainer writes a Hugging Face directory, and each server reads it (POST /update_weights_from_disk). Both
   sides only need a shared file system. The directory is also a checkpoint that `from_pretrained` can read. A model of
-  1.5B parameters in bf16 has 3 GB. On one machine, /dev/shm makes this way as fast as memory.
+  1.5B parameters in bf16 takes 3 GB. On one machine, /dev/shm makes this way as fast as memory.
 - **distributed**: trainer and servers join one NCCL or gloo group, and the trainer broadcasts the tensors.
 - **tensor**: the trainer and a server share a GPU. The trainer sends handles of its tensors (CUDA IPC), and the server
   copies the tensors. Without a GPU the request contains the tensors themselves.
@@ -99,10 +99,11 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
     from transformers.core_model_loading import revert_weight_conversion as revert
 
     state = model.state_dict()
-    named = [*model.named_parameters(), *model.named_buffers()]  # a tied tensor is listed once
+    tensors = [*model.named_parameters(), *model.named_buffers()]  # lists a tied tensor once
+    names = [name for name, _ in tensors if name in state]
     bucket: Bucket = []
     size = 0.0
-    for name in (name for name, _ in named if name in state):
+    for name in names:
         shard = state[name].detach()
         shard = shard.to(dtype if shard.is_floating_point() else shard.dtype)
         mb = shard.numel() * shard.element_size() / 2**20

@@ -1,4 +1,4 @@
-"""JSON over HTTP to the inference servers, cheap at hundreds of requests a second.
+"""Send JSON over HTTP to the inference servers, at low cost for hundreds of requests a second.
 
 `Wire.call` returns the parsed body of an answer or raises EngineError, which names the server. The status of an
 EngineError says what the caller can do:
@@ -56,12 +56,13 @@ def read_answer(url: str, status: int, content: bytes) -> dict[str, Any]:
     except ValueError:
         body = content.decode(errors="replace")[:500]
     fields = body if isinstance(body, dict) else {}
-    error = fields.get("error") or fields
-    if status == 200 and error is body and fields.get("success") is not False:
+    failed = bool(fields.get("error")) or fields.get("success") is False
+    if status == 200 and isinstance(body, dict) and not failed:
         return fields
+    error = fields.get("error") or fields
     if isinstance(error, dict):
-        if isinstance(code := error.get("code"), int):
-            status = code
+        code = error.get("code")
+        status = code if isinstance(code, int) else status
         error = error.get("message") or error.get("detail") or body
     raise EngineError(f"{url} answered {status}: {error}", 400 if 400 <= status < 500 else 503)
 
@@ -78,6 +79,7 @@ class StackTransport(httpx.AsyncBaseTransport):
         self.idle: list[Any] = []  # idle connections; the most recently used one is the last
 
     async def handle_async_request(self, request: Any) -> Any:
+        """Send `request` on an idle connection or a new one, and return the answer."""
         connection = self.idle.pop() if self.idle else self._connection()
         try:
             response = await connection.handle_async_request(request)
@@ -99,6 +101,7 @@ class StackTransport(httpx.AsyncBaseTransport):
         return self.http.AsyncHTTPTransport(verify=TLS, limits=limits, retries=CONNECT_RETRIES)
 
     async def aclose(self) -> None:
+        """Close all idle connections."""
         while self.idle:
             await self.idle.pop().aclose()
 
