@@ -259,9 +259,9 @@ def _request(
 ) -> AgentRequest:
     """Build an AgentRequest. This function reads the parameters that have one name in all protocols.
 
-    The parser of each protocol reads the others and passes them: `form` describes structured output, `effort` is the
-    reasoning effort, `tool_type` is the type of a tool that is a function. If the body has no tools, the request gets
-    `thread_tools`. Raises Refusal for a parameter that is not valid or not supported.
+    Parameters whose name depends on the protocol are read by its parser and passed: `form` describes structured output,
+    `effort` is the reasoning effort, `tool_type` is the type of a tool that is a function. If the body has no tools,
+    the request gets `thread_tools`. Raises Refusal for a parameter that is not valid or not supported.
     """
     for name, neutral in NEUTRAL.items():
         value = body.get(name)

@@ -8,7 +8,7 @@ of Qwen and Hermes:
 What is a call. The JSON between <tool_call> and the next </tool_call> is a call if it names a tool that the agent has
 offered and its arguments are an object. Everything else is text: a call without its end mark, broken JSON, an unknown
 tool. A request therefore never fails because of what the model wrote, and the agent sees the mistake. Blank space
-around the reasoning and before a call belongs to the form and is dropped. A text without calls is kept to the letter,
+around the reasoning and before a call belongs to the form and is dropped. A text without calls is kept unchanged,
 because the agent sends it back in its next request.
 
 What a stream holds back. `certain` returns the part of an unfinished text that no continuation can change:
@@ -217,8 +217,8 @@ def sglang_parser(name: str) -> Callable[[str, Tools], tuple[str, list[dict[str,
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
     except ImportError as error:
         ours = ", ".join(filter(None, HERMES))
-        reason = "needs SGLang, which cannot be imported"
-        raise ValueError(f"tool_call_parser: {name} {reason}; without it: {ours}") from error
+        reason = f"{name} needs SGLang, which cannot be imported; install SGLang, or use one of {ours}"
+        raise ValueError(f"tool_call_parser: {reason}") from error
     FunctionCallParser([], name)  # raises ValueError for an unknown name, before the first request
 
     def parse(text: str, tools: Tools) -> tuple[str, list[dict[str, Any]]]:
