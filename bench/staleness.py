@@ -62,13 +62,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 STEPS, GAMES, EVERY = 64, 20, 8  # training steps; games per secret in a batch; steps between points of the curve
 MAX_NEW_TOKENS = 4
-MEASURED = (
-    "clip_frac",
-    "behave_weight_mean",
-    "dropped_share",
-    "kl",
-    "entropy",
-)  # metrics whose means over the run are written
+MEASURED = ("clip_frac", "behave_weight_mean", "dropped_share", "kl", "entropy")  # metrics averaged over the run
 CURVE = [f"success_{step}" for step in range(0, STEPS + 1, EVERY)]
 COLUMNS = ["eta", "method", "seed", "lag_mean", "lag_max", *CURVE, *MEASURED, "cpu_s"]
 TABLE, FIGURE, BASES = ROOT / "docs" / "staleness.csv", ROOT / "docs" / "staleness.png", ROOT / "runs" / "staleness"

@@ -80,9 +80,8 @@ def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
 def step_means(parts: list[dict[str, float]]) -> dict[str, float]:
     """Return the metrics of a training step from those of its mini-batches: means weighted by trained tokens."""
     tokens = sum(part["tokens"] for part in parts)
-    names = parts[0].keys() - {"tokens"}
-    mean = {name: sum(part[name] * part["tokens"] for part in parts) / tokens for name in names}
-    # effective sample size, as a share of the n tokens = (sum w)^2 / (n sum w^2) = (mean w)^2 / mean w^2
+    mean = {key: sum(part[key] * part["tokens"] for part in parts) / tokens for key in parts[0] if key != "tokens"}
+    # effective sample size as a share of the n tokens: (sum w)^2 / (n sum w^2) = (mean w)^2 / mean of w^2
     square = mean.pop("behave_weight_square")
     mean["behave_ess"] = mean["behave_weight_mean"] ** 2 / square if square > 0 else 0.0
     return mean
@@ -135,8 +134,7 @@ class FSDPEngine:
         """Shard each decoder layer of the model, and then the rest of the model, over all ranks."""
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        on_host = self.config.offload
-        offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if on_host else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self.config.offload else OffloadPolicy()
         for module in [*layers, model]:
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
@@ -146,11 +144,12 @@ class FSDPEngine:
         if self.rank == 0:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
-            # How the names in the files follow from the names in memory (inference/weights.py).
+            # inference/weights.py needs these rules to turn names in memory back into names in the files.
             model._weight_conversions = whole._weight_conversions
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
                 raise ValueError(
-                    f"{type(model).__name__} splits tensors of its files, which cannot be undone one by one"
+                    f"{type(model).__name__} splits tensors of its files, which cannot be undone one by one; "
+                    "use another model"
                 )
         offload = self.config.offload
         model.to_empty(device="cpu" if offload else self.device)
@@ -174,10 +173,10 @@ class FSDPEngine:
         return self.all_reduce(logp)  # each token is computed by one rank and is 0 on all others
 
     def forward(self, batch: Batch, piece: Piece, mask: Tensor) -> tuple[TokenIndex, Tensor, Tensor]:
-        """Run one forward pass and read it at the N tokens of the piece at which `mask` (B, T) is set.
+        """Run one forward pass and compute log p and entropy of the N tokens of the piece at which `mask` is set.
 
-        Returns the index of these tokens in the batch, their log-probabilities (N,), and the entropies (N,) of the
-        distributions that they were sampled from.
+        `mask` has shape (B, T). Returns the index of these tokens in the batch, their log-probabilities (N,), and the
+        entropies (N,) of the distributions that they were sampled from.
         """
         index, predicted_by = piece.select(mask)  # ((N,), (N,)), (N,)
         ids = batch["input_ids"][index].to(self.device).long()  # (N,)

@@ -95,13 +95,13 @@ def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
 
 
 def split_microbatches(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> list[list[int]]:
-    """Group rows of similar length, so that each group has at most `mb_tokens` tokens when padded.
+    """Cut rows into pieces of similar length, each with at most `mb_tokens` tokens when padded.
 
-    A row that is longer than `mb_tokens` becomes a group of its own.
+    A row that is longer than `mb_tokens` becomes a piece of its own.
     """
     pieces: list[list[int]] = []
     for row in sorted(rows, key=lambda i: -lengths[i]):
-        # The first row of a group is its longest, so every row of the group is padded to that length.
+        # The first row of a piece is its longest, so every row of the piece is padded to that length.
         if pieces and lengths[pieces[-1][0]] * (len(pieces[-1]) + 1) <= mb_tokens:
             pieces[-1].append(row)
         else:
@@ -110,12 +110,12 @@ def split_microbatches(rows: Sequence[int], lengths: Sequence[int], mb_tokens: i
 
 
 def split_packs(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> list[list[int]]:
-    """Group rows by first-fit decreasing: the longest row first, each into the first group that has room for it.
+    """Cut rows into pieces by first-fit decreasing: the longest row first, each into the first piece with enough room.
 
-    A group has room for `mb_tokens` tokens. A row that is longer becomes a group of its own.
+    A piece has room for `mb_tokens` tokens. A row that is longer becomes a piece of its own.
     """
     pieces: list[list[int]] = []
-    room: list[int] = []  # tokens that each group can still take
+    room: list[int] = []  # tokens that each piece can still take
     for row in sorted(rows, key=lambda i: -lengths[i]):
         fitting = [j for j, free in enumerate(room) if lengths[row] <= free]
         if fitting:
@@ -130,28 +130,28 @@ def split_packs(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> 
 def cut_padded(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
     """Cut rows into padded pieces: b rows one under another, padded on the right to the longest of them."""
     pieces = []
-    for members in split_microbatches(rows, row_lengths(batch), mb_tokens):
-        real = batch["attention_mask"][members].bool()  # (b, T)
+    for part in split_microbatches(rows, row_lengths(batch), mb_tokens):
+        real = batch["attention_mask"][part].bool()  # (b, T)
         t = int(real.sum(1).max())
         row, previous = real[:, 1:t].nonzero(as_tuple=True)  # (n,), (n,): a token's row, the column of the token before
-        inputs = {"input_ids": batch["input_ids"][members, :t].long()}  # (b, t)
-        pieces.append(Piece(inputs, torch.tensor(members)[row], previous + 1, predicted_by=row * t + previous))
+        inputs = {"input_ids": batch["input_ids"][part, :t].long()}  # (b, t)
+        pieces.append(Piece(inputs, torch.tensor(part)[row], previous + 1, predicted_by=row * t + previous))
     return pieces
 
 
 def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
     """Cut rows into packed pieces: rows end to end in one long row of t tokens, without padding."""
     pieces = []
-    for members in split_packs(rows, row_lengths(batch), mb_tokens):
-        real = batch["attention_mask"][members].bool()  # (b, T)
+    for part in split_packs(rows, row_lengths(batch), mb_tokens):
+        real = batch["attention_mask"][part].bool()  # (b, T)
         row, column = real.nonzero(as_tuple=True)  # (t,), (t,): all tokens, row after row
         inputs: dict[str, Any] = {
-            "input_ids": batch["input_ids"][members][real].long()[None],  # (1, t)
+            "input_ids": batch["input_ids"][part][real].long()[None],  # (1, t)
             "position_ids": column[None],  # (1, t)
             "sequence_lengths": real.sum(1).tolist(),  # (b,), read by attend_apart
         }
         later = column.nonzero()[:, 0]  # (n,) where in the long row all but the first tokens of the sequences stand
-        pieces.append(Piece(inputs, torch.tensor(members)[row[later]], column[later], predicted_by=later - 1))
+        pieces.append(Piece(inputs, torch.tensor(part)[row[later]], column[later], predicted_by=later - 1))
     return pieces
 
 

@@ -4,8 +4,8 @@ The problem
 ===========
 The last layer of a language model turns each token's hidden state into logits, one number per word of the vocabulary.
 The logits of a batch are a matrix of shape (tokens, vocabulary). With 16,384 tokens, a vocabulary of 151,936 and
-4 bytes a number, this matrix takes 9.3 GiB. Its softmax and its gradient take as much again. Training needs only two
-numbers of each row: the log-probability of the token that was sampled, and the entropy of the distribution.
+4 bytes a number, this matrix takes 9.3 GiB. Its softmax takes another 9.3 GiB, and its gradient does too. But training
+needs only two numbers per token: the log-probability of the sampled token, and the entropy of the distribution.
 
 The idea
 ========

@@ -26,9 +26,7 @@ import torch
 import torch.distributed as dist
 
 LIFETIME = timedelta(days=365)  # the longest time to wait for a farewell: longer than any run
-PATIENCE = timedelta(
-    hours=2
-)  # the longest time that other operations wait for a rank; rank 0 may be waiting for rollouts
+PATIENCE = timedelta(hours=2)  # the longest time that ranks wait in any other operation, for example for rollouts
 
 _watch: tuple[Any, list[threading.Thread]] | None = None  # the process group of the farewells, and the waiting threads
 

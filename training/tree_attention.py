@@ -20,9 +20,9 @@ Token q may attend to token k if k is q itself or one of its ancestors, and two 
 For example, e (q = 4) sees a (4 < 6), b (4 < 5) and itself, but not c and d (4 < 4 is false). So every token sees
 what it sees in its own row. A token that several rows train gets the gradients of all these rows.
 
-**Packing.** A piece holds at most `max_tokens` tokens. Sorted rows are cut into runs, and each run makes one tree.
-A cut before row i costs shared[i] tokens, which are then computed twice; `cheapest_runs` finds the cuts that cost
-least. Small runs are put together by first-fit. The order of the rows in the batch has no influence.
+**Packing.** One tree holds at most `max_tokens` tokens, so the sorted rows are cut into runs that fit. A cut before
+row i costs shared[i] tokens, which are then computed twice. `cheapest_runs` finds the cuts that cost least. Several
+small runs then go into one tree by first-fit. The order of the rows in the batch has no influence.
 
 **Attention.** The N x N mask is nearly empty, so it is never built. On a CPU 128 queries at a time attend to only
 those keys that one of them sees. On a GPU FlexAttention skips whole blocks of 128 x 128. `PackedTree.mask` is the
@@ -157,8 +157,8 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
     order, shared = sort_rows(arrays)
     runs = cheapest_runs(np.array([len(arrays[row]) for row in order]), shared, max_tokens)
     trees = []
-    for members in split_packs(range(len(runs)), [size for _, _, size in runs], max_tokens):
-        places = [i for first, last, _ in sorted(runs[m] for m in members) for i in range(first, last)]
+    for part in split_packs(range(len(runs)), [size for _, _, size in runs], max_tokens):
+        places = [i for first, last, _ in sorted(runs[k] for k in part) for i in range(first, last)]
         # Two rows that are not neighbours in sorted order share the least of what the neighbours between them share.
         common = [0] + [int(shared[a + 1 : b + 1].min()) for a, b in pairwise(places)]
         trees.append(lay_out([order[i] for i in places], arrays, common))
