@@ -30,10 +30,10 @@ picklable, and each process takes some 50 MB.
 
 **Groups** (Rollout Workflow, "Grouped Rollout"). The members of a group run concurrently, each with its own copy of
 `data`. A member that returns None or raises is left out, and the other members are kept. Example: of four members one
-raises and one returns None; the group has the rows of the other two. If all members raise, the group raises.
+raises and one returns None; the group then has two rows. If all members raise, the group raises the first exception.
 
-**Seeds.** If the run has a seed, the sampling seed of each request depends only on (seed, task, member, turn), and not
-on which episodes happen to run at the same time.
+**Seeds.** If the run has a seed, the sampling seed of each request depends only on (seed, task, member, turn). It does
+not depend on which episodes run at the same time.
 """
 
 import asyncio
@@ -110,7 +110,7 @@ def is_interactions(result: Any) -> bool:
 
 
 def to_tensors(result: Any) -> Trajectory:
-    """Return an episode's result as tensors. Each interaction becomes a row; `parents` holds its parent's row index."""
+    """Return an episode's result as tensors, one row per interaction. `parents` holds the index of the parent's row."""
     if not is_interactions(result):
         return result
     places = {interaction: k for k, interaction in enumerate(result.values())}
@@ -229,8 +229,9 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
             return None
         if not all(map(is_interactions, episodes)):
             rows = [to_tensors(episode) for episode in episodes]
+            # `parents` counts the rows of one member, so it would be wrong for the rows of the group.
             return concat_padded_tensors([{k: x for k, x in row.items() if k != "parents"} for row in rows])
-        merged = dict(item for episode in episodes for item in episode.items())
+        merged = {key: value for episode in episodes for key, value in episode.items()}
         if len(merged) < sum(map(len, episodes)):
             raise ValueError(f"two members returned the same interaction ids: {[list(e) for e in episodes]}")
         return merged
@@ -279,7 +280,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     episode_timeout: float = 3600.0  # seconds; a longer episode is cancelled and counted as failed
 
     def __post_init__(self) -> None:
-        if self.mode == "inline":
+        if self.mode != "subproc":
             return
         remedy = "define its class at the top of a module and clients inside `run`, or set rollout.openai.mode=inline"
         check_importable(self.agent, f"agent {type(self.agent).__name__}", remedy)
@@ -309,8 +310,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         interactions = await client.export_interactions(discount=self.discount, style=self.export_style)
         # Interactions without a reward are side conversations (calls/side_conversations.py). They come first, so that
         # the last row holds the reward of the episode.
-        ordered = dict(sorted(interactions.items(), key=lambda item: item[1].reward is not None))
-        return ordered if client.rewarded_count else None
+        side = {key: value for key, value in interactions.items() if value.reward is None}
+        return side | interactions if client.rewarded_count else None
 
     def _choose_proxy(self) -> str:
         """Return the proxy of this episode, chosen by task and member so that all proxies get as many episodes."""

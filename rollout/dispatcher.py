@@ -10,9 +10,9 @@ many groups running as the staleness gate allows, and hands finished groups out 
 - AsyncTaskRunner (runner.py) owns the thread, the event loop, the lock and the waiting.
 
 **Producer and consumer.** The write-up gives each of them a thread that polls. Here they are two methods. `_produce`
-starts the tasks that the gate admits. `_consume` records the result of a task. They run when an event arrives, in the
-thread that brings it: the caller that submits, the loop's thread when a task ends, the trainer when the version rises.
-So every event that may open the gate starts the next tasks at once.
+starts the tasks that the gate admits. `_consume` records the result of a task. Both run when an event arrives, in the
+thread that brings the event: a caller submits a task, a task ends in the loop's thread, or the trainer sets a new
+version. So every event that may open the gate starts the next tasks at once.
 
 **Order of start.** A batch is the oldest B groups by start. A slow group delays its batch, while younger groups run on
 and wait behind it. A rejected group leaves the order and frees its place, and active_submit_and_wait draws another

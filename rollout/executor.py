@@ -25,8 +25,8 @@ rejects the group, too, and counts it as failed. The same failure again and agai
 Samples that were drawn before keep theirs. A workflow given as a class is instantiated in every call. Give an instance
 if something must outlive the call.
 
-**Recovery.** `state_dict` says which tasks are open, and `load_state_dict` starts them again after a crash
-(run/recover.py).
+**Recovery.** A task is open from the draw of its sample until its group is consumed or rejected. A checkpoint holds the
+open tasks, and after a crash the unfinished ones start again under their old ids (DataCursor, run/recover.py).
 
 **Evaluation.** `for_evaluation()` makes a second executor on this engine and proxy. The second executor has no
 staleness gate, and it counts its task ids from 0.
@@ -69,7 +69,7 @@ NumberedSample = tuple[int, Sample]  # with its task id
 
 @dataclass(frozen=True)
 class ProxyAddress:
-    """Where agents reach the policy."""
+    """The address at which agents reach the policy, and its key."""
 
     proxy_addr: str | tuple[str, ...]  # the URL of each proxy
     admin_key: str  # opens the proxies' management endpoints
@@ -90,17 +90,21 @@ class RolloutTask:
 class DataCursor:
     """Where the run stands in its data: which samples were drawn, under which task ids, and which tasks are open.
 
-    A checkpoint saves next_id, drawn and open. After a restart, the open tasks in `restart` come first, each under its
-    old task id. Then the first dataloader passes over the samples that were drawn before, and the samples behind them
-    get the ids from next_id on.
+    A checkpoint saves next_id, drawn and open. After a crash, the open tasks that were not finished start again, each
+    under its old task id. Then the dataloader passes over the samples that were drawn before, and new samples get the
+    ids from next_id on.
+
+    Example: the samples of tasks 0 to 7 were drawn, tasks 0 to 3 were trained on, and task 5 is finished. Then the
+    checkpoint holds next_id = 8, drawn = 8 and the samples of tasks 4 to 7. After a crash tasks 4, 6 and 7 start again,
+    and then the ninth sample of the dataloader starts as task 8.
     """
 
     next_id: int = 0  # the task id of the next new sample
     drawn: int = 0  # how many samples were drawn from dataloaders
     open: dict[int, Sample] = field(default_factory=dict)  # task id -> sample: drawn, not yet consumed or rejected
-    restart: list[int] = field(default_factory=list)  # open tasks of an earlier process that must start again
-    skip: int = 0  # how many samples the first dataloader must pass over after a restart
-    streams: dict[Any, Iterator[Sample]] = field(default_factory=dict)  # dataloader -> its samples from here on
+    restart: list[int] = field(default_factory=list)  # open tasks that must start again after a crash, oldest first
+    skip: int = 0  # how many samples the dataloader must pass over after a crash
+    streams: dict[Any, Iterator[Sample]] = field(default_factory=dict)  # dataloader -> iterator over its samples
 
     def number(self, samples: Iterable[Sample]) -> Iterator[NumberedSample]:
         """Yield each sample with a new task id."""
@@ -143,7 +147,7 @@ class DataCursor:
 
 @dataclass(eq=False, repr=False)
 class WorkflowExecutor:
-    """The rollout methods of an engine: submit, wait, wait_for_task, rollout_batch, prepare_batch.
+    """Gives an engine its rollout methods: submit, wait, wait_for_task, rollout_batch, prepare_batch.
 
     The executor of training attaches itself to the engine as `engine.executor`.
     """
@@ -229,9 +233,9 @@ class WorkflowExecutor:
         return concat_padded_tensors(groups)
 
     def rollout_each(self, data: Iterable[Sample], *args: Any, **kwargs: Any) -> list[Trajectory | None]:
-        """Roll out every prompt of `data`. Return a group, or None if it was rejected, for each in the order of `data`.
+        """Roll out all prompts of `data`, and return the group of each prompt in order, or None if it was rejected.
 
-        The arguments after `data` are the same as in `submit`.
+        The arguments after `data` are those of `submit`.
         """
         tasks = list(self._tasks(self._cursor.number(data), *args, **kwargs))
         for task in tasks:
@@ -246,7 +250,7 @@ class WorkflowExecutor:
         should_accept_fn: AcceptFn | str | None = None,
         group_size: int | None = None,
     ) -> Trajectory:
-        """Return the next training batch: dataloader.batch_size groups in order of start, members in order.
+        """Return the next training batch: dataloader.batch_size groups in order of start.
 
         Raises ValueError if the dataloader's batch size is not the gate's consumer_batch_size.
         """
