@@ -1,20 +1,20 @@
-"""Claim: the hand-written decoding loop of inference/tiny/server.py costs nothing against transformers' own.
+"""Claim: the decoding loop of inference/tiny decodes about as fast as transformers' own model.generate.
 
     python bench/engine.py [--quick]
 
-Tokens per CPU-second (wall time would measure what else the machine does) of four ways to decode the same random
-prompts of 64 tokens to 128 new ones with the same Qwen3 in fp32 on one thread, at 1, 16 and 64 concurrent requests:
+The benchmark decodes random prompts of 64 tokens to 128 new ones in four ways, with 1, 16 and 64 concurrent requests.
+All ways use one Qwen3 model in float32 on one thread. The unit is tokens per CPU-second, because wall time would also
+measure other programs of the machine.
 
     generate  model.generate on one batch, sampling at temperature 1
-    engine    the scheduler and the slot cache of inference/tiny/server.py, in process; draws and logprobs for every
-    request http      the same as a server of its own, asked over POST /generate; the server's CPU time, not the
-    client's
-    --seed    the engine in deterministic mode, which fills batches below four rows (and differs nowhere else)
+    engine    the scheduler and the slot cache, called in this process; sampling and logprobs for every token
+    http      a server process, asked over POST /generate; only the server's CPU time counts
+    --seed    the engine in deterministic mode, which fills batches up to four rows; larger batches are not affected
 
-The ways alternate, three times at least, and the best repetition of each counts: what disturbs only slows down.
-Target: engine / generate at least 0.9 for the two larger models and 0.8 for the smallest. The last column says whether
-in deterministic mode logits are equal bit by bit on this machine: alone, in a batch, and decoded after a shorter
-prefill (inference/tiny/model.py, "Bits").
+The four ways alternate at least three times, and the best repetition of each one counts, because disturbances only
+slow a repetition down. Target: engine / generate is at least 0.9 for the two larger models and 0.8 for the smallest.
+The last column says whether, in deterministic mode on this machine, a prompt's logits are equal bit by bit when it is
+computed alone, in a batch, and decoded after a shorter prefill (inference/tiny/model.py, "Bits").
 """
 
 import argparse
@@ -42,12 +42,13 @@ from inference.tiny.model import TinyModel, run_step
 from inference.tiny.scheduler import Request, SamplingParams, Scheduler, Sequence
 
 PROMPT, NEW = 64, 128
-# name: layers, width, vocabulary, heads, key heads, width of the feed-forward layers
+# parameters: layers, width, vocabulary, heads, key heads, width of the feed-forward layers
 MODELS = {"0.13M": (2, 64, 64, 4, 2, 256), "3.3M": (4, 256, 512, 4, 2, 736), "15.7M": (6, 384, 4096, 6, 3, 1440)}
 PORT = 31877
 
 
 def build(layers: int, width: int, vocab: int, heads: int, groups: int, inner: int) -> Qwen3ForCausalLM:
+    """Return a Qwen3 model of this shape with random weights."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=vocab,
@@ -67,10 +68,12 @@ def build(layers: int, width: int, vocab: int, heads: int, groups: int, inner: i
 
 
 def prompts(rng: random.Random, n: int, vocab: int) -> list[list[int]]:
+    """Return n random prompts."""
     return [[rng.randrange(1, vocab) for _ in range(PROMPT)] for _ in range(n)]
 
 
 def by_generate(model: Qwen3ForCausalLM, batch: list[list[int]], new: int) -> float:
+    """Return the tokens per CPU-second of model.generate."""
     ids = torch.tensor(batch)
     start = time.process_time()
     out = model.generate(
@@ -89,6 +92,7 @@ def by_generate(model: Qwen3ForCausalLM, batch: list[list[int]], new: int) -> fl
 
 
 def by_engine(tiny: TinyModel, batch: list[list[int]], new: int) -> float:
+    """Return the tokens per CPU-second of the scheduler and the slot cache in this process."""
     scheduler = Scheduler(tiny.slots, tiny.slots * 512, "0", str)
     start = time.process_time()
     for i, prompt in enumerate(batch):
@@ -102,6 +106,8 @@ def by_engine(tiny: TinyModel, batch: list[list[int]], new: int) -> float:
 
 
 def by_http(url: str, batch: list[list[int]], new: int) -> float:
+    """Return the tokens per CPU-second of the server process at this URL."""
+
     async def ask(client: httpx.AsyncClient, prompt: list[int]) -> int:
         sampling = {"max_new_tokens": new, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
@@ -118,7 +124,7 @@ def by_http(url: str, batch: list[list[int]], new: int) -> float:
 
 
 def bits_agree(tiny: TinyModel, batch: list[list[int]]) -> bool:
-    """Whether the first prompt's logits are the same alone, among others, and decoded token by token."""
+    """Return whether the first prompt's logits are equal alone, in a batch, and with its last token decoded."""
     first = batch[0]
     alone = tiny.step([first], [0])[0, -1].clone()
     among = tiny.step(batch, [0] * len(batch))[0, -1].clone()
@@ -128,6 +134,7 @@ def bits_agree(tiny: TinyModel, batch: list[list[int]]) -> bool:
 
 
 def start_server(path: str) -> subprocess.Popen:
+    """Start the small server on a model folder, and return its process once it answers."""
     command = [
         sys.executable,
         "-m",
@@ -174,13 +181,16 @@ def main() -> None:
                     rng = random.Random(n)
                     batch = prompts(rng, n, shape[2])
                     best = [0.0, 0.0, 0.0, 0.0]
-                    by_engine(tiny, batch, 4), by_engine(exact, batch, 4)  # the caches grow before the clock runs
+                    (
+                        by_engine(tiny, batch, 4),
+                        by_engine(exact, batch, 4),
+                    )  # so that the caches have grown before the clock runs
                     by_http(f"http://127.0.0.1:{PORT}", batch, 4)
                     start = time.monotonic()
                     for k in itertools.count():
                         if k >= rounds and time.monotonic() - start > rounds:
                             break
-                        batch = prompts(rng, n, shape[2])  # new ones: the server remembers those before
+                        batch = prompts(rng, n, shape[2])  # new prompts, because the server remembers earlier ones
                         ways = (
                             by_generate(model, batch, new),
                             by_engine(tiny, batch, new),

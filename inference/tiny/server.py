@@ -325,12 +325,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--port", type=int, default=30000, help="port to listen on")
     add("--weight-version", default="0", help="the version of the weights at start")
     add("--max-running-requests", type=int, default=64, help="most sequences that run at the same time")
-    add(
-        "--max-total-tokens",
-        type=int,
-        default=65536,
-        help="most tokens of all running sequences together, prompts and max_new_tokens",
-    )
+    add("--max-total-tokens", type=int, default=65536, help="most tokens that all running sequences may reach")
     add("--seed", type=int, help="seeds the requests that bring no sampling_seed; makes runs repeat bit by bit")
     add("--exit-with-parent", action="store_true", help="end when standard input is closed")
     args = parser.parse_args(argv)

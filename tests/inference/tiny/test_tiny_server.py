@@ -1,8 +1,10 @@
-"""What inference/tiny/server.py promises beyond SGLang's contract.
+"""Tests of the small server: what it promises in addition to SGLang's contract.
 
-A completion that a weight update interrupts is, token by token, what a forward pass under each token's own version
-gives; in_place is the exception, and its error is shown. A seeded request depends on nothing but itself. Whatever
-interrupts whatever in any order, every request ends once, with spans that cover its tokens. Bad input is answered.
+- Each token of a completion that a weight update interrupted has the logprob that its own version computes. Pause mode
+  in_place is the exception, and a test measures its error.
+- The tokens of a request with a seed do not depend on other requests.
+- Every request ends exactly once, whatever the order of events, and its spans cover its tokens.
+- The server answers bad input with an error and keeps running.
 """
 
 import base64
@@ -45,6 +47,7 @@ def tiny(tiny_model_dir: Path) -> TinyModel:
 
 
 def sequence(rid: str, prompt: list[int], new: int, seed: int = 0, **params: Any) -> Sequence:
+    """Return a sequence that asks for `new` tokens after the prompt."""
     return Sequence(Request(rid, prompt, SamplingParams(max_new_tokens=new, sampling_seed=seed, **params)))
 
 
@@ -53,7 +56,7 @@ def make_scheduler(slots: int = 6, max_total_tokens: int = 10_000) -> Scheduler:
 
 
 def run(tiny: TinyModel, *sequences: Sequence, scheduler: Scheduler | None = None) -> Scheduler:
-    """Submit all and step until nothing is left."""
+    """Submit the sequences, and run steps until all have finished. Return the scheduler."""
     scheduler = scheduler or make_scheduler(tiny.slots)
     for one in sequences:
         scheduler.submit(one)
@@ -63,7 +66,7 @@ def run(tiny: TinyModel, *sequences: Sequence, scheduler: Scheduler | None = Non
 
 
 def by_forward(path: Path, ids: list[int], temperature: float = 1.0) -> list[float]:
-    """log p(ids[t] | ids[:t]) for t >= 1, by the model's own forward pass."""
+    """Return log p(ids[t] | ids[:t]) for t >= 1, computed by the model's own forward pass."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
@@ -71,17 +74,17 @@ def by_forward(path: Path, ids: list[int], temperature: float = 1.0) -> list[flo
 
 
 def versioned_logprobs(one: Sequence, paths: dict[str, Path]) -> list[float]:
-    """What each token's logprob should be: a forward pass under the weights of its version."""
+    """Return the expected logprob of each output token: a forward pass with the weights of its version."""
     scores = {version: by_forward(path, one.tokens)[len(one.request.prompt) - 1 :] for version, path in paths.items()}
     spans = one.spans(len(one.logprobs))
     return [scores[span["version"]][t] for span in spans for t in range(span["start"], span["end"])]
 
 
-# versions
+# Versions
 
 
 def update(tiny: TinyModel, scheduler: Scheduler, weights: Path, version: str) -> None:
-    """What the engine does when new weights are asked for while all is paused."""
+    """Load new weights while the scheduler is paused, as the engine does."""
 
     def load() -> None:
         tiny.replace_weights(read_weights(str(weights)))
@@ -92,7 +95,8 @@ def update(tiny: TinyModel, scheduler: Scheduler, weights: Path, version: str) -
 
 
 def straddle(tiny: TinyModel, mode: str, new_weights: Path) -> list[Sequence]:
-    """Three requests, paused after 5 steps, new weights, continued; with abort they are sent again with their part."""
+    """Run three requests, pause after 5 steps, load new weights, and run to the end. Aborted requests are sent
+    again with their partial output."""
     scheduler = make_scheduler()
     requests = [sequence(str(i), PROMPT[i:], 12, seed=i) for i in range(3)]
     for one in requests:
@@ -118,7 +122,7 @@ def straddle(tiny: TinyModel, mode: str, new_weights: Path) -> list[Sequence]:
 def test_a_straddling_completion_is_a_forward_pass_under_each_tokens_version(
     tiny: TinyModel, tiny_model_dir: Path, other_model_dir: Path, mode: str
 ) -> None:
-    """Versions [v]*k + [v+1]*m, and each logprob equals a forward pass under the weights of its version."""
+    """If new weights arrive after 5 tokens, each logprob equals a forward pass under its own token's version."""
     for one in straddle(tiny, mode, other_model_dir):
         assert one.spans(12) == [{"version": "0", "start": 0, "end": 5}, {"version": "1", "start": 5, "end": 12}]
         expected = versioned_logprobs(one, {"0": tiny_model_dir, "1": other_model_dir})
@@ -127,8 +131,8 @@ def test_a_straddling_completion_is_a_forward_pass_under_each_tokens_version(
 
 
 def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path) -> None:
-    """After an update in place new queries meet old keys: logprobs are off by more than rounding. How much depends on
-    how far the weights moved; after a small step (1 % noise) it stays under 0.5 nats."""
+    """After an update in place, new queries attend to old keys, so logprobs equal no forward pass. When every weight
+    moves by about 1 %, the error is larger than rounding and less than 0.5 nats."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -145,7 +149,7 @@ def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, 
 
 
 def test_keys_of_old_weights_are_not_reused(tiny: TinyModel, other_model_dir: Path) -> None:
-    """What ran in place leaves keys of two versions behind; the next request with that prefix computes its own."""
+    """A sequence that was updated in place leaves keys of two versions behind. The next request does not reuse them."""
     scheduler = make_scheduler()
     scheduler.submit(sequence("old", PROMPT, 8))
     run_step(scheduler, tiny)
@@ -164,8 +168,8 @@ def test_keys_of_old_weights_are_not_reused(tiny: TinyModel, other_model_dir: Pa
 def test_weights_that_are_not_finite_leave_nothing_behind(
     tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path, factor: float
 ) -> None:
-    """A row that held NaN or infinity under bad weights serves a shorter sequence under good ones: what is masked there
-    counts for nothing."""
+    """Bad weights fill a slot with NaN or infinity. After good weights are loaded, a shorter sequence in this slot has
+    correct logprobs."""
     named = read_weights(str(tiny_model_dir))
     bad = {name: tensor * factor if "v_proj" in name else tensor for name, tensor in named.items()}
     save_file(bad, tmp_path / "model.safetensors")
@@ -180,7 +184,7 @@ def test_weights_that_are_not_finite_leave_nothing_behind(
 
 
 def test_weights_that_do_not_fit_change_nothing(tiny: TinyModel) -> None:
-    """A wrong name, a missing one and a wrong shape are found before the first copy."""
+    """A wrong name, a missing weight or a wrong shape raises ModelError, and no weight is changed."""
     before = {name: tensor.clone() for name, tensor in tiny.model.state_dict().items()}
     name = next(iter(before))
     changed = {n: t + 1 for n, t in before.items()}
@@ -191,7 +195,7 @@ def test_weights_that_do_not_fit_change_nothing(tiny: TinyModel) -> None:
 
 
 def test_a_cut_off_weights_file_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """Half a safetensors file is a ModelError that names the directory, not the end of the server."""
+    """A damaged safetensors file raises a ModelError that names its folder."""
     whole = (tiny_model_dir / "model.safetensors").read_bytes()
     for part in (whole[: len(whole) // 2], b"", b"not safetensors"):
         (tmp_path / "model.safetensors").write_bytes(part)
@@ -199,11 +203,11 @@ def test_a_cut_off_weights_file_is_refused(tiny_model_dir: Path, tmp_path: Path)
             read_weights(str(tmp_path))
 
 
-# seeds and batches
+# Seeds and batches
 
 
 def test_a_seeded_request_does_not_see_its_neighbours(tiny: TinyModel) -> None:
-    """Alone, among five others, and queued behind them, a request with a seed gives the same tokens."""
+    """A request with a seed gets the same tokens alone, in a full batch, and after waiting in the queue."""
     alone = sequence("a", PROMPT, 24, seed=7)
     run(tiny, alone)
     crowd = [sequence(str(i), PROMPT[i:] + [i] * 9 * i, 20 + i, seed=i) for i in range(8)]
@@ -219,7 +223,7 @@ def test_a_seeded_request_does_not_see_its_neighbours(tiny: TinyModel) -> None:
 
 
 def test_an_aborted_request_goes_on_with_its_own_noise(tiny: TinyModel) -> None:
-    """Randomness is a function of (seed, position): prompt + part, sent again, completes as if never aborted."""
+    """An aborted request that is sent again with its partial output gets the tokens of an uninterrupted request."""
     whole = sequence("a", PROMPT, 16, seed=3)
     run(tiny, whole)
     rest = sequence("a", whole.tokens[: len(PROMPT) + 6], 10, seed=3)
@@ -228,7 +232,7 @@ def test_an_aborted_request_goes_on_with_its_own_noise(tiny: TinyModel) -> None:
 
 
 def test_a_reused_prefix_equals_a_fresh_prefill(tiny: TinyModel) -> None:
-    """The next turn of a conversation feeds its tail only, and gets the tokens of a fresh start."""
+    """The next turn of a conversation reuses the cached prefix, and gets the tokens that a full prefill would give."""
     turn = sequence("turn 1", PROMPT, 10, seed=1)
     scheduler = run(tiny, turn, sequence("another", PROMPT[::-1], 30))
     prompt = [*turn.tokens, 5, 6, 7]
@@ -242,7 +246,7 @@ def test_a_reused_prefix_equals_a_fresh_prefill(tiny: TinyModel) -> None:
 
 
 def test_uniform_numbers_are_uniform_and_independent() -> None:
-    """The counter-based noise has the mean and the correlations of uniform noise, along positions and seeds."""
+    """The hashed numbers have the mean and variance of uniform noise, and neighbours do not correlate."""
     grid = torch.stack([uniforms([seed] * 300, list(range(300))) for seed in range(300)])  # (seed, position)
     assert ((grid >= 0) & (grid < 1)).all()
     assert grid.mean().item() == pytest.approx(0.5, abs=0.01)
@@ -253,7 +257,7 @@ def test_uniform_numbers_are_uniform_and_independent() -> None:
 
 
 def test_samples_follow_the_distribution_that_was_asked_for() -> None:
-    """Frequencies over many seeds match softmax(logits / T), cut and renormalised by top_k and top_p."""
+    """Over many seeds, the frequency of each token matches softmax(logits / T) after top_k and top_p."""
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     n = 4000
     for change in ({"temperature": 0.7}, {"top_k": 2}, {"top_p": 0.7}, {"temperature": 0.0}):
@@ -263,7 +267,7 @@ def test_samples_follow_the_distribution_that_was_asked_for() -> None:
         assert logprobs == pytest.approx(p.log()[tokens].tolist(), abs=1e-5)
         p[change.get("top_k", 4) :] = 0
         if "top_p" in change:
-            p[2:] = 0  # .64 is not enough, .64 + .24 is
+            p[2:] = 0  # the first token has 0.64, the first two have 0.88
         if change.get("temperature") == 0:
             p = torch.tensor([1.0, 0, 0, 0])
         counts = torch.bincount(torch.tensor(tokens), minlength=4) / n
@@ -272,7 +276,7 @@ def test_samples_follow_the_distribution_that_was_asked_for() -> None:
 
 
 def test_a_neighbours_truncation_does_not_reach_a_row() -> None:
-    """A row draws the same token whether or not another row of its batch uses top_p or top_k."""
+    """A row draws the same token, whether or not another row of the batch uses top_p or top_k."""
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     for seed in range(100):
         plain, cut = sequence("a", [1, 2, 3], 1, seed=seed), sequence("b", [1, 2, 3], 1, top_p=0.5, top_k=9)
@@ -282,7 +286,7 @@ def test_a_neighbours_truncation_does_not_reach_a_row() -> None:
 
 
 def test_the_likeliest_token_is_always_kept() -> None:
-    """A top_p that float32 rounds to 0 leaves the likeliest token, not none."""
+    """A top_p so small that float32 rounds it to 0 still keeps the most likely token."""
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
     for seed in range(20):
         tokens, _ = sample(logits.clone(), [sequence("a", [], 1, seed=seed, top_p=1e-46)])
@@ -290,7 +294,7 @@ def test_the_likeliest_token_is_always_kept() -> None:
 
 
 def test_penalties_count_the_output(tiny: TinyModel) -> None:
-    """A frequency penalty at temperature 0 makes a repeating model move on, and the logprob is the penalised one's."""
+    """A frequency penalty changes which token is the most likely one, and the logprob includes the penalty."""
     logits = torch.tensor([[3.0, 2.9, 0.0]])
     one = sequence("a", [1], 9, temperature=0, frequency_penalty=0.5)
     one.tokens += [0, 0]
@@ -301,7 +305,7 @@ def test_penalties_count_the_output(tiny: TinyModel) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "tied"])
 def test_other_small_models_fit_the_slot_cache(tmp_path: Path, family: str) -> None:
-    """Ragged batches over another architecture give the logprobs of its own forward pass."""
+    """For other architectures, prompts of different lengths get the logprobs of the model's own forward pass."""
     shape: dict[str, Any] = {"vocab_size": 100, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256}
     shape |= {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
@@ -320,7 +324,7 @@ def test_other_small_models_fit_the_slot_cache(tmp_path: Path, family: str) -> N
 
 
 def test_a_model_with_sliding_windows_is_refused(tmp_path: Path) -> None:
-    """An architecture that the slot cache would compute wrongly is an error at start, not wrong logprobs later."""
+    """The server refuses to load a model with sliding windows, because the slot cache would compute wrong logprobs."""
     config = Qwen3Config(
         vocab_size=50,
         hidden_size=32,
@@ -339,7 +343,7 @@ def test_a_model_with_sliding_windows_is_refused(tmp_path: Path) -> None:
 
 
 def test_key_length_covers_and_avoids_what_rounds_differently() -> None:
-    """Enough keys, a multiple of 64, never 256 or 320 modulo the kernel's block of 512."""
+    """key_length returns enough keys, a multiple of 64, and never 256 or 320 modulo the kernel's block of 512."""
     for n in range(1, 3000):
         keys = key_length(n)
         assert keys >= n
@@ -350,11 +354,11 @@ def test_key_length_covers_and_avoids_what_rounds_differently() -> None:
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
 def test_common_prefix_is_the_longest(a: list[int], b: list[int]) -> None:
-    """The bisection agrees with counting."""
+    """common_prefix counts the equal tokens at the start of two lists."""
     assert common_prefix(a, b) == len(list(itertools.takewhile(lambda p: p[0] == p[1], zip(a, b, strict=False))))
 
 
-# the scheduler, under any order of events
+# The scheduler, under any order of events
 
 EVENTS = st.one_of(
     st.tuples(st.just("submit"), st.integers(1, 6), st.integers(1, 5)),
@@ -368,14 +372,14 @@ EVENTS = st.one_of(
 
 
 class Play:
-    """A scheduler driven by events, with a model that counts: its token is the number of tokens before it."""
+    """Drives a scheduler with events. The model is a counter: each new token is the number of tokens before it."""
 
     def __init__(self) -> None:
         self.scheduler = make_scheduler(slots=3, max_total_tokens=20)
         self.requests: list[Sequence] = []
-        self.tags: dict[str, list[str]] = {}  # the version each token was really computed under
-        self.ended: dict[str, int] = {}  # output length when it ended
-        self.kv: list[list[tuple[int, int]]] = [[] for _ in range(3)]  # (token, version) of the keys in each cache row
+        self.tags: dict[str, list[str]] = {}  # by rid: the version that computed each output token
+        self.ended: dict[str, int] = {}  # by rid: the number of output tokens at the end
+        self.kv: list[list[tuple[int, int]]] = [[] for _ in range(3)]  # (token, version) of the keys in each slot
         self.version = 0
 
     def do(self, event: tuple) -> None:
@@ -402,7 +406,7 @@ class Play:
         scheduler.finished = []
 
     def renew(self) -> None:
-        """New weights: the scheduler decides when."""
+        """Change the version; the scheduler calls this when it loads new weights."""
         assert self.scheduler.paused or not self.scheduler.running
         self.version += 1
         self.scheduler.renew(str(self.version))
@@ -429,17 +433,15 @@ class Play:
             prompt = len(one.request.prompt)
             assert one.tokens == list(range(prompt)) + list(range(prompt, prompt + n))
             told = [s["version"] for s in one.spans(n) for _ in range(s["start"], s["end"])]
-            assert told == self.tags[one.request.rid], (
-                "spans cover exactly the tokens, with the weights that computed them"
-            )
-            assert self.ended.get(one.request.rid, n) == n, "never a token after the end"
+            assert told == self.tags[one.request.rid], "the spans name the version that computed each token"
+            assert self.ended.get(one.request.rid, n) == n, "a sequence gets no token after its end"
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(EVENTS, max_size=40))
 def test_every_request_ends_once_whatever_interrupts_it(events: list[tuple]) -> None:
-    """Any order of submit, abort, pause, continue and update: each request ends exactly once, its spans cover exactly
-    its tokens, it gets none after its end, and the cache rows are always those the scheduler believes in."""
+    """Under any order of submit, abort, pause, continue and update, each request ends exactly once and its spans cover
+    its tokens. Each slot always holds the keys that the scheduler believes it holds."""
     play = Play()
     for event in events:
         play.do(event)
@@ -453,13 +455,23 @@ def test_every_request_ends_once_whatever_interrupts_it(events: list[tuple]) -> 
 
 
 def test_admission_never_exceeds_the_token_budget() -> None:
-    """Running requests could all grow to their longest and still fit."""
+    """The prompts and max_new_tokens of all running requests together fit into max_total_tokens."""
     scheduler = make_scheduler(slots=8, max_total_tokens=30)
     for i in range(6):
         scheduler.submit(sequence(str(i), [1] * 5, 5))
     step = scheduler.plan()
     assert (step.first_slot, len(step.sequences)) == (0, 3)
     assert repr(scheduler) == "Scheduler(version='0', paused=None, running=3, waiting=3, updates=0)"
+
+
+def test_spans_of_the_first_tokens_leave_out_later_versions() -> None:
+    """A reply with the first n tokens has spans for exactly n tokens, even if a newer version has begun meanwhile."""
+    one = sequence("a", [1], 9)
+    one.version_starts = [("0", 0), ("1", 3)]
+    assert one.spans(2) == [{"version": "0", "start": 0, "end": 2}]
+    assert one.spans(3) == [{"version": "0", "start": 0, "end": 3}]
+    assert one.spans(5)[-1] == {"version": "1", "start": 3, "end": 5}
+    assert one.spans(0) == []
 
 
 TEXT = st.text(
@@ -472,7 +484,7 @@ TEXT = st.text(
 def test_a_stop_string_ends_the_text_where_it_is_complete(
     tiny_tokenizer: Any, before: str, stops: list[str], after: str
 ) -> None:
-    """Also where each of its characters takes several tokens: no text holds a stop string but at its end."""
+    """Generation stops at the token that completes a stop string, even if one character takes several tokens."""
     text = before + stops[0] + after
     scheduler = Scheduler(1, 10_000, "0", tiny_tokenizer.decode)
     one = sequence("a", [1], 5_000, stop=stops)
@@ -485,28 +497,28 @@ def test_a_stop_string_ends_the_text_where_it_is_complete(
     assert one.finish == {"type": "stop", "matched": next(stop for stop in stops if text[:end].endswith(stop))}
 
 
-# the protocol
+# The protocol
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("top_k", 2**63), ("top_k", 2**31), ("max_new_tokens", 2**31), ("temperature", 2**63)]
 )
 def test_a_number_that_no_tensor_holds_is_refused(name: str, value: int) -> None:
-    """It would overflow in the engine's thread, which ends the server; the refusal names the field."""
+    """A number too large for a tensor is refused with the name of its field; in the engine it would end the server."""
     with pytest.raises(Refusal, match=f"^{name}"):
         parse_params({name: value}, 0)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 10**30])
 def test_any_integer_is_a_seed(seed: int) -> None:
-    """The noise takes 64 bits of it."""
+    """Any integer, negative or huge, is accepted as a seed; the hash uses 64 bits of it."""
     params = parse_params({"sampling_seed": seed, "top_k": 2**31 - 1, "temperature": 2**31 - 1}, 0)
     tokens, _ = sample(torch.zeros(1, 8), [Sequence(Request("a", [], params))])
     assert 0 <= tokens[0] < 8
 
 
 def overtaken(last: int) -> dict[str, Any]:
-    """An answer while the engine's thread takes the last step, just before the answer's look number `last`."""
+    """Return an answer that the engine's last step overtakes, just before its read number `last` of an attribute."""
     scheduler, looks = make_scheduler(slots=1), itertools.count()
     one = Sequence(Request("a", [7], SamplingParams(), stop_ids=frozenset({2}), return_logprob=True))
     scheduler.submit(one)
@@ -523,7 +535,7 @@ def overtaken(last: int) -> dict[str, Any]:
 
 
 def test_an_answer_that_tells_the_end_has_the_last_token() -> None:
-    """Whenever the last step falls between its looks at the sequence, an answer tells the end late, never early."""
+    """An answer that reports a finish reason always holds the last token, whenever the last step happens meanwhile."""
     answers = [overtaken(last) for last in range(20)]
     ended = [answer["meta_info"]["finish_reason"] is not None for answer in answers]
     assert set(ended) == {True, False}
@@ -533,7 +545,7 @@ def test_an_answer_that_tells_the_end_has_the_last_token() -> None:
 
 
 def test_the_context_that_is_told_is_the_one_that_is_honoured(start_tiny_server: StartServer) -> None:
-    """With --max-total-tokens below the model's context, /server_info names the lesser."""
+    """/server_info reports the longest request that the server accepts, here --max-total-tokens."""
     url = start_tiny_server("--max-total-tokens", "100")
     told = httpx.get(url + "/server_info").json()["max_req_input_len"]
     assert told == 100
@@ -542,7 +554,7 @@ def test_the_context_that_is_told_is_the_one_that_is_honoured(start_tiny_server:
         assert post(url, "/generate", body).status_code == status
 
 
-# the process
+# The process
 
 
 def post(url: str, path: str, body: Any, **kwargs: Any) -> httpx.Response:
@@ -581,7 +593,7 @@ BAD = [
 
 
 def test_bad_input_is_answered_and_kills_nothing(tiny_server: str) -> None:
-    """Every malformed body is a 400 with a message in `error`; the server serves on."""
+    """The server answers every malformed body with status 400 and a message, and keeps running."""
     for body in BAD:
         answer = post(tiny_server, "/generate", body)
         assert answer.status_code == 400, body
@@ -625,7 +637,7 @@ BAD_WEIGHTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_bad_weights_are_answered_and_kill_nothing(tiny_server: str) -> None:
-    """Every malformed update is a 400, inside a session and outside; version and tokens stay."""
+    """The server answers every malformed weight update with status 400, and keeps its version and its weights."""
 
     def state() -> tuple[str, list[int]]:
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
@@ -641,7 +653,7 @@ def test_bad_weights_are_answered_and_kill_nothing(tiny_server: str) -> None:
 
 
 class Call:
-    """A pickle of this calls a function when it is opened."""
+    """An object whose pickle creates a folder when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -651,7 +663,7 @@ class Call:
 
 
 def test_a_pickle_runs_no_code(tiny_server: str, tmp_path: Path) -> None:
-    """What is sent as tensors is read as such: a pickle that would call anything else is refused."""
+    """The server refuses a pickle that would call a function, and the function is not called."""
     post(tiny_server, "/begin_weight_update", {})
     body = {"serialized_named_tensors": [pickled([("model.norm.weight", Call(tmp_path / "harm"))])]}
     answer = post(tiny_server, "/update_weights_from_tensor", body)
@@ -662,7 +674,7 @@ def test_a_pickle_runs_no_code(tiny_server: str, tmp_path: Path) -> None:
 
 
 def test_a_part_that_does_not_fit_changes_nothing(tiny_server: str) -> None:
-    """A tensor of another shape or name is a 400 that names it (SGLang dies of the one and ignores the other)."""
+    """The server answers a tensor with a wrong shape or an unknown name with status 400 and the tensor's name."""
     post(tiny_server, "/begin_weight_update", {})
     for name in ("model.norm.weight", "no.such.weight"):
         body = {"serialized_named_tensors": [serialise([(name, torch.zeros(3))])]}
@@ -673,7 +685,7 @@ def test_a_part_that_does_not_fit_changes_nothing(tiny_server: str) -> None:
 
 
 def test_seeds_are_honoured_over_http(tiny_server: str) -> None:
-    """The same sampling_seed gives the same tokens from a busy server; without one, tokens differ."""
+    """On a busy server, equal seeds give equal tokens, and requests without a seed get different ones."""
 
     def ask(seed: int | None) -> list[int]:
         params = {"max_new_tokens": 20, "sampling_seed": seed, "ignore_eos": True}
@@ -693,7 +705,7 @@ def serve(*words: str) -> subprocess.CompletedProcess:
 
 
 def test_what_cannot_start_says_so_in_one_line(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """A port in use and a path without a model end with code 2 and one line that says what is wrong."""
+    """If its port is taken or its folder holds no model, the server exits with code 2 and one line that says so."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         ended = serve("--model-path", str(tiny_model_dir), "--port", port)
@@ -708,9 +720,8 @@ def test_what_cannot_start_says_so_in_one_line(tiny_model_dir: Path, tmp_path: P
 
 @pytest.mark.parametrize("how", ["parent", "interrupt", "update", "group"])
 def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
-    """It leaves no orphan: it ends when its parent's end of the pipe closes, and on Ctrl-C,
-    also with work in flight, with an update that waits for the end of that work, and with a weight group whose rank 0
-    is mute."""
+    """The server ends when its parent closes the pipe and on Ctrl-C. It does so while a request runs, while an update
+    waits, and while a process group waits for its rank 0."""
     port = str(free_port())
     command = [sys.executable, "-m", "inference.tiny.server", "--model-path", str(tiny_model_dir), "--port", port]
     process = subprocess.Popen(
@@ -743,7 +754,7 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
             process.stdin.close()
         process.wait(timeout=20)
     said = process.stderr.read()
-    assert "Traceback" not in said or how == "update"  # uvicorn tells of the request that it cancelled
+    assert "Traceback" not in said or how == "update"  # uvicorn prints a traceback of the request that it cancels
     assert "RuntimeError" not in said
     process.stdin.close()
     process.stderr.close()
