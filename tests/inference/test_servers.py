@@ -364,7 +364,7 @@ class Pair:
                 process.wait(timeout=20)
 
 
-LONG = 1800  # tokens of an answer: hundreds of times as many forward passes as the requests that interrupt it
+LONG = 1800  # tokens of a completion; it must still be running when the update and the kill interrupt it
 
 
 def test_kill_one_of_two_in_the_midst_of_generation(pair: Pair, other_model_dir: Path, tmp_path: Path) -> None:

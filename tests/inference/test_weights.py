@@ -289,10 +289,8 @@ def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
         url = f"http://127.0.0.1:{port}"
         wait_until_up(url, server)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        environment = os.environ | {
-            "PYTHONPATH": str(ROOT),
-            "MALLOC_MMAP_THRESHOLD_": "65536",
-        }  # glibc then returns freed tensors to the system
+        # With this threshold glibc returns the memory of freed tensors to the system.
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536"}
         words = [str(tmp_path / "ranks.py"), url, str(path), "distributed", "8"]
         ranks = subprocess.run(
             [*torchrun, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
