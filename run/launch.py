@@ -275,16 +275,12 @@ def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
             reason = f"{url} cannot be reached ({error}): start that server, or correct the address"
             raise ConfigError(f"rollout.server_addrs: {reason}") from error
         if 200 not in status:
-            raise ConfigError(
-                f"rollout.server_addrs: {url} is no inference server: it answered {status[0]}; correct the address"
-            )
+            raise ConfigError(f"rollout.server_addrs: {url} is no inference server: it answered {status[0]}")
     for process in planned:
         try:
             listen("127.0.0.1", process.port or 0).close()
         except OSError as error:
-            raise ConfigError(
-                f"server.port: {process.port} cannot be used ({error}); choose another, or 0 for any free port"
-            ) from error
+            raise ConfigError(f"server.port: {process.port} cannot be used ({error}); 0 takes any free port") from error
 
 
 def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[float, float, int]:
