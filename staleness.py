@@ -24,11 +24,11 @@ ceil(p / B) - 1 <= eta + s. No token of the group is older than s, so its age is
 either: if nothing runs at version v and no batch is complete, fewer than (v + 1) * B groups count, and the gate is
 open.
 
-Example: with eta = 1 and B = 2, four groups start at version 0. Two are consumed at age 0, the other two at age 1.
+Example: with eta = 1 and B = 2, four groups start at version 0. Two are consumed at age 0, two at age 1.
 
 **Why not order of completion.** A slow group holds only one of the (eta + v + 1) * B places. Younger groups overtake
-it, versions pass, and it is trained on whenever it ends. With eta = 1, B = 2 and one slow group the age reaches 5
-(tests/test_staleness.py). The price of order of start is that a batch waits for its slowest group.
+it, versions pass, and the slow group is trained on when it ends. With eta = 1, B = 2 and one slow group the age reaches
+5 (tests/test_staleness.py). The price of order of start is that a batch waits for its slowest group.
 
 **What is not promised.** The proof needs a trainer that consumes B groups per version, versions that only grow, and
 set_version calls that come after the servers have the new weights. Therefore the age is checked when a group is

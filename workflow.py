@@ -136,7 +136,7 @@ class RLVRWorkflow(RolloutWorkflow):
     """Sample one completion for the chat `data["messages"]`, and compute its reward.
 
     `reward_fn(prompt, completion, prompt_ids, completion_ids, **data)` returns a number. It may be a function, a
-    coroutine function, or a string "module.function". It gets texts and token ids.
+    coroutine function, or a string "module.function". The function gets texts and token ids.
     """
 
     reward_fn: Callable[..., Any] | str
@@ -179,7 +179,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
     """
 
     max_turns: int = 3  # answers at most
-    turn_discount: float = 0.9  # what each further try costs
+    turn_discount: float = 0.9  # factor on the reward for each further answer
     reflection_message: str = "That is not right. Think about what went wrong, then answer again."
 
     def __post_init__(self) -> None:
@@ -241,7 +241,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         workflow_context.set(replace(_context.get(), sample_idx=i))
         try:
             result = await self.workflow.arun_episode(engine, copy.deepcopy(data))
-        except SystemExit as error:  # in a task it would end the event loop, and with it every episode
+        except SystemExit as error:  # a SystemExit in a task would end the event loop and every episode
             raise RuntimeError(f"the episode called sys.exit({error.code!r})") from error
         if result is not None and not is_interactions(result):
             check_trajectory_format(result)

@@ -9,18 +9,18 @@ many groups running as the staleness gate allows, and hands finished groups out 
 - BatchTaskDispatcher acts. It takes the lock, reports the event to the state, and carries out the answer.
 - AsyncTaskRunner (runner.py) owns the thread, the event loop, the lock and the waiting.
 
-**Producer and consumer.** The write-up gives each of them a thread that polls. Here they are two methods. `_produce`
-starts the tasks that the gate admits. `_consume` records the result of a task. Both run when an event arrives, in the
-thread that brings the event: a caller submits a task, a task ends in the loop's thread, or the trainer sets a new
-version. So every event that may open the gate starts the next tasks at once.
+**Producer and consumer.** In the write-up the producer and the consumer are threads that poll. Here they are methods:
+`_produce` starts the tasks that the gate admits, and `_consume` records the result of a task. Both run when an event
+arrives, in the thread that brings the event: a caller submits a task, a task ends in the loop's thread, or the trainer
+sets a new version. So every event that may open the gate starts the next tasks at once.
 
 **Order of start.** A batch is the oldest B groups by start. A slow group delays its batch, while younger groups run on
 and wait behind it. A rejected group leaves the order and frees its place, and active_submit_and_wait draws another
 task for it. staleness.py proves why this order keeps every age within max_head_offpolicyness. take() checks the age.
 
 **Failure.** A task that returns None is rejected. A task that raises is rejected and also counted as failed. If
-max_failures tasks in a row raise, the run stops, and the first exception is its cause. So a bug that hits every episode
-ends the run. max_failures rejections in a row only log a warning, because a strict filter may be right. fail() stops
+max_failures tasks in a row raise, the run stops and reports the first exception. So a bug that hits every episode ends
+the run. max_failures rejections in a row only log a warning, because a strict filter may be right. fail() stops
 the run from outside, for example when a server died. An exception of the dispatcher's own code in the loop's thread
 stops the run, too. Once the run has stopped, every waiting and every later call raises RuntimeError.
 
@@ -79,7 +79,7 @@ class DispatchState(Generic[TInput, TResult]):
     paused: bool = False
     failure: tuple[str, BaseException | None] | None = None  # why the run stopped: message and cause
     errors_in_a_row: int = 0
-    first_error: BaseException | None = None  # the first of errors_in_a_row
+    first_error: BaseException | None = None  # the exception that began errors_in_a_row
     rejected_in_a_row: int = 0
 
     def __post_init__(self) -> None:
@@ -303,7 +303,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.on_new_version()
 
     def on_new_version(self) -> None:
-        """Start the tasks that the gate admits at the new version. Call it after the version rose."""
+        """Start the tasks that the gate admits at the new version. Call this method after the version rose."""
         with self.runner.lock:
             self._produce()
             self.runner.lock.notify_all()

@@ -21,9 +21,9 @@ What a prompt group goes through, in order:
 A workflow that returns None rejects the group, and the next sample takes its place. An exception in steps 3 to 8
 rejects the group, too, and counts it as failed. The same failure again and again stops the run (dispatcher.py).
 
-**Arguments.** Every call of prepare_batch uses its own workflow and should_accept_fn for the samples that it draws.
-Samples that were drawn before keep theirs. A workflow given as a class is instantiated in every call. Give an instance
-if something must outlive the call.
+**Arguments.** Every call of prepare_batch uses its own workflow and should_accept_fn for the samples that it draws. A
+sample that an earlier call drew keeps the workflow of that call. A workflow given as a class is instantiated in every
+call. Give an instance if something must outlive the call.
 
 **Recovery.** A task is open from the draw of its sample until its group is consumed or rejected. A checkpoint holds the
 open tasks, and after a crash the unfinished ones start again under their old ids (DataCursor, run/recover.py).
@@ -135,7 +135,7 @@ class DataCursor:
         self.open = {task_id: sample for task_id, sample in self.open.items() if task_id in still_open}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint saves."""
+        """Return the fields that a checkpoint saves."""
         return {"next_id": self.next_id, "drawn": self.drawn, "open": dict(self.open)}
 
     def load_state_dict(self, state: dict[str, Any], finished: Iterable[int]) -> None:
@@ -275,11 +275,11 @@ class WorkflowExecutor:
         return self._cursor.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], finished: dict[int, Trajectory], version: int) -> None:
-        """Go on from `state`, the state_dict after the step that made `version`. Call it before anything is submitted.
+        """Go on from `state`, the state_dict after the step that made `version`. Nothing may be submitted before.
 
-        `finished` holds the groups of open tasks that an earlier process had finished, by task id. They are consumed
-        first. The other open tasks start again under their ids. A finished group starts again, too, if it would be too
-        old at its turn, because eta or the batch is smaller now. A recovered run has only one dataloader.
+        `finished` holds the groups of open tasks that an earlier process had finished, by task id. These groups are
+        consumed first. All other open tasks start again under their ids. A finished group starts again, too, if it
+        would be too old at its turn, because eta or the batch is smaller now. A recovered run has only one dataloader.
         """
         gate, kept = self.staleness_manager, dict[int, Trajectory]()
         for task_id, group in finished.items():

@@ -10,8 +10,8 @@ Both have a time limit. A call that takes too long is ended by killing its proce
 the call, so the time in the queue does not count. Example: with timeout_seconds=15 and four workers, the fifth call
 waits until a worker is free, and then has its 15 s. If an episode is cancelled, its reward computation ends as well.
 
-A reward function that raises, or that takes too long, fails its episode. The reward is not 0 then: a wrong number
-would be learnt, and a failure is counted.
+A reward function that raises, or that takes too long, fails its episode. The episode does not get a reward of 0,
+because the policy would learn from that wrong number.
 """
 
 import inspect

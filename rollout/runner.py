@@ -1,6 +1,7 @@
 """AsyncTaskRunner: one thread, one event loop and one lock for all episodes (write-up, section 3.1).
 
-Episodes are coroutines. Hundreds of them wait for tokens at once, so one event loop in one daemon thread runs them all.
+Episodes are coroutines, and hundreds of episodes wait for tokens at once. One event loop in one daemon thread runs all
+of them.
 
     runner.submit(async_fn, *args, task_id=7)   starts async_fn(*args) in the loop
     runner.on_done(result)                      is called in the loop's thread when the task has ended

@@ -138,7 +138,7 @@ class WorkerPool:
 
     def __init__(self, size: int) -> None:
         self._places = asyncio.Semaphore(size)
-        self._idle: list[Worker] = []  # the last one was used last
+        self._idle: list[Worker] = []  # the most recently used worker is the last one
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Worker]:
@@ -157,7 +157,7 @@ class WorkerPool:
                     await worker.end()
 
     async def aclose(self) -> None:
-        """End the idle workers. An event loop that ends cancels running calls first, and with them their workers."""
+        """End the idle workers. A worker that runs a call ends when the event loop cancels that call."""
         while self._idle:
             await self._idle.pop().end()
 
@@ -191,7 +191,7 @@ def outcome_of(payload: bytes) -> bytes:
     try:
         function, args, kwargs = pickle.loads(payload)
         return pickle.dumps((True, function(*args, **kwargs)))
-    except BaseException as error:  # every way in which user code can end, sys.exit() included
+    except BaseException as error:  # user code may also call sys.exit()
         note = "in a worker process:\n" + "".join(traceback.format_exception(error))
         if isinstance(error, Exception):
             error.add_note(note)

@@ -1,4 +1,4 @@
-"""The staleness gate together with consumption in order of start bounds the age of what is trained on.
+"""The staleness gate together with consumption in order of start bounds the age of every group that is trained on.
 
 Versions are plain numbers here, and hypothesis draws the order of the events. No episode runs and nothing waits.
 """

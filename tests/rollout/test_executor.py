@@ -178,7 +178,7 @@ def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
 
 
 class Panic(BaseException):
-    """Like the exceptions of libraries in Rust, it is no subclass of Exception."""
+    """An exception that is no subclass of Exception, as libraries written in Rust raise it."""
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
@@ -365,7 +365,7 @@ class Bad(RolloutWorkflow):
 def test_a_malformed_trajectory_is_a_failure_that_is_explained(
     make: Make, caplog: pytest.LogCaptureFixture, group_size: int
 ) -> None:
-    """A malformed trajectory fails its task, and the log says what is wrong; so does a change of keys."""
+    """A trajectory that is malformed or has other keys than before fails its task, and the log says why."""
     executor = make(config={"consumer_batch_size": 9})
     good = {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
     flat = {key: value[0] for key, value in good.items()}

@@ -101,7 +101,7 @@ def test_every_kind_of_number_is_a_reward(value: Any) -> None:
 
 
 def test_none_says_that_the_agent_set_its_rewards_itself() -> None:
-    """None is not a reward of 0: the agent has set its rewards by itself."""
+    """None means that the agent has set its rewards by itself; it is not read as a reward of 0."""
     assert parse_rewards(None) is None
 
 

@@ -124,7 +124,7 @@ def test_a_loop_that_ends_is_told(runner, episode, error):
 
 
 class Panic(BaseException):
-    """Like the exceptions of libraries in Rust (pyo3), it is no subclass of Exception."""
+    """An exception that is no subclass of Exception, as libraries written in Rust raise it."""
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), Panic("unwrap on None"), asyncio.CancelledError()], ids=repr)
