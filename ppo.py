@@ -1,14 +1,15 @@
 """Advantages, and the loss of decoupled PPO, which uses three policies.
 
-In asynchronous training the model that learns is newer than the model that wrote the training data. Three versions of
-the model give a log-probability to every sampled token:
+In asynchronous training the model that learns is newer than the model that wrote the training data. Three policies
+give a log-probability to every sampled token:
 
     pi_behav   the behaviour policy: the weights that sampled the token. Its log-probability comes from the inference
                server. A weight update may interrupt a completion, so each token keeps the version that sampled it.
-    pi_prox    the proximal policy: the weights at the start of the training step, computed by one forward pass.
+    pi_prox    the proximal policy: the weights at the start of the training step. Its log-probabilities come from one
+               forward pass over the batch.
     pi_theta   the current policy: the weights that the optimizer is changing. Only pi_theta receives a gradient.
 
-Standard PPO has one old policy with two jobs. It corrects for data that other weights sampled, and it is the centre of
+Standard PPO has one old policy with two jobs. It corrects for data that older weights sampled, and it is the centre of
 the clip, which limits how far one step moves. With data several versions old, such a clip pulls the new policy back
 towards old weights. Decoupled PPO (arXiv 2505.24298, equation 5) splits the jobs. With u = pi_theta / pi_prox,
 
@@ -32,15 +33,13 @@ turn is its reward after the conversation tree has passed rewards back to earlie
 with turns of the same group, which are found by group id, so rows may stand in any order.
 
 In every tensor, column t belongs to token t; nothing is shifted.
-
-What this does not promise: the clip does not keep pi_theta inside its bounds, because tokens with zero gradient can
-still move with the others. The cap makes the correction biased. There is no critic.
+What this does not promise: the clip does not keep u inside its bounds. A clipped token has no gradient, but gradients
+of other tokens still change its probability. The cap makes the correction biased. There is no critic.
 
 Further variants are in training/advantages.py (baselines, penalties, GAE) and training/proximal.py (pi_prox without a
 forward pass). docs/algorithm.md lists each equation with its function.
+Shapes: B rows, T columns; in the whole batch N trained turns and M trained tokens.
 """
-
-# Shapes in this file: B rows, T columns; in the whole batch N trained turns and M trained tokens.
 
 import torch
 from torch import Tensor

@@ -22,7 +22,7 @@ give 4 optimizer steps, each with 16 rows in 4 pieces.
 **Layouts and logits.** A layout decides how rows stand in a piece: padded, packed, or as a tree (`layout.py`).
 Log-probabilities are read from hidden states, a chunk of tokens at a time (`logprobs.py`).
 
-**Ranks.** FSDP2 shards the model over all ranks. Without torchrun there is one rank, and the code is the same. Every
+**Ranks.** FSDP2 shards the model over all ranks. Without torchrun there is one rank, which runs this code too. Every
 rank has the whole batch, and rank 0 gets it from the rollout side. Each rank computes advantages and mini-batches from
 the whole batch, so all ranks agree on them. Only the model's work is divided: each rank passes its own rows of a
 mini-batch through the model. The sum over ranks then gives the gradient that one rank alone would compute.
@@ -358,8 +358,8 @@ class FSDPPPOActor(FSDPEngine):
         stats = {key: float(self.all_reduce(torch.stack([part[key] for part in parts]).sum())) for key in parts[0]}
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
             raise FloatingPointError(
-                f"loss {stats['loss']}, gradient norm {grad_norm} in training step {self.steps + 1}; this optimizer step "
-                "was not made. Look for a logprob or a reward that is not finite, or lower actor.optimizer.lr"
+                f"loss {stats['loss']}, gradient norm {grad_norm} in training step {self.steps + 1}; the weights were "
+                "not changed by it. Look for a logprob or a reward that is not finite, or lower actor.optimizer.lr"
             )
         self.optimizer.step()
         return stats | {"grad_norm": grad_norm, "tokens": tokens}
@@ -425,7 +425,7 @@ class FSDPPPOActor(FSDPEngine):
     def update_weights(self, meta: WeightUpdateMeta) -> None:
         """Send the weights to the servers as version meta.version. Call it between rollout.pause and rollout.resume.
 
-        Raises RuntimeError on rank 0 if the update fails; the other ranks then end with rank 0.
+        Raises RuntimeError on rank 0 if the update fails; all other ranks then end, too.
         """
         if meta.mode == "disk":
             self.save(meta.directory)

@@ -5,7 +5,7 @@ and one configuration key switches it on. compute_advantages calls them in this 
 
     overlong_penalty        A turn near its length limit pays a growing penalty (DAPO, arXiv 2503.14476).
     kl_estimate             A turn pays for its distance from a reference model.
-    leave_one_out_mean      The baseline of a turn is the mean of the others in its cell (RLOO, arXiv 2402.14740).
+    leave_one_out_mean      The baseline of a turn is the mean of all other turns in its cell (RLOO, arXiv 2402.14740).
     generalised_advantage   Earlier tokens of a turn get a smaller share of its advantage (GAE, arXiv 1506.02438).
 
 **Example.** A group has three members with the returns 1, 0 and 2. With the group's mean as baseline the advantages
@@ -15,8 +15,8 @@ are 0, -1 and 1. With the leave-one-out mean they are 1 - 1, 0 - 1.5 and 2 - 0.5
 rewards from later turns back to earlier ones (cache.py), so GAE stays inside a turn. If GAE crossed into the next turn,
 the rewards of later turns would count twice.
 
-**Filter.** `informative` is meant for should_accept_fn. A group whose members all earned the same has advantage 0
-everywhere, so training on it changes nothing. Rejecting such groups is the dynamic sampling of DAPO. The accepted
+**Filter.** `informative` is meant for should_accept_fn. A group whose members all earned equal rewards has advantage
+0 everywhere, so training on it changes nothing. Rejecting such groups is the dynamic sampling of DAPO. The accepted
 batches then hold fewer easy and fewer impossible prompts. If no group teaches anything any more, the run waits for
 ever; the metric `rejected` shows it.
 """

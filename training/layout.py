@@ -18,12 +18,13 @@ attention for one sequence at a time. It builds no mask, and so no (t, t) matrix
 **tree** is the third layout. It computes a prefix that several rows share only once (`tree_attention.py`).
 
 **Example.** Two rows of tokens, [a b c] and [d e], have three tokens that a model can predict: b, c and e. As a padded
-piece the hidden states are numbered a 0, b 1, c 2, d 3, e 4, padding 5. As a packed piece they are numbered the same
-way without the padding. In both, state 0 predicts b, state 1 predicts c, and state 3 predicts e.
+piece they have 6 hidden states, numbered a 0, b 1, c 2, d 3, e 4, padding 5. As a packed piece they have the first 5
+of these. In both pieces state 0 predicts b, state 1 predicts c, and state 3 predicts e.
 
 **Why packed rows need an attention function.** A model may take position_ids that start over as a hint that its row
-holds several sequences, but not every attention kernel follows the hint. Where a kernel ignores it, the sequences see
-each other and no error is raised. A dense mask would be correct, but it takes t * t numbers that are nearly all zero.
+holds several sequences, but not every attention kernel follows the hint. If a kernel ignores it, tokens attend to
+tokens of other sequences, and no error is raised. A dense mask would be correct, but it takes t * t numbers that are
+nearly all zero.
 
 **Limits.** In packed rows and trees only the attention function keeps sequences apart. Models with sliding windows,
 capped attention, attention sinks, convolutions or recurrent states are therefore refused in these two layouts.

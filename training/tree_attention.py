@@ -181,7 +181,8 @@ def block_mask(tree: PackedTree, device: torch.device) -> BlockMask:
     """Return FlexAttention's form of the mask: for each block of queries the empty, full and mixed blocks of keys."""
     length = len(tree.subtree_end)
     n = -(-length // BLOCK)  # blocks, rounded up
-    end = F.pad(tree.subtree_end.to(device), (0, n * BLOCK - length))  # (n * BLOCK,); padding has 0, so nobody sees it
+    # No query sees the padding at the end, because its subtree_end is 0.
+    end = F.pad(tree.subtree_end.to(device), (0, n * BLOCK - length))  # (n * BLOCK,)
     key = torch.arange(n, device=device)  # (n,) blocks of keys
     query = key[:, None]  # (n, 1) blocks of queries
     # A key block has a key that some query sees if its largest subtree_end lies behind the query block's start, and

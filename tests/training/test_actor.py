@@ -521,4 +521,4 @@ def test_a_reference_model_stays_where_it_was(make_actor, tiny_model_dir):
     assert torch.equal(ref.compute_logp(batch), before)
     assert not torch.equal(actor.compute_logp(batch), before)
     ref.destroy()
-    assert torch.distributed.is_initialized(), "the group belongs to the actor"
+    assert torch.distributed.is_initialized(), "the actor made the process group, so it is still there"

@@ -66,7 +66,7 @@ def test_the_error_falls_to_nothing_as_the_data_gets_fresh():
         theirs.append((areal(old, theta, v_b, v) - truth).abs().mean().item())
     assert errors[-1] == 0.0
     assert errors == sorted(errors, reverse=True)
-    assert errors[3] < theirs[3] / 2, "one version old"
+    assert errors[3] < theirs[3] / 2, "at lag 1"
 
 
 def test_the_reported_errors_are_those_of_the_definition():

@@ -213,9 +213,7 @@ def test_a_row_that_cannot_be_in_any_tree_is_an_error() -> None:
 @settings(max_examples=40, deadline=None)
 def test_a_tree_trains_as_its_rows_do(model: Any, seed: int, n: int, max_tokens: int) -> None:
     """The loss of a tree agrees with the separate rows to 1e-6, and the gradients agree to 1e-5."""
-    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [
-        [1, 2, 3]
-    ]  # so that there is at least one token to predict
+    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [[1, 2, 3]]  # the last row always has a token to predict
     assert_same_lesson(learn(model, tree_logp(model, rows, max_tokens)), learn(model, separate_logp(model, rows)))
 
 
