@@ -1,4 +1,4 @@
-"""Run one episode of an agent and print what the model was told, what it said, and what training would use.
+"""Run one episode of an agent, and print its conversation with the model and the tokens that training would use.
 
     python -m run.episode my_module.MyAgent --model-path DIR --data '{"question": "..."}'
 

@@ -156,7 +156,7 @@ class Fleet:
         return sum(c.process.poll() is None for c in servers) if child in servers else 0
 
     def raise_death(self, error: BaseException) -> None:
-        """Raise ProcessDied if a child that the run needs has ended. `error` is what the run noticed, and its cause."""
+        """Raise ProcessDied if a child that the run needs has ended. `error` becomes its cause."""
         time.sleep(DEATH_SECONDS)  # a dying process closes its connections before it has ended
         dead = [child for child in self.children if child.process.poll() is not None]
         if lost := [child.last_words() for child in dead if not self.replacements(child)]:

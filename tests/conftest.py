@@ -86,10 +86,12 @@ def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer(tiny_model_dir: Path):
+    """The tokenizer of the tiny model."""
     return AutoTokenizer.from_pretrained(tiny_model_dir)
 
 
 def free_port() -> int:
+    """Return a port that nothing listens on at this moment."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
@@ -111,7 +113,7 @@ def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
 
 
 def wait_until_up(url: str, process: subprocess.Popen, path: str = "/health", seconds: float = 60) -> None:
-    """Ask until the server answers; another process's readiness has no event to wait for."""
+    """Ask a server again and again until it answers. Raises RuntimeError if its process ends first."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:

@@ -8,11 +8,11 @@ from workflow import EpisodeResult, RLVRWorkflow, workflow_context
 
 @dataclass(eq=False, repr=False)
 class WalkUntilUpdated(RLVRWorkflow):
-    """RLVRWorkflow, but an episode that the next update does not wait for repeats its completion until that update.
+    """RLVRWorkflow with one change: an episode that the next step does not need repeats its completion.
 
     Step s trains on the groups (s - 1) * batch_size to s * batch_size - 1, and then updates the weights. A group with a
-    larger number keeps the server busy until the update is over. Its last completion began before the update and ended
-    after it. With eta = 0 no such group may start, so no completion is repeated.
+    larger number repeats its completion until the update is over. The last completion began before the update and
+    ended after it. With eta = 0 no such group may start, so no completion is repeated.
     """
 
     batch_size: int

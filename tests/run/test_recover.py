@@ -241,7 +241,7 @@ def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
 
     for name in ("step00001", "step00002", "step00009", "step00001-best", "stepping"):
         (tmp_path / name).mkdir()
-    save_model(Actor(), tmp_path, 3, keep=2)  # type: ignore[arg-type]
+    save_model(Actor(), tmp_path, 3, keep=2)
     left = ["step00001-best", "step00002", "step00003", "stepping"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
 
