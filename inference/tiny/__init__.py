@@ -2,5 +2,5 @@
 
 Read server.py first (the routes and the thread that owns the model), then scheduler.py (which sequences the next step
 computes), model.py (one step of a batch over a cache of keys and values) and protocol.py (the bodies of requests and
-answers). This room shares the process group of a weight update with its clients and knows nothing else of them.
+replies). From the clients' side, this room imports only the process group of a weight update (inference/group.py).
 """

@@ -55,7 +55,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
 
-MIN_ROWS = 4  # a matrix product with fewer rows uses another kernel, which rounds differently
+MIN_ROWS = 4  # a matrix product with fewer rows uses another kernel, which rounds differently; some CPUs need 8
 
 
 class ModelError(ValueError):
@@ -112,10 +112,10 @@ class SlotCache:
         self.read: tuple[slice, ...] = ()  # index of what the step attends to
 
     def begin_step(self, slots: Tensor, positions: Tensor, read_slots: slice, n_keys: int) -> None:
-        """Make room for n_keys positions, and note where `update` shall write and what it shall return.
+        """Make room for n_keys positions, and set which entries of the cache `update` writes and returns.
 
-        slots, positions (rows, columns): where the key and value of each fed token go. read_slots: the slots of the
-        rows, of which the first n_keys positions are read. The cache at least doubles when it grows.
+        slots, positions (rows, columns): the entry that each fed token is written to. read_slots: the slots whose
+        first n_keys positions are read, one for each row. The cache at least doubles when it grows.
         """
         length = self.kv.shape[-2]
         if n_keys > length:
@@ -179,7 +179,7 @@ class TinyModel:
 
     @torch.inference_mode()
     def step(self, feeds: list[list[int]], cached: list[int], first_slot: int = 0, all_logits: bool = False) -> Tensor:
-        """Run one forward pass. Row r feeds slot first_slot + r the tokens feeds[r], which follow cached[r] tokens.
+        """Run one forward pass. Row r feeds the tokens feeds[r] to slot first_slot + r, which holds cached[r] tokens.
 
         Returns logits (n, k, vocab) of the last k columns, so [:, -1] are those of each row's last token. k is the
         number of columns if all_logits is set, else at most four.
@@ -265,7 +265,7 @@ class TensorReader(pickle.Unpickler):
     """Unpickle tensors and refuse everything else: a pickle from the network could call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what the pickle names, if a tensor needs it. Raises ModelError otherwise."""
+        """Return the function or class of this name, if tensors need it. Raises ModelError otherwise."""
         if (module, name) == ("torch.storage", "_load_from_bytes"):  # torch's own version would read any pickle
             return lambda raw: torch.load(io.BytesIO(raw), weights_only=True)
         if (module, name) in {("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")}:

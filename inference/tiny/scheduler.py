@@ -24,12 +24,13 @@ finishes, the last running sequence moves into its slot. An example with three s
 **What the scheduler guarantees.**
 
 - *Order.* Sequences start in the order of their arrival. If the first one does not fit, all others wait behind it.
+  A retracted sequence restarts before all sequences that have not started.
 - *Memory.* The prompts and max_new_tokens of all running sequences together never exceed max_total_tokens. A running
   sequence therefore always has room for its next token, and is never evicted to make room for another.
-- *Retraction.* Only a pause in mode "retract" takes a running sequence out of its slot. The sequence keeps its tokens,
-  returns to the head of the queue, and has its keys and values computed again when it restarts.
+- *Retraction.* Only a pause in mode "retract" sends running sequences back to the queue. They keep their tokens, and
+  their keys and values are computed again when they restart.
 - *End.* Every sequence finishes exactly once, with the tokens that it has, for the reason stop, length or abort.
-- *Versions.* Every token is counted to the version of the weights that computed it. Keys of old weights are never
+- *Versions.* Every token is labelled with the version of the weights that computed it. Keys of old weights are never
   given to another sequence. Only a sequence that was paused in mode "in_place" goes on with its own old keys.
 
 The scheduler does not promise fairness: a long request at the head of the queue delays the short ones behind it.
@@ -156,8 +157,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # running[i] computes in slots[i]
         self.slots = [Slot() for _ in range(slots)]
         self.moves: list[tuple[int, int]] = []  # pairs of slots that the cache must exchange before the next step
-        self.updates: deque[Callable[[], None]] = deque()  # loads of new weights that wait for their moment
-        self.finished: list[Sequence] = []  # sequences whose end the server has not announced yet
+        self.updates: deque[Callable[[], None]] = deque()  # functions that load new weights, oldest first
+        self.finished: list[Sequence] = []  # finished sequences that the server has not announced yet
         self.steps = 0  # steps computed so far
 
     def __repr__(self) -> str:
@@ -203,13 +204,13 @@ class Scheduler:
         self.updates.append(load)
 
     def renew(self, version: str | None) -> None:
-        """Note that the weights have changed, and with them the version, unless it is None. Cached keys are stale."""
+        """Record that the weights have changed, so all cached keys are stale. None keeps the version's label."""
         self.relabel(version or self.version)
         for slot in self.slots:
             slot.stale = True
 
     def relabel(self, version: str) -> None:
-        """Count all tokens from now on to this version."""
+        """Label all tokens from now on with this version."""
         if version != self.version:
             for sequence in self.live():
                 sequence.version_starts.append((version, len(sequence.logprobs)))
@@ -218,7 +219,7 @@ class Scheduler:
     # The two halves of a step
 
     def plan(self) -> Step:
-        """Load new weights if it is time, admit what fits, and return what to feed; no sequences mean no step."""
+        """Load new weights if allowed, admit the sequences that fit, and return the next step, empty if none is due."""
         while self.updates and (self.paused or not self.running):
             load = self.updates.popleft()
             load()

@@ -180,8 +180,8 @@ class Server:
             # At shutdown: drop the waiting updates, which the pause would start, then stop planning steps.
             self.engine.call(self.scheduler.updates.clear)
             paused = self.engine.call(self.scheduler.pause, "in_place")
-            _, pending = await asyncio.wait({paused}, timeout=10)
-            if pending:
+            await asyncio.wait({paused}, timeout=10)
+            if not paused.done():
                 os._exit(1)  # the thread hangs in a broadcast whose sender is gone
 
         app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers={Refusal: refuse})
