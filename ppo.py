@@ -36,8 +36,7 @@ In every tensor, column t belongs to token t; nothing is shifted.
 What this does not promise: the clip does not keep u inside its bounds. A clipped token has no gradient, but gradients
 of other tokens still change its probability. The cap makes the correction biased. There is no critic.
 
-Further variants are in training/advantages.py (baselines, penalties, GAE) and training/proximal.py (pi_prox without a
-forward pass). docs/algorithm.md lists each equation with its function.
+Variants are in training/advantages.py and training/proximal.py. docs/algorithm.md lists each equation.
 Shapes: B rows, T columns; in the whole batch N trained turns and M trained tokens.
 """
 
