@@ -332,7 +332,7 @@ def test_a_member_that_exits_is_a_failed_member(caplog: pytest.LogCaptureFixture
     async def episode() -> Any:
         return await GroupedRolloutWorkflow(Function(member), 3).arun_episode(None, {})
 
-    assert len(asyncio.run(episode())["rewards"]) == 2  # in a loop of its own, which a SystemExit would end
+    assert len(asyncio.run(episode())["rewards"]) == 2  # in an event loop of its own, which a SystemExit would end
     assert "RuntimeError: the episode called sys.exit(3)" in caplog.text
 
 

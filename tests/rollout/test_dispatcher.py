@@ -527,7 +527,7 @@ def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
     async def interrupt(task: Prompt) -> None:
         with lock:  # the lock is free once the main thread waits
             pass
-        while not through.is_set():  # repeated: the wait may begin just after a signal
+        while not through.is_set():  # a signal may come before the wait begins, so it is repeated
             signal.pthread_kill(main_thread, signal.SIGINT)
             await asyncio.sleep(1)
         await asyncio.get_running_loop().create_future()
@@ -554,7 +554,7 @@ def test_repr_shows_the_state(make_stage):
 class VirtualRunner(AsyncTaskRunner):
     """Runs tasks in virtual time. A task takes durations(task_id) seconds, and only waiting moves the clock."""
 
-    def __init__(self, durations: Callable[[int], float]):  # without a loop and a thread
+    def __init__(self, durations: Callable[[int], float]):  # this runner needs no event loop and no thread
         self.lock = threading.Condition()
         self.durations = durations
         self.now = 0.0

@@ -218,7 +218,7 @@ def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size:
     executor = make(hold_failures=0.5)
     threading.Timer(
         0.2, executor.fail, [RuntimeError("the proxy ended")]
-    ).start()  # as the thread that watches the proxy would call it
+    ).start()  # a thread that watches the proxy calls fail()
     with pytest.raises(RuntimeError, match="the proxy ended"):
         executor.prepare_batch(loader(SAMPLES), LosesItsProxy(), group_size=group_size)
     with pytest.raises(RuntimeError, match="the proxy ended"):
