@@ -361,8 +361,7 @@ def resolve(config: TrainConfig) -> None:
         try:
             re.compile(pattern)
         except re.error as error:
-            reason = f"{pattern!r} is no regular expression: {error}"
-            raise ConfigError(f"rollout.openai.side_conversations: {reason}") from error
+            raise ConfigError(f"side_conversations: {pattern!r} is no regular expression: {error}") from error
     if rollout.group_size not in (None, gconfig.n_samples) and gconfig.n_samples != 1:
         both = f"rollout.group_size={rollout.group_size} and gconfig.n_samples={gconfig.n_samples}"
         raise ConfigError(f"{both} are one number under two names; give only one of them")

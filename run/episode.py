@@ -64,15 +64,14 @@ def spoken(message: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one episode and print its tree. Return 2 if the command line is wrong, 1 if a server dies, else 0."""
     parser = argparse.ArgumentParser(description="Run one episode of an agent and print its conversation tree.")
-    parser.add_argument("agent", help="my_module.MyAgent, a class with `async def run(self, data, **extra_kwargs)`")
-    parser.add_argument("--data", type=json.loads, default={}, help="JSON object that run() gets as its sample")
-    parser.add_argument("--kwargs", type=json.loads, default={}, help="JSON object with arguments of the agent's class")
-    parser.add_argument("--model-path", required=True, help="Hugging Face folder of the model")
-    parser.add_argument("--server", help="URL of a running inference server; default: start a tiny server on the model")
-    parser.add_argument("--mode", choices=["inline", "subproc"], default="inline", help="subproc: in its own process")
-    parser.add_argument(
-        "--discount", type=float, default=1.0, help="share of a turn's reward that the turn before gets"
-    )
+    add = parser.add_argument
+    add("agent", help="my_module.MyAgent, a class with `async def run(self, data, **extra_kwargs)`")
+    add("--data", type=json.loads, default={}, help="JSON object that run() gets as its sample")
+    add("--kwargs", type=json.loads, default={}, help="JSON object with keyword arguments of the agent's class")
+    add("--model-path", required=True, help="Hugging Face folder of the model")
+    add("--server", help="URL of a running inference server; default: start the small one on the model")
+    add("--mode", choices=["inline", "subproc"], default="inline", help="subproc: run the agent in its own process")
+    add("--discount", type=float, default=1.0, help="share of a turn's reward that the turn before it gets")
     args = parser.parse_args(argv)
     options: dict[str, object] = {"--model-path": args.model_path}
     with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:

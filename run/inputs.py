@@ -77,13 +77,13 @@ def load_inputs(config: TrainConfig) -> Inputs:
 
 def warn_of_namesakes(folders: list[str]) -> None:
     """Warn of modules in the user's folders that have the name of a module or a room of this project."""
-    ours = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    for folder in filter(None, folders):
-        names = {
-            path.stem for path in Path(folder).glob("*") if path.suffix == ".py" or (path / "__init__.py").exists()
-        }
-        if Path(folder).resolve() != ROOT and (namesakes := sorted(ours & names)):
-            logger.warning("%s: `import %s` finds this project's module first; rename yours", folder, namesakes[0])
+
+    def modules(folder: Path) -> set[str]:
+        return {path.stem for path in folder.glob("*") if path.suffix == ".py" or (path / "__init__.py").exists()}
+
+    for folder in {Path(name).resolve() for name in folders if name} - {ROOT}:
+        for name in sorted(modules(folder) & modules(ROOT)):
+            logger.warning("%s: `import %s` finds this project's module first; rename yours", folder, name)
 
 
 def load_workflow(config: TrainConfig, task: Any, tokenizer: Any) -> Any:

@@ -159,11 +159,9 @@ class Logger:
 
         if metrics["side_conversations"] and not said_before:
             example = self._text(batch, int(batch["side_conversations"].argmax()))[:160]
+            print(f"step {step} has the first side conversation, which is left out of training: {example!r}")
             print(
-                f"{metrics['side_conversations']} side conversations were left out of training in step {step}, such as "
-                f"{example!r}. The key rollout.openai.side_conversations holds their patterns; "
-                "an empty list trains every call",
-                flush=True,
+                "rollout.openai.side_conversations holds the patterns of such calls; [] trains every call", flush=True
             )
         if self.live:
             self.live.update(self._table(), refresh=True)

@@ -152,9 +152,7 @@ class Recovery:
         """Write the checkpoint of `step`, then delete the older ones. The step's line is already in metrics.jsonl."""
         target = self.checkpoint(step)
         if self.groups:
-            shutil.rmtree(
-                target, ignore_errors=True
-            )  # an incomplete checkpoint, from a life of the run that was killed
+            shutil.rmtree(target, ignore_errors=True)  # a killed life of the run may have left it incomplete
         dist.barrier()
         actor.save_state(target)
         if self.groups:  # rank 0 writes its own state after all ranks have written theirs

@@ -27,6 +27,9 @@ from run.inputs import Inputs
 from run.launch import HOLD_SECONDS, Child, Fleet, Planned, own_command
 from run.logger import Trace
 
+# The keys of rollout.openai that the proxy has as options of the same names.
+PROXY_KEYS = "session_timeout_seconds chat_template_type tool_call_parser reasoning_parser fixed_sampling"
+
 
 @dataclass(frozen=True)
 class Run:
@@ -104,15 +107,10 @@ def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> Prox
         "--model-path": config.tokenizer_path,
         "--seed": gconfig.seed,
         "--sampling": json.dumps(asdict(gconfig.new(n_samples=1))),
-        "--request-timeout": config.rollout.request_timeout,
-        "--request-retries": config.rollout.request_retries,
-        "--session-timeout-seconds": openai.session_timeout_seconds,
-        "--chat-template-type": openai.chat_template_type,
-        "--tool-call-parser": openai.tool_call_parser,
-        "--reasoning-parser": openai.reasoning_parser,
         "--side-conversations": json.dumps(openai.side_conversations),
-        "--fixed-sampling": openai.fixed_sampling,
     }
+    for keys, names in ((config.rollout, "request_timeout request_retries"), (openai, PROXY_KEYS)):
+        options |= {f"--{name.replace('_', '-')}": getattr(keys, name) for name in names.split()}
     command, key = own_command("proxy", options), secrets.token_urlsafe(16)  # a new key for each run
     environment = {"NANO_AREAL_ADMIN_KEY": key}
     planned = [Planned(f"proxy-{k}", command, environment=environment) for k in range(config.proxy.workers)]

@@ -19,7 +19,7 @@ from staleness import RolloutStat
 def test_side_conversations_are_counted_and_said_once(
     tiny_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two steps with a title in each: the metric counts both, and one line quotes the first and names the key."""
+    """Two steps with a title in each: the metric counts both, and the first is quoted once, with the key."""
     cache = InteractionCache()
     for name, system in (("work", "You code."), ("title", "You write titles.")):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": "hello"}]
@@ -47,7 +47,11 @@ def test_side_conversations_are_counted_and_said_once(
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["side_conversations"] for line in lines] == [1, 1]
     assert torch.equal(batch["loss_mask"].sum(1), torch.tensor([1, 0]))
-    said_lines = [line for line in capsys.readouterr().out.splitlines() if "left out of training" in line]
-    assert len(said_lines) == 1
+    said_lines = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "left out of training" in line or "side_conversations" in line
+    ]
+    assert len(said_lines) == 2
     assert "You write titles." in said_lines[0]
-    assert "rollout.openai.side_conversations" in said_lines[0]
+    assert "rollout.openai.side_conversations" in said_lines[1]
