@@ -1,4 +1,5 @@
-"""A session is a tree: parents by meaning, rewards along the branches, and each sampled token trained once."""
+"""The calls of a session form a tree: parents by meaning, rewards along the branches, each sampled token trained
+once."""
 
 import json
 import math
@@ -36,7 +37,7 @@ def turn(
     tokens: list[int] | None = None,
     **fields: Any,
 ) -> InteractionWithTokenLogpReward:
-    """A finished interaction."""
+    """Return a finished interaction."""
     tokens = [7] if tokens is None else tokens
     response = ModelResponse(prompt or [1], tokens, [-0.5] * len(tokens), [3] * len(tokens), "stop")
     return InteractionWithTokenLogpReward(
@@ -45,7 +46,7 @@ def turn(
 
 
 def chain(length: int) -> InteractionCache:
-    """One conversation; turn k's prompt is the whole of turn k - 1 and one more token."""
+    """Return a cache with one conversation. The prompt of turn k is all of turn k - 1 and one more token."""
     cache, messages, ids = InteractionCache(), [user("0")], [0]
     for k in range(length):
         cache.enter(str(k), turn(list(messages), str(k), list(ids), [100 + k, 200 + k]))
@@ -59,15 +60,15 @@ def chain(length: int) -> InteractionCache:
 
 @dataclass
 class Call:
-    """One call of a random agent: which earlier call it goes on from (none: a root), and what is said."""
+    """One call of a random agent: the earlier call that it continues (None: it is a root), and what is said."""
 
     goes_on_from: int | None
     question: str
     answer: str
     reward: float | None
-    drifts: bool  # its prompt is not the parent's tokens + a tail
+    drifts: bool  # its prompt does not begin with its parent's tokens
     finishes: bool
-    sampled: int  # tokens
+    sampled: int  # number of tokens
 
 
 calls = st.lists(
@@ -86,7 +87,8 @@ calls = st.lists(
 
 
 def play(session: list[Call]) -> InteractionCache:
-    """A cache that has lived through the session; every token in it is unique where it was first seen."""
+    """Return a cache that was given the calls of the session. Every new token of the session has a number of its
+    own."""
     cache, fresh = InteractionCache(), iter(range(1, 10_000))
     for k, call in enumerate(session):
         names = [name for name in cache if cache[name].complete]
@@ -109,7 +111,8 @@ def play(session: list[Call]) -> InteractionCache:
 
 @given(calls)
 def test_the_parent_is_the_longest_finished_prefix(session: list[Call]) -> None:
-    """The walk through the prefix tree finds what a search through all candidates finds; the newest wins ties."""
+    """The lookup by places finds the parent that a search through all interactions finds; of two equal ones, the
+    newer."""
     cache = play(session)
     names = list(cache)
     for i, name in enumerate(names):
@@ -141,7 +144,7 @@ def test_discounting_is_its_recursive_definition(session: list[Call], gamma: flo
 
 @given(calls)
 def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
-    """Each sampled token has mask 1 in one row exactly, behind exactly its own prompt, with its turn's own data."""
+    """Each sampled token is trained in exactly one row, after exactly its own prompt, with its own turn's data."""
     cache = play(session)
     cache.apply_reward_discount(0.5)
     of_token = {t: i for i in cache.finished() for t in i.tokens.output_tokens}
@@ -171,7 +174,7 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
 
 @given(calls)
 def test_individual_exports_every_finished_call(session: list[Call]) -> None:
-    """One row a call: its prompt, its output, its reward; a concat export before it changes nothing."""
+    """Style individual exports each call as one row, also after an export in style concat."""
     cache = play(session)
     cache.export_interactions("concat")
     exported = cache.export_interactions("individual")
@@ -187,7 +190,7 @@ def test_individual_exports_every_finished_call(session: list[Call]) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair["id"])
 def test_real_clients_turns_are_chained(pair: dict[str, Any]) -> None:
-    """Whatever a framework makes of the history, its next turn is the child of the one before."""
+    """A framework may rewrite the form of the history, and its next turn is still the child of the turn before."""
     cache = InteractionCache()
     response = ModelResponse([1], [2], [-1.0], [0], "stop")
     cache.enter(
@@ -199,7 +202,7 @@ def test_real_clients_turns_are_chained(pair: dict[str, Any]) -> None:
 
 
 def test_tools_and_template_arguments_belong_to_the_key() -> None:
-    """The same messages under other tools render to another prompt: no parent."""
+    """The same messages with other tools render to another prompt, so the turn has no parent."""
     cache = InteractionCache()
     cache.enter("a", turn([user("hi")], "ok", template_key="thinking"))
     cache.enter("b", turn([user("hi"), said("ok"), user("more")]))
@@ -209,18 +212,18 @@ def test_tools_and_template_arguments_belong_to_the_key() -> None:
 
 
 def test_an_unfinished_call_is_never_a_parent() -> None:
-    """Until its output is known nothing can extend it, and a call that fails leaves no trace."""
+    """A call can be a parent only when its output is known. A call that fails is removed from the cache."""
     cache = InteractionCache()
     cache.enter("a", InteractionWithTokenLogpReward([user("hi")]))
     cache.enter("b", turn([user("hi"), said("ok"), user("more")]))
     assert cache["b"].parent is None
     cache.discard("a")
     cache.discard("b")
-    assert list(cache) == ["b"]  # what has finished stays
+    assert list(cache) == ["b"]  # a finished interaction stays
 
 
 class Counted(dict):
-    """A message that counts how often it is looked at."""
+    """A message that counts how often its role is read."""
 
     looks = 0
 
@@ -230,7 +233,8 @@ class Counted(dict):
 
 
 def test_finding_a_parent_costs_messages_not_interactions() -> None:
-    """800 siblings over 200 shared messages: each message of each is looked at once (AReaL: by every candidate)."""
+    """With 800 siblings over 200 shared messages, each message of a request is read once, however many siblings
+    there are."""
     Counted.looks = 0
     shared = [Counted(user(str(i))) for i in range(200)]
     cache = InteractionCache()
@@ -240,7 +244,7 @@ def test_finding_a_parent_costs_messages_not_interactions() -> None:
 
 
 def test_a_turn_looks_back_over_its_new_messages_only() -> None:
-    """A chain of 100 turns: each looks up its parent in as many places as it has new messages, and one."""
+    """In a chain of 100 turns, the lookup of a parent costs one step per new message and one more."""
     cache = chain(0)
     looked = []
 
@@ -254,11 +258,11 @@ def test_a_turn_looks_back_over_its_new_messages_only() -> None:
     for k in range(100):
         cache.enter(str(k), turn(list(messages), str(k)))
         messages += [said(str(k)), user(str(k + 1))]
-    assert len(looked) == 2 + 99 * 2  # the first turn has its message and the root; the others a question, a parent
+    assert len(looked) == 2 + 99 * 2  # one lookup per new message, and one at the root or the parent
 
 
 def test_a_conversation_is_kept_once() -> None:
-    """The history of a turn is its parent's messages, not a copy for every turn."""
+    """A turn holds the message objects of its parent, so the cache keeps a conversation once."""
     cache = chain(50)
     first, last = cache["0"], cache["49"]
     assert all(mine is theirs for mine, theirs in zip(last.messages, first.messages, strict=False))
@@ -266,7 +270,7 @@ def test_a_conversation_is_kept_once() -> None:
 
 
 def test_bad_entries_are_refused() -> None:
-    """No messages, or an id that is taken: the caller is wrong."""
+    """An interaction without messages, or with an id that the cache knows, raises ValueError."""
     cache = chain(1)
     with pytest.raises(ValueError, match="no messages"):
         cache.enter("x", InteractionWithTokenLogpReward([]))
@@ -278,7 +282,7 @@ def test_bad_entries_are_refused() -> None:
 
 
 def test_a_sibling_keeps_its_reward_to_itself() -> None:
-    """A -> {B: 1, C: 2} at gamma .9: B stays 1 (in AReaL it becomes 2.8), and A earns the mean, 1.35."""
+    """In A -> {B: 1, C: 2} with gamma = 0.9, B keeps 1 and A gets 0.9 times the mean, 1.35. (In AReaL B gets 2.8.)"""
     cache = InteractionCache()
     cache.enter("A", turn([user("q")], "a"))
     for name, reward in (("B", 1.0), ("C", 2.0)):
@@ -289,7 +293,7 @@ def test_a_sibling_keeps_its_reward_to_itself() -> None:
 
 
 def test_a_chain_gives_the_geometric_series() -> None:
-    """The documents' example: A -> B -> C, reward 1 on C, gamma .9."""
+    """The documents' example: in A -> B -> C with reward 1 on C and gamma = 0.9, B gets 0.9 and A gets 0.81."""
     cache = chain(3)
     cache.set_last_reward(1.0)
     cache.apply_reward_discount(0.9)
@@ -299,7 +303,7 @@ def test_a_chain_gives_the_geometric_series() -> None:
 
 
 def test_the_last_reward_goes_to_the_last_finished_call() -> None:
-    """A trailing call that never came back takes no reward (AReaL gives it the whole episode's)."""
+    """A last call that never finished takes no reward. (In AReaL it takes the reward of the whole episode.)"""
     cache = chain(2)
     cache.enter("cut", InteractionWithTokenLogpReward([user("0")]))
     cache.set_last_reward(1.0)
@@ -313,7 +317,8 @@ CODER = {"role": "system", "content": "You code."}
 
 
 def title_call(cache: InteractionCache, title_first: bool, turns: int) -> None:
-    """What opencode does: a request for a title, without tools, beside the first turn of the agent, which has tools."""
+    """Play what opencode does: it asks for a title, without tools, while the agent's first turn, with tools, is
+    running."""
     title = InteractionWithTokenLogpReward([TITLE, user("hello")])
     agent = InteractionWithTokenLogpReward([CODER, user("hello")], tools=TOOLS)
     entered = {"title": title, "0": agent}
@@ -343,7 +348,7 @@ def test_a_side_conversation_takes_no_reward(title_first: bool, turns: int) -> N
 
 
 def test_a_side_conversation_that_is_rewarded_is_trained() -> None:
-    """Who rewards it by its id means it."""
+    """An agent that rewards a title by its id gets the title trained."""
     cache = InteractionCache()
     title_call(cache, True, 2)
     cache.set_reward("title", 0.5)
@@ -353,8 +358,8 @@ def test_a_side_conversation_that_is_rewarded_is_trained() -> None:
 
 
 def test_what_comes_later_is_no_side_conversation() -> None:
-    """A last call without tools and with another prompt (a final answer, say) takes the reward, as the last one does;
-    so does the last of several equal drafts, and of calls that begin alike."""
+    """A last call without tools and with a prompt of its own takes the reward. So does the last of several equal
+    drafts."""
     cache = InteractionCache()
     cache.enter("work", turn([user("work")], tools=TOOLS))
     cache.enter("answer", turn([user("answer")]))
@@ -370,7 +375,7 @@ def test_what_comes_later_is_no_side_conversation() -> None:
 
 
 def test_an_orphan_leaves_no_trace() -> None:
-    """A turn whose reader is gone and asks again is dropped; one that something goes on from is no orphan."""
+    """A turn that its client never read is removed when the client asks again, unless another turn continues it."""
     cache = chain(2)
     for name in ("0", "1", "unknown"):
         cache.drop_orphan(name)
@@ -386,7 +391,7 @@ def test_an_orphan_leaves_no_trace() -> None:
 
 @given(calls, st.lists(st.integers(0, 11)))
 def test_what_failed_leaves_no_trace(session: list[Call], orphans: list[int]) -> None:
-    """A session is what it would be without its failed calls, whichever of its turns are then dropped."""
+    """A session with failed calls equals the same session without them, also after orphans were dropped."""
     caches = play(session), play([call for call in session if call.finishes])
     for cache in caches:
         for name in list(cache):
@@ -398,7 +403,7 @@ def test_what_failed_leaves_no_trace(session: list[Call], orphans: list[int]) ->
 
 
 def test_an_orphan_leaves_its_twin() -> None:
-    """Of two equal answers the newer one is dropped: what goes on from these words goes on from the older one."""
+    """If the newer of two equal answers is dropped, the next turn continues the older one."""
     cache = InteractionCache()
     for name in ("twin", "orphan"):
         cache.enter(name, turn([user("q")], "same"))
@@ -409,21 +414,21 @@ def test_an_orphan_leaves_its_twin() -> None:
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, "1", None, [1], 10**400])
 def test_a_reward_is_a_finite_number(reward: Any) -> None:
-    """One NaN would poison the whole batch: it is refused at the door."""
+    """A single NaN would make the whole batch NaN, so the cache refuses it."""
     with pytest.raises(ValueError, match="finite"):
         chain(1).set_reward("0", reward)
 
 
 @pytest.mark.parametrize("reward", [1, True, torch.tensor(1.0)])
 def test_any_number_is_a_reward(reward: Any) -> None:
-    """int, bool and torch scalars count as the float they are."""
+    """A reward may be an int, a bool or a torch scalar; it becomes a float."""
     cache = chain(1)
     cache.set_last_reward(reward)
     assert cache["0"].reward == 1.0
 
 
 def test_a_reward_for_nobody_is_an_error() -> None:
-    """An unknown id, an unfinished call, an empty session: KeyError, never a silent zero."""
+    """A reward for an unknown id, an unfinished call or an empty session raises KeyError."""
     cache = InteractionCache()
     with pytest.raises(KeyError):
         cache.set_last_reward(1.0)
@@ -437,7 +442,7 @@ def test_a_reward_for_nobody_is_an_error() -> None:
 
 
 def test_tensors_are_the_documents() -> None:
-    """Keys, dtypes and shapes of the trajectory convention; prompt positions hold 0, 0 and -1."""
+    """The tensors have the documents' keys, dtypes and shapes. Prompt positions hold 0, 0 and -1."""
     cache = InteractionCache()
     cache.enter("a", turn([user("q")], prompt=[5, 6], tokens=[7, 8, 9], reward=2.0))
     tensors = cache["a"].to_tensor_dict()
@@ -464,7 +469,7 @@ def test_tensors_are_the_documents() -> None:
 
 
 def test_a_reward_set_after_the_tensors_shows() -> None:
-    """Tensors are made when they are asked for; AReaL keeps the first ones and trains on the old reward."""
+    """Tensors are made at each request, so they show a reward that was set late. (AReaL keeps the first tensors.)"""
     cache = chain(2)
     leaf = cache.export_interactions("concat")["1"]
     assert leaf.to_tensor_dict()["rewards"].tolist() == [0.0]
@@ -476,7 +481,7 @@ def test_a_reward_set_after_the_tensors_shows() -> None:
 
 
 def test_an_unsampled_token_is_never_trained() -> None:
-    """A child whose prompt differs from the parent's tokens forks, however well the lengths agree."""
+    """A child whose prompt differs from its parent's tokens starts a row of its own, even if the lengths agree."""
     cache = InteractionCache()
     cache.enter("a", turn([user("q")], "a", prompt=[1, 2], tokens=[3, 4]))
     cache.enter("b", turn([user("q"), said("a"), user("r")], prompt=[1, 2, 3, 99, 5], tokens=[6]))
@@ -487,7 +492,7 @@ def test_an_unsampled_token_is_never_trained() -> None:
 
 
 def test_an_inner_turns_reward_survives_concat() -> None:
-    """Each turn of a row is trained with its own final reward; AReaL exports the leaf's and drops the others."""
+    """Each turn of a row is trained with its own final reward. (AReaL exports only the leaf's reward.)"""
     cache = chain(2)
     cache.set_reward("0", 1.0)
     (row,) = (i.to_lists() for i in cache.export_interactions("concat").values())
@@ -496,7 +501,7 @@ def test_an_inner_turns_reward_survives_concat() -> None:
 
 
 def test_a_shared_turn_is_trained_in_the_first_leaf_only() -> None:
-    """Two leaves over one root: the root's tokens are context in both rows and loss in one."""
+    """Two leaves share their root. The root's tokens are trained in the first row and are context in the second."""
     cache = InteractionCache()
     cache.enter("root", turn([user("q")], "a", prompt=[1], tokens=[2, 3]))
     for name in ("left", "right"):
@@ -508,7 +513,8 @@ def test_a_shared_turn_is_trained_in_the_first_leaf_only() -> None:
 
 
 def test_what_training_cannot_reproduce_stays_out_of_the_loss() -> None:
-    """A turn sampled under top_p, or one that asked not to be stored, is context for those after it."""
+    """A turn sampled with top_p, or a turn that was asked not to be stored, is context for later turns and not
+    trained."""
     cache = chain(3)
     cache["0"].tokens.trains_exactly = False
     cache["1"].trainable = False
@@ -517,7 +523,7 @@ def test_what_training_cannot_reproduce_stays_out_of_the_loss() -> None:
 
 
 def test_depth_is_no_limit() -> None:
-    """Longer chains than Python's recursion limit are discounted and exported: nothing here recurses."""
+    """A chain longer than Python's recursion limit is discounted and exported, since no function here recurses."""
     depth = sys.getrecursionlimit() + 50
     cache = chain(depth)
     cache.set_last_reward(1.0)
@@ -528,13 +534,13 @@ def test_depth_is_no_limit() -> None:
 
 
 def test_an_unknown_style_is_an_error() -> None:
-    """individual or concat; a typing error is not an empty export."""
+    """A misspelt export style raises ValueError; it does not export nothing."""
     with pytest.raises(ValueError, match="individual or concat"):
         chain(1).export_interactions("concatenated")
 
 
 def test_the_state_can_be_read() -> None:
-    """A log line shows what is there."""
+    """The cache's repr shows how many interactions are unfinished and unrewarded."""
     cache = chain(2)
     cache.enter("open", InteractionWithTokenLogpReward([user("x")]))
     assert repr(cache) == "InteractionCache(3 interactions, 1 unfinished, 3 unrewarded)"
