@@ -1,32 +1,36 @@
-"""Train a language-model agent with asynchronous reinforcement learning: the loop of AReaL, top to bottom.
+"""Train a language-model agent with asynchronous reinforcement learning. The file contains the whole loop of AReaL.
 
     python train.py                                   the demo: an agent learns to guess a number
     python train.py --config configs/maze.yaml        long answers, generation and training overlapped
-    python train.py seed=2 rollout.max_head_offpolicyness=0      the same loop, synchronous
-    python train.py mode=eval model_path=DIR          the agents are evaluated and not trained
-    torchrun --nproc-per-node=4 train.py ...          the trainer on four ranks
+    python train.py seed=2 rollout.max_head_offpolicyness=0      the demo with synchronous training
+    python train.py mode=eval model_path=DIR          evaluate the agents without training
+    torchrun --nproc-per-node=4 train.py ...          train on four ranks
 
-The processes. This process trains, and it runs the agents' episodes in a second thread. An inference server generates
-tokens in a second process. The proxy, in a third process, turns the agents' HTTP requests into token-exact prompts.
-While this process trains a step, the server already generates the episodes of the next steps. Their weights are up to
-`rollout.max_head_offpolicyness` versions older than the trainer's.
+The processes. The process of train.py trains the model and runs the agents' episodes in a second thread. An inference
+server generates tokens in a second process. The proxy, in a third process, turns the agents' HTTP requests into
+token-exact prompts.
 
-The loop (`PPOTrainer.train`; write-up, appendix A.1). Versions count from 0 and steps from 1: step s consumes a batch
-at version s - 1 and makes version s. A weight update interrupts the generations that run at that moment. They continue
-under the new weights, and every token keeps the version of the weights that computed it.
+The overlap. The server generates the next groups while the trainer trains. An example with eta = 1
+(max_head_offpolicyness, the largest age of a group in versions) and B = 2 (prompt groups in a batch):
 
-Synchronous training is the same program. With max_head_offpolicyness=0 the gate (staleness.py) starts the next episodes
-only when the new weights are there.
+    trainer   wait | step 1: groups 1 2 | push v1 | step 2: groups 3 4 | push v2 | step 3: groups 5 6 ...
+    server    groups 1 2 3 4 start at v0          | 5 6 start at v1              | 7 8 start at v2
+    age            | 0                            | 1                            | 1
 
-Under torchrun every rank runs this loop on the same batch, and the actor divides the work (training/actor.py). Rank 0
-alone has a rollout side; the other ranks have one that does nothing.
+Step 2 trains the weights of version 1 on groups that started at version 0, so these groups have age 1. With eta = 0
+the gate (staleness.py) starts groups 3 and 4 only after the push, and the same loop is synchronous training.
 
-The command line, the run's folder and the ending of every process are in run/command.py.
+Versions count from 0 and steps from 1: step s consumes a batch at version s - 1 and makes version s. A push interrupts
+the running generations. The interrupted generations continue under the new weights, and every token keeps the version
+of the weights that computed it.
+
+Under torchrun every rank runs this loop on the same batch, and the actor divides the work (training/actor.py). Only
+rank 0 runs episodes; the other ranks have an empty rollout side (`NoRollout`). run/command.py reads the command line,
+creates the run's folder and ends every process. The order of the steps is that of the write-up, appendix A.1.
 """
 
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -49,13 +53,13 @@ from training.actor import FSDPEngine, FSDPPPOActor
 
 
 class PPOTrainer:
-    """Everything that training needs, running, at the step of the newest checkpoint."""
+    """The trainer, the rollout side and the data of a run, restored from the newest checkpoint if there is one."""
 
     def __init__(self, run: Run) -> None:
-        """Start the parts of the trainer; `run.stack` ends them in the reverse order."""
+        """Start every part that training needs. `run.stack` ends these parts in the reverse order."""
         self.run, config, stack = run, run.config, run.stack
 
-        # 1. The inference servers load the model while the trainer loads it, too.
+        # 1. The inference servers start, and load the model at the same time as the trainer.
         servers = [run.fleet.start(planned) for planned in run.servers]
         assert config.model_path is not None
         self.actor = FSDPPPOActor(config.actor, config.model_path)
@@ -68,7 +72,7 @@ class PPOTrainer:
             stack.callback(self.ref.destroy)
             self.ref.initialize()
 
-        # 2. Rank 0 starts the rollout side.
+        # 2. Rank 0 starts the rollout side: the engine, the proxies, and the executor that runs the episodes.
         self.recovery = Recovery(config.run_dir, config.recover)
         self.rollout: RemoteInfEngine | NoRollout = NoRollout()
         self.evaluation: WorkflowExecutor | None = None
@@ -78,7 +82,7 @@ class PPOTrainer:
         path = str(config.run_dir / "weights")
         self.actor.connect_engine(self.rollout, WeightUpdateMeta(path=path, **asdict(config.weight_update)))
 
-        # 3. The prompts.
+        # 3. The prompts, in an order that the seed decides.
         self.train_dataloader: DataLoader = DataLoader(
             run.inputs.dataset,  # type: ignore[arg-type]
             batch_size=config.train_dataset.batch_size,
@@ -87,7 +91,8 @@ class PPOTrainer:
             collate_fn=list,
         )
 
-        # 4. The state of the newest checkpoint. Servers that did not start with these weights get them now.
+        # 4. The newest checkpoint of this run, if there is one. A server that this run started has loaded model_path. After
+        #    a restart, or if the server was running before, the server gets the trainer's weights now.
         self.step = self.recovery.load(self.actor, self.rollout.executor)
         if self.step or config.rollout.server_addrs:
             self.push_weights(self.step)
@@ -100,7 +105,8 @@ class PPOTrainer:
             begin, seconds = time.monotonic(), dict[str, float]()
             is_last = step == config.max_steps
 
-            # 1. The oldest B groups by start, none older than eta versions.
+            # 1. A batch: the B oldest prompt groups by start, none older than eta versions, as N padded rows.
+            #    input_ids, loss_mask, versions, logprobs (log pi_behav) are (N, T); rewards are (N,).
             with trace.span("rollout_wait", seconds):
                 batch = actor.prepare_batch(
                     self.train_dataloader,
@@ -112,30 +118,31 @@ class PPOTrainer:
             metrics: dict[str, Any] = {"step": step, "version": version, **describe_batch(batch, version)}
 
             with trace.span("train", seconds):
-                # 2. pi_prox: the policy at the start of this step, the centre of the clip.
+                # 2. log pi_prox, (N, T): the policy at the start of this step, on which the clip is centred.
                 if actor.should_compute_prox_logp():
                     batch["prox_logp"] = actor.compute_logp(batch)
-                # 3. The reference policy of the KL penalty.
+                # 3. log pi_ref, (N, T): the policy that a KL penalty keeps the model close to.
                 if ref is not None:
                     batch["ref_logp"] = ref.compute_logp(batch)
                 metrics["logp_mismatch"] = logp_mismatch(batch, actor, rollout)
-                # 4. Advantages from rewards.
+                # 4. A = (R - mean R of the group) / spread, (N, T): was this turn better than the group's other answers?
                 actor.compute_advantages(batch)
-                # 5. A few optimizer steps of decoupled PPO.
+                # 5. A few optimizer steps on - mean of (pi_prox / pi_behav) min(u A, clip(u) A), u = pi_theta / pi_prox.
                 metrics |= actor.ppo_update(batch)
                 actor.step_lr_scheduler()
 
-            # 6. New weights for the servers.
+            # 6. The servers get the new weights.
             with trace.span("sync", seconds):
                 self.push_weights(step)
 
-            # 7. Evaluate, and 8. save the model, when it is time.
+            # 7. Evaluation: one episode for each validation prompt.
             if self.evaluation and is_due(step, config.evaluator.interval):
                 metrics |= evaluate(self.evaluation, inputs)
+            # 8. A Hugging Face directory with the model.
             if is_last or is_due(step, config.saver.interval):
                 save_model(actor, config.run_dir / "checkpoints", step, config.saver.keep)
 
-            # 9. Report the step, then write the checkpoint that a restart continues from.
+            # 9. A line of metrics.jsonl, then the checkpoint from which a killed run continues.
             if logger:
                 metrics |= {"success": inputs.success(batch["rewards"].tolist()), **seconds}
                 logger.log(batch, metrics | {"step_s": time.monotonic() - begin})
@@ -143,21 +150,21 @@ class PPOTrainer:
                 self.recovery.save(step, actor, rollout.executor)
 
     def push_weights(self, version: int) -> None:
-        """Pause, push, set the version, resume: running generations continue under the new weights."""
-        self.rollout.pause()
+        """Bring the trainer's weights to the servers, as policy version `version`."""
+        self.rollout.pause()  # running generations stop, and their tokens are kept
         self.actor.update_weights(self.actor.weight_update_meta.with_version(version))
         self.actor.set_version(version)
-        self.rollout.set_version(version)
-        self.rollout.resume()
+        self.rollout.set_version(version)  # the gate now admits the groups of this version
+        self.rollout.resume()  # the generations continue under the new weights
 
 
 def is_due(step: int, interval: int) -> bool:
-    """Return whether something that happens every `interval` steps (0: never) happens after this step."""
+    """Return whether an action that is repeated every `interval` steps (0: never) follows this step."""
     return bool(interval) and step % interval == 0
 
 
-def train(run: Run) -> None:
-    """Train from the first word to the summary."""
+def run_training(run: Run) -> None:
+    """Start everything, train, and print a summary. Ranks other than 0 train without printing."""
     if dist.get_rank() != 0:
         return PPOTrainer(run).train(None)
     print(f"{describe_mode(run.config.actor)}\nstarting the inference server and the proxy", flush=True)
@@ -165,10 +172,10 @@ def train(run: Run) -> None:
     if trainer.step:
         print(f"continuing after step {trainer.step} of {run.config.run_dir}", flush=True)
     logger = Logger(run.config, trainer.rollout.executor)
-    with logger.live or nullcontext():
+    with logger.live:
         trainer.train(logger)
     summarise(logger, run.inputs.task)
 
 
 if __name__ == "__main__":
-    sys.exit(main(train))
+    sys.exit(main(run_training))

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,7 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, float]:
 
 
 class Logger:
-    """Reports the run: `log` is called once per step. `live` is the table, a context manager, or None."""
+    """Reports the run: `log` is called once per step. `live` is a context manager that shows the live table."""
 
     def __init__(self, config: TrainConfig, executor: Any) -> None:
         self.config, self.executor = config, executor
@@ -134,7 +134,8 @@ class Logger:
         self.counts = asdict(executor.stats)  # the executor's counters when the last step was logged
         self.lag_counts = Counter[int]()  # number of trained tokens by version lag, since this process began
         console = Console()
-        self.live = Live(console=console, auto_refresh=False) if config.logger.live and console.is_terminal else None
+        show = config.logger.live and console.is_terminal
+        self.live = Live(console=console, auto_refresh=False) if show else nullcontext()
 
     def log(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:
         """Write and show one step: its batch, its metrics, and now and then a sample conversation.
@@ -163,7 +164,7 @@ class Logger:
             print(
                 "rollout.openai.side_conversations holds the patterns of such calls; [] trains every call", flush=True
             )
-        if self.live:
+        if isinstance(self.live, Live):
             self.live.update(self._table(), refresh=True)
         else:
             print("  ".join(f"{title} {text.format(metrics[key])}" for key, title, text in COLUMNS), flush=True)
