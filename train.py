@@ -91,8 +91,8 @@ class PPOTrainer:
             collate_fn=list,
         )
 
-        # 4. The newest checkpoint of this run, if there is one. A server that this run started has loaded model_path. After
-        #    a restart, or if the server was running before, the server gets the trainer's weights now.
+        # 4. The newest checkpoint of this run, if there is one. A server that this run started holds model_path.
+        #    After a restart, or if the server was running before, the server gets the trainer's weights now.
         self.step = self.recovery.load(self.actor, self.rollout.executor)
         if self.step or config.rollout.server_addrs:
             self.push_weights(self.step)
@@ -125,9 +125,9 @@ class PPOTrainer:
                 if ref is not None:
                     batch["ref_logp"] = ref.compute_logp(batch)
                 metrics["logp_mismatch"] = logp_mismatch(batch, actor, rollout)
-                # 4. A = (R - mean R of the group) / spread, (N, T): was this turn better than the group's other answers?
+                # 4. A = (R - mean R of the group) / spread, (N, T): was this turn better than the group's others?
                 actor.compute_advantages(batch)
-                # 5. A few optimizer steps on - mean of (pi_prox / pi_behav) min(u A, clip(u) A), u = pi_theta / pi_prox.
+                # 5. A few optimizer steps on -mean of pi_prox / pi_behav * min(u A, clip(u) A), u = pi_theta / pi_prox.
                 metrics |= actor.ppo_update(batch)
                 actor.step_lr_scheduler()
 
