@@ -1,4 +1,4 @@
-"""Fixtures that several test files need: a tiny model made on the spot, and the real servers as processes."""
+"""Fixtures that several test files need: a tiny model that the tests make, and the real servers as processes."""
 
 import os
 import signal
@@ -80,7 +80,7 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model's architecture with other weights (seed 1), for weight updates."""
+    """A model with the tiny model's architecture and other weights (seed 1), for tests of weight updates."""
     return make_byte_model(tmp_path_factory.mktemp("other_model"), seed=1)
 
 
@@ -91,16 +91,16 @@ def tiny_tokenizer(tiny_model_dir: Path):
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on at this moment."""
+    """Return the number of a free port."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
 def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
-    """Read the rest of a process's output, wait for its end, and kill it after so many seconds.
+    """Return the remaining output of a process after its end; a process that runs longer than `seconds` is killed.
 
-    Unlike communicate(), this works after single lines have been read.
+    Unlike communicate(), this function works after a test has read single lines.
     """
     assert process.stdout is not None
     watchdog = threading.Timer(seconds, process.kill)
@@ -113,7 +113,8 @@ def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
 
 
 def wait_until_up(url: str, process: subprocess.Popen, path: str = "/health", seconds: float = 60) -> None:
-    """Ask a server again and again until it answers. Raises RuntimeError if its process ends first."""
+    """Request `path` again and again until the server answers 200. Raises RuntimeError if the server's process
+    ends."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -131,7 +132,7 @@ StartServer = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def start_tiny_server(tiny_model_dir: Path) -> Iterator[StartServer]:
-    """start(*arguments) starts a tiny server process on the tiny model and returns its URL."""
+    """Return start(*arguments), which starts a process of inference/tiny/server.py and returns its URL."""
     processes: list[subprocess.Popen] = []
 
     def start(*extra: str) -> str:
@@ -163,7 +164,7 @@ SGLANG = os.environ.get("NANO_AREAL_SGLANG", "")  # path of a Python with SGLang
 
 @contextmanager
 def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
-    """Run the real, unmodified SGLang on a CPU, for as long as the block lasts. Yields its URL."""
+    """Run the real, unmodified SGLang on a CPU until the `with` block ends. Yields SGLang's URL."""
     port = free_port()
     command = [SGLANG, str(ROOT / "tests/sglang_cpu/launch.py"), "--model-path", str(model_dir), "--port", str(port)]
     with log.open("wb") as out:
@@ -175,7 +176,7 @@ def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
         wait_until_up(f"http://127.0.0.1:{port}", process, seconds=400)
         yield f"http://127.0.0.1:{port}"
     except BaseException:
-        print(log.read_text(errors="replace")[-3000:])  # pytest shows this output beside the failure
+        print(log.read_text(errors="replace")[-3000:])  # pytest shows this output next to the failure
         raise
     finally:
         process.stdin.close()
@@ -184,11 +185,12 @@ def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def tiny_server(start_tiny_server: StartServer) -> str:
-    """The URL of a tiny server process that all tests share. A test must leave it running, with its first weights."""
+    """The URL of a tiny server process that all tests share. A test must not stop the process or change its
+    weights."""
     return start_tiny_server()
 
 
-# The imports below are inside the fixtures, since the examples' environment does not have all of these packages.
+# The fixtures import what they need, because the environment of the examples lacks some of these packages.
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +211,7 @@ def proxy(tiny_server: str, tiny_model_dir: Path) -> Iterator[Any]:
 
 @pytest.fixture
 async def start(tiny_tokenizer: Any) -> AsyncIterator[Callable[..., Any]]:
-    """start(*texts, **options) returns a Harness whose engine answers with these texts, in order."""
+    """Return start(*texts, **options), which makes a Harness whose engine answers with these texts in order."""
     from harness import Harness
 
     made: list[Harness] = []
@@ -225,7 +227,7 @@ async def start(tiny_tokenizer: Any) -> AsyncIterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="module")
 def real_engine(tiny_server: str) -> Iterator[Any]:
-    """An engine that uses a tiny server in another process."""
+    """An engine connected to a tiny server in another process."""
     from engine import RemoteInfEngine
 
     engine = RemoteInfEngine([tiny_server])

@@ -1,4 +1,4 @@
-"""A proxy in the process of the test, over an engine that plays a script. Tests speak to it over its HTTP interface."""
+"""A proxy that runs in the process of the test, with a scripted engine. Tests talk to the proxy over HTTP."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,8 +22,8 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 class ScriptedEngine:
     """An engine that answers each call with the next of the given texts, and records its requests.
 
-    A text that ends with "…" is cut by length there. If `hold` is set, a generation waits for it. A stream first sends
-    `held_tokens` tokens.
+    A text that ends with "…" is returned as cut by length. If `hold` is an event, a generation waits for the event. A
+    generation that streams sends `held_tokens` tokens before it waits.
     """
 
     def __init__(self, tokenizer: Any, *texts: str) -> None:
@@ -36,7 +36,7 @@ class ScriptedEngine:
         self.started, self.cancelled = asyncio.Event(), asyncio.Event()
 
     async def agenerate(self, request: ModelRequest, on_tokens: Any = None) -> ModelResponse:
-        """Answer with the next text, or with "ok" if there is none left; streams token by token."""
+        """Answer with the next text, or with "ok" if no text is left. With `on_tokens`, report each token."""
         self.requests.append(request)
         self.started.set()
         if self.error:
@@ -64,7 +64,7 @@ class ScriptedEngine:
 
 
 class Clock:
-    """A clock whose time only the test changes."""
+    """A clock that moves only when a test sets `now`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -74,7 +74,7 @@ class Clock:
 
 
 class Harness:
-    """A proxy in this process over a ScriptedEngine, with an HTTP client for it."""
+    """A proxy in this process with a ScriptedEngine, and an HTTP client of the proxy."""
 
     def __init__(self, tokenizer: Any, *texts: str, **options: Any) -> None:
         self.engine = ScriptedEngine(tokenizer, *texts)
@@ -112,7 +112,8 @@ class Harness:
 
 
 class Connection:
-    """One request over raw ASGI: a test can hang up, and it sees each piece of the reply when the proxy sends it."""
+    """One request over raw ASGI. A test can hang up, and can read each piece of the reply as soon as the proxy sends
+    it."""
 
     def __init__(self, harness: Harness, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
         self.pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -142,7 +143,7 @@ class Connection:
         return (await asyncio.wait_for(self.pieces.get(), timeout=30))["body"]
 
     async def rest(self) -> bytes:
-        """Wait for the end and return all pieces that were not read."""
+        """Wait for the end of the reply and return the pieces that no call has read yet."""
         await asyncio.wait_for(self.task, timeout=30)
         pieces = [self.pieces.get_nowait() for _ in range(self.pieces.qsize())]
         return b"".join(piece.get("body", b"") for piece in pieces)
@@ -150,7 +151,7 @@ class Connection:
 
 @asynccontextmanager
 async def sdk(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncIterator[openai.AsyncOpenAI]:
-    """An OpenAI client of the proxy, whose URL ends with `path`."""
+    """Return an OpenAI client whose base URL is the proxy's URL and `path`."""
     transport = httpx2.ASGITransport(harness.app)
     async with openai.DefaultAsyncHttpxClient(transport=transport) as http:
         yield openai.AsyncOpenAI(base_url=f"http://proxy{path}", api_key=api_key, http_client=http, max_retries=0)
@@ -158,7 +159,7 @@ async def sdk(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncItera
 
 @asynccontextmanager
 async def claude(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncIterator[anthropic.AsyncAnthropic]:
-    """An Anthropic client of the proxy, whose URL ends with `path`."""
+    """Return an Anthropic client whose base URL is the proxy's URL and `path`."""
     transport = httpx2.ASGITransport(harness.app)
     async with anthropic.DefaultAsyncHttpxClient(transport=transport) as http:
         yield anthropic.AsyncAnthropic(base_url=f"http://proxy{path}", api_key=api_key, http_client=http, max_retries=0)

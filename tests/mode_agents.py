@@ -49,7 +49,7 @@ class MySyncAgent:
 
 
 class Talks:
-    """Makes two calls, the second of which continues the first, and then ends as `data["then"]` says."""
+    """An agent that makes two calls in one conversation, and then calls the function that `data["then"]` names."""
 
     async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> Any:
         client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
@@ -62,7 +62,7 @@ class Talks:
 
 
 class Reads:
-    """Makes clients without arguments, and checks that they reach the session."""
+    """An agent that makes SDK clients without arguments and checks that they use the session's URL and key."""
 
     async def run(self, data: dict, base_url: str, api_key: str, **extra_kwargs: Any) -> float:
         mine, theirs = OpenAI(), anthropic.Anthropic()
@@ -75,7 +75,7 @@ class Reads:
 
 
 class CountsSessions:
-    """Returns the number of sessions that the proxy has open."""
+    """An agent whose reward is the number of open sessions at the proxy."""
 
     async def run(self, data: dict, base_url: str, **extra_kwargs: Any) -> float:
         OpenAI().chat.completions.create(model="m", messages=data["messages"], max_completion_tokens=1)
@@ -83,7 +83,7 @@ class CountsSessions:
 
 
 class Endpoint:
-    """Checks that the environment names its endpoint, then ends as `data["then"]` says."""
+    """An agent that returns 1 if OPENAI_BASE_URL is its base_url, or calls the function that `data["then"]` names."""
 
     async def run(self, data: dict, base_url: str, **extra_kwargs: Any) -> float:
         alone = os.environ.get("OPENAI_BASE_URL") == base_url
@@ -91,7 +91,7 @@ class Endpoint:
 
 
 class Unpicklable:
-    """Holds a client, which cannot be pickled."""
+    """An agent that cannot be pickled, because it holds an SDK client."""
 
     def __init__(self) -> None:
         self.client = openai.OpenAI(api_key="DUMMY")
@@ -121,7 +121,7 @@ def raises(data: dict) -> float:
 
 
 def breaks_off(data: dict) -> float:
-    """Raises an exception of the SDK that cannot be unpickled."""
+    """Raise an exception of the SDK that cannot be unpickled."""
     OpenAI(max_retries=0).chat.completions.create(model="m", messages=[])
     return 1.0
 
@@ -131,7 +131,7 @@ def is_silent(data: dict) -> None:
 
 
 def hangs(data: dict) -> float:
-    """Holds the fifo open, in this process and in a child process, and never returns."""
+    """Hold the named pipe open in this process and in a child process, and never return."""
     with open(data["fifo"], "w") as file:
         file.write("alive")
         file.flush()

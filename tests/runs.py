@@ -13,7 +13,7 @@ from conftest import ROOT
 
 SMALL_GUESS = ["--config", "configs/demo.yaml", "gconfig.n_samples=4", "actor.ppo_n_minibatches=2"]
 MAZE_BATCH = 8  # prompt groups per step in configs/maze.yaml
-STRADDLING_MAZE = [  # the maze, with completions that every weight update interrupts (walkers.py)
+STRADDLING_MAZE = [  # the maze with completions that last until a weight update (walkers.py)
     *("--config", "configs/maze.yaml", "workflow=walkers.WalkUntilUpdated"),
     *(f"workflow_kwargs.batch_size={MAZE_BATCH}", "workflow_kwargs.reward_fn=tasks.maze.reward"),
 ]
@@ -21,13 +21,13 @@ WITH_TEST_MODULES = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}  # so that
 
 
 def command(tmp_path: Path, *words: str) -> list[str]:
-    """Return the command that runs train.py and writes the run to tmp_path/e/t."""
+    """Return the command that runs train.py with the run folder tmp_path/e/t."""
     fixed = [f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "logger.live=false"]
     return [sys.executable, "-u", "train.py", *words, *fixed]
 
 
 def signalled(command: list[str], line: str, number: signal.Signals) -> list[str]:
-    """Return `command` (made by `command()`), changed so that the run sends itself a signal when it prints `line`."""
+    """Return `command`, changed so that the run sends itself the signal as soon as it prints `line`."""
     python, unbuffered, *script = command
     return [python, unbuffered, "tests/signalled.py", line, str(int(number)), *script]
 
@@ -43,9 +43,9 @@ def run(tmp_path: Path, *words: str) -> list[dict]:
 
 
 def start_and_hold(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
-    """Start a run that stops (SIGSTOP) after its first step; return it and its children's pids by script.
+    """Start a run that stops (SIGSTOP) after its first step. Return the run and its children's pids by script.
 
-    The run goes on when it gets SIGCONT.
+    The run continues when it receives SIGCONT.
     """
     held = signalled(command(tmp_path, *words), "step 1 ", signal.SIGSTOP)
     process = subprocess.Popen(held, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -59,14 +59,14 @@ def start_and_hold(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], 
 
 
 def start_and_wait_for_step(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
-    """Start a run and return it after its first step, with its children's pids by script."""
+    """Start a run, wait for its first step, and return the run and its children's pids by script."""
     process, pids = start_and_hold(tmp_path, *words)
     process.send_signal(signal.SIGCONT)
     return process, pids
 
 
 def children(pid: int) -> dict[str, int]:
-    """Return the pids of a process's children by the script that each runs."""
+    """Return the pids of a process's children, keyed by the script that the child runs."""
     table = subprocess.run(
         ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
     ).stdout
@@ -133,7 +133,7 @@ def check_metrics(metrics: list[dict], eta: int) -> None:
 
 
 def wait_gone(pid: int) -> None:
-    """Wait until a process that is not our child has ended. Its pidfd becomes readable at that moment (Linux)."""
+    """Wait until a process that is not our child ends. On Linux a pidfd becomes readable when its process ends."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

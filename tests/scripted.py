@@ -11,7 +11,8 @@ from workflow import RolloutWorkflow, workflow_context
 
 
 class ScriptedEngine:
-    """Answers each request with the text `script(request)`; if `cut`, without an end-of-turn token."""
+    """An engine that answers each request with the text `script(request)`. If `cut`, the end-of-turn token is
+    missing."""
 
     def __init__(self, tokenizer: Any, script: Callable[[ModelRequest], str] = lambda request: "ok") -> None:
         self.tokenizer = tokenizer
@@ -58,7 +59,7 @@ def loader(samples: list[dict], batch_size: int = 2, seed: int | None = None) ->
 
 
 class Echo(RolloutWorkflow):
-    """Returns a row whose token ids are the sample's number + 1, the member's index and `name`."""
+    """A workflow that returns a row of three token ids: the sample's number + 1, the member's index, and `name`."""
 
     def __init__(self, name: int = 0, fails: tuple[int, ...] = (), rejects: tuple[int, ...] = ()) -> None:
         self.name, self.fails, self.rejects = name, fails, rejects

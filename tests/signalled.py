@@ -2,9 +2,9 @@
 
     python tests/signalled.py "step 3 " 9 train.py max_steps=5
 
-Some tests kill a run after a certain step. If a test read the run's output and then killed it, a fast run could already
-be a step further. This script makes the moment exact: the run stops (SIGSTOP) or dies (SIGKILL) as soon as it has
-printed the line.
+Some tests kill a run after a certain step. If a test read the run's output and then sent the signal, a fast run could
+already be in its next step. With this script the run stops (SIGSTOP) or dies (SIGKILL) immediately after it prints
+the line.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run the script named by the third argument with the arguments that follow it."""
+    """Run the script that the third argument names, with the arguments after the script's name."""
     _, beginning, number, *sys.argv = sys.argv
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     write = sys.stdout.write
@@ -27,7 +27,7 @@ def main() -> None:
             found = False
             os.kill(os.getpid(), int(number))
         if text.startswith(beginning):
-            found = True  # print() writes the end of the line with a second call
+            found = True  # print() calls write() a second time for the end of the line
         return written
 
     sys.stdout.write = watched_write  # type: ignore[method-assign]

@@ -1,5 +1,5 @@
-"""The calls of a session form a tree: parents by meaning, rewards along the branches, each sampled token trained
-once."""
+"""The calls of a session form a tree. These tests check how a call finds its parent, how rewards pass along the
+branches, and that each sampled token is trained exactly one time."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def turn(
     tokens: list[int] | None = None,
     **fields: Any,
 ) -> InteractionWithTokenLogpReward:
-    """Return a finished interaction."""
+    """Return a finished interaction with these messages, tokens and reward."""
     tokens = [7] if tokens is None else tokens
     response = ModelResponse(prompt or [1], tokens, [-0.5] * len(tokens), [3] * len(tokens), "stop")
     return InteractionWithTokenLogpReward(
@@ -46,7 +46,7 @@ def turn(
 
 
 def chain(length: int) -> InteractionCache:
-    """Return a cache with one conversation. The prompt of turn k is all of turn k - 1 and one more token."""
+    """Return a cache with one conversation. The prompt of turn k is every token of turn k - 1 and one more token."""
     cache, messages, ids = InteractionCache(), [user("0")], [0]
     for k in range(length):
         cache.enter(str(k), turn(list(messages), str(k), list(ids), [100 + k, 200 + k]))
@@ -60,15 +60,16 @@ def chain(length: int) -> InteractionCache:
 
 @dataclass
 class Call:
-    """One call of a random agent: the earlier call that it continues (None: it is a root), and what is said."""
+    """One call of a random agent: the earlier call that it continues (None for a root), and the text of its
+    messages."""
 
     goes_on_from: int | None
     question: str
     answer: str
     reward: float | None
-    drifts: bool  # its prompt does not begin with its parent's tokens
+    drifts: bool  # whether the prompt does not begin with the parent's tokens
     finishes: bool
-    sampled: int  # number of tokens
+    sampled: int  # number of sampled tokens
 
 
 calls = st.lists(
@@ -87,8 +88,7 @@ calls = st.lists(
 
 
 def play(session: list[Call]) -> InteractionCache:
-    """Return a cache that was given the calls of the session. Every new token of the session has a number of its
-    own."""
+    """Return a cache that contains the calls of the session. Every new token of the session gets a different id."""
     cache, fresh = InteractionCache(), iter(range(1, 10_000))
     for k, call in enumerate(session):
         names = [name for name in cache if cache[name].complete]
@@ -111,8 +111,8 @@ def play(session: list[Call]) -> InteractionCache:
 
 @given(calls)
 def test_the_parent_is_the_longest_finished_prefix(session: list[Call]) -> None:
-    """The lookup by places finds the parent that a search through all interactions finds; of two equal ones, the
-    newer."""
+    """The cache finds the parent that a search through all interactions finds. If two parents are equal, both
+    searches choose the newer parent."""
     cache = play(session)
     names = list(cache)
     for i, name in enumerate(names):
@@ -129,7 +129,7 @@ def test_the_parent_is_the_longest_finished_prefix(session: list[Call]) -> None:
 
 @given(calls, st.sampled_from([0.0, 0.5, 0.9, 1.0]))
 def test_discounting_is_its_recursive_definition(session: list[Call], gamma: float) -> None:
-    """R(i) = r(i) + gamma * mean of R over the children of i, and nothing else."""
+    """The final reward of turn i is R(i) = r(i) + gamma * (mean of R over the children of i)."""
     cache = play(session)
     own = {name: i.reward or 0.0 for name, i in cache.items() if i.complete}
 
@@ -144,7 +144,8 @@ def test_discounting_is_its_recursive_definition(session: list[Call], gamma: flo
 
 @given(calls)
 def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
-    """Each sampled token is trained in exactly one row, after exactly its own prompt, with its own turn's data."""
+    """Style concat trains each sampled token in exactly one row. The row contains the token's own prompt before the
+    token, and the data of the token's own turn."""
     cache = play(session)
     cache.apply_reward_discount(0.5)
     of_token = {t: i for i in cache.finished() for t in i.tokens.output_tokens}
@@ -174,7 +175,7 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
 
 @given(calls)
 def test_individual_exports_every_finished_call(session: list[Call]) -> None:
-    """Style individual exports each call as one row, also after an export in style concat."""
+    """Style individual exports each finished call as one row, even if an export in style concat came first."""
     cache = play(session)
     cache.export_interactions("concat")
     exported = cache.export_interactions("individual")
@@ -190,7 +191,7 @@ def test_individual_exports_every_finished_call(session: list[Call]) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair["id"])
 def test_real_clients_turns_are_chained(pair: dict[str, Any]) -> None:
-    """A framework may rewrite the form of the history, and its next turn is still the child of the turn before."""
+    """If a framework rewrites the form of the history, its next turn is still the child of its previous turn."""
     cache = InteractionCache()
     response = ModelResponse([1], [2], [-1.0], [0], "stop")
     cache.enter(
@@ -202,7 +203,7 @@ def test_real_clients_turns_are_chained(pair: dict[str, Any]) -> None:
 
 
 def test_tools_and_template_arguments_belong_to_the_key() -> None:
-    """The same messages with other tools render to another prompt, so the turn has no parent."""
+    """A turn is no child of a turn with different tools, because tools are a part of the rendered prompt."""
     cache = InteractionCache()
     cache.enter("a", turn([user("hi")], "ok", template_key="thinking"))
     cache.enter("b", turn([user("hi"), said("ok"), user("more")]))
@@ -233,8 +234,8 @@ class Counted(dict):
 
 
 def test_finding_a_parent_costs_messages_not_interactions() -> None:
-    """With 800 siblings over 200 shared messages, each message of a request is read once, however many siblings
-    there are."""
+    """The search for a parent reads each message of a request one time, even if 800 siblings share 200 messages with
+    the request."""
     Counted.looks = 0
     shared = [Counted(user(str(i))) for i in range(200)]
     cache = InteractionCache()
@@ -244,7 +245,8 @@ def test_finding_a_parent_costs_messages_not_interactions() -> None:
 
 
 def test_a_turn_looks_back_over_its_new_messages_only() -> None:
-    """In a chain of 100 turns, the lookup of a parent costs one step per new message and one more."""
+    """The search for a parent costs one lookup for each new message and one lookup more, even in a chain of 100
+    turns."""
     cache = chain(0)
     looked = []
 
@@ -270,7 +272,7 @@ def test_a_conversation_is_kept_once() -> None:
 
 
 def test_bad_entries_are_refused() -> None:
-    """An interaction without messages, or with an id that the cache knows, raises ValueError."""
+    """The cache raises ValueError for an interaction without messages and for an id that it already contains."""
     cache = chain(1)
     with pytest.raises(ValueError, match="no messages"):
         cache.enter("x", InteractionWithTokenLogpReward([]))
@@ -282,7 +284,8 @@ def test_bad_entries_are_refused() -> None:
 
 
 def test_a_sibling_keeps_its_reward_to_itself() -> None:
-    """In A -> {B: 1, C: 2} with gamma = 0.9, B keeps 1 and A gets 0.9 times the mean, 1.35. (In AReaL B gets 2.8.)"""
+    """If A has the children B (reward 1) and C (reward 2) and gamma = 0.9, B keeps 1 and A gets 0.9 * 1.5 = 1.35. In
+    AReaL B gets 2.8."""
     cache = InteractionCache()
     cache.enter("A", turn([user("q")], "a"))
     for name, reward in (("B", 1.0), ("C", 2.0)):
@@ -293,7 +296,7 @@ def test_a_sibling_keeps_its_reward_to_itself() -> None:
 
 
 def test_a_chain_gives_the_geometric_series() -> None:
-    """The documents' example: in A -> B -> C with reward 1 on C and gamma = 0.9, B gets 0.9 and A gets 0.81."""
+    """In a chain A -> B -> C with reward 1 on C and gamma = 0.9, B gets 0.9 and A gets 0.81, as in the documents."""
     cache = chain(3)
     cache.set_last_reward(1.0)
     cache.apply_reward_discount(0.9)
@@ -303,7 +306,8 @@ def test_a_chain_gives_the_geometric_series() -> None:
 
 
 def test_the_last_reward_goes_to_the_last_finished_call() -> None:
-    """A last call that never finished takes no reward. (In AReaL it takes the reward of the whole episode.)"""
+    """An unfinished last call takes no reward: the last finished call takes it. (In AReaL the unfinished call takes
+    it.)"""
     cache = chain(2)
     cache.enter("cut", InteractionWithTokenLogpReward([user("0")]))
     cache.set_last_reward(1.0)
@@ -317,8 +321,8 @@ CODER = {"role": "system", "content": "You code."}
 
 
 def title_call(cache: InteractionCache, title_first: bool, turns: int) -> None:
-    """Play what opencode does: it asks for a title, without tools, while the agent's first turn, with tools, is
-    running."""
+    """Make the calls of opencode: it requests a title, without tools, while the agent's first turn, with tools,
+    runs."""
     title = InteractionWithTokenLogpReward([TITLE, user("hello")])
     agent = InteractionWithTokenLogpReward([CODER, user("hello")], tools=TOOLS)
     entered = {"title": title, "0": agent}
@@ -348,7 +352,7 @@ def test_a_side_conversation_takes_no_reward(title_first: bool, turns: int) -> N
 
 
 def test_a_side_conversation_that_is_rewarded_is_trained() -> None:
-    """An agent that rewards a title by its id gets the title trained."""
+    """A title call is trained if the agent gives a reward to the call's id."""
     cache = InteractionCache()
     title_call(cache, True, 2)
     cache.set_reward("title", 0.5)
@@ -358,7 +362,7 @@ def test_a_side_conversation_that_is_rewarded_is_trained() -> None:
 
 
 def test_what_comes_later_is_no_side_conversation() -> None:
-    """A last call without tools and with a prompt of its own takes the reward. So does the last of several equal
+    """A last call without tools and with a different prompt takes the reward, and so does the last of several equal
     drafts."""
     cache = InteractionCache()
     cache.enter("work", turn([user("work")], tools=TOOLS))
@@ -375,7 +379,8 @@ def test_what_comes_later_is_no_side_conversation() -> None:
 
 
 def test_an_orphan_leaves_no_trace() -> None:
-    """A turn that its client never read is removed when the client asks again, unless another turn continues it."""
+    """If a client retries a request, the turn whose reply the client never read is removed, unless another turn
+    continues it."""
     cache = chain(2)
     for name in ("0", "1", "unknown"):
         cache.drop_orphan(name)
@@ -391,7 +396,8 @@ def test_an_orphan_leaves_no_trace() -> None:
 
 @given(calls, st.lists(st.integers(0, 11)))
 def test_what_failed_leaves_no_trace(session: list[Call], orphans: list[int]) -> None:
-    """A session with failed calls equals the same session without them, also after orphans were dropped."""
+    """Failed calls leave no trace: the tree is the tree of a session without those calls, also after orphans were
+    dropped."""
     caches = play(session), play([call for call in session if call.finishes])
     for cache in caches:
         for name in list(cache):
@@ -403,7 +409,7 @@ def test_what_failed_leaves_no_trace(session: list[Call], orphans: list[int]) ->
 
 
 def test_an_orphan_leaves_its_twin() -> None:
-    """If the newer of two equal answers is dropped, the next turn continues the older one."""
+    """If the newer of two equal answers is dropped, the next turn continues the older answer."""
     cache = InteractionCache()
     for name in ("twin", "orphan"):
         cache.enter(name, turn([user("q")], "same"))
@@ -414,14 +420,14 @@ def test_an_orphan_leaves_its_twin() -> None:
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, "1", None, [1], 10**400])
 def test_a_reward_is_a_finite_number(reward: Any) -> None:
-    """A single NaN would make the whole batch NaN, so the cache refuses it."""
+    """The cache refuses a reward of NaN or infinity, because one such reward would make the whole batch NaN."""
     with pytest.raises(ValueError, match="finite"):
         chain(1).set_reward("0", reward)
 
 
 @pytest.mark.parametrize("reward", [1, True, torch.tensor(1.0)])
 def test_any_number_is_a_reward(reward: Any) -> None:
-    """A reward may be an int, a bool or a torch scalar; it becomes a float."""
+    """A reward may be an int, a bool or a torch scalar; the cache converts the reward to a float."""
     cache = chain(1)
     cache.set_last_reward(reward)
     assert cache["0"].reward == 1.0
@@ -442,7 +448,8 @@ def test_a_reward_for_nobody_is_an_error() -> None:
 
 
 def test_tensors_are_the_documents() -> None:
-    """The tensors have the documents' keys, dtypes and shapes. Prompt positions hold 0, 0 and -1."""
+    """An interaction's tensors have the keys, dtypes and shapes of the documents. Prompt positions hold 0 in
+    loss_mask and logprobs and -1 in versions."""
     cache = InteractionCache()
     cache.enter("a", turn([user("q")], prompt=[5, 6], tokens=[7, 8, 9], reward=2.0))
     tensors = cache["a"].to_tensor_dict()
@@ -469,7 +476,8 @@ def test_tensors_are_the_documents() -> None:
 
 
 def test_a_reward_set_after_the_tensors_shows() -> None:
-    """Tensors are made at each request, so they show a reward that was set late. (AReaL keeps the first tensors.)"""
+    """A reward that is set late appears in the tensors, because each request makes the tensors anew. (AReaL keeps the
+    first.)"""
     cache = chain(2)
     leaf = cache.export_interactions("concat")["1"]
     assert leaf.to_tensor_dict()["rewards"].tolist() == [0.0]
@@ -481,7 +489,7 @@ def test_a_reward_set_after_the_tensors_shows() -> None:
 
 
 def test_an_unsampled_token_is_never_trained() -> None:
-    """A child whose prompt differs from its parent's tokens starts a row of its own, even if the lengths agree."""
+    """A child whose prompt tokens differ from its parent's tokens starts a new row, even if the lengths agree."""
     cache = InteractionCache()
     cache.enter("a", turn([user("q")], "a", prompt=[1, 2], tokens=[3, 4]))
     cache.enter("b", turn([user("q"), said("a"), user("r")], prompt=[1, 2, 3, 99, 5], tokens=[6]))
@@ -513,7 +521,7 @@ def test_a_shared_turn_is_trained_in_the_first_leaf_only() -> None:
 
 
 def test_what_training_cannot_reproduce_stays_out_of_the_loss() -> None:
-    """A turn sampled with top_p, or a turn that was asked not to be stored, is context for later turns and not
+    """A turn that was sampled with top_p, or requested with store=False, is context for later turns and is not
     trained."""
     cache = chain(3)
     cache["0"].tokens.trains_exactly = False
@@ -523,7 +531,7 @@ def test_what_training_cannot_reproduce_stays_out_of_the_loss() -> None:
 
 
 def test_depth_is_no_limit() -> None:
-    """A chain longer than Python's recursion limit is discounted and exported, since no function here recurses."""
+    """A chain longer than Python's recursion limit is discounted and exported, because cache.py uses no recursion."""
     depth = sys.getrecursionlimit() + 50
     cache = chain(depth)
     cache.set_last_reward(1.0)
@@ -534,7 +542,7 @@ def test_depth_is_no_limit() -> None:
 
 
 def test_an_unknown_style_is_an_error() -> None:
-    """A misspelt export style raises ValueError; it does not export nothing."""
+    """A misspelt export style raises ValueError."""
     with pytest.raises(ValueError, match="individual or concat"):
         chain(1).export_interactions("concatenated")
 
