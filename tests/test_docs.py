@@ -1,7 +1,8 @@
-"""The pages are true: these tests check the commands, files, keys, tests, sizes and modules that the pages name.
+"""These tests check that every command, file, key, test and module that the pages name exists, and that every module
+keeps its size limit.
 
-A teaching codebase is its text. README.md and the pages in docs/ claim many things about the code. A claim that a
-program can check is checked here.
+README.md and the pages in docs/ make many statements about the code. The tests check the statements that a program
+can check.
 """
 
 import ast
@@ -42,7 +43,8 @@ def code_lines(path: Path) -> int:
 
 
 def test_budget() -> None:
-    """A module has at most 300 lines of code, the seven together at most 1,500, and docs/log.md explains the total."""
+    """A module has at most 300 lines of code, the seven files have together at most 1,500, and docs/log.md explains
+    the total."""
     sizes = {path.relative_to(ROOT): code_lines(path) for path in MODULES}
     assert {path: n for path, n in sizes.items() if n > 300} == {}
     assert sum(sizes[Path(f"{name}.py")] for name in SEVEN) <= 1500
@@ -67,7 +69,7 @@ def test_every_key_has_a_meaning() -> None:
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=name_in_project)
 def test_recipes_load(path: Path) -> None:
-    """Every recipe holds known keys and valid values only."""
+    """Every recipe contains only known keys and valid values."""
     load(["--config", str(path)])
 
 
@@ -90,12 +92,12 @@ def test_named_files_exist(page: Path) -> None:
 
 
 def is_skip(marker: ast.expr) -> bool:
-    """Return whether a marker skips its tests always; skipif has a condition."""
+    """Return whether a marker always skips its tests. (A skipif skips them only under a condition.)"""
     return ast.unparse(marker).partition("(")[0] == "pytest.mark.skip"
 
 
 def running_tests(path: Path) -> set[str]:
-    """Return the names of a file's test functions, leaving out the tests that are always skipped."""
+    """Return the names of a file's test functions, without the tests that are always skipped."""
     tree = ast.parse(path.read_text())
     if any(isinstance(node, ast.Assign) and is_skip(node.value) for node in tree.body):
         return set()
@@ -127,7 +129,8 @@ def test_a_skipped_test_is_no_answer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", TEXTS, ids=name_in_project)
 def test_documents_are_cited_by_title(path: Path) -> None:
-    """No module, test or page cites a file of docs/ that the reader does not have: AReaL's pages have titles."""
+    """No module, test or page cites one of AReaL's pages by a file name, because the reader has only the page's
+    title."""
     text = re.sub(r"https?://\S+", "", path.read_text())
     cited = set(re.findall(r"\bdocs/[\w.-]+\.(?:txt|md)\b|\b(?:agent|rollout|openai)_workflows?\.(?:txt|md)\b", text))
     assert {name for name in cited if not (ROOT / name).exists()} == set()

@@ -1,7 +1,8 @@
-"""Interruptions and failures lose no token of a completion and give no token a wrong version.
+"""No interruption and no failure loses a token of a completion or gives a token a wrong version.
 
-Most tests replace the network by servers that answer from a script (httpx.MockTransport). They replace waiting by a
-list of the seconds that the engine wanted to wait. The tests with `real_engine` talk to a real server process.
+Most tests replace the network by servers that answer from a script (httpx.MockTransport). In these tests the engine
+never waits: a list records the seconds that the engine wanted to wait. The tests with `real_engine` talk to a real
+server process.
 """
 
 import asyncio
@@ -30,7 +31,8 @@ Answer = httpx.Response | Exception | Callable[[], Coroutine[Any, Any, httpx.Res
 
 
 def generated(tokens: list[int], finish: str = "stop", **meta: Any) -> httpx.Response:
-    """Return a server's answer to /generate. Token t has logprob -t, and `spans` is a list of (version, count)."""
+    """Return a server's answer to /generate. Token t has logprob -t; `spans` lists pairs (version, number of
+    tokens)."""
     spans, start = [], 0
     for version, count in meta.pop("spans", [(0, len(tokens))]):
         spans.append({"version": str(version), "start": start, "end": start + count})
@@ -45,14 +47,16 @@ def generated(tokens: list[int], finish: str = "stop", **meta: Any) -> httpx.Res
 
 
 def without_spans(tokens: list[int], finish: str, version: int) -> httpx.Response:
-    """Return an answer of SGLang 0.5.16 to 0.5.18, which reports only the version at its end."""
+    """Return an answer of SGLang 0.5.16 to 0.5.18: it contains no spans, only the version at the end of the
+    answer."""
     body = generated(tokens, finish, spans=[(version, len(tokens))]).json()
     del body["meta_info"]["weight_versions"]
     return httpx.Response(200, json=body)
 
 
 class Script:
-    """Servers that answer /generate from a script and every other request with success. The last line repeats."""
+    """Servers that answer /generate with the lines of a script, and every other request with success. The script's
+    last line answers all further requests."""
 
     def __init__(self, *answers: Answer, info: dict[str, Any] | None = None) -> None:
         self.answers = list(answers)
@@ -95,7 +99,8 @@ def request(*ids: int, **gconfig: Any) -> ModelRequest:
 
 @pytest.mark.anyio
 async def test_resumes_where_it_was_interrupted():
-    """An interrupted completion goes on after its own tokens, and each token has the version that computed it."""
+    """An interrupted completion continues after its last token, and each token has the version that computed the
+    token."""
     script = Script(generated([10, 11], "abort"), generated([12, 13, 14], "stop", spans=[(1, 3)]))
     response = await script.engine().agenerate(request(max_new_tokens=8))
     assert response.output_tokens == [10, 11, 12, 13, 14]
@@ -111,7 +116,7 @@ async def test_resumes_where_it_was_interrupted():
 
 @pytest.mark.anyio
 async def test_spans_within_one_answer():
-    """In mode retract a server answers once, and its spans say where in the answer the weights changed."""
+    """In mode retract a server sends one answer, and the answer's spans show where the weights changed."""
     script = Script(generated([5, 6, 7, 8, 9], spans=[(3, 2), (4, 3)]))
     response = await script.engine().agenerate(request())
     assert response.output_versions == [3, 3, 4, 4, 4]
@@ -119,7 +124,7 @@ async def test_spans_within_one_answer():
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=8))
 def test_any_interruptions_give_the_same_answer(cuts: list[tuple[int, bool]]):
-    """However often a completion is interrupted, no token is lost, repeated or given another version."""
+    """Any number of interruptions leaves a completion's tokens and versions as without interruptions."""
     answers, tokens, versions = [], list[int](), list[int]()
     version = 0
     for count, updated in cuts:
@@ -139,7 +144,7 @@ def test_any_interruptions_give_the_same_answer(cuts: list[tuple[int, bool]]):
 
 @pytest.mark.anyio
 async def test_abort_that_spent_the_budget_is_length():
-    """If an abort arrives together with the last allowed token, the engine asks for no more tokens."""
+    """If an abort arrives together with the last allowed token, the completion ends with stop reason `length`."""
     script = Script(generated([4, 5], "abort"))
     response = await script.engine().agenerate(request(max_new_tokens=2))
     assert response.stop_reason == "length"
@@ -166,7 +171,7 @@ async def test_version_is_the_servers_not_the_clocks():
 
 @pytest.mark.anyio
 async def test_empty_aborts_are_no_storm():
-    """After each abort without a token the engine waits, first 0.05 seconds and at most one second."""
+    """After each abort without a new token the engine waits, 0.05 seconds at first and one second at most."""
     script = Script(*[generated([], "abort")] * 40, generated([9]))
     response = await script.engine().agenerate(request())
     assert response.output_tokens == [9]
@@ -177,7 +182,7 @@ async def test_empty_aborts_are_no_storm():
 
 @pytest.mark.anyio
 async def test_a_resumed_segment_has_noise_of_its_own():
-    """A segment's seed depends on where the segment starts, so a retry of a segment repeats its seed."""
+    """A segment's seed depends on the segment's first position, so a retried segment has an equal seed."""
     script = Script(generated([5], "abort"), httpx.Response(503), generated([6]))
     await script.engine().agenerate(request(seed=11))
     seeds = [body["sampling_params"]["sampling_seed"] for body in script.sent()]
@@ -213,7 +218,7 @@ async def test_failure_keeps_what_was_generated(failure: Answer):
 
 @pytest.mark.anyio
 async def test_gives_up_after_the_retries():
-    """After `request_retries` more tries the engine raises an error that names the server and the reason."""
+    """After `request_retries` failed retries the engine raises an error that names the server and the reason."""
     script = Script(httpx.ConnectError("refused"))
     with pytest.raises(EngineError, match=r"http://a/generate cannot be reached.*refused") as caught:
         await script.engine(request_retries=2).agenerate(request())
@@ -232,7 +237,7 @@ async def test_gives_up_after_the_retries():
     ],
 )
 async def test_a_wrong_request_is_sent_once(body: dict[str, Any]):
-    """After an answer of 400 the engine does not try again, and its error repeats the server's message."""
+    """After an answer of 400 the engine does not retry, and the engine's error contains the server's message."""
     script = Script(httpx.Response(400, json=body))
     with pytest.raises(EngineError, match="unknown field: top_q") as caught:
         await script.engine().agenerate(request())
@@ -260,7 +265,8 @@ async def test_an_answer_without_versions_or_logprobs_is_an_error(answer: httpx.
 @pytest.mark.anyio
 @pytest.mark.parametrize("failure", [asyncio.CancelledError, httpx.ReadTimeout])
 async def test_who_gives_up_tells_the_server(failure: type[BaseException]):
-    """A request that is cancelled or times out is aborted at the server, which would not notice it otherwise."""
+    """If a request is cancelled or times out, the engine sends /abort_request, so that the server stops
+    generating."""
     in_flight = asyncio.Event()
 
     async def hang() -> httpx.Response:
@@ -297,7 +303,8 @@ async def test_who_gives_up_tells_the_server(failure: type[BaseException]):
     ],
 )
 async def test_what_would_kill_a_server_is_never_sent(ids: list[int], gconfig: dict[str, Any], message: str):
-    """The engine refuses a bad request with 400 and sends nothing. A bad token id would kill an SGLang server."""
+    """The engine refuses a bad request with status 400 and sends nothing. (A bad token id would crash an SGLang
+    server.)"""
     script = Script(generated([1]))
     engine = script.engine()
     engine.vocab_size, engine.context_length = 259, 64
@@ -320,7 +327,7 @@ async def test_the_budget_ends_with_the_context():
 
 @pytest.mark.anyio
 async def test_every_sampling_parameter_is_sent():
-    """The engine sends every sampling parameter, so that no default of the server applies."""
+    """The engine sends every sampling parameter, so the server never uses its own default."""
     script = Script(generated([5]))
     response = await script.engine().agenerate(request(temperature=0.7, stop=["\n"], stop_token_ids=[2]))
     assert script.sent()[0]["sampling_params"] == {
@@ -342,7 +349,7 @@ async def test_every_sampling_parameter_is_sent():
 @pytest.mark.anyio
 @pytest.mark.parametrize("gconfig", [{"greedy": True}, {"temperature": 0.0}, {"temperature": 9e-7}])
 async def test_greedy_is_temperature_zero(gconfig: dict[str, Any]):
-    """A greedy request is sent with temperature 0, and its response is marked as not exact for training."""
+    """A greedy request is sent with temperature 0, and the response has trains_exactly = False."""
     script = Script(generated([5]))
     response = await script.engine().agenerate(request(**gconfig))
     assert script.sent()[0]["sampling_params"]["temperature"] == 0.0
@@ -373,7 +380,7 @@ KEYS = st.text(min_size=1, max_size=8)
 
 @given(KEYS, st.sets(KEYS, min_size=2, max_size=8), st.data())
 def test_a_lost_server_moves_only_its_own_conversations(key: str, servers: set[str], data: st.DataObject):
-    """If one server is removed, every conversation keeps its order of the remaining servers."""
+    """If one server is removed, only the conversations of that server move to a different server."""
     order = rank_servers(sorted(servers), key)
     lost = data.draw(st.sampled_from(order))
     assert rank_servers(sorted(servers - {lost}), key) == [server for server in order if server != lost]
@@ -394,7 +401,7 @@ async def test_turns_of_a_conversation_go_to_one_server():
 
 @pytest.mark.anyio
 async def test_a_dead_server_hands_over():
-    """If a server dies, the next server of the conversation continues, and the repeated segment is counted."""
+    """If a server dies, the next server continues the completion, and `regenerated` counts the repeated segment."""
     script = Script(generated([4], "abort"), httpx.ConnectError("refused"), generated([5]))
     response = await script.engine(A, B).agenerate(request())
     first, dead, alive = (url for url, body in script.requests if url.endswith("/generate"))
@@ -407,7 +414,7 @@ async def test_a_dead_server_hands_over():
 
 
 class Executor:
-    """A stand-in for the WorkflowExecutor. It notes each call of the engine in the script's list of requests."""
+    """A fake WorkflowExecutor that appends each call of the engine to the script's list of requests."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -417,7 +424,7 @@ class Executor:
 
 
 def test_the_order_of_a_weight_update(tmp_path: Path):
-    """A pause stops rollouts before servers, and a resume continues the servers before rollouts."""
+    """pause() pauses the rollouts before the servers, and resume() continues the servers before the rollouts."""
     (tmp_path / "v1").mkdir()
     script = Script(generated([1]))
     engine = script.engine(A)
@@ -453,7 +460,7 @@ def test_a_server_without_spans_is_paused_by_abort(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.anyio
 async def test_without_spans_a_segment_has_one_version():
-    """In mode abort versions are right without spans, because no segment lives through an update."""
+    """In mode abort the versions are right even without spans, because an update ends every running segment."""
     script = Script(without_spans([4, 5], "abort", 0), without_spans([6], "stop", 1))
     response = await script.engine(pause_mode="abort").agenerate(request())
     assert response.output_versions == [0, 0, 1]
@@ -477,7 +484,7 @@ def test_initialize_learns_the_limits(tmp_path: Path):
 
 
 def test_failing_servers_are_all_named():
-    """A control call waits for every server, and one error names all servers that answered with an error."""
+    """A control call waits for every server, and then raises one error that names all failing servers."""
 
     def serve(http_request: httpx.Request) -> httpx.Response:
         if http_request.url.host == "a":
@@ -491,7 +498,7 @@ def test_failing_servers_are_all_named():
 
 
 def test_destroy_leaves_no_server_paused():
-    """If a run ends between pause and resume, `destroy` continues the servers. A second `destroy` does no harm."""
+    """If a run ends between pause and resume, `destroy` resumes the servers. A second `destroy` has no effect."""
     script = Script(generated([1]))
     engine = script.engine(A)
     engine.executor = Executor(script)
@@ -516,7 +523,7 @@ def test_rollouts_need_an_executor():
 
 
 def test_an_engine_needs_a_server():
-    """An engine without any address raises an error when it is made."""
+    """Constructing an engine without a server's address raises an error."""
     with pytest.raises(ValueError, match="needs the address"):
         RemoteInfEngine([])
 
@@ -525,7 +532,7 @@ def test_an_engine_needs_a_server():
 
 
 class CountingServer(BaseHTTPRequestHandler):
-    """A server that counts its connections. Each has a thread, and `server_close` waits until all have ended."""
+    """A server that counts its connections. Each connection has a thread; `server_close` waits for all threads."""
 
     protocol_version = "HTTP/1.1"
     connections = 0
@@ -547,7 +554,8 @@ class CountingServer(BaseHTTPRequestHandler):
 
 
 def test_connections_are_reused_and_end_with_their_loop():
-    """The engine opens as many connections as it has requests at once, and closes all when the event loop ends."""
+    """The engine opens one connection per concurrent request, reuses the connections, and closes them when the event
+    loop ends."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), CountingServer)
     server.daemon_threads = False  # so that server_close waits for them
     serving = threading.Thread(target=server.serve_forever)
@@ -592,7 +600,8 @@ def forward_logprobs(model_dir: Path, ids: list[int]) -> torch.Tensor:
 def test_every_logprob_is_that_of_the_weights_it_names(
     real_engine: RemoteInfEngine, tiny_model_dir: Path, other_model_dir: Path, tmp_path: Path, pause_mode: str
 ):
-    """Each token's logprob agrees with a forward pass of the weights that its version names, even across an update."""
+    """Each token's logprob agrees with a forward pass of the weights of the token's version, even across an
+    update."""
     real_engine.pause_mode = pause_mode
     models = {0: tiny_model_dir, 1: other_model_dir}
     prompts = [[5, 6, 7, 8 + i] for i in range(4)]
@@ -612,7 +621,7 @@ def test_every_logprob_is_that_of_the_weights_it_names(
             asyncio.create_task(real_engine.agenerate(ModelRequest(prompt, gconfig=gconfig))) for prompt in prompts
         ]
         first = ModelRequest([1, 2], gconfig=GenerationHyperparameters(max_new_tokens=8))
-        await real_engine.agenerate(first)  # when this returns, the other requests are running
+        await real_engine.agenerate(first)  # when this returns, the server is working on `tasks`
         await asyncio.to_thread(update, 1)
         return await asyncio.gather(*tasks)
 
@@ -628,14 +637,14 @@ def test_every_logprob_is_that_of_the_weights_it_names(
 
 
 def test_score_is_the_forward_pass(real_engine: RemoteInfEngine, tiny_model_dir: Path):
-    """`score` returns the logprobs that a forward pass of transformers gives for the same tokens."""
+    """`score` returns the logprobs that a forward pass of transformers computes for the given tokens."""
     sequences = [[5, 6, 7], list(range(1, 40)), [3, 1]]
     for ids, scores in zip(sequences, real_engine.score(sequences), strict=True):
         assert scores == pytest.approx(forward_logprobs(tiny_model_dir, ids).tolist(), abs=1e-4)
 
 
 def test_one_seed_one_answer(real_engine: RemoteInfEngine):
-    """A real server gives the same tokens for the same seed, through connections of two event loops."""
+    """A real server generates equal tokens for equal seeds, also if the requests come from two event loops."""
     gconfig = GenerationHyperparameters(max_new_tokens=16, seed=5)
     ask = ModelRequest([9, 8, 7], gconfig=gconfig)
     first, second = (asyncio.run(real_engine.agenerate(ask)) for _ in range(2))
@@ -651,7 +660,7 @@ def in_events(*events: httpx.Response) -> bytes:
 
 
 def answered(content: bytes, failure: Exception | None = None) -> httpx.Response:
-    """Return a streamed answer with this body. If `failure` is given, the stream then ends with it."""
+    """Return a streamed answer with this body. If `failure` is given, the stream raises it after the body."""
 
     async def body() -> Any:
         for i in range(0, len(content), 7):  # the network may cut the body anywhere
@@ -668,13 +677,13 @@ def streamed(*events: httpx.Response) -> httpx.Response:
 
 
 def partial(tokens: list[int], **meta: Any) -> httpx.Response:
-    """Return an event that is not the last of its stream, with all tokens so far."""
+    """Return an event in the middle of a stream. An event contains all tokens that were generated so far."""
     return generated(tokens, **meta, finish_reason=None)
 
 
 @pytest.mark.anyio
 async def test_a_stream_tells_every_token_as_it_comes():
-    """`on_tokens` hears of every new token, and streaming does not change the final response."""
+    """The engine reports every new token to `on_tokens`, and streaming does not change the final response."""
     script = Script(streamed(partial([4]), partial([4, 5]), generated([4, 5, 6], spans=[(0, 2), (1, 1)])))
     heard: list[list[int]] = []
     response = await script.engine().agenerate(request(), lambda r: heard.append(list(r.output_tokens)))
@@ -687,7 +696,7 @@ async def test_a_stream_tells_every_token_as_it_comes():
 @pytest.mark.anyio
 @pytest.mark.parametrize("cut", ["abort", "503"])
 async def test_what_was_streamed_is_kept(cut: str):
-    """A stream that breaks off is resumed behind the last token that arrived."""
+    """If a stream breaks off, the engine requests the completion again from the last token that arrived."""
     first = {
         "abort": streamed(partial([4]), generated([4, 5], "abort")),
         "503": streamed(partial([4]), partial([4, 5]), httpx.Response(200, json={"success": False})),
@@ -709,7 +718,8 @@ WHOLE = {  # stop reason -> body of the whole stream
 
 @given(st.sampled_from(["stop", "length"]), st.data(), st.sampled_from([None, httpx.ReadError("reset")]))
 def test_a_stream_may_break_anywhere(end: str, data: st.DataObject, failure: Exception | None):
-    """Wherever a stream breaks, no token is lost or repeated, and no token follows the end of the completion."""
+    """A stream may break at any byte: no token is lost or repeated, and no token follows the end of the
+    completion."""
     content = WHOLE[end][: data.draw(st.integers(0, len(WHOLE[end])))]
     wanted = request(max_new_tokens=3 if end == "length" else 64)
 
@@ -726,7 +736,7 @@ def test_a_stream_may_break_anywhere(end: str, data: st.DataObject, failure: Exc
 
 @pytest.mark.anyio
 async def test_who_stops_listening_tells_the_server():
-    """A stream whose caller is cancelled between two tokens is aborted at the server."""
+    """If a caller is cancelled in the middle of a stream, the engine sends /abort_request to the server."""
     heard = asyncio.Event()
 
     async def endless() -> Any:
@@ -746,13 +756,13 @@ async def test_who_stops_listening_tells_the_server():
 
 
 def refused(status: int, tokens: int = 0) -> httpx.Response:
-    """Return the answer by which SGLang's scheduler refuses a request, perhaps after some tokens."""
+    """Return the answer with which SGLang's scheduler refuses a request, after `spans` of tokens if there are any."""
     reason = {"type": "abort", "message": "no such thing", "status_code": status, "err_type": None}
     return generated(list(range(tokens)), finish_reason=reason, output_token_logprobs=[])
 
 
 def error_event(status: int) -> httpx.Response:
-    """Return the answer by which SGLang refuses a request before its scheduler has seen it."""
+    """Return the answer with which SGLang refuses a request before the request reaches the scheduler."""
     error = {"message": "no such thing", "type": "invalid_request_error", "code": status, "retryable": False}
     return httpx.Response(200, json={"error": error})
 
@@ -761,7 +771,7 @@ def error_event(status: int) -> httpx.Response:
 @pytest.mark.parametrize("on_tokens", [None, lambda _: None])
 @pytest.mark.parametrize("event", [error_event(400), refused(400), refused(400, tokens=1)])
 async def test_a_stream_is_refused_as_a_whole_answer_is(event: httpx.Response, on_tokens: Any):
-    """A refusal inside a stream raises the error that a plain answer of 400 raises, and is not tried again."""
+    """A refusal inside a stream raises the error that a plain 400 raises, and the engine does not retry."""
     script = Script(streamed(event) if on_tokens else event, generated([9]))
     with pytest.raises(EngineError, match="no such thing") as caught:
         await script.engine().agenerate(request(), on_tokens)
@@ -772,7 +782,7 @@ async def test_a_stream_is_refused_as_a_whole_answer_is(event: httpx.Response, o
 @pytest.mark.anyio
 @pytest.mark.parametrize("event", [error_event(503), refused(503), refused(500, tokens=1)])
 async def test_a_server_that_has_no_room_is_no_pause(event: httpx.Response):
-    """An `abort` with a status of 5xx counts as a failure: the engine keeps the tokens, waits, and tries again."""
+    """An answer of `abort` with a status 5xx counts as a failure: the engine keeps the tokens, waits, and retries."""
     script = Script(streamed(partial([4]), event), streamed(event), streamed(event), generated([9]))
     with pytest.raises(EngineError, match="no such thing") as caught:
         await script.engine(request_retries=2).agenerate(request(), lambda _: None)
@@ -782,7 +792,8 @@ async def test_a_server_that_has_no_room_is_no_pause(event: httpx.Response):
 
 @pytest.mark.anyio
 async def test_a_grammar_is_asked_for_where_there_is_one():
-    """The engine sends json_schema only to a server with a grammar backend. Otherwise it refuses the request."""
+    """The engine sends json_schema only to servers with a grammar backend, and refuses the request if there is no
+    such server."""
     script = Script(generated([1]))
     engine = script.engine()
     with pytest.raises(EngineError, match="no grammar") as caught:
@@ -796,14 +807,14 @@ async def test_a_grammar_is_asked_for_where_there_is_one():
 
 
 def test_streaming_is_not_streaming(real_engine: RemoteInfEngine):
-    """With one seed, tokens, logprobs and versions are the same with and without streaming."""
+    """For a given seed, streaming changes no token, logprob or version."""
     gconfig = GenerationHyperparameters(max_new_tokens=40, seed=5)
     ask = ModelRequest([9, 8, 7], gconfig=gconfig)
 
     lengths: list[int] = []
 
     async def both() -> None:
-        await real_engine.agenerate(ask)  # caches the prompt, which may change the last bit of a logprob
+        await real_engine.agenerate(ask)  # the server now caches the prompt, which may change a logprob's last bit
         whole = await real_engine.agenerate(ask)
         for _ in range(3):
             lengths.append(0)

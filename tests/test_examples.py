@@ -1,8 +1,8 @@
-"""Agents in six frameworks talk to the proxy, and every token that they sample is trained exactly once.
+"""Agents in six frameworks call the proxy, and every token that the model samples is trained exactly one time.
 
-`make agents` installs the frameworks into .venv-agents and runs this file there. Elsewhere an agent is skipped if its
-framework is missing, unless AGENTS=1 is set. The model is made here (examples/calculator.py). The inference server and
-the proxy are the real ones.
+`make agents` installs the frameworks into .venv-agents and runs this file there. In other environments an agent is
+skipped if its framework is missing, unless AGENTS=1 is set. examples/calculator.py makes the model. The inference
+server and the proxy are real processes.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from engine import RemoteInfEngine
 from examples.calculator import conversation, dataset, make_model
 from workflow import WorkflowContext, is_interactions, resolve_workflow, workflow_context
 
-# Warnings of the frameworks: connections that they leave to the garbage collector, and names that are deprecated.
+# Warnings that the frameworks cause: connections that are not closed, and deprecated names.
 NOT_OURS = ("ResourceWarning", "DeprecationWarning", "UserWarning", "pytest.PytestUnraisableExceptionWarning")
 pytestmark = [pytest.mark.runs, *(pytest.mark.filterwarnings(f"ignore::{kind}") for kind in NOT_OURS)]
 EXAMPLES = {  # module: the package that it needs, and the prefix of its interaction ids
@@ -41,7 +41,8 @@ EXAMPLES = {  # module: the package that it needs, and the prefix of its interac
 
 @pytest.fixture(scope="module", autouse=True)
 def collected() -> Iterator[None]:
-    """Collect what the frameworks leave to the garbage collector, so that its warnings do not reach other tests."""
+    """Run the garbage collector after a test, so that a framework's unclosed connections cause no warnings in later
+    tests."""
     yield
     with warnings.catch_warnings(action="ignore"):
         gc.collect()
@@ -94,7 +95,7 @@ SAMPLES = [dataset()[0], dataset()[37], dataset()[63]]
 
 
 def episodes(module: str, proxy_addr: str, **options: Any) -> list[Any]:
-    """Run one episode for each sample, all at the same time, and return the results."""
+    """Run one episode for each sample at the same time, and return the results of all episodes."""
     agent = f"examples.{module}.Agent"
     proxy = {"proxy_addr": proxy_addr, "admin_key": "secret", "export_style": "concat"} | options
     workflow = resolve_workflow(agent, proxy=proxy)
@@ -110,9 +111,10 @@ def episodes(module: str, proxy_addr: str, **options: Any) -> list[Any]:
 
 
 def check_conversation(interactions: Any, sample: dict, engine: RemoteInfEngine, prefix: str) -> None:
-    """Check one exported conversation: three turns, two tool calls, every sampled token trained once and rewarded."""
+    """Check that the conversation has three turns and two tool calls, and that every sampled token is trained and
+    rewarded."""
     assert is_interactions(interactions)
-    ((interaction_id, leaf),) = interactions.items()  # a conversation without forks is one row
+    ((interaction_id, leaf),) = interactions.items()  # a conversation without branches is one row
     assert interaction_id.startswith(prefix)
     calls = [call["function"]["name"] for m in leaf.messages for call in m.get("tool_calls", [])]
     assert calls == ["add", "multiply"]
@@ -143,14 +145,15 @@ def test_an_agent_of_another_framework_trains(
 
 @pytest.mark.parametrize("module", [pytest.param(n, marks=needs(n)) for n in ("openai_sdk", "anthropic_sdk")])
 def test_an_example_in_a_process_of_its_own(module: str, servers: dict[str, str], engine: RemoteInfEngine) -> None:
-    """An agent also works in a process of its own (mode subproc)."""
+    """An agent also works in mode subproc, in which a worker process runs the agent."""
     results = episodes(module, servers["proxy"], mode="subproc", subproc_max_workers=2)
     for sample, interactions in zip(SAMPLES, results, strict=True):
         check_conversation(interactions, sample, engine, EXAMPLES[module][1])
 
 
 def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) -> None:
-    """`python -m run.episode` prints the conversation tree with rewards and token counts; an error is one line."""
+    """`python -m run.episode` prints the conversation tree with rewards and token counts, or one line for an
+    error."""
     command = [sys.executable, "-m", "run.episode", "--model-path", str(model_dir), "--discount", "0.5"]
     command += ["--server", servers["inference.tiny.server"], "--data", json.dumps(SAMPLES[0])]
 

@@ -1,8 +1,9 @@
-"""The loss is compared with a slow loop in the paper's notation, and advantages with arithmetic by hand.
+"""These tests compare the loss with a slow loop in the paper's notation, and the advantages with values computed by
+hand.
 
-The loop `paper_objective` has no tensors. For every trained token it reads the three policies, forms the ratios, takes
-the minimum, and adds. The inputs reach every clip, the cap, both signs of the advantage, and the mask; the test asserts
-that they do.
+The loop `paper_objective` uses no tensors. For every trained token the loop reads the log-probabilities of the three
+policies, computes the two ratios, and adds the smaller term to the sum. The test asserts that its inputs reach every
+clip, the cap, both signs of the advantage, and the mask.
 """
 
 import math
@@ -22,7 +23,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def ppo_actor_loss_fn(theta, prox, behav, A, mask, *, sequence_ids=None, denominator=None, **keys):
-    """Compute the loss; `keys` are the configuration keys that differ from the default."""
+    """Compute the loss; `keys` are the configuration keys whose values differ from the defaults."""
     about: dict[str, Any] = {"sequence_ids": sequence_ids, "denominator": denominator}
     return loss_of_config(theta, prox, behav, A, mask, PPOActorConfig(**keys), **about)
 
@@ -31,7 +32,7 @@ def ppo_actor_loss_fn(theta, prox, behav, A, mask, *, sequence_ids=None, denomin
 
 
 def paper_objective(theta, prox, behav, A, mask, *, eps, eps_high, c, cap) -> tuple[float, Counter[str]]:
-    """Return J by a loop over tokens, and how often each clip, the cap and the mask decided."""
+    """Return J, computed by a loop over tokens, and how often each clip, the cap and the mask changed a term."""
     theta, prox, behav, A, mask = (x.tolist() for x in (theta, prox, behav, A, mask))
     hits: Counter[str] = Counter()
     total, count = 0.0, 0
@@ -62,7 +63,8 @@ def paper_objective(theta, prox, behav, A, mask, *, eps, eps_high, c, cap) -> tu
 
 
 def random_tokens(seed: int, shape=(6, 40), spread=0.6):
-    """Make random theta, prox, behav, A (float64) and mask; `spread` sets how far the policies lie apart."""
+    """Return random theta, prox, behav, A (float64) and mask; `spread` scales the differences between the
+    policies."""
     g = torch.Generator().manual_seed(seed)
     behav = -3 * torch.rand(shape, generator=g, dtype=torch.float64)
     prox = behav + spread * torch.randn(shape, generator=g, dtype=torch.float64)
@@ -74,7 +76,7 @@ def random_tokens(seed: int, shape=(6, 40), spread=0.6):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_loss_is_the_papers_objective(seed):
-    """The loss is -J of the paper, on inputs that reach each clip, the cap, the dual clip and the mask."""
+    """The loss equals the paper's -J on inputs that reach each clip, the cap, the dual clip and the mask."""
     theta, prox, behav, A, mask = random_tokens(seed)
     expected, hits = paper_objective(theta, prox, behav, A, mask, eps=0.2, eps_high=0.28, c=1.5, cap=2.0)
     branches = {"masked", "dropped", "clipped above", "clipped below", "outside, not clipped", "inside", "dual clip"}
@@ -102,7 +104,7 @@ def test_standard_ppo_is_the_same_loop_with_one_old_policy():
 
 
 def test_decoupled_is_standard_bit_for_bit_when_the_data_is_fresh():
-    """If pi_prox equals pi_behav, decoupled and standard PPO have the same bits in loss and gradient."""
+    """If pi_prox equals pi_behav, decoupled and standard PPO have bitwise equal losses and gradients."""
     theta, _, old, A, mask = (x.float() for x in random_tokens(3))
     losses, gradients = [], []
     for decoupled in (True, False):
@@ -125,7 +127,7 @@ def test_the_first_step_on_fresh_data_is_the_policy_gradient():
 
 
 def test_stale_data_is_weighted_in_the_gradient_too():
-    """At pi_theta = pi_prox the gradient of each token is pi_prox / pi_behav * A / n, up to the sign."""
+    """If pi_theta = pi_prox, the gradient of the loss for each token is -(pi_prox / pi_behav) * A / n."""
     _, prox, behav, A, mask = random_tokens(5)
     theta = prox.clone().requires_grad_()
     ppo_actor_loss_fn(theta, prox, behav, A, mask, behave_imp_weight_cap=None)[0].backward()
@@ -133,7 +135,8 @@ def test_stale_data_is_weighted_in_the_gradient_too():
 
 
 def test_the_write_ups_surrogate_is_another_objective():
-    """The write-up's min(pi_theta / pi_behav A, clip(u) A) differs from the paper's objective, which the code uses."""
+    """The code uses the paper's objective, which differs from the write-up's min((pi_theta / pi_behav) A, clip(u)
+    A)."""
     theta, prox, behav, A, mask = random_tokens(0)
     u = (theta - prox).exp()
     surr1, surr2 = (theta - behav).exp() * A, u.clamp(0.8, 1.2) * A
@@ -148,7 +151,7 @@ def test_the_write_ups_surrogate_is_another_objective():
 
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 def test_what_is_under_the_mask_cannot_leak(poison):
-    """NaN and infinity at untrained tokens change no loss, no gradient and no metric."""
+    """Values of NaN or infinity at untrained tokens change neither the loss nor a gradient nor a metric."""
     *clean, mask = random_tokens(1)
 
     def run(theta, prox, behav, A):
@@ -164,7 +167,7 @@ def test_what_is_under_the_mask_cannot_leak(poison):
 
 
 def test_a_dropped_token_leaves_the_sum_but_not_the_count():
-    """If one of two tokens is dropped, the mean still divides by two."""
+    """If the cap drops one of two tokens, the mean of the loss still divides by two."""
     zero = torch.zeros(2)
     theta = zero.clone().requires_grad_()
     loss, stats = ppo_actor_loss_fn(
@@ -178,13 +181,13 @@ def test_a_dropped_token_leaves_the_sum_but_not_the_count():
 
 
 def test_a_weight_at_the_cap_stays():
-    """The cap drops weights above it; a weight equal to the cap is used."""
+    """A token is dropped if its behaviour weight is above the cap, and is used if its weight equals the cap."""
     zero = torch.zeros(1)
     assert ppo_actor_loss_fn(zero, zero, zero, -zero + 3, zero + 1, behave_imp_weight_cap=1.0)[0].item() == -3
 
 
 def test_dual_clip_bounds_what_one_token_can_do():
-    """With dual clip, a token that became much likelier although A < 0 costs c |A| and has gradient 0."""
+    """With dual clip, a token with A < 0 whose probability grew much costs c |A| and has gradient 0."""
     theta = torch.tensor([-0.001], requires_grad=True)
     old, A, one = torch.tensor([-8.0]), torch.tensor([-2.3]), torch.ones(1)
     assert ppo_actor_loss_fn(theta, old, old, A, one)[0].item() > 1000
@@ -196,7 +199,8 @@ def test_dual_clip_bounds_what_one_token_can_do():
 
 
 def test_the_pieces_of_a_batch_add_up():
-    """With the denominator of the whole batch, losses and metrics of the pieces add up to those of the batch."""
+    """The losses and metrics of the pieces add up to the batch's loss and metrics if each piece divides by the whole
+    batch's denominator."""
     tensors = random_tokens(2)
     n = int(tensors[-1].sum())
     whole, stats = ppo_actor_loss_fn(*tensors)
@@ -207,7 +211,7 @@ def test_the_pieces_of_a_batch_add_up():
 
 
 def test_no_trained_token_is_no_loss():
-    """Without trained tokens, loss, metrics and gradients are 0."""
+    """If no token is trained, the loss, the metrics and the gradients are 0."""
     theta, prox, behav, A, _ = random_tokens(0)
     theta.requires_grad_()
     loss, stats = ppo_actor_loss_fn(theta, prox, behav, A, torch.zeros_like(A))
@@ -230,7 +234,8 @@ def test_the_kl_statistic_is_k2_and_never_negative():
 
 
 def make_batch(*rows: tuple[int, list[tuple[float, int, bool]]]) -> dict[str, torch.Tensor]:
-    """Make a batch from rows (group id, turns). A turn is (reward, tokens, trained) and follows two prompt tokens."""
+    """Make a batch from rows (group id, turns). A turn is (reward, number of tokens, trained) and follows two prompt
+    tokens."""
     width = max(sum(2 + n for _, n, _ in turns) for _, turns in rows) + 2
     shape = (len(rows), width)
     batch = {
@@ -257,7 +262,8 @@ def single(*rows: tuple[int, float]) -> dict[str, torch.Tensor]:
 
 
 def per_row(advantages: torch.Tensor, batch) -> list[float]:
-    """Return each row's advantage; assert that all its trained tokens have it and all other tokens have 0."""
+    """Return each row's advantage. Assert that the row's trained tokens all have this advantage and its other tokens
+    0."""
     values = []
     for row, mask in zip(advantages, batch["loss_mask"].bool(), strict=True):
         assert len(set(row[mask].tolist())) == 1
@@ -267,19 +273,20 @@ def per_row(advantages: torch.Tensor, batch) -> list[float]:
 
 
 def config(mean="group", std="none", **changes) -> PPOActorConfig:
-    """Make a configuration with these levels of mean and spread; `changes` are further keys."""
+    """Make a configuration with these levels of the mean and the spread; `changes` sets more keys."""
     norm = {k: changes.pop(k) for k in ("per_turn", "std_constant") if k in changes}
     return PPOActorConfig(adv_norm=NormConfig(mean_level=mean, std_level=std, **norm), **changes)
 
 
 def test_a_group_is_its_id_wherever_its_rows_are():
-    """Two interleaved groups are each compared with their own mean."""
+    """If the rows of two groups are interleaved, each row is still compared with the mean of its own group."""
     batch = single((7, 1.0), (3, 0.0), (7, 0.0), (3, 1.0), (7, 2.0))
     assert per_row(compute_advantages(batch, config()), batch) == [0.0, -0.5, -1.0, 0.5, 1.0]
 
 
 def test_a_lost_member_does_not_move_the_others():
-    """If a group loses all members but one, the other group's advantages do not change and the single member gets 0."""
+    """If a group loses all members but one, that member's advantage is 0 and the advantages of other groups do not
+    change."""
     batch = single((0, 1.0), (0, 0.0), (0, 1.0), (0, 0.0), (1, 1.0))
     advantages = per_row(compute_advantages(batch, config(std="group")), batch)
     assert advantages == pytest.approx([0.866, -0.866, 0.866, -0.866, 0.0], abs=1e-3)
@@ -292,7 +299,7 @@ def test_a_lost_member_does_not_move_the_others():
 )
 @settings(max_examples=60, deadline=None)
 def test_the_order_of_rows_means_nothing(rewards, order, levels):
-    """Shuffling the rows of a batch shuffles their advantages and changes none of them."""
+    """The order of the rows in a batch does not change any row's advantage."""
     shuffled = list(range(len(rewards)))
     order.shuffle(shuffled)
     a, b = single(*rewards), single(*(rewards[i] for i in shuffled))
@@ -304,7 +311,7 @@ def test_the_order_of_rows_means_nothing(rewards, order, levels):
 @pytest.mark.parametrize("std", ["group", "batch", "constant", "none"])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.7, 1 / 3])
 def test_equal_rewards_teach_nothing(reward, std):
-    """A group with equal rewards has advantage exactly 0, for every kind of spread."""
+    """If all rewards of a group are equal, its advantages are exactly 0, for every kind of spread."""
     batch = single(*[(0, reward)] * 7)
     assert per_row(compute_advantages(batch, config(std=std)), batch) == [0.0] * 7
 
@@ -317,7 +324,7 @@ def test_a_group_of_one_teaches_nothing(std):
 
 
 def test_without_a_baseline_one_rollout_keeps_its_reward():
-    """Without a baseline the advantage is the reward; a group of one member has the spread 1."""
+    """Without a baseline the advantage is the reward, because a group of one member has the spread 1."""
     batch = single((0, 3.0), (1, -1.0))
     assert per_row(compute_advantages(batch, config("none", "none")), batch) == [3.0, -1.0]
     assert per_row(compute_advantages(batch, config("none", "group")), batch) == [3.0, -1.0]
@@ -335,7 +342,8 @@ def test_the_spread_of_the_batch_and_a_constant_spread():
 
 
 def test_turns_are_compared_with_the_same_turn():
-    """With per_turn a first turn is compared with first turns; without it all turns of a group share one mean."""
+    """With per_turn a first turn is compared with first turns only. Without per_turn all turns of a group share one
+    mean."""
     batch = make_batch((0, [(1.0, 2, True), (1.0, 2, True)]), (0, [(0.0, 2, True)]))
     first, second = batch["turn_ids"][0] == 0, batch["turn_ids"][0] == 1
     A = compute_advantages(batch, config())
@@ -345,7 +353,7 @@ def test_turns_are_compared_with_the_same_turn():
 
 
 def test_a_score_is_not_lost_behind_a_masked_tail():
-    """A row that ends in an untrained turn still gets the advantages of its trained turns."""
+    """The trained turns of a row get their advantages even if the row ends in an untrained turn."""
     batch = make_batch((0, [(1.0, 3, True), (5.0, 2, False)]), (0, [(0.0, 3, True)]))
     assert not batch["loss_mask"][0, -2:].any()
     assert per_row(compute_advantages(batch, config()), batch) == [0.5, -0.5]
@@ -369,7 +377,8 @@ def test_rewards_are_shifted_scaled_and_clipped_in_that_order():
 
 
 def test_the_kl_penalty_needs_a_reference():
-    """kl_ctl has no effect without ref_logp; with ref_logp each turn pays for its distance from the reference."""
+    """Without ref_logp kl_ctl has no effect. With ref_logp a turn's reward falls by its KL distance from the
+    reference policy."""
     batch = make_batch((0, [(1.0, 2, True), (1.0, 3, True)]))
     batch["logprobs"] = torch.where(batch["loss_mask"] > 0, -1.0, NAN)
     penalised = config("none", kl_ctl=0.1)
@@ -381,13 +390,14 @@ def test_the_kl_penalty_needs_a_reference():
 
 
 def test_nothing_to_train_is_defined():
-    """A batch in which no token is trained has advantages of 0."""
+    """If no token of a batch is trained, all advantages of the batch are 0."""
     batch = make_batch((0, [(1.0, 3, False)]), (1, [(2.0, 3, False)]))
     assert not compute_advantages(batch, config(std="group")).any()
 
 
 def test_a_broken_trajectory_says_what_is_wrong():
-    """A trained token outside of any turn raises an error, and so does a reward that is not finite."""
+    """compute_advantages raises an error for a trained token outside of any turn, and for a reward that is not
+    finite."""
     outside = single((0, 1.0))
     outside["turn_ids"][:] = -1
     with pytest.raises(ValueError, match="turn_ids is -1"):
@@ -404,9 +414,10 @@ def test_a_broken_trajectory_says_what_is_wrong():
 @pytest.mark.parametrize("cap", [1.6, None])
 @pytest.mark.parametrize("how", ["token", "sequence", "constant"])
 def test_weights_and_aggregation_by_the_loop(level, action, cap, how):
-    """Each level, action and cap of the behaviour weight and each aggregation equals a loop over rows and tokens."""
+    """For each level, action and cap of the behaviour weight and each aggregation, the loss equals a loop over rows
+    and tokens."""
     theta, prox, behav, A, mask = random_tokens(11, spread=0.5)
-    prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]  # so that some sequences exceed the cap
+    prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]  # some sequences then exceed the cap
     eps, C = 0.2, 50
     mask[2] = 0  # a row without trained tokens
     total, capped, n_tokens, n_rows, weights = 0.0, 0, int(mask.sum()), 0, []
@@ -449,7 +460,8 @@ def test_weights_and_aggregation_by_the_loop(level, action, cap, how):
 
 
 def test_a_sequences_weight_does_not_read_what_is_masked():
-    """A sequence's weight ignores masked values, and flat tokens with sequence_ids give the loss of the (B, T) grid."""
+    """A sequence's weight ignores masked values, and the loss of flat tokens with sequence_ids equals the loss of the
+    (B, T) grid."""
     theta, prox, behav, A, mask = random_tokens(12)
     keys: dict[str, Any] = {"behave_imp_weight_level": "sequence"}
     clean, _ = ppo_actor_loss_fn(theta, prox, behav, A, mask, **keys)
@@ -462,6 +474,6 @@ def test_a_sequences_weight_does_not_read_what_is_masked():
 
 
 def test_aggregation_says_what_is_missing():
-    """loss_aggregation=constant without max_new_tokens raises an error."""
+    """The setting loss_aggregation=constant without max_new_tokens raises an error."""
     with pytest.raises(ValueError, match="max_new_tokens"):
         aggregation_weights(torch.tensor([1]), "constant", None)
