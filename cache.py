@@ -1,39 +1,39 @@
-"""InteractionCache: the calls of one session as a tree of conversations, through which rewards flow back.
+"""InteractionCache stores the calls of one session as a tree of conversations and passes rewards back through the tree.
 
-An interaction is one call of an agent: the messages that it sent and the tokens that came back. The agent sends the
-whole conversation with every call, so a later call begins with the messages of an earlier one:
+An interaction is one call of an agent: the messages that the agent sent and the tokens that the model generated. The
+agent sends the whole conversation with every call, so a later call begins with the messages of an earlier call:
 
-    system - user - [A] assistant - user - [B] assistant          A is the parent of B and of C:
-                                         \\ user' - [C] assistant    their messages begin with all of A
+    system - user - [A] assistant - user - [B] assistant          The messages of B and C begin with the messages and
+                                         \\ user' - [C] assistant    the output of A, so A is the parent of B and C.
 
 The parent of an interaction is the finished interaction whose messages and output are the longest prefix of the
 interaction's messages. Messages are compared by meaning (calls/messages.py, `canonical`), because clients reorder keys
 and change spaces. Tools and template arguments must be equal. An interaction without a parent is a root.
 
-How a parent is found. Each message of a conversation has a *place*: a hash of the place before it and of the message.
-The first place is the template key (tools and template arguments). `enter` computes the places of a request once. The
-cache remembers at which place each finished interaction ended, so the parent is the last place of the request where
-some interaction ended. Each lookup is one dictionary access, however long the history is. (Two different places have
-equal hashes with probability 2^-64.) An interaction shares its history's message objects with its parent, so the cache
-holds a conversation of n turns once and not n times.
+How a parent is found. Each message of a conversation has a *place*: a hash of the message and of the place before the
+message. The first place is the template key (tools and template arguments). `enter` computes all places of a request in
+one pass. The cache stores the place where each finished interaction ends. The parent of a request is the interaction
+that ends at the latest of the request's places. Each place takes one dictionary access, however long the history is.
+(Two different places have equal hashes with probability 2^-64.) A child reuses the message objects of its parent, so
+the cache holds each message of a long conversation only one time.
 
-Rewards. The final reward of a turn is
+Rewards. The final reward R of a turn i is computed from the leaves to the roots:
 
-    R(i) = r(i) + gamma * mean of R(c) over the children c of i        (0 if i has no children)
+    R(i) = r(i) + gamma * mean of R(c) over the children c of i        (the mean is 0 if i has no children)
 
-computed from the leaves to the roots (OpenAI-Compatible Workflows, "Reward Backpropagation Process"). With gamma = 0.5
-and a reward of 1 at the end, a chain of three turns gets 0.25, 0.5, 1 (Agent Workflow, "Reward System").
+(OpenAI-Compatible Workflows, "Reward Backpropagation Process"). With gamma = 0.5 and a reward of 1 at the end, a chain
+of three turns gets the final rewards 0.25, 0.5 and 1 (Agent Workflow, "Reward System").
 
 Export. Style "individual" makes one row of every turn. Style "concat" makes one row of every leaf, with all turns from
-its root to it. A turn joins its parent's row only if its prompt begins with exactly the parent's tokens; otherwise it
-starts a row of its own. A turn that several leaves share is trained in one of their rows. So each sampled token is
-trained once, in the context it was sampled in, with the final reward of its own turn.
+the root to the leaf. A turn joins its parent's row only if the turn's prompt begins with exactly the parent's tokens.
+If the prompt differs, the turn starts a new row. A turn that several leaves share is trained in only one of their rows.
+Thus each sampled token is trained once, in the context in which it was sampled, with the final reward of its own turn.
 
-Some tokens stay in a row without being trained: tokens of a side conversation (calls/side_conversations.py), tokens of
-a call that the agent asked not to store, and tokens whose sampling the trainer cannot reproduce (`trains_exactly`).
+Some tokens are part of a row but are not trained: tokens of a side conversation (calls/side_conversations.py), tokens
+of a call that the agent asked not to store, and tokens whose sampling the trainer cannot reproduce (`trains_exactly`).
 
-Not promised. A history whose texts the agent rewrote has no parent. Two siblings that said the same words cannot be
-told apart: the next turn continues the newer one.
+Not promised. If the agent rewrites earlier texts of its conversation, the cache finds no parent for the next call. If
+two siblings have equal outputs, the cache cannot tell them apart: the next turn becomes a child of the newer sibling.
 """
 
 import math
@@ -55,24 +55,24 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class InteractionWithTokenLogpReward:
-    """One call of an agent: a node of the tree. It is finished when it has its tokens and its output messages."""
+    """One call of an agent, which is a node of the tree. A finished interaction has tokens and output messages."""
 
     messages: list[Message]
     interaction_id: str = ""
-    template_key: str = ""  # stands for the tools and the template arguments, which also decide the prompt
-    trainable: bool = True  # False if the agent asked for this call not to be stored
-    tools: list[dict[str, Any]] = field(default_factory=list)  # the tools that the model was offered, in chat form
+    template_key: str = ""  # key of the tools and template arguments, which decide the prompt with the messages
+    trainable: bool = True  # False if the agent asked the proxy not to store this call
+    tools: list[dict[str, Any]] = field(default_factory=list)  # tools offered to the model, in chat-completions format
     model_response: "ModelResponse | None" = None
     output_message_list: list[Message] = field(default_factory=list)
     completion: dict[str, Any] | None = None  # the reply as the agent received it
-    reward: float | None = None  # the turn's own reward; apply_reward_discount replaces it by the final one
-    # The cache sets these:
+    reward: float | None = None  # the turn's own reward; apply_reward_discount replaces it with the final reward
+    # InteractionCache sets the following fields:
     parent: "InteractionWithTokenLogpReward | None" = None
-    turn: int = 0  # depth in the tree
+    turn: int = 0  # number of ancestors in the tree
     children: int = 0  # number of interactions that continue this one
-    is_side: bool = False  # a side conversation takes no reward of the session
+    is_side: bool = False  # whether this call is a side conversation, which takes no reward of the session
     earlier: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
-    # ^ style concat: the turns before this one in its row, each with whether this row trains it
+    # ^ style concat: the earlier turns of this row, each with a flag: whether this row trains the turn
 
     @property
     def complete(self) -> bool:
@@ -80,17 +80,17 @@ class InteractionWithTokenLogpReward:
 
     @property
     def left_out(self) -> bool:
-        """Whether this is a side conversation that nobody rewarded by its id."""
+        """Whether this interaction is a side conversation without a reward."""
         return self.is_side and self.reward is None
 
     @property
     def trains(self) -> bool:
-        """Whether the tokens that were sampled here may enter the loss."""
+        """Whether the output tokens of this interaction may enter the loss."""
         return self.trainable and self.tokens.trains_exactly and not self.left_out
 
     @property
     def tokens(self) -> "ModelResponse":
-        """The tokens of the call. Raises ValueError if it is unfinished."""
+        """The tokens of the call. Raises ValueError if the call is unfinished."""
         if self.model_response is None:
             raise ValueError(f"interaction {self.interaction_id!r} is unfinished: it has no tokens")
         return self.model_response
@@ -102,13 +102,14 @@ class InteractionWithTokenLogpReward:
         return self.tokens.input_tokens[: len(whole)] == whole
 
     def to_lists(self) -> dict[str, list]:
-        """Return this turn's row of length L: for each key a list of L numbers, or one number in a list.
+        """Return this turn's row of L tokens. Some keys have L numbers, one per token; some keys have one number.
 
-        L numbers: input_ids, attention_mask, loss_mask (1: trained), logprobs (behaviour policy), versions (-1 in the
-        prompt), turn_ids (k in the k-th turn's output, else -1), turn_rewards (final reward of the token's turn,
-        else 0), temperatures (else 1). One number: rewards (of this turn), truncated (1 if the length limit ended it),
-        regenerated (segments generated again), side_conversations (1 if the row is left out of training as one).
-        Position t describes token t. Raises ValueError if the turn is unfinished.
+        Keys with L numbers, where number t describes token t: input_ids, attention_mask, loss_mask (1: trained),
+        logprobs (behaviour policy), versions, turn_ids, turn_rewards (final reward of the token's turn), temperatures.
+        Prompt tokens have loss_mask 0, logprob 0, version -1, turn id -1, turn reward 0 and temperature 1.
+        Keys with one number: rewards (of this turn), truncated (1 if the length limit ended this turn), regenerated
+        (number of segments generated again), side_conversations (1 if this is a side conversation, left out of
+        training). Raises ValueError if the turn is unfinished.
         """
         last = self.tokens
         length = last.input_len + last.output_len
@@ -135,11 +136,11 @@ class InteractionWithTokenLogpReward:
             row["turn_ids"][span] = [turn.turn] * n
             row["turn_rewards"][span] = [turn.reward or 0.0] * n
             row["temperatures"][span] = [turn.tokens.temperature] * n
-            row["regenerated"][0] += turn.tokens.regenerated * trained  # counts a shared turn once
+            row["regenerated"][0] += turn.tokens.regenerated * trained  # counts a turn only in the row that trains it
         return row
 
     def to_tensor_dict(self) -> "dict[str, Tensor]":
-        """Return `to_lists` as tensors of shape (1, L) or (1,), in the dtypes of rollout/trajectory.py."""
+        """Return the row of `to_lists` as tensors of shape (1, L) or (1,), with the dtypes of rollout/trajectory.py."""
         import torch
 
         from rollout.trajectory import ROW_KEYS, TOKEN_KEYS
@@ -153,11 +154,11 @@ class InteractionWithTokenLogpReward:
         return f"Interaction({self.interaction_id!r}, turn {self.turn}, reward={self.reward}, parent={parent!r})"
 
 
-Interaction = InteractionWithTokenLogpReward  # AReaL's name is long
+Interaction = InteractionWithTokenLogpReward  # short for AReaL's name
 
 
 def finite(reward: Any) -> float:
-    """Return `reward` as a float. Raises ValueError if it is not a finite number (a string, nan, inf)."""
+    """Return `reward` as a float. Raises ValueError if `reward` is not a finite number (a string, nan, inf)."""
     try:
         if math.isfinite(reward):
             return float(reward)
@@ -167,44 +168,44 @@ def finite(reward: Any) -> float:
 
 
 def walk(place: Hashable, messages: list[Message]) -> list[Hashable]:
-    """Return the places along `messages`: `place` itself, then one place after each message."""
+    """Return the places along `messages`: first `place` itself, then the place after each message."""
     return list(accumulate(messages, lambda here, message: hash((here, canonical(message))), initial=place))
 
 
 def end_of(interaction: Interaction) -> Hashable:
-    """Return the place where a finished interaction ends, which is where its children begin."""
+    """Return the place after the output of a finished interaction. The new messages of its children follow there."""
     return walk(interaction.template_key, interaction.messages + interaction.output_message_list)[-1]
 
 
 class InteractionCache(OrderedDict[str, Interaction]):
     """The interactions of one session by completion id, in the order of their requests.
 
-    A call is entered with `enter`, and then either finished with `finish` or removed with `discard`.
+    The proxy adds a call with `enter`. When the call ends, the proxy calls `finish` or, after a failure, `discard`.
     """
 
     def __init__(self, side_patterns: Collection[str] = PATTERNS) -> None:
         super().__init__()
         self.side_patterns = side_patterns
-        # All mutable state beside the dictionary itself:
-        self._ends: dict[Hashable, Interaction] = {}  # place -> finished interaction that ends there
+        # All mutable state, in addition to the dictionary itself:
+        self._ends: dict[Hashable, Interaction] = {}  # place -> finished interaction that ends at this place
         self._unfinished: dict[str, Hashable] = {}  # id -> place after the last message of the request
         self._discounted = False
 
-    # ---- questions
+    # ---- queries
 
     def finished(self) -> list[Interaction]:
         """Return the finished interactions, in the order of their requests."""
         return [interaction for interaction in self.values() if interaction.complete]
 
     def find_parent(self, places: list[Hashable]) -> Interaction | None:
-        """Return the finished interaction that ends at the last possible place of `places`, or None."""
+        """Return the finished interaction that ends at the latest of `places`, or None if there is none."""
         for place in reversed(places):
             if place in self._ends:
                 return self._ends[place]
         return None
 
     def mark_side_conversations(self) -> list[Interaction]:
-        """Set `is_side` of every finished interaction by today's state of the session; return those that are."""
+        """Set `is_side` of every interaction from the current calls of the session; return the side conversations."""
         side = find_side_conversations(self.finished(), self.side_patterns)
         for interaction in self.values():
             interaction.is_side = interaction in side
@@ -213,9 +214,10 @@ class InteractionCache(OrderedDict[str, Interaction]):
     # ---- the life of a call
 
     def enter(self, interaction_id: str, interaction: Interaction) -> Interaction:
-        """Enter an interaction, find its parent, and return it. If it has its tokens already, finish it too.
+        """Add an interaction to the tree, find its parent, and return the interaction.
 
-        Raises ValueError if it has no messages or if the id is known.
+        An interaction that already has tokens is also finished. Raises ValueError if the interaction has no messages or
+        if the cache already contains the id.
         """
         if not interaction.messages:
             raise ValueError(f"interaction {interaction_id!r} has no messages")
@@ -236,19 +238,19 @@ class InteractionCache(OrderedDict[str, Interaction]):
         return interaction
 
     def finish(self, interaction_id: str, response: "ModelResponse", output: list[Message]) -> None:
-        """Give an interaction its tokens. From now on it can be a parent, take a reward and be exported."""
+        """Store the tokens and the output of a call. A finished call can be a parent, take a reward and be exported."""
         interaction = self[interaction_id]
         interaction.model_response, interaction.output_message_list = response, output
         end = walk(self._unfinished.pop(interaction_id), output)[-1]
         self._ends[end] = interaction
 
     def discard(self, interaction_id: str) -> None:
-        """Remove an unfinished interaction whose call failed or was given up. A finished one stays."""
+        """Remove an unfinished interaction whose call failed or was cancelled. A finished interaction stays."""
         if self._unfinished.pop(interaction_id, None) is not None:
             self._remove(interaction_id)
 
     def drop_orphan(self, interaction_id: str) -> None:
-        """Remove a finished interaction whose client never read it and asked again, unless another continues it."""
+        """Remove a finished interaction whose reply the client never read. An interaction with children stays."""
         interaction = self.get(interaction_id)
         if interaction is None or not interaction.complete or interaction.children:
             return
@@ -256,7 +258,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         place = end_of(interaction)
         if self._ends[place] is interaction:
             del self._ends[place]
-            for twin in self.finished():  # an older interaction that said the same words takes the place
+            for twin in self.finished():  # an older interaction with equal messages and output takes the place
                 if end_of(twin) == place:
                     self._ends[place] = twin
 
@@ -268,13 +270,16 @@ class InteractionCache(OrderedDict[str, Interaction]):
     # ---- rewards
 
     def set_reward(self, interaction_id: str, reward: Any) -> None:
-        """Reward one interaction. Raises KeyError if it is unknown or unfinished, ValueError if not finite."""
+        """Set the reward of one finished interaction.
+
+        Raises KeyError if the interaction is unknown or unfinished, and ValueError if the reward is not finite.
+        """
         if interaction_id not in self or not self[interaction_id].complete:
             raise KeyError(f"interaction_id: no finished interaction {interaction_id!r} in this session")
         self[interaction_id].reward = finite(reward)
 
     def set_last_reward(self, reward: Any) -> None:
-        """Reward the last finished interaction that is not a side conversation. Raises KeyError if there is none."""
+        """Set the reward of the last finished call that is no side conversation. Raises KeyError without such a call."""
         self.mark_side_conversations()
         finished = [interaction for interaction in self.finished() if not interaction.is_side]
         if not finished:
@@ -282,10 +287,10 @@ class InteractionCache(OrderedDict[str, Interaction]):
         self.set_reward(finished[-1].interaction_id, reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Replace every reward by the final one, R(i) = r(i) + gamma * mean of R(children).
+        """Replace every reward with the final reward, R(i) = r(i) + gamma * mean of R(children).
 
-        A child is always younger than its parent, so reversed order visits the leaves first, however deep the tree is.
-        Raises RuntimeError at a second call, which would count rewards twice.
+        A child is always younger than its parent, so the reversed order visits every child before its parent.
+        A second call would count rewards twice, so a second call raises RuntimeError.
         """
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called; the rewards are the final ones")
@@ -302,9 +307,10 @@ class InteractionCache(OrderedDict[str, Interaction]):
     # ---- rows
 
     def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
-        """Return the interactions that are rows for training, by id: every finished one, or one for each leaf.
+        """Return the interactions that become training rows, by id.
 
-        Raises ValueError if the style is neither "individual" nor "concat".
+        Style "individual" returns every finished interaction, style "concat" only the last interaction of each row.
+        Raises ValueError for any other style.
         """
         if style not in ("individual", "concat"):
             raise ValueError(f"style: individual or concat is needed, not {style!r}")

@@ -1,4 +1,4 @@
-"""The staleness gate: it decides how many rollouts may start, and checks how old a group is when it is trained on.
+"""The staleness gate limits how many prompt groups may start, and checks the age of each group before training.
 
 Asynchronous training starts rollouts before the weights that will be trained on them exist. The **age** of a prompt
 group is the policy version of the step that consumes the group, minus the group's head version (the oldest version
@@ -11,28 +11,30 @@ consumed together. B (`consumer_batch_size`) and `max_concurrent_rollouts` count
 **The gate** (write-up, section 1.2). At version v a group may start while fewer than (eta + v + 1) * B groups are
 accepted or running, and fewer than `max_concurrent_rollouts` groups are running. A group goes through these states:
 
-    enqueued -> running -> accepted   (the group keeps its place in the sum, even after it was consumed)
-                        -> rejected   (the group gives its place back; a failed group counts as rejected, too)
+    enqueued -> running -> accepted   (the group keeps its place in the sum, even after a step has consumed the group)
+                        -> rejected   (the group's place becomes free; a failed group counts as rejected, too)
 
-An accepted group may later be dropped (too old) or withdrawn (fetched by wait_for_task). Both give its place back.
+An accepted group may later be dropped because it is too old, or withdrawn because wait_for_task fetched it. The place
+of a dropped or withdrawn group becomes free.
 
 **Why age <= eta.** The gate bounds the age only together with *consumption in order of start*. Number the groups that
 were not rejected 1, 2, 3, ... in order of start. A group that starts at version s gets a number
-p <= (eta + s + 1) * B, because the gate counted this group and every group before it. Rejections that come later can
-only lower p. Each step consumes the next B numbers and makes one version, so group p is consumed at version
-ceil(p / B) - 1 <= eta + s. No token of the group is older than s, so its age is at most eta. The gate cannot hang
-either: if nothing runs at version v and no batch is complete, fewer than (v + 1) * B groups count, and the gate is
-open.
+p <= (eta + s + 1) * B, because the gate counted this group and every group before it. Later rejections can only lower
+p. Each step consumes the next B numbers and makes one version, so group p is consumed at version
+ceil(p / B) - 1 <= eta + s. No token of the group has a version below s, so the group's age is at most eta.
 
-Example: with eta = 1 and B = 2, four groups start at version 0. Two are consumed at age 0, two at age 1.
+The gate cannot block forever. If no group runs at version v and no batch is complete, fewer than (v + 1) * B groups
+are counted, and the gate lets another group start.
 
-**Why not order of completion.** A slow group holds only one of the (eta + v + 1) * B places. Younger groups overtake
-it, versions pass, and the slow group is trained on when it ends. With eta = 1, B = 2 and one slow group the age reaches
-5 (tests/test_staleness.py). The price of order of start is that a batch waits for its slowest group.
+Example: with eta = 1 and B = 2, four groups start at version 0. Two groups are consumed at age 0, two at age 1.
 
-**What is not promised.** The proof needs a trainer that consumes B groups per version, versions that only grow, and
-set_version calls that come after the servers have the new weights. Therefore the age is checked when a group is
-consumed: a group that is too old raises StalenessError, or with drop_stale it is dropped and counted.
+**Why not order of completion.** A slow group holds only one of the (eta + v + 1) * B places. Younger groups finish
+and are consumed while the slow group still runs, so its age grows with every version. With eta = 1, B = 2 and one slow
+group the age reaches 5 (tests/test_staleness.py). Order of start has a cost: a batch waits for its slowest group.
+
+**What is not promised.** The proof assumes that a trainer consumes B groups per version, that versions only grow, and
+that set_version is called after the servers have the new weights. If an assumption is violated, a group can be too old
+when a step consumes it. The age check then raises StalenessError, or with drop_stale it drops and counts the group.
 """
 
 import threading
@@ -41,7 +43,7 @@ from typing import Protocol
 
 
 class VersionProvider(Protocol):
-    """Anything that knows the current policy version: in a run, the engine."""
+    """An object that reports the current policy version. In a run this object is the engine."""
 
     def get_version(self) -> int: ...
 
@@ -52,30 +54,30 @@ class StalenessError(AssertionError):
 
 @dataclass
 class RolloutStat:
-    """How many prompt groups are in each state of the life cycle. Failed groups are counted in `rejected`, too."""
+    """The number of prompt groups in each state. A failed group counts in `failed` and in `rejected`."""
 
-    enqueued: int = 0  # submitted, not started
-    running: int = 0  # started, not finished
-    accepted: int = 0  # finished with a trajectory: waiting to be consumed, or consumed
-    rejected: int = 0  # finished without a trajectory
-    failed: int = 0  # rejected because an exception was raised
-    dropped: int = 0  # accepted, then too old when a step wanted to consume it
-    withdrawn: int = 0  # accepted, then fetched by wait_for_task and not by a batch
-    failed_members: int = 0  # counts members, not groups: each raised in a group that went on without it
+    enqueued: int = 0  # groups that are submitted and have not started
+    running: int = 0  # groups that have started and not finished
+    accepted: int = 0  # groups that finished with a trajectory, whether consumed or not
+    rejected: int = 0  # groups that finished without a trajectory
+    failed: int = 0  # rejected groups in which an exception was raised
+    dropped: int = 0  # accepted groups that were too old when a step wanted to consume them
+    withdrawn: int = 0  # accepted groups that wait_for_task fetched, outside the batches
+    failed_members: int = 0  # members (not groups) that raised an exception while their group continued
 
 
 @dataclass(eq=False)
 class StalenessManager:
     """The staleness gate (write-up, section 1.2) and the age check at consumption. All methods are thread-safe.
 
-    No other lock is taken while `_lock` is held: version_provider.get_version() is called before. A version that was
-    read a moment too early makes the gate stricter, never laxer, because versions only grow.
+    A method calls version_provider.get_version() before it takes `_lock`, so a thread never holds two locks. The
+    version may grow between the two. The gate is then stricter than necessary, never too loose.
     """
 
     version_provider: VersionProvider
-    max_concurrent_rollouts: int  # prompt groups that may run at once
-    consumer_batch_size: int  # prompt groups that one step consumes
-    max_staleness: int  # the largest age allowed, in versions (eta)
+    max_concurrent_rollouts: int  # largest number of prompt groups that run at the same time
+    consumer_batch_size: int  # prompt groups that one step consumes (B)
+    max_staleness: int  # largest allowed age of a group, in versions (eta)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _stat: RolloutStat = field(default_factory=RolloutStat, init=False)  # all mutable state of this object
 
@@ -88,10 +90,10 @@ class StalenessManager:
     def __repr__(self) -> str:
         return f"StalenessManager(version={self.version_provider.get_version()}, {self.get_stats()})"
 
-    # ---- questions
+    # ---- queries
 
     def get_capacity(self) -> int:
-        """Return how many prompt groups may start now. No group may start if the number is zero or negative.
+        """Return how many prompt groups may start now. If the number is zero or negative, no group may start.
 
         capacity = min(max_concurrent - running, (eta + v + 1) * B - (accepted + running))    (write-up, section 1.2.1)
         """
@@ -102,7 +104,7 @@ class StalenessManager:
         return min(concurrency_capacity, staleness_capacity)
 
     def get_pending_limit(self) -> int:
-        """Return how many prompts to keep enqueued: (eta + 1) * B, the most that can start between two batches."""
+        """Return (eta + 1) * B, the number of prompts to keep enqueued. No more groups start between two batches."""
         return (self.max_staleness + 1) * self.consumer_batch_size
 
     def get_stats(self) -> RolloutStat:
@@ -111,11 +113,11 @@ class StalenessManager:
             return replace(self._stat)
 
     def is_fresh(self, head_version: int | None) -> bool:
-        """Return whether a group may be consumed now. A group without generated tokens (None) is always fresh."""
+        """Return whether a group is young enough to be consumed now. A group without tokens (None) always is."""
         return head_version is None or self.version_provider.get_version() - head_version <= self.max_staleness
 
     def check_age(self, head_version: int | None) -> None:
-        """Raise StalenessError if the group is too old to be consumed now."""
+        """Raise StalenessError if a group with this head version is too old to be consumed now."""
         if not self.is_fresh(head_version):
             raise StalenessError(
                 f"a group of version {head_version} is consumed at version {self.version_provider.get_version()}: it is "
@@ -139,28 +141,28 @@ class StalenessManager:
         self._move("running", "accepted")
 
     def on_rollout_rejected(self, failed: bool = False) -> None:
-        """Count a running group as rejected, and also as failed if an exception was raised."""
+        """Count a running group as rejected. If `failed`, count the group as failed, too."""
         self._move("running", "rejected")
         with self._lock:
             self._stat.failed += failed
 
     def on_rollout_dropped(self) -> None:
-        """Count an accepted group as dropped because it was too old, and free its place."""
+        """Count an accepted group as dropped because the group was too old. The group's place becomes free."""
         self._move("accepted", "dropped")
 
     def on_rollout_withdrawn(self) -> None:
-        """Count an accepted group as withdrawn because wait_for_task fetched it, and free its place."""
+        """Count an accepted group as withdrawn because wait_for_task fetched the group. Its place becomes free."""
         self._move("accepted", "withdrawn")
 
     def on_members_failed(self, count: int) -> None:
-        """Count members that raised. The group that they belong to is counted on its own."""
+        """Count group members that raised an exception. Their group is counted separately."""
         with self._lock:
             self._stat.failed_members += count
 
     def on_version_recovered(self, version: int, finished_untrained: int = 0) -> None:
-        """Count what an earlier process consumed until `version`, and the finished groups that are kept.
+        """Set `accepted` after a restart: version * B consumed groups, plus the finished groups that were restored.
 
-        Without this call the counters would start at 0 and the version would not. The gate would then admit
+        Without this call `accepted` would start at 0 while the version does not. The gate would then admit
         version * B groups too many (AReaL #1388).
         """
         with self._lock:

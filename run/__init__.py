@@ -1,7 +1,7 @@
-"""A run's beginning, middle and end; none of the ideas.
+"""The run/ package configures a run, starts its processes, records its results and ends it.
 
-Read config.py first (every key and its meaning), then start.py and launch.py (what a run starts, and how that ends).
-recover.py brings a killed run back; logger.py, summary.py and evaluate.py say what happened. serve.py, fields.py and
-leash.py are what the server processes share. This room may import every other room; only config.py, fields.py and
-serve.py are imported by them.
+Read config.py first, which defines every configuration key. Then read start.py and launch.py, which start and end the
+processes. recover.py restores a killed run. logger.py, summary.py and evaluate.py report results. The server processes
+share serve.py, fields.py and leash.py. This package may import every other package. The other packages may import
+only config.py, fields.py and serve.py from here.
 """

@@ -3,17 +3,17 @@
 A run is configured in three layers, and a later layer wins over an earlier one:
 
 1. the defaults of the dataclasses below,
-2. one YAML recipe or several, such as `--config configs/maze.yaml`,
-3. `key=value` words on the command line, such as `actor.eps_clip=0.1`.
+2. one or more YAML recipes, such as `--config configs/maze.yaml`,
+3. `key=value` arguments on the command line, such as `actor.eps_clip=0.1`.
 
-The comment at the end of a key's line is its help text: `python train.py --help` prints every key with its default and
-this comment. The keys of `gconfig` stand in `inference/io_struct.py`. A key that does not exist is an error, and the
-error names the nearest key that does.
+The comment at the end of a key's line is the key's help text. `python train.py --help` prints every key with its
+default and its comment. The keys of `gconfig` are defined in `inference/io_struct.py`. A key that does not exist is an
+error, and the error message suggests the nearest existing key. Example: `python train.py lr=0.1` ends with "unknown key
+'lr' in the command line; did you mean 'actor.optimizer.lr'?".
 
-`load` also checks the values (`resolve`), so that a run that cannot work is refused before anything starts. Example:
-`python train.py lr=0.1` ends with "unknown key 'lr' in the command line; did you mean 'actor.optimizer.lr'?".
+`load` also checks the values (`resolve`), so a run that cannot work is refused before any process starts.
 
-The keys are AReaL's keys where AReaL has them. docs/differences.md lists the keys with another name.
+Most keys have the names that AReaL uses. docs/differences.md lists the keys with different names.
 """
 
 import argparse
@@ -35,44 +35,44 @@ from inference.io_struct import GenerationHyperparameters
 
 
 class ConfigError(ValueError):
-    """The run cannot work as it is configured. The message is one line that says what is wrong and what to do."""
+    """The configuration is wrong, so the run cannot start. The message is one line with the problem and the remedy."""
 
 
 @dataclass
 class OpenAIConfig:
     """How agents run and how their calls become training rows (Agent Workflow, "Execution Modes", "Export Styles")."""
 
-    mode: Literal["inline", "subproc"] = "inline"  # where agents run: in the trainer's process, or each in its own
-    subproc_max_workers: int = 4  # mode subproc: agent processes; further episodes wait for a free one
-    turn_discount: float = 1.0  # gamma: share of a turn's reward that is passed on to the turn before it
-    chat_template_type: Literal["hf", "concat"] = "concat"  # concat: reuse earlier turns' tokens; hf: render all anew
+    mode: Literal["inline", "subproc"] = "inline"  # run agents in the trainer's process, or in worker processes
+    subproc_max_workers: int = 4  # number of worker processes for agents (mode subproc)
+    turn_discount: float = 1.0  # gamma: share of a turn's final reward that is added to the turn before
+    chat_template_type: Literal["hf", "concat"] = "concat"  # concat: reuse earlier tokens; hf: tokenise all again
     export_style: Literal["individual", "concat"] = "concat"  # one training row per turn, or per whole conversation
     tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's, else qwen
     reasoning_parser: str | None = None  # format of the model's reasoning; default: <think> ... </think>
-    side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # patterns of calls that take no reward
+    side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # patterns of calls without a reward
     fixed_sampling: list[str] = field(default_factory=list)  # names of gconfig fields that agents cannot override
-    session_timeout_seconds: float = 3600.0  # seconds without a request after which a session is deleted
-    episode_timeout_seconds: float = 3600.0  # seconds after which a running episode is cancelled and counted as failed
+    session_timeout_seconds: float = 3600.0  # time without a request after which the proxy deletes a session
+    episode_timeout_seconds: float = 3600.0  # time after which a running episode is cancelled and counted as failed
 
 
 @dataclass
 class RolloutConfig:
     """The rollout side: how many episodes run, and how stale they may become (AReaL: InferenceEngineConfig)."""
 
-    max_head_offpolicyness: int = 2  # eta: largest age, in policy versions, of trained tokens; 0 is synchronous
-    max_concurrent_rollouts: int | None = None  # most prompt groups running at once; default (eta + 1) * batch size
+    max_head_offpolicyness: int = 2  # eta: largest age of a consumed group, in policy versions; 0: synchronous training
+    max_concurrent_rollouts: int | None = None  # limit of running prompt groups; default (eta + 1) * batch size
     consumer_batch_size: int | None = None  # prompt groups per training step; default train_dataset.batch_size
-    queue_size: int | None = None  # most groups that may run or wait to run; default 16 * max_concurrent_rollouts
+    queue_size: int | None = None  # limit of running and waiting groups; default 16 * max_concurrent_rollouts
     group_size: int | None = None  # episodes per prompt; another name for gconfig.n_samples
-    drop_stale: bool = False  # what happens to a group older than eta: true drops and replaces it, false is an error
+    drop_stale: bool = False  # true: drop and replace a group older than eta; false: such a group ends the run
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how a weight update interrupts completions
-    request_timeout: float = 3600.0  # seconds to wait for the answer to one generation request
-    request_retries: int = 3  # how often a request is sent again after a connection error or a 5xx answer
-    enable_tracing: bool = True  # write the life of every prompt group to trace.json, for a trace viewer
-    check_trajectory_format: bool = True  # check keys and shapes of what workflows return
+    request_timeout: float = 3600.0  # seconds to wait for the reply to one generation request
+    request_retries: int = 3  # how often a request is repeated after a connection error or a 5xx reply
+    enable_tracing: bool = True  # write the states of every prompt group to trace.json, for a trace viewer
+    check_trajectory_format: bool = True  # check the keys and shapes of the tensors that workflows return
     dump_to_file: bool = True  # write every trajectory as text to rollout/{version}/{task_id}.jsonl
-    server_addrs: list[str] = field(default_factory=list)  # URLs of running inference servers; default: start our own
-    openai: OpenAIConfig = field(default_factory=OpenAIConfig)  # agents that speak to the proxy
+    server_addrs: list[str] = field(default_factory=list)  # URLs of running inference servers; default: start servers
+    openai: OpenAIConfig = field(default_factory=OpenAIConfig)  # agents that call the proxy
 
 
 @dataclass
@@ -81,33 +81,33 @@ class ServerConfig:
 
     backend: Literal["auto", "tiny", "sglang"] = "auto"  # auto: sglang if it is installed and there is a GPU, else tiny
     count: int = 1  # number of servers to start
-    tp_size: int = 1  # GPUs per server, which split every layer among them (tensor parallelism)
-    colocate: bool | None = None  # true: share the trainer's GPUs; default: share them only if there are too few
-    port: int = 0  # port of the first server, the others take the next ones; 0: any free ports
-    mem_fraction: float | None = None  # share of a GPU's memory that a server takes; default 0.85, or 0.4 if shared
+    tp_size: int = 1  # GPUs per server (tensor parallelism)
+    colocate: bool | None = None  # true: use the trainer's GPUs; default: use them only if there are too few GPUs
+    port: int = 0  # port of the first server; further servers use the following ports; 0: any free ports
+    mem_fraction: float | None = None  # share of GPU memory for a server; default 0.85, or 0.4 on the trainer's GPUs
     command: str = ""  # command that starts SGLang; default: this Python with -m sglang.launch_server
     args: list[str] = field(default_factory=list)  # further command-line arguments for every server
-    max_running_requests: int = 64  # most sequences that a server decodes at once
-    max_total_tokens: int = 16384  # most tokens that a server keeps in its key-value cache
+    max_running_requests: int = 64  # largest number of sequences that a server decodes at the same time
+    max_total_tokens: int = 16384  # largest number of tokens in a server's key-value cache
 
 
 @dataclass
 class ProxyConfig:
-    """The proxies, which agents send their requests to."""
+    """The proxy processes, which answer the agents' requests."""
 
     workers: int = 1  # number of proxy processes; each episode uses one of them
 
 
 @dataclass
 class NormConfig:
-    """The advantage A = (R - mean) / std: over which rows the mean and the std are taken (AReaL: NormConfig)."""
+    """The mean and the std of the advantage A = (R - mean) / std (AReaL: NormConfig)."""
 
     mean_level: Literal["group", "batch", "none"] = "group"  # rows whose mean return is the baseline
     std_level: Literal["group", "batch", "constant", "none"] = "group"  # rows whose standard deviation is the divisor
     mean_leave1out: bool = False  # true: leave a row out of its own baseline (RLOO)
-    std_constant: float = 1.0  # the divisor if std_level is constant
-    per_turn: bool = True  # true: compare a return only with the returns of the same turn number
-    eps: float = 1e-5  # added to the standard deviation, against division by 0
+    std_constant: float = 1.0  # divisor for std_level=constant
+    per_turn: bool = True  # true: compare a return only with returns of the same turn number
+    eps: float = 1e-5  # added to the standard deviation to avoid division by 0
 
 
 @dataclass
@@ -117,49 +117,49 @@ class OptimizerConfig:
     lr: float = 1e-5  # largest learning rate
     beta1: float = 0.9  # decay of AdamW's mean of gradients, per optimizer step
     beta2: float = 0.95  # decay of AdamW's mean of squared gradients, per optimizer step
-    eps: float = 1e-8  # added to AdamW's divisor, against division by 0
+    eps: float = 1e-8  # added to AdamW's divisor to avoid division by 0
     weight_decay: float = 0.01  # AdamW's weight decay
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # shape of the learning rate after warm-up
-    warmup_steps: int = 0  # training steps in which the learning rate rises from 0 to lr
-    min_lr_ratio: float = 0.0  # last learning rate of the schedule, as a share of lr
-    gradient_clipping: float = 1.0  # largest gradient norm, longer gradients are scaled down; 0: no clipping
+    warmup_steps: int = 0  # number of training steps in which the learning rate rises from 0 to lr
+    min_lr_ratio: float = 0.0  # learning rate at the end of the schedule, as a share of lr
+    gradient_clipping: float = 1.0  # gradients with a larger norm are scaled down to this norm; 0: no clipping
 
 
 @dataclass
 class PPOActorConfig:
-    """The trainer: its forward passes, the decoupled PPO objective, and the optimizer (AReaL: PPOActorConfig)."""
+    """The trainer: forward passes, the decoupled PPO objective and the optimizer (AReaL: PPOActorConfig)."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"  # number format of forward passes; parameters are float32
     ppo_n_minibatches: int = 4  # optimizer steps per pass over the batch
     ppo_epochs: int = 1  # passes over the batch
-    mb_tokens: int = 16384  # most tokens, padding included, in one forward pass; larger mini-batches take several
+    mb_tokens: int = 16384  # limit of tokens in one forward pass, padding included; a mini-batch may take several
     layout: Literal["padded", "packed"] = "padded"  # padded: one row per sequence; packed: sequences end to end
-    gradient_checkpointing: bool = False  # true: recompute layers in the backward pass, which saves memory
-    enable_tree_training: bool = False  # true: compute tokens once that several rows share at their beginning
+    gradient_checkpointing: bool = False  # true: save memory by computing layers again in the backward pass
+    enable_tree_training: bool = False  # true: compute a beginning that several rows share only one time
     offload: bool = False  # true: keep parameters, gradients and optimizer state in host memory (FSDP2 CPU offload)
-    use_decoupled_loss: bool = True  # true: decoupled PPO, made for stale data; false: standard PPO
-    recompute_logprob: bool = True  # standard PPO: old logprobs by a forward pass; false: take the server's
+    use_decoupled_loss: bool = True  # true: decoupled PPO, which corrects for stale data; false: standard PPO
+    recompute_logprob: bool = True  # standard PPO, old logprobs: true: by a forward pass; false: from the server
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"  # how pi_prox is computed
     eps_clip: float = 0.2  # lower bound of the ratio pi_theta / pi_prox is 1 - eps_clip
     eps_clip_higher: float | None = None  # upper bound of that ratio is 1 + eps_clip_higher; default eps_clip
-    c_clip: float | None = None  # dual clip, above 1: bounds the loss by c_clip * |A| where A < 0; null: off
+    c_clip: float | None = None  # dual clip: a bound c_clip * |A| of the loss where A < 0; above 1; null: no bound
     behave_imp_weight_cap: float | None = 5.0  # largest weight pi_prox / pi_behav; null: no limit
     behave_imp_weight_level: Literal["token", "sequence"] = "token"  # one weight per token, or one per sequence
     behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # above the cap: drop the token, or use the cap
-    loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # what has equal weight in the loss (ppo.py)
+    loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # how the loss averages over tokens (ppo.py)
     max_new_tokens: int | None = None  # longest turn, for loss_aggregation=constant; default gconfig.max_new_tokens
     entropy_coeff: float = 0.0  # weight of the entropy bonus in the loss
     kl_ctl: float = 0.0  # weight of the KL penalty towards the reference model; 0: no reference model
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # formula for the KL of one token (training/advantages.py)
     kl_placement: Literal["reward", "loss"] = "reward"  # subtract the KL from rewards, or add it to the loss (k2 or k3)
     anneal: bool = False  # true: entropy_coeff and kl_ctl fall linearly to 0 over max_steps
-    overlong_tokens: int | None = None  # penalise the last this many tokens before max_new_tokens; null: off
-    overlong_penalty_factor: float = 1.0  # penalty of a turn with max_new_tokens, subtracted from its reward
-    gamma: float = 1.0  # discount of the advantage, per token, from the end of a turn to its beginning
-    gae_lambda: float = 1.0  # multiplied with gamma; without a critic the two act as one number
-    reward_bias: float = 0.0  # added to every reward, before scaling
-    reward_scaling: float = 1.0  # multiplies every reward, after the bias and before clipping
-    reward_clip: float = 20.0  # scaled rewards are cut to the range from -reward_clip to reward_clip
+    overlong_tokens: int | None = None  # length of the penalised range before max_new_tokens; null: no penalty
+    overlong_penalty_factor: float = 1.0  # penalty that a turn of max_new_tokens tokens loses from its reward
+    gamma: float = 1.0  # discount of the advantage per token, from the end of a turn to its beginning
+    gae_lambda: float = 1.0  # second factor of the discount; only gamma * gae_lambda matters, as there is no critic
+    reward_bias: float = 0.0  # number that is added to every reward before scaling
+    reward_scaling: float = 1.0  # factor that multiplies every reward after the bias is added
+    reward_clip: float = 20.0  # scaled rewards are clipped to the range from -reward_clip to reward_clip
     adv_norm: NormConfig = field(default_factory=NormConfig)  # baseline and divisor of the advantages
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
 
@@ -182,7 +182,7 @@ class DatasetConfig:
 
 @dataclass
 class ValidDatasetConfig:
-    """The prompts of the evaluation."""
+    """The validation prompts, on which the agents are evaluated."""
 
     path: str | None = None  # FILE.jsonl or module.function; default: train_dataset.path, else the task's dataset
 
@@ -191,16 +191,16 @@ class ValidDatasetConfig:
 class EvaluatorConfig:
     """The evaluation: one episode per validation prompt, without the staleness gate."""
 
-    interval: int = 0  # evaluate every this many steps; 0: never
-    base_url: str | None = None  # mode=eval: OpenAI endpoint to evaluate agents on; default: a server with model_path
+    interval: int = 0  # number of steps between two evaluations; 0: never
+    base_url: str | None = None  # mode=eval: OpenAI endpoint that agents call; default: a server with model_path
 
 
 @dataclass
 class SaverConfig:
-    """The Hugging Face checkpoints in the run's folder checkpoints/."""
+    """The Hugging Face checkpoints in the folder checkpoints/ of a run. The last step always saves a checkpoint."""
 
-    interval: int = 0  # save every this many steps, and after the last one; 0: only after the last one
-    keep: int = 2  # number of newest checkpoints to keep; older ones are deleted
+    interval: int = 0  # number of steps between two checkpoints; 0: only after the last step
+    keep: int = 2  # number of newest checkpoints to keep; older checkpoints are deleted
 
 
 @dataclass
@@ -208,8 +208,8 @@ class WeightUpdateConfig:
     """How new weights reach the inference servers."""
 
     mode: Literal["disk", "distributed", "tensor"] = "disk"  # by files, by a process group, or by shared memory
-    bucket_mb: float = 512.0  # MiB that are gathered and sent at once (modes distributed and tensor)
-    address: str = "127.0.0.1"  # address at which the servers reach this machine (mode distributed)
+    bucket_mb: float = 512.0  # size in MiB of the buckets that are sent (modes distributed and tensor)
+    address: str = "127.0.0.1"  # address of this machine for the servers (mode distributed)
 
 
 @dataclass
@@ -217,28 +217,28 @@ class LoggerConfig:
     """What a run prints and writes."""
 
     live: bool = True  # true: show a live table if there is a terminal; false: print one line per step
-    sample_interval: int = 20  # print a sample conversation every this many steps; 0: never
-    tokens_interval: int = 1  # write the batch to tokens/{step}.safetensors every this many steps; 0: never
+    sample_interval: int = 20  # number of steps between two printed sample conversations; 0: never
+    tokens_interval: int = 1  # number of steps between two saved batches, tokens/{step}.safetensors; 0: never
 
 
 @dataclass
 class TrainConfig:
     """The whole configuration of a run."""
 
-    mode: Literal["train", "eval"] = "train"  # train, or evaluate once on the validation prompts and end
-    recover: Literal["auto", "off"] = "auto"  # auto: a run with the same trial_name goes on from its last checkpoint
+    mode: Literal["train", "eval"] = "train"  # train: train the model; eval: only evaluate on the validation prompts
+    recover: Literal["auto", "off"] = "auto"  # auto: a run with a used trial_name continues from its last checkpoint
     recover_interval: int = 10  # training steps between two checkpoints for recovery
-    task: str | None = "tasks.guess"  # Python module with data, workflow and model; null: each has a key of its own
-    experiment_name: str = "guess"  # the run's files go to {fileroot}/{experiment_name}/{trial_name}
+    task: str | None = "tasks.guess"  # Python module with data, workflow and model; null: set them by other keys
+    experiment_name: str = "guess"  # middle part of the run's folder {fileroot}/{experiment_name}/{trial_name}
     trial_name: str = "auto"  # name of this run; auto: the date and time
     fileroot: str = "runs"  # folder that holds all runs
-    seed: int = 1  # seed of the data order, of sampling and of the task's base model
+    seed: int = 1  # seed of the data order, the sampling and the task's base model
     max_steps: int = 80  # number of training steps
-    model_path: str | None = None  # Hugging Face folder of the model; default: a small model that the task makes
+    model_path: str | None = None  # Hugging Face folder of the model; default: a small model made by the task
     tokenizer_path: str | None = None  # Hugging Face folder of the tokenizer; default: model_path
-    workflow: str | None = None  # module.Class of an agent or a RolloutWorkflow; default: the task's
+    workflow: str | None = None  # module.Class of an agent or a RolloutWorkflow; default: the task's workflow
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the workflow's class
-    should_accept_fn: str | None = None  # module.function that gets a trajectory and returns false to reject it
+    should_accept_fn: str | None = None  # module.function that takes a trajectory and returns false to reject the group
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -261,7 +261,7 @@ class TrainConfig:
 
 DEMO = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
 
-# Other names of keys, as the documents write them, and the key that each one sets.
+# Alternative names of keys, as in AReaL's documents, and the key that each name sets.
 ALIASES = {
     "model": "model_path",
     "data": "train_dataset.path",
@@ -274,7 +274,7 @@ ALIASES = {
 }
 
 
-# The smallest value that each of these keys may have, unless it is null.
+# The smallest allowed value of these keys. A key that is null is not checked.
 AT_LEAST = {
     1: """max_steps recover_interval saver.keep server.count server.tp_size proxy.workers train_dataset.batch_size
     gconfig.n_samples gconfig.max_new_tokens actor.ppo_n_minibatches actor.ppo_epochs actor.overlong_tokens
@@ -285,7 +285,7 @@ AT_LEAST = {
 
 
 class Key(NamedTuple):
-    """One configuration key as `--help` shows it."""
+    """One configuration key: full name, default and help text, as `--help` prints them."""
 
     name: str
     default: Any
@@ -295,7 +295,7 @@ class Key(NamedTuple):
 def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
     """Return every key of the configuration, in the order of this file.
 
-    A key's meaning is the comment at the end of its line, which is read from the source of the dataclass `cls`.
+    `list_keys` reads the meaning of each key from the source of the dataclass `cls`: the comment after the key.
     """
     meanings = dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(cls), re.MULTILINE))
     keys = []
@@ -310,7 +310,7 @@ def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Turn {"actor": {"eps_clip": 0.2}} into {"actor.eps_clip": 0.2}.
 
-    The value of workflow_kwargs is not flattened, since its keys are the user's own.
+    The value of workflow_kwargs stays a dictionary, because the user chooses its keys.
     """
     if not isinstance(tree, dict) or prefix == "workflow_kwargs.":
         return {prefix.rstrip("."): tree}
@@ -318,9 +318,9 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def set_keys(config: DictConfig, given: Any, source: str) -> None:
-    """Write the given keys into `config`. `source` says where they come from, for error messages.
+    """Write the given keys into `config`. Error messages mention `source`, the recipe or the command line.
 
-    Raises ConfigError for an unknown key, with the nearest known key as a hint.
+    Raises ConfigError for an unknown key. The message suggests the nearest known key.
     """
     known = [key.name for key in list_keys()]
     for name, value in flatten(OmegaConf.to_container(given)).items():
@@ -332,14 +332,14 @@ def set_keys(config: DictConfig, given: Any, source: str) -> None:
             hint = f"did you mean {near[0]!r}?" if near else "`python train.py --help` lists the keys."
             raise ConfigError(f"unknown key {name!r} in {source}; {hint}")
         if name == "recover" and value is False:
-            value = "off"  # YAML reads the word off as false
+            value = "off"  # YAML parses the word off as false
         OmegaConf.update(config, name, value)
 
 
 def resolve(config: TrainConfig) -> None:
-    """Check the values, and fill in the defaults that depend on other keys. Raises ConfigError.
+    """Check the values and set the defaults that depend on other keys. Raises ConfigError for a wrong value.
 
-    The filled-in values become part of `config`, so the run's config.yaml shows every value that was used.
+    The defaults are written into `config`, so the run's config.yaml contains every value that the run uses.
     """
     for least, names in AT_LEAST.items():
         for name in names.split():
@@ -376,7 +376,7 @@ def resolve(config: TrainConfig) -> None:
 
 
 def changed(path: Path, config: TrainConfig) -> list[str]:
-    """Return the keys of the config.yaml at `path` that `config` sets otherwise, each as "key=before -> now".
+    """Return the keys whose values differ between the config.yaml at `path` and `config`, as "key=before -> now".
 
     Returns an empty list if there is no file at `path`, as in a new run.
     """
@@ -393,9 +393,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def load(argv: list[str]) -> TrainConfig:
-    """Return the run's configuration, read from the words of the command line. `--help` prints the keys and exits.
+    """Return the run's configuration from the arguments of the command line. `--help` prints the keys and exits.
 
-    Raises ConfigError.
+    Raises ConfigError if an argument, a recipe or a value is wrong.
     """
     keys = (f"  {k.name}={'null' if k.default is None else k.default}\n      {k.meaning}" for k in list_keys())
     epilog = "keys, their defaults and meanings:\n" + "\n".join(keys)
