@@ -55,7 +55,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from cache import InteractionWithTokenLogpReward, walk
+from cache import Interaction, walk
 from calls.messages import AgentRequest, Refusal
 from calls.prompts import PromptBuilder, TextReader
 from calls.replies import PROTOCOLS, Protocol
@@ -155,7 +155,7 @@ class Proxy:
         session.turns[key].append(turn)
         return turn
 
-    def prompt(self, ask: AgentRequest, parent: InteractionWithTokenLogpReward | None) -> tuple[list[int], str]:
+    def prompt(self, ask: AgentRequest, parent: Interaction | None) -> tuple[list[int], str]:
         """Return the prompt tokens of a call, and the text at their end that belongs to the answer. Raises Refusal."""
         ids = self.prompts.prompt(ask, parent)
         begun = self.parser.begun(self.tokenizer.decode(ids[-16:]))  # 16 tokens hold <think>, even letter by letter
@@ -243,7 +243,7 @@ class Proxy:
             raise Refusal("Authorization: this is not the admin key", 403)
 
 
-def exported_form(interaction: InteractionWithTokenLogpReward) -> dict[str, Any]:
+def exported_form(interaction: Interaction) -> dict[str, Any]:
     """Return an interaction as JSON for the trainer."""
     return {
         "tensors": interaction.to_lists(),

@@ -39,7 +39,7 @@ import httpx
 import openai
 import orjson
 
-from cache import InteractionWithTokenLogpReward, finite
+from cache import Interaction, finite
 from run.fields import Refusal
 
 TIMEOUT = httpx.Timeout(600.0).as_dict()  # seconds for one request
@@ -51,7 +51,7 @@ sdk_http: Any = sys.modules[_library_client.__module__.partition(".")[0]]
 
 
 @dataclass(eq=False)
-class ExportedInteraction(InteractionWithTokenLogpReward):
+class ExportedInteraction(Interaction):
     """An interaction that the proxy has exported: a row of lists in place of the engine's response."""
 
     row: dict[str, list] = field(default_factory=dict)  # its tensors, as lists
@@ -111,16 +111,14 @@ class OpenAIProxyClient:
         """Set the reward of the last finished interaction. Raises ValueError or Refusal, as `set_reward` does."""
         await self._post(f"/{self.session_id}/rl/set_reward", {"reward": finite(reward)})
 
-    async def export_interactions(
-        self, discount: float = 1.0, style: str = "individual"
-    ) -> dict[str, InteractionWithTokenLogpReward]:
+    async def export_interactions(self, discount: float = 1.0, style: str = "individual") -> dict[str, Interaction]:
         """Return the interactions of the session with their discounted rewards. The proxy then forgets the session.
 
         An interaction knows its parent if the parent is exported too; in style "individual" it always is.
         """
         body = {"session_id": self.session_id, "discount": discount, "style": style}
         answer = (await self._post("/export_trajectories", body))["interactions"]
-        rows: dict[str, InteractionWithTokenLogpReward] = {}
+        rows: dict[str, Interaction] = {}
         for interaction_id, exported in answer.items():  # parents come before their children
             rows[interaction_id] = ExportedInteraction(
                 exported["messages"],
@@ -166,14 +164,12 @@ class ArealOpenAI(openai.AsyncOpenAI):
 
     def copy(self, **changes: Any) -> openai.AsyncOpenAI:  # type: ignore[override]
         """Return a client of this session with other options, such as a timeout or headers."""
-        plain = openai.AsyncOpenAI(
-            base_url=self.base_url, api_key=self.api_key, http_client=self._client, max_retries=0
-        )
-        return plain.copy(**changes)
+        plain = openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=self._client)
+        return plain.copy(**{"max_retries": 0} | changes)
 
     with_options = copy  # type: ignore[assignment]
 
-    def get_interaction(self, interaction_id: str) -> InteractionWithTokenLogpReward:
+    def get_interaction(self, interaction_id: str) -> Interaction:
         """Return the interaction with the id of a completion or response. Raises KeyError for an unknown id."""
         return self.cache[interaction_id]
 
@@ -192,11 +188,11 @@ class ArealOpenAI(openai.AsyncOpenAI):
         """Add the discounted rewards of later turns to each turn (`cache.py`). May be called once."""
         self.cache.apply_reward_discount(turn_discount)
 
-    def export_interactions(self, style: str = "individual") -> dict[str, InteractionWithTokenLogpReward]:
+    def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
         """Return every interaction, or in style "concat" every leaf of the tree. Raises ValueError for other styles."""
         return self.cache.export_interactions(style)
 
-    def export_completions(self, turn_discount: float = 1.0) -> dict[str, InteractionWithTokenLogpReward]:
+    def export_completions(self, turn_discount: float = 1.0) -> dict[str, Interaction]:
         """Discount the rewards and return every interaction; AReaL's older name for these two steps."""
         self.apply_reward_discount(turn_discount)
         return self.export_interactions("individual")

@@ -52,6 +52,7 @@ Find = Callable[[str], Found | None]  # looks up a finished interaction of the s
 NOTHING: Find = dict[str, Found]().get  # finds nothing, for a request without a session
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of parts that hold a text
+BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")  # the last: encrypted, left out
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # unsupported parameters, each with the values that change nothing
     **dict.fromkeys(("functions", "mcp_servers"), ([],)),
     **dict.fromkeys(("top_logprobs", "min_p", "min_tokens"), (0,)),
@@ -140,20 +141,14 @@ def canonical(message: Message) -> tuple:
     The tree asks this for every message of every request, so a message in normal form is not normalised again.
     Raises Refusal if `message` has no valid role, text or tool calls.
     """
-    if not _is_normal(message):
+    calls = message.get("tool_calls") or ()
+    has_objects = all(isinstance(call["function"].get("arguments"), dict) for call in calls)
+    if not has_objects or not isinstance(message.get("content"), str) or message.get("role") == "developer":
         message = normalise(message)
     role, calls = message["role"], message.get("tool_calls")
     calls_text = write_json(calls, "messages.tool_calls") if calls else ""
     result_of = str(message.get("tool_call_id") or message.get("id") or "") if role == "tool" else ""
     return role, message["content"], calls_text, result_of
-
-
-def _is_normal(message: Message) -> bool:
-    """Return whether the text is a string, the role has its older name, and all arguments are objects."""
-    if not isinstance(message.get("content"), str) or message.get("role") == "developer":
-        return False
-    calls = message.get("tool_calls") or ()
-    return all(isinstance(call["function"].get("arguments"), dict) for call in calls)
 
 
 def _tool_call(raw: Any, where: str) -> dict[str, Any]:
@@ -199,8 +194,8 @@ def parse_chat(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
     """Read the body of POST /v1/chat/completions, which always holds the whole history. Raises Refusal."""
     messages = [normalise(raw, f"messages[{i}]") for i, raw in enumerate(get(body, "messages", list, []))]
     form, effort = get(body, "response_format", dict, {}), get(body, "reasoning_effort", str)
-    logprobs = get(body, "logprobs", bool, False)
-    return _request(body, _conversation("messages", messages), form, effort, logprobs=logprobs, most_answers=128)
+    shared = _shared(body, _tools(body, "function"), form, effort, most_answers=128)
+    return AgentRequest(_conversation("messages", messages), logprobs=get(body, "logprobs", bool, False), **shared)
 
 
 def parse_responses(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
@@ -212,7 +207,7 @@ def parse_responses(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
     messages = _conversation("input", new, _text(body, "instructions"), history)
     form, effort = get(body, "text.format", dict, {}), get(body, "reasoning.effort", str)
     logprobs = "message.output_text.logprobs" in get(body, "include", list, [])
-    return _request(body, messages, form, effort, logprobs=logprobs)
+    return AgentRequest(messages, logprobs=logprobs, **_shared(body, _tools(body, "function"), form, effort))
 
 
 def parse_anthropic(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
@@ -228,8 +223,8 @@ def parse_anthropic(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
     history, thread_tools = _look_up(previous, "thread.previous_message_id", find)
     messages = _conversation("messages", new, _text(body, "system"), history)
     form = get(body, "output_config.format", dict) or get(body, "output_format", dict, {})
-    effort = get(body, "output_config.effort", str)
-    return _request(body, messages, form, effort, tool_type="custom", thread_tools=thread_tools)
+    tools, effort = _tools(body, "custom") or thread_tools, get(body, "output_config.effort", str)
+    return AgentRequest(messages, **_shared(body, tools, form, effort))
 
 
 def _conversation(name: str, new: list[Message], system: str = "", history: Iterable[Message] = ()) -> list[Message]:
@@ -246,57 +241,39 @@ def _conversation(name: str, new: list[Message], system: str = "", history: Iter
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 
-def _request(
-    body: dict[str, Any],
-    messages: list[Message],
-    form: dict[str, Any],
-    effort: str | None,
-    *,
-    logprobs: bool = False,
-    most_answers: int = 1,
-    tool_type: str = "function",
-    thread_tools: list[dict[str, Any]] | None = None,
-) -> AgentRequest:
-    """Build an AgentRequest. This function reads the parameters that have one name in all protocols.
+def _shared(
+    body: dict[str, Any], tools: list[dict[str, Any]], form: dict[str, Any], effort: str | None, most_answers: int = 1
+) -> dict[str, Any]:
+    """Return the fields of an AgentRequest that are read in one way in all protocols.
 
-    Parameters whose name depends on the protocol are read by its parser and passed: `form` describes structured output,
-    `effort` is the reasoning effort, `tool_type` is the type of a tool that is a function. If the body has no tools,
-    the request gets `thread_tools`. Raises Refusal for a parameter that is not valid or not supported.
+    `form` describes structured output, and `effort` is the reasoning effort; their names in the body depend on the
+    protocol. Raises Refusal for a parameter that is not valid or not supported.
     """
     for name, neutral in NEUTRAL.items():
         value = body.get(name)
         if value is not None and value not in neutral:
             hint = f" or set it to {' or '.join(map(json.dumps, neutral))}" if neutral else ""
             raise Refusal(f"{name}: this server does not support it; leave it out{hint}")
-    tools: list[dict[str, Any]] = []
-    for i, raw in enumerate(get(body, "tools", list, [])):
-        if as_object(raw, f"tools[{i}]").get("type") in (None, tool_type):  # leaves out `web_search` and its like
-            tools.append(_tool(raw, f"tools[{i}]"))
-    tools = tools or thread_tools or []
-    sampling = _numbers(body) | _stops(body) | _schema(form)
+    sampling = _sampling(body) | _schema(form)
     n = sampling.pop("n", 1)
     if n > most_answers:
         raise Refusal("n: only chat completions give more than one answer")
-    template_kwargs = get(body, "chat_template_kwargs", dict, {})
-    if effort:
-        template_kwargs = template_kwargs | {"reasoning_effort": effort}
-    return AgentRequest(
-        messages=messages,
-        model=str(body.get("model") or "default"),
-        sampling=sampling,
-        tools=tools,
-        tool_choice=_tool_choice(body.get("tool_choice"), tools),
-        template_kwargs=template_kwargs,
-        n=n,
-        logprobs=logprobs,
-        store=get(body, "store", bool, True),
-        stream=get(body, "stream", bool, False),
-        stream_usage=get(body, "stream_options.include_usage", bool, False),
-    )
+    effort_kwargs = {"reasoning_effort": effort} if effort else {}
+    return {
+        "model": str(body.get("model") or "default"),
+        "sampling": sampling,
+        "tools": tools,
+        "tool_choice": _tool_choice(body.get("tool_choice"), tools),
+        "template_kwargs": get(body, "chat_template_kwargs", dict, {}) | effort_kwargs,
+        "n": n,
+        "store": get(body, "store", bool, True),
+        "stream": get(body, "stream", bool, False),
+        "stream_usage": get(body, "stream_options.include_usage", bool, False),
+    }
 
 
-def _numbers(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the numeric parameters of sampling that the body sets, and `n`. Raises Refusal."""
+def _sampling(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the GenerationHyperparameters that the body sets, and `n`, the number of answers. Raises Refusal."""
     sampling: dict[str, Any] = {}
     for name, (kind, least, most) in NUMBERS.items():
         value: Any = body.get(name)
@@ -305,24 +282,16 @@ def _numbers(body: dict[str, Any]) -> dict[str, Any]:
         if type(value) not in (int, kind) or not least <= value <= most:  # type() because isinstance(True, int) holds
             words = "an integer" if kind is int else "a number"
             raise Refusal(f"{name}: {words} from {least} to {most} is needed, not {write_json(value, name)}")
-        field_name = "max_new_tokens" if name in LIMITS else name
-        if sampling.setdefault(field_name, kind(value)) != value:
+        if sampling.setdefault("max_new_tokens" if name in LIMITS else name, kind(value)) != value:
             raise Refusal(f"max_tokens: {', '.join(LIMITS)} are names of one limit; give one of them")
-    return sampling
-
-
-def _stops(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the stop strings and stop tokens that the body sets. Raises Refusal."""
-    stops: dict[str, Any] = {}
     for name, kind, word in (("stop", str, "string"), ("stop_sequences", str, "string"), ("stop_token_ids", int, "id")):
         given = body.get(name) or []
-        if isinstance(given, str):
-            given = [given]
+        given = [given] if isinstance(given, str) else given
         if not isinstance(given, list) or not all(type(item) is kind and item != "" for item in given):
             raise Refusal(f"{name}: a list is needed, each of it {word}, none empty")
         if given:
-            stops.setdefault(name.removesuffix("_sequences"), []).extend(given)
-    return stops
+            sampling.setdefault(name.removesuffix("_sequences"), []).extend(given)
+    return sampling
 
 
 def _schema(form: dict[str, Any]) -> dict[str, str]:
@@ -338,18 +307,25 @@ def _schema(form: dict[str, Any]) -> dict[str, str]:
     return {"json_schema": json.dumps(schema)}  # keeps the caller's order of keys, in which a grammar generates them
 
 
-def _tool(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool in the form of chat completions. Raises Refusal if it has no name.
+def _tools(body: dict[str, Any], tool_type: str) -> list[dict[str, Any]]:
+    """Return the body's functions in the form of chat completions; `tool_type` is the protocol's type of a function.
 
     Responses and Messages name a tool directly, as {"name": "f", "input_schema": {...}}; chat completions put these
-    keys into {"function": {...}}.
+    keys into {"function": {...}}. Raises Refusal if a tool has no name.
     """
-    function = as_object(raw.get("function", raw), where)
-    name, description = function.get("name"), function.get("description") or ""
-    parameters = function.get("parameters", function.get("input_schema")) or {"type": "object", "properties": {}}
-    if not isinstance(name, str) or not isinstance(description, str) or not isinstance(parameters, dict):
-        raise Refusal(f"{where}: a name, and if it has them a description and parameters (a JSON schema) are needed")
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    tools = []
+    for i, raw in enumerate(get(body, "tools", list, [])):
+        where = f"tools[{i}]"
+        if as_object(raw, where).get("type") not in (None, tool_type):
+            continue  # `web_search` and its like are left out
+        given = as_object(raw.get("function", raw), where)
+        name, description = given.get("name"), given.get("description") or ""
+        parameters = given.get("parameters", given.get("input_schema")) or {"type": "object", "properties": {}}
+        if not isinstance(name, str) or not isinstance(description, str) or not isinstance(parameters, dict):
+            raise Refusal(f"{where}: a name is needed; its description is a string, its parameters a JSON schema")
+        function = {"name": name, "description": description, "parameters": parameters}
+        tools.append({"type": "function", "function": function})
+    return tools
 
 
 def _tool_choice(raw: Any, tools: list[dict[str, Any]]) -> str:
@@ -420,23 +396,17 @@ def _split_blocks(raw: Any, where: str) -> list[Message]:
     """Return the messages that one Anthropic message holds: one for each tool_result, one for all other blocks."""
     if not isinstance(as_object(raw, where).get("content"), list):
         return [normalise(raw, where)]
-    results: list[Message] = []
-    texts, calls, thoughts = [], [], []
+    blocks: dict[Any, list[dict[str, Any]]] = {kind: [] for kind in BLOCKS}
     for i, block in enumerate(raw["content"]):
         kind = as_object(block, f"{where}.content[{i}]").get("type")
-        if kind == "text":
-            texts.append(block)
-        elif kind == "tool_result":
-            results.append(block | {"role": "tool", "tool_call_id": block.get("tool_use_id")})
-        elif kind == "tool_use":
-            calls.append({"id": block.get("id"), "function": block | {"arguments": block.get("input")}})
-        elif kind == "thinking":
-            thoughts.append({"text": block.get("thinking")})
-        elif kind != "redacted_thinking":  # such reasoning is encrypted, and left out
-            kinds = "text, tool_result, tool_use, thinking, redacted_thinking"
-            raise Refusal(f"{where}.content[{i}].type: one of {kinds} is needed")
-    others = {"role": raw.get("role"), "content": texts, "tool_calls": calls, "reasoning_content": thoughts}
-    messages = [*results, others] if texts or not results else results  # results alone need no second message
+        if kind not in BLOCKS:
+            raise Refusal(f"{where}.content[{i}].type: one of {', '.join(BLOCKS)} is needed")
+        blocks[kind].append(block)
+    results = [block | {"role": "tool", "tool_call_id": block.get("tool_use_id")} for block in blocks["tool_result"]]
+    calls = [{"id": b.get("id"), "function": b | {"arguments": b.get("input")}} for b in blocks["tool_use"]]
+    thoughts = [{"text": block.get("thinking")} for block in blocks["thinking"]]
+    others = {"role": raw.get("role"), "content": blocks["text"], "tool_calls": calls, "reasoning_content": thoughts}
+    messages = [*results, others] if blocks["text"] or not results else results  # results alone need no second message
     return [normalise(message, where) for message in messages]
 
 

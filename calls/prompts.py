@@ -45,7 +45,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from cache import InteractionWithTokenLogpReward
+from cache import Interaction
 from calls.messages import AgentRequest, Message, Refusal
 from calls.tools import without_partial
 from inference.io_struct import GenerationHyperparameters
@@ -76,7 +76,7 @@ class PromptBuilder:
         except Refusal:
             return False
 
-    def prompt(self, ask: AgentRequest, parent: InteractionWithTokenLogpReward | None) -> list[int]:
+    def prompt(self, ask: AgentRequest, parent: Interaction | None) -> list[int]:
         """Return the prompt tokens of a call. Raises Refusal if the chat template refuses the messages."""
         if taken := ask.template_kwargs.keys() & self._reserved:
             names = ", ".join(sorted(taken))

@@ -130,9 +130,8 @@ class OutputParser:
             raise ValueError(f"reasoning_parser: one of {', '.join(filter(None, THINKERS))} is needed")
         self._tokenizer = tokenizer
         self._sglang = None if tool_call_parser in HERMES else sglang_parser(str(tool_call_parser))
-        template = getattr(tokenizer, "response_template", None)
         # Whether the tokenizer's response template parses the text, which must then contain the special tokens.
-        self.special_tokens = tool_call_parser is None and template is not None
+        self.special_tokens = tool_call_parser is None and getattr(tokenizer, "response_template", None) is not None
         if self.special_tokens:  # a response template also wants a prompt, for the marks at its end
             talk = [{"role": "user", "content": "x"}]
             self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
@@ -165,7 +164,7 @@ class OutputParser:
             return Parsed(rest, reasoning)
         _, _, read = split_calls(rest, tools)
         opened = rest.find(CALL, read)
-        decided = rest[:opened] if opened >= 0 else rest[:read] + without_partial(rest[read:], [CALL])
+        decided = rest[:opened] if opened >= 0 else without_partial(rest, [CALL])
         beside_calls, _, _ = split_calls(decided, tools)
         return Parsed(beside_calls.rstrip(), reasoning)
 
@@ -217,8 +216,7 @@ def sglang_parser(name: str) -> Callable[[str, Tools], tuple[str, list[dict[str,
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
     except ImportError as error:
         ours = ", ".join(filter(None, HERMES))
-        reason = f"{name} needs SGLang, which cannot be imported; install SGLang, or use one of {ours}"
-        raise ValueError(f"tool_call_parser: {reason}") from error
+        raise ValueError(f"tool_call_parser: {name} needs SGLang; install it, or use one of {ours}") from error
     FunctionCallParser([], name)  # raises ValueError for an unknown name, before the first request
 
     def parse(text: str, tools: Tools) -> tuple[str, list[dict[str, Any]]]:

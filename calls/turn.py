@@ -51,7 +51,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
-from cache import InteractionWithTokenLogpReward
+from cache import Interaction
 from calls.messages import AgentRequest, Refusal
 from calls.prompts import TextReader
 from calls.replies import Answer, Protocol, Stream, parts_of
@@ -72,16 +72,13 @@ class Turn:
         first = protocol.id_prefix + secrets.token_hex(16)
         self.ids = [first, *(f"{first}-{k}" for k in range(1, ask.n))]  # one interaction for each answer
         for name in self.ids:
-            interaction = InteractionWithTokenLogpReward(
-                ask.messages, template_key=ask.template_key, trainable=ask.store, tools=ask.tools
-            )
+            interaction = Interaction(ask.messages, template_key=ask.template_key, trainable=ask.store, tools=ask.tools)
             session.cache.enter(name, interaction)
         self.parent = session.cache[first].parent
         self.ask = dataclasses.replace(ask, messages=[])  # the tree keeps the messages
         # All that changes:
         self.state = State.RUNNING
         self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # set by `start`; its result: reply and answers
-        self.input_len = 0  # tokens of the prompt
         self.so_far: list[ModelResponse | None] = [None] * ask.n  # the streamed part of each answer
         self.news = asyncio.get_running_loop().create_future()  # done, and replaced, when a stream has new tokens
         self.listeners = 0  # connections that wait for the reply
@@ -91,7 +88,7 @@ class Turn:
 
     def start(self, engine: Any, calls: list[ModelRequest], reader: Callable[[], TextReader]) -> None:
         """Generate one answer for each of `calls`; `reader` makes the TextReader of an answer."""
-        self._reader, self.input_len = reader, len(calls[0].input_ids)
+        self._reader, self.input_len = reader, len(calls[0].input_ids)  # tokens of the prompt
         self.task = asyncio.ensure_future(self._run(engine, calls))
         self.session.running.add(self)
         self.task.add_done_callback(self._clean_up)
@@ -100,26 +97,6 @@ class Turn:
         """Stop the generation, because the session ends; nothing unfinished stays in the tree."""
         self.state = State.FAILED
         self.task.cancel()
-
-    async def _last_listener_left(self, hung_up: bool) -> None:
-        """Stop a generation that nobody waits for; note a finished reply that the client may not have read."""
-        if self.state is State.RUNNING:
-            self.state = State.ABANDONED
-        elif self.state is State.FINISHED and hung_up:
-            self.state = State.UNREAD
-        if self.task.cancel():  # False if the task is done
-            await asyncio.wait({self.task})  # until the engine has told the server
-
-    def take_retry(self) -> bool:
-        """Take a repeated request. Return whether this turn has, or will have, the reply for it."""
-        self.retries += 1
-        if self.state in (State.FAILED, State.ABANDONED):
-            self.state = State.REPLACED
-            for name in self.ids:
-                self.session.cache.drop_orphan(name)
-        elif self.state is State.UNREAD:
-            self.state = State.FINISHED
-        return self.state is not State.REPLACED
 
     def forget(self) -> None:
         """Remove the unfinished interactions of this turn from the tree."""
@@ -149,10 +126,13 @@ class Turn:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            if self.state is State.ABANDONED:
-                self._keep_streamed()
-            elif self.state is State.RUNNING:
+            if self.state is State.RUNNING:
                 self.state = State.FAILED
+            if self.state is State.ABANDONED:  # the client has read the streamed tokens, so the tree keeps them
+                for k, streamed in enumerate(self.so_far):
+                    if streamed:
+                        streamed.stop_reason = streamed.stop_reason or "abort"
+                        self._finish(k, streamed)
             raise
 
     async def _generate(self, engine: Any, k: int, call: ModelRequest) -> ModelResponse:
@@ -176,18 +156,14 @@ class Turn:
         self.session.cache.finish(self.ids[k], response, [answer.message])
         return answer
 
-    def _keep_streamed(self) -> None:
-        """Finish each interaction of which tokens were streamed, with the tokens so far."""
-        for k, streamed in enumerate(self.so_far):
-            if streamed:
-                streamed.stop_reason = streamed.stop_reason or "abort"
-                self._finish(k, streamed)
-
     # Listening
 
     @contextlib.asynccontextmanager
     async def _listening(self, request: Request) -> AsyncIterator[asyncio.Future]:
-        """Count the caller as a listener; the future is done when the caller hangs up."""
+        """Count the caller as a listener; the future is done when the caller hangs up.
+
+        When the last listener has left, a generation is stopped, and a finished reply may be unread.
+        """
         hangup = asyncio.ensure_future(request.receive())  # the body has been read, so only a disconnect can follow
         self.listeners += 1
         try:
@@ -195,7 +171,12 @@ class Turn:
         finally:
             self.listeners -= 1
             if not self.listeners:
-                await self._last_listener_left(hangup.done())
+                if self.state is State.RUNNING:
+                    self.state = State.ABANDONED
+                elif self.state is State.FINISHED and hangup.done():
+                    self.state = State.UNREAD
+                if self.task.cancel():  # False if the task is done
+                    await asyncio.wait({self.task})  # until the engine has told the server
             hangup.cancel()
 
     def result(self) -> tuple[dict[str, Any], list[Answer]]:
@@ -273,10 +254,18 @@ def earlier_turn(session: Session, body: bytes, says_so: bool) -> Turn | None:
     """Return the turn that answers a retry, or None if the request needs a new turn; `body` is the body's hash."""
     equal: list[Turn] = session.turns.setdefault(body, [])
     turn = match_retry(equal, says_so)
-    if turn is None or turn.take_retry():
-        return turn
-    equal.remove(turn)  # the new turn takes its place
-    return None
+    if turn is None:
+        return None
+    turn.retries += 1
+    if turn.state is State.UNREAD:
+        turn.state = State.FINISHED
+    elif turn.state in (State.FAILED, State.ABANDONED):
+        turn.state = State.REPLACED
+        equal.remove(turn)
+        for name in turn.ids:
+            session.cache.drop_orphan(name)
+        return None
+    return turn
 
 
 class EventStream(StreamingResponse):

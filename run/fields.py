@@ -32,8 +32,7 @@ def read_json(text: str) -> Any:
         value = json.loads(text, parse_float=_number, parse_int=_number, parse_constant=_number)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    write_json(value, "JSON")
-    json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError, a ValueError, for half a surrogate pair
+    write_json(value, "JSON").encode()  # UnicodeEncodeError, a ValueError, for half a surrogate pair
     return value
 
 
@@ -44,17 +43,13 @@ def _number(text: str) -> float | int:
         raise ValueError(f"{text}: a finite number is needed")
     if not value.is_integer() or abs(value) >= 2**63:
         return value
-    is_integer = text.removeprefix("-").isdigit()  # else it is written as 2.0 or 2e3
-    return int(text) if is_integer else int(value)  # a float cannot hold all digits of a long integer
-
-
-_encode = json.JSONEncoder(sort_keys=True).encode
+    return int(text) if text.removeprefix("-").isdigit() else int(value)  # a float drops digits of a long integer
 
 
 def write_json(value: Any, name: str) -> str:
     """Return `value` as JSON text with sorted keys. Raises Refusal, naming the field, if it is nested too deeply."""
     try:
-        text = _encode(value)
+        text = json.dumps(value, sort_keys=True, ensure_ascii=False)
         # The number of brackets is quick to count and never less than the number of levels.
         if text.count("{") + text.count("[") <= LEVELS or not _is_deep(value, LEVELS):
             return text
