@@ -1,4 +1,4 @@
-"""The proxy is an OpenAI server to an agent, and gives the trainer exactly the tokens that were sampled."""
+"""The proxy serves an agent as an OpenAI server does, and exports exactly the sampled tokens to the trainer."""
 
 import asyncio
 import math
@@ -35,7 +35,8 @@ Start = Callable[..., Harness]
 
 
 async def test_a_childs_prompt_is_its_parents_tokens_and_a_tail(start: Start, tiny_tokenizer: Any) -> None:
-    """prompt(t+1) = prompt(t) + output(t) + rendered tail. Sampled tokens are never tokenised again."""
+    """A turn's prompt is its parent's prompt tokens, its parent's output tokens and the rendered tail. No sampled
+    token is tokenised again."""
     harness = start("one", "two", "three")
     session, messages = await harness.start(), list(HELLO)
     for question in ("second", "third", "last"):
@@ -50,11 +51,11 @@ async def test_a_childs_prompt_is_its_parents_tokens_and_a_tail(start: Start, ti
     said = [*tiny_tokenizer.encode("two"), eos]
     assert third == second + said + tiny_tokenizer.encode(tail.format("third"))
     full = tiny_tokenizer.apply_chat_template(messages[:5], add_generation_prompt=True, return_dict=False)
-    assert third == full  # this tokenizer has only one way to write a text
+    assert third == full  # this tokenizer encodes a text in only one way
 
 
 async def test_a_turn_cut_by_length_gets_its_end_token_untrained(start: Start, tiny_tokenizer: Any) -> None:
-    """If a length limit cuts a turn, the next prompt contains the end-of-turn token, and its loss mask is 0."""
+    """If a length limit cuts a turn, the next prompt adds the end-of-turn token with loss mask 0."""
     harness = start("cut…", "two")
     session = await harness.start()
     completion = await harness.chat(session, HELLO, max_tokens=3)
@@ -70,7 +71,7 @@ async def test_a_turn_cut_by_length_gets_its_end_token_untrained(start: Start, t
 
 
 async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(tiny_tokenizer: Any) -> None:
-    """The model may write a text with other tokens than the tokenizer would. The next prompt keeps the model's
+    """If the model writes a text with tokens that the tokenizer would not choose, the next prompt keeps the model's
     tokens."""
     prompts = PromptBuilder(tiny_tokenizer)
     harness = Harness(tiny_tokenizer)
@@ -93,8 +94,8 @@ async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(tiny_to
 
 
 async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: Any) -> None:
-    """If the rendered tail depends on the history, a parent's tokens cannot be kept, and every turn is rendered in
-    full."""
+    """If the template's tail depends on the history, the proxy renders every prompt in full and keeps no parent's
+    tokens."""
     looks_back = tiny_tokenizer.chat_template.replace("{{ m['role'] }}", "{{ m['role'] }}{{ messages | length }}")
     own = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
@@ -115,8 +116,8 @@ async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: An
 
 @pytest.mark.parametrize("ends", [False, True])
 async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
-    """A thread tokenises a long prompt, and the proxy answers other calls meanwhile. If the session ends meanwhile,
-    nothing of the call stays."""
+    """While a thread tokenises a long prompt, the proxy answers other calls. If the session ends during this time,
+    the call is removed."""
     harness = start()
     session, other = await harness.start(), await harness.start()
     prompts, go_on = harness.app.state.proxy.prompts, threading.Event()
@@ -142,7 +143,8 @@ async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "none"])
 async def test_another_form_is_read_with_its_marks(start: Start, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
-    """The marks of SGLang's parsers may be special tokens. They stay in the text if the call offers tools."""
+    """A parser of SGLang may look for special tokens, so special tokens stay in the parsed text if the call offers
+    tools."""
     read: list[str] = []
 
     def parse(text: str, offered: Any) -> tuple[str, list]:
@@ -157,7 +159,7 @@ async def test_another_form_is_read_with_its_marks(start: Start, monkeypatch: py
     assert read == (["ok<|im_start|>[]"] if choice == "auto" else [])
 
 
-THINKS = (  # like Qwen's templates, like DeepSeek's, and a template without <think> behind a tool's result
+THINKS = (  # as in Qwen's and DeepSeek's templates, and with <think> except after a tool result
     ("{% if enable_thinking is false %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}", "enable_thinking"),
     ("{% if thinking %}<think>{% else %}</think>{% endif %}", "thinking"),
     ("{% if messages[-1].role != 'tool' %}<think>\n{% endif %}", "unknown"),
@@ -170,8 +172,8 @@ THINKS = (  # like Qwen's templates, like DeepSeek's, and a template without <th
 async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
     tiny_tokenizer: Any, begins: str, switch: str, on: bool | None, forced: bool
 ) -> None:
-    """A template may end a prompt with <think>. The proxy looks at the end of each prompt: the answer is then read as
-    reasoning, and a forced tool call closes the reasoning first."""
+    """If a prompt ends with <think>, the proxy reads the beginning of the answer as reasoning. A forced tool call
+    first closes the reasoning."""
     template = tiny_tokenizer.chat_template.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n" + begins)
     own = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     own.chat_template = template
@@ -200,7 +202,7 @@ async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
 
 
 async def test_a_stop_string_ends_the_text_but_not_the_tokens(start: Start, tiny_tokenizer: Any) -> None:
-    """The agent reads the text before its stop string. The next prompt contains every token that was sampled."""
+    """The reply's text ends before the stop string. The next prompt contains every sampled token."""
     harness = start("one STOP two", "ok")
     session = await harness.start()
     completion = await harness.chat(session, HELLO, stop=[" STOP", "two"])
@@ -214,8 +216,8 @@ async def test_a_stop_string_ends_the_text_but_not_the_tokens(start: Start, tiny
 
 
 async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> None:
-    """What the agent sets reaches the engine. The other parameters sample from the plain policy, which training can
-    reproduce."""
+    """Each sampling parameter that the agent sets reaches the engine. A parameter that the agent leaves out does not
+    change the policy's distribution."""
     harness = start(sampling={"max_new_tokens": 9})
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -231,8 +233,8 @@ async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> N
 
 
 async def test_a_seed_that_is_fixed_is_the_runs(start: Start) -> None:
-    """If the seed is fixed, an agent's own seed is ignored. The proxy's seed decides, or the recipe's if the proxy
-    has none."""
+    """If the seed is fixed, the proxy ignores an agent's seed and uses its own `seed`, or the seed in `sampling` if
+    `seed` is None."""
     for seed, expected in ((1, [call_seed(1, "task", 0), call_seed(1, "task", 1)]), (None, [7, 7])):
         harness = start(seed=seed, sampling={"seed": 7}, fixed_sampling=["seed"])
         await harness.chat(await harness.start(), HELLO, seed=99, n=2)
@@ -240,7 +242,8 @@ async def test_a_seed_that_is_fixed_is_the_runs(start: Start) -> None:
 
 
 async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
-    """The seed of a call depends only on the proxy's seed, the task, and the place of the call in its session."""
+    """The seed of a call depends only on the proxy's seed, the task's id, and the number of the call in the
+    session."""
 
     async def seeds(task_id: str) -> list[int | None]:
         """Return the seeds of two calls for this task at a new proxy."""
@@ -261,8 +264,8 @@ async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
 
 @pytest.mark.parametrize("path", ["/{}/v1", "/{}", "/v1", ""])
 async def test_the_official_sdk_is_served_by_url_or_by_key(start: Start, path: str) -> None:
-    """If the URL names the session, any API key works. Otherwise the API key is the session's id. `/v1` may be left
-    out."""
+    """A client names its session by the URL (with any API key) or by the API key. `/v1` may be left out of the
+    URL."""
     harness = start("hi there")
     session = await harness.start()
     api_key = "DUMMY" if "{}" in path else session
@@ -277,7 +280,7 @@ async def test_the_official_sdk_is_served_by_url_or_by_key(start: Start, path: s
 
 
 async def test_the_sdk_gets_typed_errors(start: Start) -> None:
-    """A caller's mistake becomes the SDK's BadRequestError, which the SDK never retries."""
+    """A wrong request raises the SDK's BadRequestError, and the SDK does not retry the request."""
     harness = start()
     async with sdk(harness, f"/{await harness.start()}/v1") as client:
         with pytest.raises(openai.BadRequestError, match="messages"):
@@ -290,7 +293,7 @@ async def test_the_sdk_gets_typed_errors(start: Start) -> None:
 
 
 async def test_x_api_key_serves_too(start: Start) -> None:
-    """The proxy reads the key from the header x-api-key, too, and it ignores a query string."""
+    """The proxy also accepts the key in the header x-api-key, and ignores a query string."""
     harness = start()
     session = await harness.start()
     answer = await harness.post("/v1/chat/completions?beta=true", {"messages": HELLO}, headers={"x-api-key": session})
@@ -318,8 +321,8 @@ async def test_x_api_key_serves_too(start: Start) -> None:
 async def test_a_body_is_json_whatever_it_says_it_is(
     start: Start, content: bytes, status: int, content_type: str
 ) -> None:
-    """The proxy reads a body as JSON whatever its content type says, because curl -d calls JSON a form. A body that
-    is not JSON is a 400."""
+    """The proxy reads every body as JSON and ignores the content type, because curl -d sends JSON as a form. A body
+    that is not JSON gets a 400."""
     harness = start()
     session = await harness.start()
     path, headers = f"/{session}/v1/chat/completions", {"content-type": content_type}
@@ -339,8 +342,8 @@ async def test_a_body_is_json_whatever_it_says_it_is(
     ],
 )
 async def test_an_engines_refusal_is_passed_on(start: Start, error: Exception, status: int, kind: str) -> None:
-    """A prompt that is longer than the context is a 400, and a dead server is a 503. The failed call is removed from
-    the tree."""
+    """A prompt that is longer than the context gets a 400. A call to a dead server gets a 503. A failed call is
+    removed from the tree."""
     harness = start()
     session = await harness.start()
     harness.engine.error = error
@@ -354,7 +357,7 @@ async def test_an_engines_refusal_is_passed_on(start: Start, error: Exception, s
 
 
 async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: Any) -> None:
-    """A chat template may refuse an order of roles. The reply is a 400 that names the messages."""
+    """If the chat template refuses the order of roles, the reply is a 400 whose message names the messages."""
     own = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     refusal = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tool first') }}{% endif %}"
     own.chat_template = refusal + tiny_tokenizer.chat_template
@@ -378,8 +381,7 @@ async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: An
     ],
 )
 async def test_a_reward_that_makes_no_sense_is_a_400(start: Start, body: Any) -> None:
-    """A reward must be a finite number and name a known interaction. Otherwise the reply is a 400, and no reward is
-    set."""
+    """A reward that is not finite, or is for an unknown interaction, gets a 400 and is not stored."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -391,7 +393,7 @@ async def test_a_reward_that_makes_no_sense_is_a_400(start: Start, body: Any) ->
 
 
 async def test_a_path_that_is_not_there_is_answered_in_the_same_form(start: Start) -> None:
-    """An unknown path (404) and a wrong method (405) are answered in OpenAI's form of errors."""
+    """The replies to an unknown path (404) and to a wrong method (405) have OpenAI's error format."""
     harness = start()
     assert (await harness.post("/set_env")).json()["error"]["type"] == "not_found_error"
     answer = await harness.http.get("/grant_capacity")
@@ -403,7 +405,7 @@ async def test_a_path_that_is_not_there_is_answered_in_the_same_form(start: Star
 
 @pytest.mark.parametrize("path", ["/grant_capacity", "/rl/start_session", "/export_trajectories"])
 async def test_management_needs_the_admin_key(start: Start, path: str) -> None:
-    """A management route replies 401 without a key and 403 with a wrong key. The key of a session is a wrong key."""
+    """A management route replies 401 without a key, and 403 with a wrong key or with a session's key."""
     harness = start()
     session = await harness.start()
     assert (await harness.post(path)).status_code == 401
@@ -414,7 +416,7 @@ async def test_management_needs_the_admin_key(start: Start, path: str) -> None:
 
 
 async def test_one_grant_starts_one_session(start: Start) -> None:
-    """A start without a grant is a 429. A start that fails keeps its grant, and an unused grant lapses."""
+    """A start without a grant gets a 429. A failed start does not use up its grant. An unused grant expires."""
     harness = start()
     begin: Any = {"path": "/rl/start_session", "body": {"task_id": "t"}, "headers": ADMIN}
     assert (await harness.post(**begin)).status_code == 429
@@ -435,7 +437,7 @@ async def test_one_grant_starts_one_session(start: Start) -> None:
 
 
 async def test_no_work_after_the_end(start: Start) -> None:
-    """An ended session answers calls and rewards with 410. Ending it a second time is harmless."""
+    """An ended session answers calls and rewards with 410. Ending a session a second time has no effect."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -447,7 +449,8 @@ async def test_no_work_after_the_end(start: Start) -> None:
 
 
 async def test_export_gives_everything_once(start: Start) -> None:
-    """An export contains discounted rewards, parents, messages and tensors. After it the session is forgotten."""
+    """An export contains discounted rewards, parents, messages and tensors. After the export the proxy deletes the
+    session."""
     harness = start("one", "two")
     session = await harness.start()
     first = await harness.chat(session, HELLO)
@@ -467,7 +470,7 @@ async def test_export_gives_everything_once(start: Start) -> None:
 
 @pytest.mark.parametrize("body", [{"style": "all"}, {"discount": "much"}, {"discount": None}])
 async def test_a_wrong_export_loses_nothing(start: Start, body: dict[str, Any]) -> None:
-    """After a refused export the session can still be exported. The export of an open session is refused."""
+    """The proxy refuses to export an open session. After a refused export the session can still be exported."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -479,7 +482,7 @@ async def test_a_wrong_export_loses_nothing(start: Start, body: dict[str, Any]) 
 
 
 async def test_discard_frees_a_session_that_nobody_will_export(start: Start) -> None:
-    """If an agent fails, its session is ended with `discard` and forgotten at once."""
+    """If a session ends with `discard`, the proxy deletes the session immediately, without an export."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -501,7 +504,7 @@ async def test_a_caller_that_hangs_up_cancels_its_generation(start: Start) -> No
 
 @pytest.mark.parametrize("discard", [True, False])
 async def test_the_end_of_a_session_cancels_its_generations(start: Start, discard: bool) -> None:
-    """A call that is running when its session ends is answered 410 and is not exported."""
+    """If a session ends while a call is running, the call gets a 410 and is not exported."""
     harness = start()
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -515,15 +518,14 @@ async def test_the_end_of_a_session_cancels_its_generations(start: Start, discar
 
 
 async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> None:
-    """A session expires when the timeout has passed since its last request ended. A session that generates does not
-    expire."""
+    """A session without requests expires after the timeout. A session that generates does not expire."""
     harness = start(session_timeout_seconds=10)
     idle, busy = await harness.start(), await harness.start()
     harness.engine.hold = asyncio.Event()
     call = asyncio.ensure_future(harness.post(f"/{busy}/v1/chat/completions", {"messages": HELLO}))
     await harness.engine.started.wait()
     harness.clock.now = 9.0
-    # The session has no call yet, so the reward is refused; the request still restarts the timeout.
+    # The proxy refuses the reward because the session has no call yet, but the request restarts the timeout.
     assert (await harness.post(f"/{idle}/rl/set_reward", {"reward": 1})).status_code == 400
     harness.clock.now = 18.0
     harness.sessions.expire()
@@ -542,7 +544,8 @@ async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> 
 
 
 def test_use_keeps_a_session_and_not_its_neighbours() -> None:
-    """A request restarts the timeout of its own session only. An expired session is unknown at once."""
+    """A request restarts the timeout of its own session only. The proxy answers requests of an expired session as
+    unknown."""
     clock = Clock()
     table = SessionTable(10.0, clock)
     for _ in range(2):
@@ -558,7 +561,7 @@ def test_use_keeps_a_session_and_not_its_neighbours() -> None:
 
 
 async def test_a_session_disturbs_no_other(start: Start) -> None:
-    """If two sessions contain equal messages, each session still has a tree of its own."""
+    """Each session has its own tree, even if two sessions contain equal messages."""
     harness = start("one", "one", "two")
     left, right = await harness.start(), await harness.start()
     messages = [*HELLO, reply_message(await harness.chat(left, HELLO)), {"role": "user", "content": "?"}]
@@ -594,7 +597,8 @@ def test_a_proxy_that_cannot_start_says_why(
 
 
 def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
-    """The proxy loads a tokenizer without torch, whose import takes seconds and a gigabyte of address space."""
+    """The proxy loads its tokenizer without torch, because torch takes seconds to import and a gigabyte of address
+    space."""
     code = (
         "import sys, proxy; proxy.load_tokenizer(sys.argv[1]); "
         "sys.exit(any(name == 'torch' and module for name, module in sys.modules.items()))"
@@ -604,9 +608,9 @@ def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
 
 @pytest.mark.parametrize("source", ["environment", "option", "made up"])
 def test_only_an_admin_key_that_was_made_up_is_printed(tiny_model_dir: Any, tiny_server: str, source: str) -> None:
-    """The proxy prints its admin key only if it made the key up itself, because its output goes to a log file."""
+    """The proxy prints only an admin key that it generated, because its output may go to a log file."""
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
-    command += ["--admin-key", "s3cret"] * (source == "option") + ["--exit-with-parent"]  # standard input is closed
+    command += ["--admin-key", "s3cret"] * (source == "option") + ["--exit-with-parent"]  # with /dev/null as standard input, the proxy ends soon
     environment = {name: value for name, value in os.environ.items() if name != "NANO_AREAL_ADMIN_KEY"}
     environment |= {"NANO_AREAL_ADMIN_KEY": "s3cret"} if source == "environment" else {}
     streams: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
@@ -617,7 +621,7 @@ def test_only_an_admin_key_that_was_made_up_is_printed(tiny_model_dir: Any, tiny
 
 
 async def test_a_proxy_started_by_hand_offers_a_session(tiny_model_dir: Any, tiny_server: str) -> None:
-    """A proxy that a person starts prints the URL of a session. Any SDK can use this URL without a key or a grant."""
+    """A proxy that is started by hand prints the URL of an open session. An SDK can use this URL with any API key."""
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -637,12 +641,12 @@ async def test_a_proxy_started_by_hand_offers_a_session(tiny_model_dir: Any, tin
 
 
 async def test_end_to_end_with_real_servers(tiny_model_dir: Any, tiny_server: str) -> None:
-    """An SDK, a proxy process and a server process work together. Every exported token is the server's, and each
-    prompt continues the previous tokens."""
+    """With an SDK, a proxy process and a server process, every exported token is one that the server sampled, and
+    each prompt begins with all earlier tokens."""
     port = free_port()
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
     command += ["--port", str(port), "--seed", "1", "--exit-with-parent"]
-    environment = {**os.environ, "NANO_AREAL_ADMIN_KEY": "admin"}  # train.py passes the key this way
+    environment = {**os.environ, "NANO_AREAL_ADMIN_KEY": "admin"}  # train.py passes the admin key to the proxy in this variable
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
     url = f"http://127.0.0.1:{port}"

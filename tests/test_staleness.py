@@ -1,6 +1,7 @@
-"""The staleness gate together with consumption in order of start bounds the age of every group that is trained on.
+"""The gate and consumption in order of start together bound the age of every group that a step trains on.
 
-Versions are plain numbers here, and hypothesis draws the order of the events. No episode runs and nothing waits.
+In these tests a version is a plain number, and hypothesis draws the order of the events. No episode runs, and no test
+waits.
 """
 
 import threading
@@ -31,7 +32,7 @@ class Prompt:
 @dataclass(frozen=True)
 class Group:
     task_id: int
-    version: int  # version of the oldest token
+    version: int  # version of the group's oldest token
 
 
 def make_manager(eta: int = 0, batch: int = 2, concurrent: int = 100, version: int = 0) -> StalenessManager:
@@ -51,7 +52,7 @@ def run(manager: StalenessManager, count: int) -> None:
 @pytest.mark.parametrize(
     ("eta", "batch", "concurrent", "version", "accepted", "running", "capacity"),
     [
-        (0, 4, 100, 0, 0, 0, 4),  # synchronous training: one batch
+        (0, 4, 100, 0, 0, 0, 4),  # synchronous training admits one batch
         (0, 4, 100, 0, 3, 1, 0),
         (0, 4, 100, 1, 4, 0, 4),  # the batch of version 0 is still counted
         (2, 4, 100, 0, 0, 0, 12),
@@ -72,7 +73,7 @@ def test_capacity_is_the_smaller_of_two_limits(eta, batch, concurrent, version, 
 
 
 def test_a_rejected_rollout_gives_its_place_back():
-    """An accepted group keeps its place for ever. A rejected, dropped or withdrawn group gives its place back."""
+    """An accepted group keeps its place for ever. A rejected, dropped or withdrawn group frees its place."""
     manager = make_manager(eta=0, batch=4)
     run(manager, 4)
     assert manager.get_capacity() == 0
@@ -91,12 +92,12 @@ def test_a_rejected_rollout_gives_its_place_back():
 
 
 def test_the_pending_limit_is_one_gate_full():
-    """The gate admits at most (eta + 1) * B prompts between two batches."""
+    """Between two batches the gate admits at most (eta + 1) * B groups."""
     assert make_manager(eta=2, batch=4).get_pending_limit() == 12
 
 
 def test_an_impossible_event_is_an_error():
-    """A rollout that was never submitted cannot be accepted; the event raises and no counter becomes negative."""
+    """To accept a rollout that was never submitted raises an error, and no counter becomes negative."""
     manager = make_manager()
     with pytest.raises(RuntimeError, match="became accepted, but none was running"):
         manager.on_rollout_accepted()
@@ -113,7 +114,7 @@ EVENTS = ["enqueued", "submitted", "accepted", "rejected", "dropped", "withdrawn
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(EVENTS), max_size=40))
 def test_counters_are_never_negative_and_lose_nobody(events):
-    """In any order of events, each event is either refused or moves exactly one rollout."""
+    """In any order of events, an event either raises an error or moves exactly one rollout to a different counter."""
     manager = make_manager()
     entered = 0
     for event in events:
@@ -128,14 +129,14 @@ def test_counters_are_never_negative_and_lose_nobody(events):
 
 
 def test_stats_are_a_copy():
-    """Changing the result of get_stats does not change the manager."""
+    """A change to the result of get_stats does not change the manager."""
     manager = make_manager()
     manager.get_stats().running = 7
     assert manager.get_stats().running == 0
 
 
 def test_counters_survive_many_threads():
-    """Four threads run two thousand life cycles each, and every one is counted."""
+    """If four threads each run two thousand rollouts, the manager counts all eight thousand."""
     manager = make_manager()
 
     def live() -> None:
@@ -152,9 +153,10 @@ def test_counters_survive_many_threads():
 
 
 def test_recovery_restores_what_was_consumed():
-    """After a restart at version 10 the gate admits (eta + 1) * B groups and not (eta + 11) * B (AReaL #1388)."""
+    """After a restart at version 10 the gate admits (eta + 1) * B groups, and not (eta + 11) * B as in AReaL's issue
+    #1388."""
     manager = make_manager(eta=2, batch=4, version=10)
-    assert manager.get_capacity() == 52  # the wrong capacity, before on_version_recovered is called
+    assert manager.get_capacity() == 52  # the wrong capacity, because on_version_recovered was not called yet
     manager.on_version_recovered(10)
     assert manager.get_capacity() == 12
     manager.on_version_recovered(10, finished_untrained=3)
@@ -164,7 +166,7 @@ def test_recovery_restores_what_was_consumed():
 
 
 def test_recovery_counts_what_runs():
-    """A group that runs during a recovery keeps its place."""
+    """A group that is running during a recovery keeps its place."""
     manager = make_manager(eta=1, batch=4, version=3)
     run(manager, 5)
     manager.on_version_recovered(3)
@@ -172,7 +174,7 @@ def test_recovery_counts_what_runs():
 
 
 def test_the_age_check():
-    """An age of eta is allowed. An age of eta + 1 raises an error that says what to do."""
+    """A group of age eta is allowed. A group of age eta + 1 raises an error that suggests drop_stale."""
     manager = make_manager(eta=2, version=7)
     assert manager.is_fresh(5)
     assert not manager.is_fresh(4)
@@ -183,7 +185,7 @@ def test_the_age_check():
 
 
 def test_a_negative_bound_is_refused():
-    """With eta below 0 no group could ever start, so it is an error."""
+    """A negative eta raises an error, because the gate would never admit a group."""
     with pytest.raises(ValueError, match="max_staleness"):
         make_manager(eta=-1)
 
@@ -196,7 +198,7 @@ def make_state(manager: StalenessManager, **kwargs) -> DispatchState[Prompt, Gro
 
 
 def feed(state: DispatchState, next_id: int, version: int, started: dict[int, int]) -> int:
-    """Enqueue and start as many groups as the gate admits. Return the next free id."""
+    """Enqueue and start as many groups as the gate admits. Return the id of the next group."""
     while state.may_start() > 0:
         state.enqueue(Prompt(next_id))
         next_id += 1
@@ -208,7 +210,7 @@ def feed(state: DispatchState, next_id: int, version: int, started: dict[int, in
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(1, 9), st.data())
 def test_age_is_bounded_whatever_happens(eta, batch, concurrent, data):
-    """With slow groups, rejections and any order of completion, the age is at most eta, and training never hangs."""
+    """For any order of completion, with slow and rejected groups, no age exceeds eta and training never hangs."""
     clock = Version()
     manager = StalenessManager(clock, concurrent, batch, eta)
     state = make_state(manager)
@@ -250,7 +252,8 @@ def test_age_is_bounded_whatever_happens(eta, batch, concurrent, data):
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2), st.integers(1, 3), st.integers(1, 7), st.data())
 def test_dropping_never_ends_in_a_deadlock(eta, batch, concurrent, data):
-    """When the trainer skips batches, old groups are dropped, fresh groups are consumed, and training never hangs."""
+    """If the trainer skips batches, groups that are too old are dropped, fresh groups are consumed, and training
+    never hangs."""
     clock = Version()
     state = make_state(StalenessManager(clock, concurrent, batch, eta), drop_stale=True)
     started: dict[int, int] = {}  # task id -> version at the start
@@ -275,14 +278,15 @@ def test_dropping_never_ends_in_a_deadlock(eta, batch, concurrent, data):
 
 
 def largest_age(eta: int, batch: int, late: int, in_order_of_start: bool) -> int:
-    """Return the largest age when group 0 ends only at version `late`, or when the first batch waits for group 0.
+    """Return the largest age if group 0 is much slower than the other groups, with or without order of start.
 
-    Every other group ends as soon as it has started. The gate is a real StalenessManager.
+    Every other group ends as soon as it has started. In order of start the first batch waits for group 0. In order of
+    completion group 0 ends at version `late`. The gate is a real StalenessManager.
     """
     clock = Version()
     manager = StalenessManager(clock, 100, batch, eta)
-    started: list[int] = []  # number of the group -> version at its start
-    finished: list[int] = []  # numbers of groups that wait to be consumed
+    started: list[int] = []  # started[i] is the version at which group i started
+    finished: list[int] = []  # numbers of the groups that are ready to be consumed
     ages: list[int] = []
     while clock.version <= late:
         for number in range(len(started), len(started) + manager.get_capacity()):
@@ -301,17 +305,17 @@ def largest_age(eta: int, batch: int, late: int, in_order_of_start: bool) -> int
 
 
 def test_order_of_completion_breaks_the_bound():
-    """With eta = 1, B = 2 and order of completion, a slow group is overtaken and trained on at age 5."""
+    """If groups are consumed in order of completion (eta = 1, B = 2), a slow group is trained on at age 5."""
     assert largest_age(eta=1, batch=2, late=5, in_order_of_start=False) == 5
 
 
 def test_order_of_start_keeps_the_bound():
-    """In order of start the first batch waits for the slow group, and no age exceeds eta."""
+    """If groups are consumed in order of start, the first batch waits for the slow group, and no age exceeds eta."""
     assert largest_age(eta=1, batch=2, late=5, in_order_of_start=True) == 1
 
 
 def test_a_trainer_that_forgets_to_consume_is_caught():
-    """The age check catches a trainer that makes versions without consuming B groups for each."""
+    """The age check raises an error if the trainer makes a version without consuming B groups."""
     clock = Version()
     manager = StalenessManager(clock, 100, 2, 1)
     state = make_state(manager)
@@ -319,14 +323,14 @@ def test_a_trainer_that_forgets_to_consume_is_caught():
     feed(state, 0, 0, started)
     for task_id in started:
         state.finish(TimedResult(task_id, 0, Group(task_id, 0)))
-    clock.version = 2  # two versions passed, and no batch was taken
+    clock.version = 2  # two new versions without a consumed batch
     with pytest.raises(StalenessError, match="version 0 is consumed at version 2"):
         state.take(2)
     assert len(state.oldest(4)) == 4, "the failed check consumed a group"
 
 
 def test_what_was_dropped_is_replaced():
-    """With drop_stale a group that is too old is dropped and counted, and its place becomes free."""
+    """With drop_stale a group that is too old is dropped and counted, and the group's place becomes free."""
     clock = Version()
     manager = StalenessManager(clock, 100, 2, 0)
     state = make_state(manager, drop_stale=True)

@@ -1,8 +1,8 @@
-"""The structure of the project is what docs/structure.md says, and these tests hold every import statement against it.
+"""These tests compare every import statement of the project with the table in docs/structure.md.
 
-The page's table is read here. A module may import what its row names and nothing else of this project. No chain of
-imports leads back to where it began. The core of the idea and the proxy start without torch. The page's picture shows
-today's modules and imports.
+A module may import the modules of its row in the table, and no other module of this project. No two modules import
+each other, directly or through others. The proxy and the modules of the core idea start without torch. The page's
+picture shows the current modules and imports.
 """
 
 import ast
@@ -33,9 +33,9 @@ NAMES = {name_of(path) for path in MODULES}
 
 
 def imports(source: str) -> set[str]:
-    """Return every module that a source imports, at the top or inside a function.
+    """Return every module that a source file imports, at the top or inside a function.
 
-    `from inference import weights` counts as inference.weights.
+    The statement `from inference import weights` counts as an import of inference.weights.
     """
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -48,7 +48,7 @@ def imports(source: str) -> set[str]:
 
 
 def read_table() -> dict[str, set[str]]:
-    """Return for each row of the table in docs/structure.md the modules and packages that it allows."""
+    """Return the modules and packages that each row of the table in docs/structure.md allows."""
     rows = re.findall(r"^\| `([\w/.]+)` \|(.*)\|(.*)\|$", (ROOT / "docs/structure.md").read_text(), re.MULTILINE)
     return {
         who.removesuffix(".py").replace("/", "."): {*re.findall(r"`([\w.]+)`", ours), *re.findall(r"\w+", packages)}
@@ -68,7 +68,7 @@ def forbidden(name: str, source: str) -> set[str]:
         parts = module.split(".")
         if parts[0] in sys.stdlib_module_names:
             return True
-        if who == "inference" and module.startswith("inference.tiny"):  # inference/tiny has a row of its own
+        if who == "inference" and module.startswith("inference.tiny"):  # inference/tiny has its own row in the table
             return False
         return any(".".join(parts[:k]) in allowed for k in range(1, len(parts) + 1))
 
@@ -77,7 +77,7 @@ def forbidden(name: str, source: str) -> set[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports(path: Path) -> None:
-    """A module imports what its row of the table names, and nothing else."""
+    """A module imports only the modules and packages that the module's row of the table names."""
     assert forbidden(name_of(path), path.read_text()) == set()
 
 
@@ -95,13 +95,13 @@ def test_imports(path: Path) -> None:
     ],
 )
 def test_a_planted_import_is_found(name: str, statement: str) -> None:
-    """The check finds an import that the table forbids, at the top of a module and inside a function."""
+    """The check reports a forbidden import, at the top of a module and inside a function."""
     source = (ROOT / f"{name.replace('.', '/')}.py").read_text()
     assert forbidden(name, f"{source}\n{statement}\n")
 
 
 def test_no_circles() -> None:
-    """No chain of imports leads back to where it began, even if imports inside functions count."""
+    """No module imports itself through a chain of other modules. Imports inside functions count, too."""
     graph = {name_of(path): imports(path.read_text()) & NAMES for path in MODULES}
     TopologicalSorter(graph).prepare()
     with pytest.raises(ValueError, match="cycle"):
@@ -109,14 +109,14 @@ def test_no_circles() -> None:
 
 
 def test_light_imports() -> None:
-    """The core of the idea and the proxy do not load torch, so they start quickly."""
+    """The proxy and the modules of the core idea start without torch, so they start quickly."""
     modules = "staleness, rollout.dispatcher, engine, calls.messages, cache, calls.client, proxy"
     check = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, timeout=100).returncode == 0
 
 
 def test_every_room_says_what_is_in_it() -> None:
-    """A room's __init__.py holds a docstring of at least 20 words and no code."""
+    """The __init__.py of a room (a package of this project) has a docstring of at least 20 words and no code."""
     for room in ROOMS:
         tree = ast.parse((ROOT / room / "__init__.py").read_text())
         assert [type(node) for node in tree.body] == [ast.Expr], room
@@ -124,11 +124,11 @@ def test_every_room_says_what_is_in_it() -> None:
 
 
 def test_the_picture_names_todays_modules() -> None:
-    """docs/structure.svg names every module in the box of its room, and no other module."""
+    """In docs/structure.svg every module's name is in the box of the module's room, and no other name is there."""
     shown, room = set(), ""
     for text in ElementTree.parse(ROOT / "docs/structure.svg").iter("{http://www.w3.org/2000/svg}text"):
         label = text.text or ""
-        if label.endswith("/"):  # a room's name stands before the names of its modules
+        if label.endswith("/"):  # a room's label comes before the labels of its modules
             room = label.replace("/", ".")
         elif label.endswith(".py"):
             shown.add(label.removesuffix(".py"))
@@ -138,6 +138,7 @@ def test_the_picture_names_todays_modules() -> None:
 
 
 def test_the_picture_is_drawn_from_todays_imports() -> None:
-    """docs/structure.svg is what `make structure` draws from the import statements as they stand."""
+    """The file docs/structure.svg equals the picture that `make structure` draws from the current import
+    statements."""
     draw = runpy.run_path(str(ROOT / "docs/structure.py"))["draw"]
     assert (ROOT / "docs/structure.svg").read_text() == draw(), "run `make structure`"

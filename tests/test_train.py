@@ -1,6 +1,7 @@
-"""Whole runs of `python train.py`, as a user starts them, with real servers, agents and endings.
+"""Whole runs of `python train.py`: staleness, repeatability, the files that a run writes, and the ways in which a run
+ends.
 
-Nothing is replaced by a fake here. Each test starts the command line, reads what the run wrote, and checks that no
+These tests use no fakes. Each test starts the command as a user does, reads the files of the run, and checks that no
 process is left behind.
 """
 
@@ -32,7 +33,8 @@ from run.config import PPOActorConfig
 
 @pytest.fixture(scope="module")
 def guess_run(tmp_path_factory: pytest.TempPathFactory):
-    """get(eta) runs the demo once for each eta, and returns its folder and metrics. A name asks for a second run."""
+    """Return get(eta, name), which runs the demo and returns the run's folder and metrics. A repeated call returns
+    the first run."""
     made: dict[tuple[int, str], tuple[Path, list[dict]]] = {}
 
     def get(eta: int, name: str = "") -> tuple[Path, list[dict]]:
@@ -46,7 +48,8 @@ def guess_run(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.parametrize("eta", [0, 2])
 def test_guess_staleness(guess_run, eta: int) -> None:
-    """No trained token is older than eta versions. With eta = 0 every trained token is of the current version."""
+    """In the demo no trained token is older than eta versions. With eta = 0 every trained token has the current
+    version."""
     _, metrics = guess_run(eta)
     assert len(metrics) == 5
     check_metrics(metrics, eta)
@@ -55,7 +58,8 @@ def test_guess_staleness(guess_run, eta: int) -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize("eta", [0, 2])
 def test_maze_staleness(tmp_path: Path, eta: int) -> None:
-    """With eta = 2 weight updates interrupt completions, with eta = 0 never, and no trained token is older than eta."""
+    """Weight updates interrupt completions with eta = 2 and never with eta = 0. No trained token is older than eta
+    versions."""
     metrics = run(tmp_path, *STRADDLING_MAZE, "max_steps=5", f"rollout.max_head_offpolicyness={eta}")
     check_metrics(metrics, eta)
     mixed = max(line["mixed_version_share"] for line in metrics)
@@ -63,7 +67,7 @@ def test_maze_staleness(tmp_path: Path, eta: int) -> None:
 
 
 def test_synchronous_runs_repeat(guess_run) -> None:
-    """Two runs with eta = 0 and the same seed have the same metrics: data, sampling and training repeat."""
+    """Two runs with eta = 0 and equal seeds have equal metrics."""
     (_, first), (_, second) = guess_run(0), guess_run(0, "again")
     exact = ("reward", "success", "tokens", "staleness_max", "accepted", "rejected")
     for one, two in zip(first, second, strict=True):
@@ -72,10 +76,10 @@ def test_synchronous_runs_repeat(guess_run) -> None:
 
 
 def test_decoupled_is_standard_where_the_data_is_fresh(guess_run) -> None:
-    """With eta = 0 the decoupled objective equals the standard one, up to the difference between two programs.
+    """With eta = 0 the decoupled loss equals the standard loss, except for rounding in the server and in the trainer.
 
-    pi_behav and pi_prox are then the same weights, computed by the server and by the trainer. A token's two losses
-    differ by at most the difference of its two log-probabilities, times 1 + eps and |A|.
+    With eta = 0 pi_behav and pi_prox are the same weights. The server computes log pi_behav and the trainer computes
+    log pi_prox. A token's two losses differ by at most |log pi_prox - log pi_behav| * (1 + eps) * |A|.
     """
     folder, metrics = guess_run(0)
     decoupled = PPOActorConfig(eps_clip=0.2, eps_clip_higher=0.28, c_clip=2.0)
@@ -92,7 +96,8 @@ def test_decoupled_is_standard_where_the_data_is_fresh(guess_run) -> None:
 
 
 def test_what_a_run_writes(guess_run) -> None:
-    """A run writes its configuration, a trace, trajectories as text, tokens, and a model that transformers loads."""
+    """A run writes its configuration, a trace, its trajectories as text and as tokens, and a model that transformers
+    loads."""
     folder = guess_run(2)[0] / "e" / "t"
     assert "max_head_offpolicyness: 2" in (folder / "config.yaml").read_text()
     events = json.loads((folder / "trace.json").read_text())
@@ -110,7 +115,7 @@ def test_what_a_run_writes(guess_run) -> None:
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
-    """Ctrl-C ends the run with a message and exit code 130, and leaves no process behind."""
+    """Ctrl-C ends a run with a message and exit code 130, and no process is left behind."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
     assert {"inference.tiny.server", "proxy"} <= set(pids)
     process.send_signal(signal.SIGINT)
@@ -122,7 +127,8 @@ def test_ctrl_c(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["inference.tiny.server", "proxy"])
 def test_killed_server(tmp_path: Path, victim: str) -> None:
-    """If the only server or the proxy dies, the run ends, and says which process died and with which exit code."""
+    """If the only server or the proxy dies, the run ends with a message that names the process and the process's exit
+    code."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
     os.kill(pids[victim], signal.SIGKILL)
     output = rest_of(process, 30)
@@ -133,7 +139,8 @@ def test_killed_server(tmp_path: Path, victim: str) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd")
 def test_killed_trainer(tmp_path: Path) -> None:
-    """After kill -9 of the trainer no server is left behind: each child ends when its parent's pipe closes."""
+    """After kill -9 of the trainer no server or proxy is left behind, because each child ends when the pipe from the
+    trainer closes."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
     process.kill()
     process.communicate(timeout=30)
@@ -142,7 +149,8 @@ def test_killed_trainer(tmp_path: Path) -> None:
 
 
 def test_exception_in_the_trainer(tmp_path: Path) -> None:
-    """An exception in the trainer (a checkpoint cannot be written) ends the run and leaves no process behind."""
+    """An exception in the trainer ends the run, and no process is left behind. (Here a checkpoint cannot be
+    written.)"""
     folder = tmp_path / "e" / "t"
     folder.mkdir(parents=True)
     (folder / "checkpoints").write_text("in the way")
@@ -163,7 +171,7 @@ def test_exception_in_the_trainer(tmp_path: Path) -> None:
     ],
 )
 def test_bad_configuration(tmp_path: Path, words: list[str], says: str) -> None:
-    """A wrong configuration is refused in one line, and nothing is started or written."""
+    """train.py reports a wrong configuration in one line, starts no process and writes no file."""
     done = subprocess.run(command(tmp_path, *words), cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")

@@ -1,4 +1,5 @@
-"""A workflow runs one episode: what it may return, how groups are merged, and how workflows are resolved."""
+"""These tests check the results that a workflow may return, the merging of a group's members, and the resolution of
+workflows."""
 
 import asyncio
 import copy
@@ -34,7 +35,7 @@ PROXY = {"proxy_addr": "http://127.0.0.1:1", "admin_key": "k"}
 
 
 def row(*ids: int, rewards: float = 0.0) -> dict[str, torch.Tensor]:
-    """Return the smallest trajectory that a workflow may return, with a reward."""
+    """Return the smallest valid trajectory of a workflow: token ids, an attention mask and a reward."""
     return {
         "input_ids": torch.tensor([ids], dtype=torch.int32),
         "attention_mask": torch.ones(1, len(ids), dtype=torch.bool),
@@ -53,7 +54,7 @@ def interaction(*output: int, reward: float = 0.0) -> InteractionWithTokenLogpRe
 
 
 class Function(RolloutWorkflow):
-    """A workflow that calls a function with the context and the sample."""
+    """A workflow that returns the result of a function of the workflow context and the sample."""
 
     def __init__(self, function: Callable[[WorkflowContext, dict], Any]) -> None:
         self.function = function
@@ -152,7 +153,7 @@ class CustomWorkflow(RolloutWorkflow):
 
 @pytest.mark.anyio
 async def test_the_custom_workflow_of_rollout_workflow_runs(tiny_tokenizer: Any) -> None:
-    """The documents' workflow class runs unchanged, resolved from its class and keyword arguments."""
+    """The documents' class MyWorkflow runs unchanged; resolve_workflow makes an instance of the class."""
     engine, defaults = (
         ScriptedEngine(tiny_tokenizer),
         {"tokenizer": tiny_tokenizer, "gconfig": GenerationHyperparameters()},
@@ -166,7 +167,8 @@ async def test_the_custom_workflow_of_rollout_workflow_runs(tiny_tokenizer: Any)
 
 @pytest.mark.anyio
 async def test_the_custom_workflow_of_the_write_up_runs(tiny_tokenizer: Any) -> None:
-    """The write-up's workflow runs; only `return_dict=False` is added, which newer transformers need."""
+    """The write-up's workflow runs with one change: `return_dict=False`, which newer versions of transformers
+    need."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "4")
     engine.version = 3
     workflow = CustomWorkflow(GenerationHyperparameters(), tiny_tokenizer)
@@ -181,7 +183,7 @@ async def test_the_custom_workflow_of_the_write_up_runs(tiny_tokenizer: Any) -> 
 
 @pytest.mark.anyio
 async def test_rlvr_is_one_row_with_the_sampling_it_was_made_with(tiny_tokenizer: Any) -> None:
-    """RLVRWorkflow returns one row, with the temperature and the reward on the generated tokens."""
+    """RLVRWorkflow returns one row whose generated tokens have the temperature and the reward."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "4")
     workflow = RLVRWorkflow(exact, GenerationHyperparameters(temperature=0.5, n_samples=4), tiny_tokenizer)
     traj = complete(await workflow.arun_episode(engine, QUESTION), task_id=0)  # type: ignore[arg-type]
@@ -197,7 +199,8 @@ async def test_rlvr_is_one_row_with_the_sampling_it_was_made_with(tiny_tokenizer
 
 @pytest.mark.anyio
 async def test_sampling_that_training_cannot_reproduce_stays_out_of_the_loss(tiny_tokenizer: Any) -> None:
-    """A turn that was sampled with top_p is kept and not trained, because its logprobs are not the policy's."""
+    """A turn that was sampled with top_p is returned but not trained, because its logprobs are not the policy's
+    logprobs."""
     workflow = RLVRWorkflow(exact, GenerationHyperparameters(top_p=0.9), tiny_tokenizer)
     traj: Any = await workflow.arun_episode(ScriptedEngine(tiny_tokenizer), QUESTION)
     assert traj["loss_mask"].sum() == 0
@@ -206,7 +209,8 @@ async def test_sampling_that_training_cannot_reproduce_stays_out_of_the_loss(tin
 
 @pytest.mark.anyio
 async def test_multi_turn_asks_again_until_the_reward_is_positive(tiny_tokenizer: Any) -> None:
-    """MultiTurnWorkflow asks again until the reward is positive; the k-th try is worth turn_discount^(k-1)."""
+    """MultiTurnWorkflow generates answers until a reward is positive. The reward of the k-th answer is multiplied by
+    turn_discount^(k-1)."""
     answers = iter(["5", "3", "4"])
     engine = ScriptedEngine(tiny_tokenizer, lambda request: next(answers))
     workflow = MultiTurnWorkflow(
@@ -229,7 +233,8 @@ async def test_multi_turn_asks_again_until_the_reward_is_positive(tiny_tokenizer
 
 @pytest.mark.anyio
 async def test_a_turn_cut_by_length_is_closed_in_the_prompt_and_counted(tiny_tokenizer: Any) -> None:
-    """After a turn that was cut by its length, an untrained end-of-turn token is added, and truncated is 1."""
+    """After a turn that the token budget cut, the prompt gets an untrained end-of-turn token, and `truncated` is
+    1."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "5")
     engine.cut = True
     workflow = MultiTurnWorkflow(exact, GenerationHyperparameters(), tiny_tokenizer, max_turns=2)
@@ -242,7 +247,8 @@ async def test_a_turn_cut_by_length_is_closed_in_the_prompt_and_counted(tiny_tok
 
 @pytest.mark.anyio
 async def test_a_full_context_ends_the_conversation(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """A conversation that fills the context ends there; a first prompt that does not fit is an error."""
+    """A conversation ends when the context is full. A first prompt that does not fit into the context raises an
+    error."""
     assert real_engine.context_length == 2048
     gconfig = GenerationHyperparameters(max_new_tokens=600, seed=1)
     never = {"answer": "\0"}
@@ -257,7 +263,7 @@ async def test_a_full_context_ends_the_conversation(real_engine: RemoteInfEngine
 
 
 def test_a_template_that_rewrites_history_is_refused(tiny_tokenizer: Any) -> None:
-    """MultiTurnWorkflow refuses a chat template that renders earlier messages anew at every turn."""
+    """MultiTurnWorkflow refuses a chat template that renders earlier messages differently in a later turn."""
     rewriting = copy.deepcopy(tiny_tokenizer)
     rewriting.chat_template = "{{ messages | length }} messages, the last: {{ messages[-1]['content'] }}"
     with pytest.raises(ValueError, match="renders history anew"):
@@ -266,7 +272,8 @@ def test_a_template_that_rewrites_history_is_refused(tiny_tokenizer: Any) -> Non
 
 @pytest.mark.anyio
 async def test_the_noise_of_a_request_depends_on_the_episode_and_on_nothing_else(tiny_tokenizer: Any) -> None:
-    """Each member, task and turn has its own sampling seed, and a second run with one run seed has equal seeds."""
+    """Each member, task and turn has a different sampling seed. Two runs with equal run seeds have equal sampling
+    seeds."""
 
     async def seeds(task_id: int, run_seed: int | None) -> list[int | None]:
         engine = ScriptedEngine(tiny_tokenizer)
@@ -288,7 +295,8 @@ async def test_the_noise_of_a_request_depends_on_the_episode_and_on_nothing_else
 
 @pytest.mark.anyio
 async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.LogCaptureFixture) -> None:
-    """If one member raises, the failure is counted and logged, and the other members are kept in order."""
+    """If one member raises an exception, the failure is counted and logged, and the other members are kept in
+    order."""
     failed: list[int] = []
 
     async def on_failures(count: int) -> None:
@@ -312,7 +320,8 @@ async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.L
 async def test_a_member_that_returns_no_trajectory_is_a_failed_member(
     bad: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A member that returns no trajectory has failed; the log says why, and the other members are kept."""
+    """A member that returns anything but a trajectory has failed. The log contains the reason, and the other members
+    are kept."""
 
     def member(context: WorkflowContext, data: dict) -> Any:
         return [row(1, 2), bad, row(3)][context.sample_idx]
@@ -324,7 +333,7 @@ async def test_a_member_that_returns_no_trajectory_is_a_failed_member(
 
 
 def test_a_member_that_exits_is_a_failed_member(caplog: pytest.LogCaptureFixture) -> None:
-    """A member that calls sys.exit() has failed; the other members and the event loop go on."""
+    """A member that calls sys.exit() has failed. The other members and the event loop continue."""
 
     def member(context: WorkflowContext, data: dict) -> Any:
         return sys.exit(3) if context.sample_idx == 1 else row(1)
@@ -332,13 +341,13 @@ def test_a_member_that_exits_is_a_failed_member(caplog: pytest.LogCaptureFixture
     async def episode() -> Any:
         return await GroupedRolloutWorkflow(Function(member), 3).arun_episode(None, {})
 
-    assert len(asyncio.run(episode())["rewards"]) == 2  # in an event loop of its own, which a SystemExit would end
+    assert len(asyncio.run(episode())["rewards"]) == 2  # asyncio.run, because a SystemExit would end the event loop
     assert "RuntimeError: the episode called sys.exit(3)" in caplog.text
 
 
 @pytest.mark.anyio
 async def test_a_ragged_group_is_still_one_group() -> None:
-    """Each row holds the id of its group, so a group that lost a member stays a group."""
+    """Each row contains the id of its group, so the rows of a group that lost a member still belong together."""
 
     def member(context: WorkflowContext, data: dict) -> Any:
         return None if context.sample_idx == data["loses"] else row(1, 2)
@@ -353,9 +362,10 @@ async def test_a_ragged_group_is_still_one_group() -> None:
 
 @pytest.mark.anyio
 async def test_a_group_of_nothing_is_rejected_and_a_group_of_errors_raises_the_first() -> None:
-    """A group is rejected if no member has a result, and raises the first exception if all members raised.
+    """A group whose members return None or fail is rejected. If all members fail, the group raises the first
+    exception.
 
-    on_failures is called only if some members raised and others did not.
+    GroupedRolloutWorkflow calls on_failures if some members raised an exception and others did not.
     """
     failed: list[int] = []
 
@@ -377,7 +387,7 @@ async def test_a_group_of_nothing_is_rejected_and_a_group_of_errors_raises_the_f
 
 @pytest.mark.anyio
 async def test_members_run_at_the_same_time_and_each_in_its_own_context() -> None:
-    """Members run concurrently, and each one sees its own index and the id of the task in its context."""
+    """Members run concurrently. Each member reads its own index and the task's id from its workflow context."""
     barrier = asyncio.Barrier(4)
 
     class Meets(RolloutWorkflow):
@@ -395,7 +405,7 @@ async def test_members_run_at_the_same_time_and_each_in_its_own_context() -> Non
 
 @pytest.mark.anyio
 async def test_members_do_not_write_into_each_others_sample() -> None:
-    """Each member works on its own copy of the sample."""
+    """Each member gets its own copy of the sample, so no member sees another member's changes."""
 
     def talk(context: WorkflowContext, data: dict) -> Any:
         data["messages"].append("hello")
@@ -409,7 +419,8 @@ async def test_members_do_not_write_into_each_others_sample() -> None:
 
 @pytest.mark.anyio
 async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() -> None:
-    """Interactions of all members are merged; next to tensors they become tensors; a repeated id is an error."""
+    """The interactions of all members are merged, or become tensors if a member returned tensors. A repeated
+    interaction id raises an error."""
 
     def calls(context: WorkflowContext, data: dict) -> Any:
         name = data["names"][context.sample_idx]
@@ -429,7 +440,8 @@ async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() 
 
 @pytest.mark.anyio
 async def test_the_last_row_of_an_episode_is_of_the_conversation_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Side conversations come first in the result, so that the last row holds the reward of the episode."""
+    """The last row of an episode is a turn of the conversation, because side conversations come first in the
+    result."""
 
     class Client:
         rewarded_count, session_url, api_key = 1, "", ""
@@ -458,7 +470,8 @@ async def test_the_last_row_of_an_episode_is_of_the_conversation_itself(monkeypa
 
 
 def test_a_workflow_is_found_in_whatever_the_user_gives() -> None:
-    """A workflow, a class with arguments, an import path, and an agent all become RolloutWorkflows."""
+    """resolve_workflow turns a workflow, a class with arguments, an import path, or an agent into a
+    RolloutWorkflow."""
     instance = Function(lambda context, data: None)
     assert resolve_workflow(instance) is instance
     made: Any = resolve_workflow(Function, {"function": len})
@@ -474,7 +487,8 @@ def test_a_workflow_is_found_in_whatever_the_user_gives() -> None:
 
 
 def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
-    """A class gets the run's gconfig and tokenizer if its __init__ names them and the user gave no others."""
+    """A workflow class gets the run's gconfig and tokenizer if its __init__ takes them and the user's arguments lack
+    them."""
     defaults = {"gconfig": GenerationHyperparameters(top_k=5), "tokenizer": "tokenizer"}
     made: Any = resolve_workflow(RLVRWorkflow, {"reward_fn": f"{__name__}.exact"}, defaults=defaults)
     assert (made.gconfig.top_k, made.tokenizer) == (5, "tokenizer")
@@ -501,7 +515,7 @@ def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
 def test_what_cannot_be_resolved_says_what_is_missing(
     error: type[Exception], message: str, workflow: Any, kwargs: dict, proxy: Any
 ) -> None:
-    """Each mistake in configuring a workflow raises an error that names the mistake."""
+    """Each mistake in a workflow's configuration raises an error that names the mistake."""
     with pytest.raises(error, match=message):
         resolve_workflow(workflow, kwargs, proxy=proxy)
 
@@ -509,7 +523,8 @@ def test_what_cannot_be_resolved_says_what_is_missing(
 def test_a_missing_import_inside_a_module_is_not_taken_for_a_missing_module(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the user's module exists but one of its imports is missing, the error names that import."""
+    """If the user's module imports a missing package, the error names the missing package and not the user's
+    module."""
     (tmp_path / "needs_something.py").write_text("import something_not_installed\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match=r"^No module named 'something_not_installed'$"):
@@ -528,7 +543,7 @@ def test_the_scope_of_statistics_follows_the_context() -> None:
 
 
 def test_an_episode_keeps_to_one_proxy() -> None:
-    """With several proxies each episode uses one of them, and all proxies get as many episodes."""
+    """If there are several proxies, each episode uses one proxy, and every proxy gets equally many episodes."""
     workflow = OpenAIProxyWorkflow(Agent(), ("http://a", "http://b", "http://c"), "k")
     chosen = []
     for task in range(3):

@@ -12,7 +12,7 @@ from training.actor import FSDPPPOActor
 
 
 def make_batch(lengths=(9, 14, 5, 21, 12, 17, 7, 16), seed=0) -> dict[str, Tensor]:
-    """Make random rows in groups of two, with three prompt tokens, rewards 0 and 1, and mixed temperatures."""
+    """Make random rows in groups of two, with three prompt tokens, rewards of 0 and 1, and different temperatures."""
     g = torch.Generator().manual_seed(seed)
     B, T = len(lengths), max(lengths)
     real = torch.arange(T) < torch.tensor(lengths)[:, None]  # (B, T)
@@ -31,7 +31,7 @@ def make_batch(lengths=(9, 14, 5, 21, 12, 17, 7, 16), seed=0) -> dict[str, Tenso
 
 
 def make_config(**changes) -> PPOActorConfig:
-    """Make a configuration with one mini-batch; `changes` are keys of PPOActorConfig and gradient_clipping."""
+    """Make a configuration with one mini-batch; `changes` sets keys of PPOActorConfig and gradient_clipping."""
     # With AdamW's usual small eps, the rounding error of a gradient near 0 would become a full step up or down.
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, gradient_clipping=changes.pop("gradient_clipping", 1e9))
     defaults: dict[str, Any] = {
@@ -64,7 +64,8 @@ MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_stat
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
-# Families with features that Qwen3 lacks: experts, windows, capped attention, sinks, layers without attention.
+# Model families with features that Qwen3 lacks: experts, sliding windows, capped attention, sinks, and layers without
+# attention.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "gpt_neox": {},
@@ -83,14 +84,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-PLAIN = ("llama", "gpt_neox", "opt", "qwen3_moe", "mixtral")  # families with causal attention and nothing more
+PLAIN = ("llama", "gpt_neox", "opt", "qwen3_moe", "mixtral")  # families with plain causal attention
 
 
-NEVER = ("gemma2", "gpt_oss", "bloom")  # families that transformers cannot run with sdpa
+NEVER = ("gemma2", "gpt_oss", "bloom")  # families that transformers cannot run with sdpa attention
 
 
 def make_family(path: Path, name: str, **changes) -> Path:
-    """Write a random model of the family `name` as a Hugging Face directory without a tokenizer."""
+    """Write a random model of the family `name` as a Hugging Face directory without a tokenizer. Return the
+    directory."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **SHAPE | FAMILIES.get(name, {}) | changes)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
@@ -107,6 +109,6 @@ def prepare(actor: FSDPPPOActor, batch: dict[str, Tensor], drift=0.3) -> dict[st
 
 
 def gradients(model) -> dict[str, Tensor]:
-    """Return the whole gradient of each parameter of a sharded model."""
+    """Return the full gradient of each parameter of a sharded model."""
     full = {name: p.grad for name, p in model.named_parameters()}
     return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in full.items()}
