@@ -107,7 +107,10 @@ def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tenso
 
     def over(tree: PackedTree, dense: bool) -> Tensor:
         model.set_attn_implementation("sdpa" if dense else "tree")
-        how = {"attention_mask": tree.mask()[None, None]} if dense else {"tree": tree}
+        how: dict[str, Any] = {"tree": tree}
+        if dense:
+            k = torch.arange(len(tree.subtree_end))
+            how = {"attention_mask": ((k <= k[:, None]) & (k[:, None] < tree.subtree_end))[None, None]}
         hidden = model.model(
             input_ids=tree.input_ids, position_ids=tree.position_ids, use_cache=False, **how
         ).last_hidden_state[0]

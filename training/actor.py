@@ -53,7 +53,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from inference import weights
-from inference.weights import WeightUpdateMeta
 from ppo import aggregation_weights, compute_advantages, ppo_actor_loss_fn
 from run.config import OptimizerConfig, PPOActorConfig
 from training.advantages import kl_estimate
@@ -112,11 +111,9 @@ class FSDPEngine:
 
     def initialize(self) -> None:
         """Make the sharded model and load its weights. All ranks call it; only rank 0 reads the model's files."""
-        config = AutoConfig.from_pretrained(self.model_path)
+        config, attention = AutoConfig.from_pretrained(self.model_path), self.layout.attention
         with torch.device("meta"):  # the structure only: tensors on this device have shapes and no numbers
-            model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=self.layout.attention
-            )
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
         if self.layout is not LAYOUTS["padded"]:
             refuse_layers(model)
         layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
@@ -144,13 +141,11 @@ class FSDPEngine:
         if self.rank == 0:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
-            # inference/weights.py needs these rules to turn names in memory back into names in the files.
+            # inference/weights.py needs these rules to turn tensors in memory back into the tensors of the files. It
+            # sends one tensor at a time, so it cannot undo a rule that splits a tensor.
             model._weight_conversions = whole._weight_conversions
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
-                raise ValueError(
-                    f"{type(model).__name__} splits tensors of its files, which cannot be undone one by one; "
-                    "use another model"
-                )
+                raise ValueError(f"{type(model).__name__} splits its files' tensors, which cannot be undone")
         offload = self.config.offload
         model.to_empty(device="cpu" if offload else self.device)
         options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload)
@@ -213,11 +208,8 @@ class FSDPEngine:
 
     def full_state(self) -> dict[str, Tensor]:
         """Return the whole model on the CPU of rank 0, and {} on all other ranks. All ranks call it."""
-        state: dict[str, Tensor] = {}
-        for bucket in weights.named_buckets(self.model, torch.float32, bucket_mb=0):  # 0: one tensor at a time
-            if self.rank == 0:
-                state |= {name: tensor.cpu() for name, tensor in bucket}
-        return state
+        buckets = weights.named_buckets(self.model, torch.float32, bucket_mb=0)  # 0: one tensor in each bucket
+        return {name: tensor.cpu() for bucket in buckets for name, tensor in bucket if self.rank == 0}
 
     def save(self, path: str | Path) -> None:
         """Write the model, its configuration and its tokenizer as a Hugging Face directory. All ranks call it."""
@@ -244,7 +236,7 @@ class FSDPPPOActor(FSDPEngine):
         self.steps, self.max_steps = 0, 1  # training steps done, and in the whole run
         self.version = 0
         self.rollout: Any = None  # the rollout engine; rank 0 alone uses it
-        self.weight_update_meta = WeightUpdateMeta()
+        self.weight_update_meta = weights.WeightUpdateMeta()
 
     def initialize(self, max_steps: int) -> None:  # type: ignore[override]
         """Load the model and make the optimizer; `max_steps` is the length of the schedules, in training steps."""
@@ -254,7 +246,7 @@ class FSDPPPOActor(FSDPEngine):
         betas = (o.beta1, o.beta2)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), o.lr, betas, o.eps, o.weight_decay, fused=True)
 
-    def connect_engine(self, rollout: Any, meta: WeightUpdateMeta) -> None:
+    def connect_engine(self, rollout: Any, meta: weights.WeightUpdateMeta) -> None:
         """Set the rollout engine that batches come from and that new weights are sent to."""
         self.rollout, self.weight_update_meta = rollout, meta
 
@@ -268,11 +260,10 @@ class FSDPPPOActor(FSDPEngine):
         Standard PPO has one old policy, pi_old, so both keys are the same. With prox_logp_method=loglinear the batch
         does not hold log pi_prox, and both keys name log pi_behav.
         """
-        c = self.config
-        if not c.use_decoupled_loss:
-            old = "prox_logp" if c.recompute_logprob else "logprobs"
-            return old, old
-        return "logprobs" if c.prox_logp_method == "loglinear" else "prox_logp", "logprobs"
+        if self.config.use_decoupled_loss:
+            return "logprobs" if self.config.prox_logp_method == "loglinear" else "prox_logp", "logprobs"
+        old = "prox_logp" if self.config.recompute_logprob else "logprobs"
+        return old, old
 
     def should_compute_prox_logp(self) -> bool:
         """Return whether ppo_update reads batch["prox_logp"], so that compute_logp must be called first."""
@@ -296,7 +287,14 @@ class FSDPPPOActor(FSDPEngine):
         Raises ValueError if the batch lacks a key or has no trained token, and FloatingPointError if a loss or a
         gradient is not finite; the optimizer then does not make this step.
         """
-        self.check_ready(batch)
+        needed = {"advantages", *self.policies()}
+        if self.guesses:
+            needed.add("versions")
+        if self.config.kl_ctl > 0 and self.config.kl_placement == "loss":
+            needed.add("ref_logp")
+        missing = sorted(needed - batch.keys())
+        if missing:
+            raise ValueError(f"the batch lacks {missing}; call compute_logp and compute_advantages first")
         lengths = row_lengths(batch)
         batch["theta_logp"] = torch.zeros(batch["input_ids"].shape)  # (B, T)
         batch["step_fraction"] = torch.zeros(len(lengths))  # (B,)
@@ -315,17 +313,6 @@ class FSDPPPOActor(FSDPEngine):
             ahead = (batch["loss_mask"] > 0) & (batch["versions"] > self.version)  # (B, T)
             stats["versions_ahead"] = int(ahead.sum())
         return stats | {"lr": lr}
-
-    def check_ready(self, batch: Batch) -> None:
-        """Raise ValueError if the batch lacks a key that ppo_update reads."""
-        needed = {"advantages", self.policies()[0]}
-        if self.guesses:
-            needed.add("versions")
-        if self.config.kl_ctl > 0 and self.config.kl_placement == "loss":
-            needed.add("ref_logp")
-        missing = sorted(needed - batch.keys())
-        if missing:
-            raise ValueError(f"the batch lacks {missing}; call compute_logp and compute_advantages first")
 
     def minibatch_step(self, batch: Batch, rows: list[int], fraction: float) -> dict[str, float]:
         """Make one optimizer step on `rows` and return its metrics, or {} if no token of the rows is trained.
@@ -357,10 +344,9 @@ class FSDPPPOActor(FSDPEngine):
         grad_norm = float(norm.full_tensor())
         stats = {key: float(self.all_reduce(torch.stack([part[key] for part in parts]).sum())) for key in parts[0]}
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
-            raise FloatingPointError(
-                f"loss {stats['loss']}, gradient norm {grad_norm} in training step {self.steps + 1}; the weights were "
-                "not changed by it. Look for a logprob or a reward that is not finite, or lower actor.optimizer.lr"
-            )
+            problem = f"loss {stats['loss']}, gradient norm {grad_norm} in training step {self.steps + 1}"
+            hint = "look for a logprob or a reward that is not finite, or lower actor.optimizer.lr"
+            raise FloatingPointError(f"{problem}; the weights were not changed by it; {hint}")
         self.optimizer.step()
         return stats | {"grad_norm": grad_norm, "tokens": tokens}
 
@@ -422,7 +408,7 @@ class FSDPPPOActor(FSDPEngine):
         dcp.load({"model": model, "optimizer": {"state": optimizer["state"]}}, checkpoint_id=path)
         sharded.set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
-    def update_weights(self, meta: WeightUpdateMeta) -> None:
+    def update_weights(self, meta: weights.WeightUpdateMeta) -> None:
         """Send the weights to the servers as version meta.version. Call it between rollout.pause and rollout.resume.
 
         Raises RuntimeError on rank 0 if the update fails; all other ranks then end, too.

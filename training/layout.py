@@ -85,13 +85,11 @@ def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
 
     No mini-batch is empty, so fewer than `n` rows give fewer than `n` mini-batches.
     """
-    n = min(n, len(lengths))
-    parts: list[list[int]] = [[] for _ in range(n)]
-    loads = [0] * n  # tokens of each mini-batch
+    parts: list[list[int]] = [[] for _ in range(min(n, len(lengths)))]
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        lightest = min(range(n), key=lambda j: (loads[j], len(parts[j])))
-        parts[lightest].append(row)
-        loads[lightest] += lengths[row]
+        # Of two mini-batches with equally many tokens, take the one with fewer rows.
+        lightest = min(parts, key=lambda part: (sum(lengths[i] for i in part), len(part)))
+        lightest.append(row)
     return parts
 
 
@@ -146,11 +144,9 @@ def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]
     for part in split_packs(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][part].bool()  # (b, T)
         row, column = real.nonzero(as_tuple=True)  # (t,), (t,): all tokens, row after row
-        inputs: dict[str, Any] = {
-            "input_ids": batch["input_ids"][part][real].long()[None],  # (1, t)
-            "position_ids": column[None],  # (1, t)
-            "sequence_lengths": real.sum(1).tolist(),  # (b,), read by attend_apart
-        }
+        ids = batch["input_ids"][part][real].long()[None]  # (1, t)
+        lengths = real.sum(1).tolist()  # (b,), read by attend_apart
+        inputs = {"input_ids": ids, "position_ids": column[None], "sequence_lengths": lengths}
         later = column.nonzero()[:, 0]  # (n,) where in the long row all but the first tokens of the sequences stand
         pieces.append(Piece(inputs, torch.tensor(part)[row[later]], column[later], predicted_by=later - 1))
     return pieces

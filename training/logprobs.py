@@ -155,8 +155,7 @@ def add_read_hidden(model: Any) -> None:
         more.append("a bias")
     if more:
         raise ValueError(
-            f"{type(model).__name__} has {more}, so its logits are not hidden @ weight.T; training/logprobs.py "
-            "cannot train this model"
+            f"{type(model).__name__} has {more}, which training/logprobs.py cannot compute; use another model"
         )
     model.read_hidden = MethodType(read_hidden, model)
     register_fsdp_forward_method(model, "read_hidden")

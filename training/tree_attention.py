@@ -25,9 +25,8 @@ row i costs shared[i] tokens, which are then computed twice. `cheapest_runs` fin
 small runs then go into one tree by first-fit. The order of the rows in the batch has no influence.
 
 **Attention.** The N x N mask is nearly empty, so it is never built. On a CPU 128 queries at a time attend to only
-those keys that one of them sees. On a GPU FlexAttention skips whole blocks of 128 x 128. `PackedTree.mask` is the
-dense mask; the tests compare both ways with it. transformers calls `tree_attention` by the name "tree", so the model's
-own code is unchanged.
+those keys that one of them sees. On a GPU FlexAttention skips whole blocks of 128 x 128. The tests compare both ways
+with the dense mask. transformers calls `tree_attention` by the name "tree", so the model's own code is unchanged.
 
 **Limits.** Sums are taken in another order, so losses agree to 1e-6 and gradients to 1e-5, not bit for bit. Rows that
 share little gain little; the metric `tree_token_ratio` (tokens of the trees / tokens of the rows) shows the gain. Rows
@@ -64,13 +63,6 @@ class PackedTree:
     position_ids: Tensor  # (1, N) int64: the depth of each token
     subtree_end: Tensor  # (N,) int64: the first index after the token's subtree
 
-    def mask(self) -> Tensor:
-        """Return the dense mask (N, N) bool: [q, k] says whether q sees k. For tests and for other attentions."""
-        k = torch.arange(len(self.subtree_end), device=self.subtree_end.device)  # (N,)
-        q = k[:, None]  # (N, 1)
-        # k <= q < subtree_end[k]
-        return (k <= q) & (q < self.subtree_end)
-
     @cached_property
     def blocks(self) -> list[tuple[slice, Tensor, Tensor]]:
         """For each block of b queries: its slice, the m keys that some query sees (m,), and the mask (b, m) bool."""
@@ -80,6 +72,7 @@ class PackedTree:
             # Some query in start..stop - 1 sees key k if k < stop and subtree_end[k] > start.
             keys = (self.subtree_end[:stop] > start).nonzero()[:, 0]  # (m,)
             q = torch.arange(start, stop)[:, None]  # (b, 1)
+            # q sees k if and only if k <= q < subtree_end[k]
             found.append((slice(start, stop), keys, (keys <= q) & (q < self.subtree_end[keys])))
         return found
 
@@ -150,10 +143,8 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
     arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
     for row, array in enumerate(arrays):
         if not 0 < len(array) <= max_tokens:
-            raise ValueError(
-                f"row {row} has {len(array)} tokens; a tree holds rows of 1 to actor.mb_tokens={max_tokens}. Raise "
-                "actor.mb_tokens, or keep rows short: gconfig.max_new_tokens, fewer turns, rollout.openai.export_style"
-            )
+            hint = "raise it, or keep rows short: gconfig.max_new_tokens, fewer turns, rollout.openai.export_style"
+            raise ValueError(f"row {row} has {len(array)} tokens, not 1 to actor.mb_tokens={max_tokens}: {hint}")
     order, shared = sort_rows(arrays)
     runs = cheapest_runs(np.array([len(arrays[row]) for row in order]), shared, max_tokens)
     trees = []

@@ -75,11 +75,19 @@ def separate_logp(model: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
     return found
 
 
+def dense_mask(tree: PackedTree) -> Tensor:
+    """Return the mask (N, N) bool of a tree: [q, k] says whether q sees k."""
+    k = torch.arange(len(tree.subtree_end))  # (N,)
+    q = k[:, None]  # (N, 1)
+    # k <= q < subtree_end[k]
+    return (k <= q) & (q < tree.subtree_end)
+
+
 def tree_logp(model: Any, rows: Sequence[Sequence[int]], max_tokens: int, dense: bool = False) -> list[Tensor]:
     """Return log p of all tokens but the first, with one forward pass per tree; `dense` uses the N x N mask."""
     found: list[Tensor] = [torch.empty(0)] * len(rows)
     for tree in build_trees(rows, max_tokens):
-        how: dict[str, Any] = {"attention_mask": tree.mask()[None, None]} if dense else {"tree": tree}
+        how: dict[str, Any] = {"attention_mask": dense_mask(tree)[None, None]} if dense else {"tree": tree}
         model.set_attn_implementation("sdpa" if dense else "tree")
         logits = model(input_ids=tree.input_ids, position_ids=tree.position_ids, use_cache=False, **how).logits[0]
         model.set_attn_implementation("sdpa")
@@ -119,7 +127,7 @@ def test_every_prefix_of_a_tree_stands_in_it_once(seed: int, n: int, max_tokens:
     trees = build_trees(rows, max_tokens)
     assert sorted(row for tree in trees for row in tree.rows) == list(range(n))
     for tree in trees:
-        prefixes, sees = set(), torch.zeros_like(tree.mask())
+        prefixes, sees = set(), torch.zeros_like(dense_mask(tree))
         for row, path in zip(tree.rows, tree.paths, strict=True):
             assert tree.input_ids[0, path].tolist() == rows[row]
             assert tree.position_ids[0, path].tolist() == list(range(len(rows[row])))
@@ -127,7 +135,7 @@ def test_every_prefix_of_a_tree_stands_in_it_once(seed: int, n: int, max_tokens:
             for i, q in enumerate(path):
                 sees[q, path[: i + 1]] = True
         assert len(tree.subtree_end) == len(prefixes) <= max_tokens
-        assert torch.equal(tree.mask(), sees)
+        assert torch.equal(dense_mask(tree), sees)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 12), st.integers(30, 90), st.randoms(use_true_random=False))
@@ -234,7 +242,7 @@ def test_long_rows_cross_many_blocks(model: Any) -> None:
 def test_the_block_mask_is_the_mask(seed: int, n: int) -> None:
     """A block is full if all its queries see all its keys, absent if none sees any, and mixed otherwise."""
     [tree] = build_trees(make_rows(seed, n, longest=2 * BLOCK), 10**6)
-    mask, N = tree.mask(), len(tree.subtree_end)
+    mask, N = dense_mask(tree), len(tree.subtree_end)
     blocks = -(-N // BLOCK)
     padded = torch.zeros(blocks * BLOCK, blocks * BLOCK, dtype=torch.bool)
     padded[:N, :N] = mask
