@@ -610,7 +610,7 @@ def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
 def test_only_an_admin_key_that_was_made_up_is_printed(tiny_model_dir: Any, tiny_server: str, source: str) -> None:
     """The proxy prints only an admin key that it generated, because its output may go to a log file."""
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
-    command += ["--admin-key", "s3cret"] * (source == "option") + ["--exit-with-parent"]  # with /dev/null as standard input, the proxy ends soon
+    command += ["--admin-key", "s3cret"] * (source == "option") + ["--exit-with-parent"]  # stdin is at its end
     environment = {name: value for name, value in os.environ.items() if name != "NANO_AREAL_ADMIN_KEY"}
     environment |= {"NANO_AREAL_ADMIN_KEY": "s3cret"} if source == "environment" else {}
     streams: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
@@ -646,7 +646,7 @@ async def test_end_to_end_with_real_servers(tiny_model_dir: Any, tiny_server: st
     port = free_port()
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
     command += ["--port", str(port), "--seed", "1", "--exit-with-parent"]
-    environment = {**os.environ, "NANO_AREAL_ADMIN_KEY": "admin"}  # train.py passes the admin key to the proxy in this variable
+    environment = {**os.environ, "NANO_AREAL_ADMIN_KEY": "admin"}  # as train.py passes the key
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
     url = f"http://127.0.0.1:{port}"

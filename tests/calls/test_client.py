@@ -1,4 +1,5 @@
-"""A session ends however its block is left, and both ways to the proxy export the tokens that were sampled."""
+"""OpenAIProxyClient and ArealOpenAI: an `async with` block always ends its session, and both clients export the
+sampled tokens."""
 
 import asyncio
 import itertools
@@ -26,7 +27,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 class EchoEngine:
-    """An engine that answers `ok` to every request; its tokens have logprob -0.5 and version 2."""
+    """An engine that answers `ok` to every request, with tokens of logprob -0.5 and version 2."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.output = [*tokenizer.encode("ok"), tokenizer.eos_token_id]
@@ -55,7 +56,7 @@ async def client(app: Any) -> OpenAIProxyClient:
 
 
 async def talk(http: httpx.AsyncClient, client: OpenAIProxyClient, turns: int) -> list[str]:
-    """Talk to the proxy for `turns` turns and return the ids of the completions."""
+    """Make one conversation of `turns` turns at the proxy and return the ids of its completions."""
     messages, ids = list(HELLO), []
     for _ in range(turns):
         answer = await http.post(client.session_url + "/chat/completions", json={"messages": messages})
@@ -66,7 +67,7 @@ async def talk(http: httpx.AsyncClient, client: OpenAIProxyClient, turns: int) -
 
 
 async def test_an_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) -> None:
-    """An episode from its grant to its export: the interactions have their rewards and know their parents."""
+    """An episode exports its interactions with their rewards and parents."""
     async with client:
         first, second = await talk(http, client, 2)
         await client.set_last_reward(1)
@@ -83,7 +84,8 @@ async def test_an_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) ->
 
 
 async def test_the_tensors_are_the_exported_ones(http: httpx.AsyncClient, client: OpenAIProxyClient) -> None:
-    """An exported interaction has the proxy's tensors and dtypes, and a reward that is set later changes them."""
+    """An exported interaction has the tensors and dtypes that the proxy exported. A reward that is set later changes
+    its tensors."""
     async with client:
         _, leaf = await talk(http, client, 2)
         await client.set_last_reward(1.0)
@@ -104,7 +106,7 @@ async def test_the_tensors_are_the_exported_ones(http: httpx.AsyncClient, client
 async def test_an_agent_that_raises_leaves_nothing_behind(
     http: httpx.AsyncClient, client: OpenAIProxyClient, app: Any
 ) -> None:
-    """If the agent raises, its exception reaches the caller and the proxy forgets the session."""
+    """If the agent raises an exception, the exception reaches the caller and the proxy deletes the session."""
 
     async def episode() -> None:
         async with client:
@@ -117,7 +119,8 @@ async def test_an_agent_that_raises_leaves_nothing_behind(
 
 
 async def test_a_failing_farewell_never_hides_the_agents_error(client: OpenAIProxyClient, app: Any) -> None:
-    """If the agent raises and the session cannot be ended either, the caller gets the agent's exception."""
+    """If the agent raises an exception and then ending the session fails, too, the caller gets the agent's
+    exception."""
 
     async def episode() -> None:
         async with client:
@@ -129,14 +132,15 @@ async def test_a_failing_farewell_never_hides_the_agents_error(client: OpenAIPro
 
 
 async def test_a_lost_session_is_an_error(client: OpenAIProxyClient, app: Any) -> None:
-    """If the agent succeeds but the proxy has lost its session, the episode fails."""
+    """If the agent succeeds but the proxy has lost the session, the episode raises an error."""
     with pytest.raises(Refusal, match="expired"):
         async with client:
             app.state.proxy.sessions.forget(app.state.proxy.sessions.find(client.session_id))
 
 
 async def test_a_start_without_a_grant_is_refused(app: Any) -> None:
-    """If the proxy refuses a request, the error has the proxy's message and status."""
+    """A start without a grant raises Refusal with the proxy's message and status, and so does a grant with a wrong
+    key."""
     transport = httpx.ASGITransport(app)
     with pytest.raises(Refusal, match="grant_capacity") as refused:
         await OpenAIProxyClient(transport, "http://proxy", "admin", "t").__aenter__()
@@ -147,7 +151,7 @@ async def test_a_start_without_a_grant_is_refused(app: Any) -> None:
 
 
 async def test_a_wrong_reward_is_an_error_of_the_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) -> None:
-    """A reward that is NaN, or for an unknown interaction, is an error, and no reward is stored."""
+    """A reward of NaN or a reward for an unknown interaction raises an error, and no reward is stored."""
     async with client:
         await talk(http, client, 1)
         with pytest.raises(ValueError, match="finite"):
@@ -161,7 +165,7 @@ async def test_a_wrong_reward_is_an_error_of_the_episode(http: httpx.AsyncClient
 
 
 async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
-    """Ask for a completion of a conversation; user and assistant say the given texts in turn."""
+    """Request a completion of a conversation whose texts come from the user and the assistant in turn."""
     roles = itertools.cycle(("user", "assistant"))
     messages: Any = [{"role": role, "content": text} for role, text in zip(roles, texts)]
     return await client.chat.completions.create(model="default", messages=messages, **options)
@@ -169,7 +173,7 @@ async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
 
 @pytest.fixture
 def direct(tiny_tokenizer: Any) -> Any:
-    """Return a function of texts and options that makes an ArealOpenAI, and an engine that answers these texts."""
+    """Return make(*texts, **options), which returns an ArealOpenAI and the engine that answers with these texts."""
 
     def make(*texts: str, **options: Any) -> tuple[ArealOpenAI, ScriptedEngine]:
         engine = ScriptedEngine(tiny_tokenizer, *texts)
@@ -179,8 +183,8 @@ def direct(tiny_tokenizer: Any) -> Any:
 
 
 async def test_the_direct_approach_of_agent_workflow(direct: Any) -> None:
-    """The example of the documents works: create, set_last_reward, apply_reward_discount, export_interactions
-    (Agent Workflow, "Direct Approach")."""
+    """The example of (Agent Workflow, "Direct Approach") works: create, set_last_reward, apply_reward_discount,
+    export_interactions."""
     client, engine = direct("five", "four")
     first = await say(client, "2+2?")
     second = await say(client, "2+2?", first.choices[0].message.content, "wrong")
@@ -195,7 +199,7 @@ async def test_the_direct_approach_of_agent_workflow(direct: Any) -> None:
 
 
 async def test_responses_are_created_the_same_way(direct: Any) -> None:
-    """responses.create works too, and previous_response_id continues the conversation."""
+    """ArealOpenAI serves responses.create, and previous_response_id continues the conversation."""
     client, _ = direct("one", "two")
     first = await client.responses.create(model="default", input="count")
     second = await client.responses.create(model="default", input="go on", previous_response_id=first.id)
@@ -204,7 +208,8 @@ async def test_responses_are_created_the_same_way(direct: Any) -> None:
 
 
 async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> None:
-    """Streamed calls and calls of a copied client (`with_options`) belong to the one conversation tree."""
+    """Streamed calls and calls of a client copied with `with_options` enter the conversation tree of the original
+    client."""
     client, _ = direct("one", "two", seed=1)
     messages: Any = [{"role": "user", "content": "count"}]
     stream = await client.with_options(timeout=5).chat.completions.create(model="m", messages=messages, stream=True)
@@ -214,7 +219,7 @@ async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> N
 
 
 async def test_clients_do_not_share_a_session(direct: Any) -> None:
-    """Each client has a conversation tree of its own."""
+    """Each ArealOpenAI client has its own conversation tree."""
     (one, _), (two, _) = direct(), direct()
     completion = await say(one, "hello")
     assert list(one.cache) == [completion.id]
@@ -266,12 +271,13 @@ class DocumentsMultiTurn(RolloutWorkflow):
 
 
 async def third(prompt: str, completion: str, prompt_ids: list, completion_ids: list, **data: Any) -> float:
-    """Reward the third turn only."""
+    """Return reward 2 for the third turn and 0 for the earlier turns."""
     return 2.0 if prompt.count("Try again") == 2 else 0.0
 
 
 async def test_the_multi_turn_workflow_of_openai_workflows(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """The documents' workflow runs three turns on a real server, and each exported row holds the sampled tokens."""
+    """The documents' multi-turn workflow runs three turns on a real server, and each exported row contains the
+    sampled tokens."""
     workflow = resolve_workflow(
         DocumentsMultiTurn,
         {"reward_fn": third, "gconfig": GenerationHyperparameters(max_new_tokens=6)},
@@ -293,7 +299,7 @@ async def test_the_multi_turn_workflow_of_openai_workflows(real_engine: RemoteIn
 
 
 async def test_a_failed_call_leaves_nothing_in_the_tree(direct: Any) -> None:
-    """A call that fails raises an error with its status and leaves nothing in the conversation tree."""
+    """A failed call raises an error with an HTTP status and leaves nothing in the conversation tree."""
     client, engine = direct()
     with pytest.raises(openai.BadRequestError, match="messages"):
         await client.chat.completions.create(model="m", messages=[])
@@ -305,12 +311,12 @@ async def test_a_failed_call_leaves_nothing_in_the_tree(direct: Any) -> None:
     assert not client.cache
     engine.error = None
     await say(client, "hello")
-    client.set_last_reward(1.0)  # rewards the one call that has finished
+    client.set_last_reward(1.0)  # rewards the only finished call
     assert [row.reward for row in client.export_completions().values()] == [1.0]
 
 
 async def test_a_prompt_that_is_too_long_is_a_400(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """The caller gets the engine's message, and the conversation tree does not change."""
+    """A prompt that is too long raises a 400 with the engine's message, and the conversation tree does not change."""
     client = ArealOpenAI(real_engine, tiny_tokenizer)
     with pytest.raises(openai.BadRequestError, match="no room in the context"):
         await say(client, "x" * 3000)
@@ -318,7 +324,7 @@ async def test_a_prompt_that_is_too_long_is_a_400(real_engine: RemoteInfEngine, 
 
 
 async def test_stop_strings_are_a_way_to_end(direct: Any) -> None:
-    """A stop string ends the text before the string; all sampled tokens are kept and exported."""
+    """The text ends before a stop string, but every sampled token is kept and exported."""
     client, engine = direct("four. And five")
     completion = await say(client, "2+2?", stop="And")
     assert completion.choices[0].message.content == "four. "
@@ -329,7 +335,7 @@ async def test_stop_strings_are_a_way_to_end(direct: Any) -> None:
 
 
 async def test_several_answers_at_once(direct: Any) -> None:
-    """A request with n=2 makes two siblings in the tree, each with its own tokens and its own reward."""
+    """A request with n=2 enters two siblings into the tree, each with its own tokens and its own reward."""
     client, _ = direct("five", "four")
     completion = await say(client, "2+2?", n=2)
     ids = list(client.cache)
@@ -339,7 +345,7 @@ async def test_several_answers_at_once(direct: Any) -> None:
 
 
 async def test_what_is_not_stored_is_answered_and_not_trained(direct: Any) -> None:
-    """With store=False the turn stays in the conversation, and its tokens stay out of the loss."""
+    """A turn with store=False stays in the conversation, and its tokens are not trained."""
     client, _ = direct("aside", "four")
     first = await say(client, "2+2?", store=False)
     await say(client, "2+2?", first.choices[0].message.content, "well?")
@@ -350,7 +356,7 @@ async def test_what_is_not_stored_is_answered_and_not_trained(direct: Any) -> No
 
 
 async def test_greedy_and_default_temperatures(direct: Any) -> None:
-    """A temperature of None is 1.0; a temperature of 0 is greedy, and such a turn is not trained."""
+    """A temperature of None means 1.0. A temperature of 0 means greedy sampling, and a greedy turn is not trained."""
     client, engine = direct()
     await say(client, "a", temperature=None)
     await say(client, "b", temperature=0)
@@ -359,7 +365,8 @@ async def test_greedy_and_default_temperatures(direct: Any) -> None:
 
 
 async def test_a_siblings_reward_stays_with_it(direct: Any) -> None:
-    """A parent gets the discounted mean of its children's rewards, and siblings do not share theirs."""
+    """A parent gets the discounted mean of its children's rewards. A reward of one child does not change a sibling's
+    reward."""
     client, _ = direct("a", "b", "c")
     a = await say(client, "x")
     b, c = await say(client, "x", "a", "left"), await say(client, "x", "a", "right")
@@ -375,7 +382,7 @@ async def test_a_siblings_reward_stays_with_it(direct: Any) -> None:
 
 
 async def test_an_unknown_interaction_or_style_is_an_error(direct: Any) -> None:
-    """A reward for an unknown interaction, a reward of NaN and an unknown style raise an error."""
+    """An unknown interaction id, a reward of NaN and an unknown export style each raise an error."""
     client, _ = direct()
     with pytest.raises(KeyError, match="chatcmpl-x"):
         client.set_reward("chatcmpl-x", 1.0)

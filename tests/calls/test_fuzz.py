@@ -1,4 +1,5 @@
-"""Random bodies in three protocols: a mistake of the caller gets a 4xx, and a failed request leaves nothing behind."""
+"""Random bodies in three protocols: a wrong request gets a 4xx, and a failed request leaves nothing in the
+conversation tree."""
 
 import asyncio
 from collections.abc import Callable
@@ -111,12 +112,12 @@ conversations = st.builds(lambda stream, talk: GOOD | stream | {"messages": talk
 
 
 def as_json(body: Any) -> bytes:
-    """Return a body as JSON; keys that are no strings are allowed."""
+    """Return a body as JSON. A key of the body need not be a string."""
     return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
 
 
 def representable(body: Any) -> bool:
-    """Return whether a random body can be written as JSON."""
+    """Return whether as_json can write a random body."""
     try:
         return bool(as_json(body))
     except (TypeError, ValueError):
@@ -125,7 +126,7 @@ def representable(body: Any) -> bool:
 
 @st.composite
 def broken(draw: Callable[..., Any]) -> bytes:
-    """Draw bytes that are JSON, JSON that is cut, damaged or in another encoding, or no JSON at all."""
+    """Draw bytes: valid JSON, JSON that is cut, damaged or in a different encoding, or bytes that are not JSON."""
     raw = as_json(draw((bodies | conversations).filter(representable)))
     kind = draw(st.integers(0, 4))
     if kind == 0:
@@ -142,7 +143,7 @@ raws = st.one_of((bodies | conversations).filter(representable).map(as_json), br
 
 
 async def ask(tokenizer: Any, path: str, raw: bytes) -> int:
-    """Send one body, check that the session still serves the next request, and return the status of the first."""
+    """Send one body, check that the session still serves a good request, and return the status of the first reply."""
     harness = Harness(tokenizer)
     async with harness.http:
         session = await harness.start()
@@ -164,7 +165,7 @@ async def ask(tokenizer: Any, path: str, raw: bytes) -> int:
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(PATHS), raws)
 def test_no_body_is_a_server_error(tiny_tokenizer: Any, path: str, raw: bytes) -> None:
-    """Any body gets a 200 or a 4xx, and never a status that makes an SDK send it again (409, 429, 500)."""
+    """Any body gets a 200 or a 4xx, and never a status at which an SDK retries (409, 429, 500)."""
     status = asyncio.run(ask(tiny_tokenizer, path, raw))
     assert status == 200 or (400 <= status < 500 and status not in (408, 409, 429)), raw
 
@@ -180,7 +181,7 @@ def nested(depth: int, wrap: str) -> bytes:
 @pytest.mark.parametrize("depth", [150, 220, 900, 100_000])
 @pytest.mark.parametrize("field", ["content", "arguments", "tools", "metadata", "chat_template_kwargs"])
 def test_depth_is_no_danger(tiny_tokenizer: Any, path: str, wrap: str, depth: int, field: str) -> None:
-    """A body that is nested deeper than any recursion limit is refused or served, never a server error."""
+    """A body that is nested deeper than Python's recursion limit never causes a server error."""
     deep = nested(depth, wrap)
     inside = {
         "content": b'{"messages":[{"role":"user","content":%s}],"input":[{"role":"user","content":%s}],"max_tokens":5}',
@@ -197,7 +198,7 @@ def test_depth_is_no_danger(tiny_tokenizer: Any, path: str, wrap: str, depth: in
 
 @pytest.mark.parametrize("path", PATHS)
 def test_ten_thousand_messages(tiny_tokenizer: Any, path: str) -> None:
-    """A history of ten thousand messages is served."""
+    """The proxy serves a history of ten thousand messages."""
     talk = [{"role": ("user", "assistant")[k % 2], "content": str(k)} for k in range(10_001)]
     body = {"messages": talk, "input": talk, "max_tokens": 5}
     assert asyncio.run(ask(tiny_tokenizer, path, as_json(body))) == 200
@@ -205,7 +206,7 @@ def test_ten_thousand_messages(tiny_tokenizer: Any, path: str) -> None:
 
 @pytest.mark.anyio
 async def test_a_body_has_a_limit(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A body that is too long gets a 413, and the proxy does not read it to its end."""
+    """A body that is too long gets a 413, and the proxy stops reading the body at the limit."""
     monkeypatch.setattr("proxy.MAX_BODY", 1000)
     assert await ask(tiny_tokenizer, "messages", as_json(GOOD | {"system": "x" * 1000})) == 413
 
@@ -213,7 +214,7 @@ async def test_a_body_has_a_limit(tiny_tokenizer: Any, monkeypatch: pytest.Monke
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(["/grant_capacity", "/rl/start_session", "/export_trajectories", "/rl/set_reward"]), raws)
 def test_management_takes_any_body(tiny_tokenizer: Any, path: str, raw: bytes) -> None:
-    """The management endpoints answer any body with a 200 or a 4xx."""
+    """A management endpoint answers any body with a 200 or a 4xx."""
 
     async def call() -> int:
         harness = Harness(tiny_tokenizer)

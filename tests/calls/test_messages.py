@@ -1,4 +1,5 @@
-"""Messages with the same meaning are equal, and a parameter is honoured or refused by its name."""
+"""These tests check that messages with equal meanings are equal, and that the proxy honours a parameter or refuses it
+by its name."""
 
 import copy
 import json
@@ -25,7 +26,7 @@ from calls.replies import PROTOCOLS
 from inference.io_struct import GenerationHyperparameters, ModelResponse
 
 LINES = (ROOT / "tests/data/client_pairs.jsonl").read_text().splitlines()
-PAIRS = [json.loads(line) for line in LINES]  # two consecutive requests of a real client, and the reply to the first
+PAIRS = [json.loads(line) for line in LINES]  # real clients' pairs of requests, and the first's reply
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 PARSERS = [parse_chat, parse_responses, parse_anthropic]
@@ -37,7 +38,7 @@ def body_of(parse: Any, **fields: Any) -> dict[str, Any]:
 
 
 def read_reply(path: str, reply: Any) -> list[Message]:
-    """Return a reply as messages in normal form, read as if a client had sent it back."""
+    """Return, in normal form, the messages that a client sends back for a reply."""
     if path == "chat/completions":
         return [normalise(reply)]
     if path == "responses":
@@ -46,13 +47,13 @@ def read_reply(path: str, reply: Any) -> list[Message]:
 
 
 def read(pair: dict[str, Any]) -> tuple[list[Message], list[Message], list[Message]]:
-    """Return the messages of the first request, its reply, and the messages of the second request."""
+    """Return three lists of messages in normal form: the first request, the reply to it, and the second request."""
     parse = PROTOCOLS[pair["path"]].parse
     return parse(pair["parent"]).messages, read_reply(pair["path"], pair["reply"]), parse(pair["child"]).messages
 
 
 def begins_with(messages: list[Message], said: list[Message]) -> bool:
-    """Return whether the first of `messages` are equal to `said`."""
+    """Return whether `messages` begins with messages that are equal to `said`."""
     return list(map(canonical, messages[: len(said)])) == list(map(canonical, said))
 
 
@@ -61,14 +62,16 @@ def begins_with(messages: list[Message], said: list[Message]) -> bool:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair["id"])
 def test_an_echoed_history_is_recognised(pair: dict[str, Any]) -> None:
-    """Real clients change spaces and keys in the history, and it still begins with the earlier conversation."""
+    """If a real client changes spaces and keys in the history, the history still begins with the earlier
+    conversation."""
     parent, output, child = read(pair)
-    assert len(output) == 1  # one reply is one message, of however many items or blocks it consists
+    assert len(output) == 1  # one reply is one message, for any number of items or blocks
     assert begins_with(child, parent + output)
 
 
 def test_every_turn_finds_its_parent_among_all_conversations() -> None:
-    """137 pairs of requests share one session, and every second request finds the parent from its own pair."""
+    """If 137 pairs of requests share one session, every second request finds the first request of its pair as its
+    parent."""
     cache = InteractionCache()
     children: dict[int, InteractionWithTokenLogpReward] = {}
     for k, line in enumerate(LINES):
@@ -94,15 +97,13 @@ SAID = {"text", "content", "name", "arguments", "input", "id", "call_id", "tool_
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Return the paths of all texts, names, ids and arguments in an item that a client has sent back."""
+    """Return the paths of all texts, names, ids and arguments in an item that a client sends back."""
     if isinstance(value, list):
         return [place for i, item in enumerate(value) for place in places(item, (*path, i))]
     if not isinstance(value, dict) or value.get("type") in ("thinking", "reasoning"):
         return []
     if "call_id" in value or value.get("type") == "message":
-        value = {
-            key: item for key, item in value.items() if key != "id"
-        }  # the id of an item is ignored by the comparison
+        value = {key: item for key, item in value.items() if key != "id"}  # the comparison ignores the id of an item
     found = [(*path, key) for key in value if key in SAID and isinstance(value[key], str)]
     found += [(*path, "input", key) for key in value.get("input", ())]
     inner = [key for key in value if key in ("content", "tool_calls", "function") and not isinstance(value[key], str)]
@@ -110,7 +111,7 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 def echoed(pair: dict[str, Any]) -> tuple[list, int, int]:
-    """Return the items of the second request, and the positions where the reply begins and ends in them."""
+    """Return the items of the second request, and the positions in this list where the reply begins and ends."""
     key = "input" if pair["path"] == "responses" else "messages"
     items, begin = pair["child"][key], len(pair["parent"][key])
     end = begin + 1
@@ -130,7 +131,8 @@ PLACES = [
 @settings(deadline=None)
 @given(st.sampled_from(PLACES), st.text(min_size=1), st.integers(0, 30))
 def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) -> None:
-    """If a text, a name, a call id or an argument differs, or a turn is missing, it is another conversation."""
+    """A history with a changed text, name, call id or argument, or without one of its turns, is a different
+    conversation."""
     original, place = mutant
     pair = copy.deepcopy(original)
     items, begin, end = echoed(pair)
@@ -154,7 +156,8 @@ def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) ->
 @settings(deadline=None)
 @given(st.text(), st.lists(st.text(), max_size=3))
 def test_null_empty_absent_and_parts_are_one_text(text: str, parts: list[str]) -> None:
-    """Null, "" and an absent content are equal, and a list of text parts equals its concatenation."""
+    """A content of null, a content of "" and a missing content are equal. A list of text parts equals their
+    concatenation."""
     assert (
         canonical({"role": "user", "content": None})
         == canonical({"role": "user", "content": ""})
@@ -166,7 +169,8 @@ def test_null_empty_absent_and_parts_are_one_text(text: str, parts: list[str]) -
 
 
 def test_a_tools_result_is_the_result_of_its_call() -> None:
-    """Two tool results with equal text but different call ids differ; the key of the call id may also be `id`."""
+    """Tool results with equal texts and different call ids differ. The call id may be in the key `tool_call_id` or
+    `id`."""
     result = {"role": "tool", "content": "2", "tool_call_id": "a"}
     assert canonical(result) == canonical({"role": "tool", "content": "2", "id": "a", "name": "f"})
     assert canonical(result) != canonical(result | {"tool_call_id": "b"})
@@ -174,14 +178,15 @@ def test_a_tools_result_is_the_result_of_its_call() -> None:
 
 
 def assistant(arguments: Any, call_id: str = "c") -> Message:
-    """Return a message of the assistant with one call of f."""
+    """Return an assistant message with one call of the tool f."""
     call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
     return {"role": "assistant", "tool_calls": [call]}
 
 
 @pytest.mark.parametrize("written", ['{"a": 2.0, "b": [1e3]}', '{"b":[1000],"a":2}', {"a": 2.0, "b": [1000]}])
 def test_arguments_are_equal_as_javascript_has_them(written: Any) -> None:
-    """A client in JavaScript reads 2.0 and writes 2, so these are equal; order of keys and blanks do not matter."""
+    """Arguments with 2.0 and with 2 are equal, because JavaScript writes 2 for both. The order of keys and blanks do
+    not matter."""
     assert canonical(normalise(assistant(written))) == canonical(assistant('{"a": 2, "b": [1000]}'))
     assert canonical(assistant('{"a": true}')) != canonical(assistant('{"a": 1}'))
     assert canonical(assistant('{"a": "2"}')) != canonical(assistant('{"a": 2}'))
@@ -190,7 +195,7 @@ def test_arguments_are_equal_as_javascript_has_them(written: Any) -> None:
 
 
 def test_plain_is_plain() -> None:
-    """Normalising a message a second time changes neither the message nor its canonical value."""
+    """To normalise a normal message changes neither the message nor its canonical form."""
     for pair in PAIRS:
         for message in [part for messages in read(pair) for part in messages]:
             again = normalise(message)
@@ -218,7 +223,7 @@ TALK: list[Message] = [
 
 
 def test_three_protocols_say_one_conversation() -> None:
-    """One conversation, written in each of the three protocols, is one list of messages in normal form."""
+    """One conversation, written in each of the three protocols, becomes one list of messages in normal form."""
     text = {"type": "text", "text": "Be terse."}
     called = CALL | {"function": {"name": "f", "arguments": '{"a": 1}'}}
     calls = [called, called | {"id": "call_2"}]
@@ -251,7 +256,7 @@ def test_three_protocols_say_one_conversation() -> None:
 
 
 def test_two_replies_in_a_row_stay_two() -> None:
-    """Only the items of one reply are joined: a text after a text begins another message."""
+    """The items of one reply become one message, but a text after a text begins a new message."""
     said = [{"role": "assistant", "content": word} for word in ("a", "b")]
     assert parse_responses({"input": [*said, *HELLO]}).messages == [*said, *HELLO]
     assert parse_responses({"input": "hello"}).messages == HELLO
@@ -259,7 +264,8 @@ def test_two_replies_in_a_row_stay_two() -> None:
 
 
 def test_tools_are_one_form() -> None:
-    """Each protocol offers tools in its own way; tools that are no functions, and hints like `strict`, are left out."""
+    """The tools of all three protocols get one form. Tools that are not functions, and hints such as `strict`, are
+    left out."""
     flat = {"name": "f", "description": "", "parameters": {"type": "object"}, "strict": True}
     other = [{"type": "web_search"}, {"type": "namespace", "tools": []}, {"type": "web_search_20250305", "name": "w"}]
     chat = parse_chat(body_of(parse_chat, tools=[TOOL, {"type": "custom", "custom": {"name": "x"}}]))
@@ -285,7 +291,8 @@ def test_tools_are_one_form() -> None:
     ],
 )
 def test_tool_choice_is_one_word(parse: Any, choice: Any, meaning: str) -> None:
-    """tool_choice becomes auto, none, required or a name; with none, the prompt shows tools that cannot be called."""
+    """tool_choice becomes auto, none, required or a tool's name. With none the prompt still shows the tools, but a
+    reply contains no call."""
     flat = {"name": "f"}
     tools = {parse_chat: [TOOL], parse_responses: [flat | {"type": "function"}], parse_anthropic: [flat]}[parse]
     ask = parse(body_of(parse, tools=tools, tool_choice=choice))
@@ -413,7 +420,7 @@ def test_structured_output_is_one_schema(parse: Any, fields: dict[str, Any], sch
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(parse: Any, name: str, value: Any) -> None:
-    """A parameter that changes the answer and is not supported is refused, and the refusal names the field."""
+    """The proxy refuses an unsupported parameter that would change the answer, and the refusal names the field."""
     with pytest.raises(Refusal, match=f"^{name}"):
         parse(body_of(parse, **{name: value}))
 
@@ -431,7 +438,7 @@ JUNK = st.recursive(
 @settings(deadline=None)
 @given(st.sampled_from(PARSERS), st.dictionaries(FIELDS, JUNK, max_size=6), JUNK)
 def test_nothing_but_a_bad_request_is_raised(parse: Any, body: dict[str, Any], item: Any) -> None:
-    """Any body is either read into messages in normal form or refused with a 400."""
+    """For any body the parser either returns messages in normal form or raises a 400."""
     for one in (body, body_of(parse) | body, {"messages": [item], "input": [item]}):
         try:
             ask = parse(one)
@@ -443,7 +450,7 @@ def test_nothing_but_a_bad_request_is_raised(parse: Any, body: dict[str, Any], i
 
 
 def test_neutral_values_and_unknown_keys_are_accepted() -> None:
-    """Frameworks send default values and unknown keys, and neither changes the request."""
+    """Default values of unsupported parameters and unknown keys, which frameworks send, do not change the request."""
     body: dict[str, Any] = {
         "stream": False,
         "n": 1,
@@ -470,7 +477,7 @@ def test_neutral_values_and_unknown_keys_are_accepted() -> None:
 
 
 def test_sampling_parameters_are_translated() -> None:
-    """The request holds only the sampling parameters that the agent set; the token limit has three names."""
+    """A parsed request contains only the sampling parameters that the agent set. The token limit has three names."""
     body = {"temperature": 0, "top_p": 0.9, "stop": "\n", "seed": 7, "frequency_penalty": 1, "stop_token_ids": [5]}
     asked = {"temperature": 0.0, "top_p": 0.9, "stop": ["\n"], "seed": 7, "frequency_penalty": 1.0}
     asked |= {"max_new_tokens": 5, "stop_token_ids": [5]}
@@ -484,14 +491,15 @@ def test_sampling_parameters_are_translated() -> None:
 
 
 def test_half_a_surrogate_pair_stays_text() -> None:
-    """Arguments with half a surrogate pair cannot be sent again as JSON, so they stay text."""
+    """Arguments with half a surrogate pair stay text, because they cannot be written as JSON again."""
     text = '{"a": "\\ud800"}'
     call = {"id": "1", "function": {"name": "f", "arguments": text}}
     assert normalise({"role": "assistant", "tool_calls": [call]})["tool_calls"][0]["function"]["arguments"] == text
 
 
 def test_how_the_answer_is_wanted() -> None:
-    """Streaming, several answers, logprobs, `store` and variables of the template are read from the body."""
+    """The parser reads streaming, the number of answers, logprobs, `store` and the template's variables from the
+    body."""
     options = {"include_usage": True}
     ask = parse_chat(body_of(parse_chat, stream=True, stream_options=options, n=3, logprobs=True, store=False))
     assert (ask.stream, ask.stream_usage, ask.n, ask.logprobs, ask.store) == (True, True, 3, True, False)
@@ -506,7 +514,7 @@ def test_how_the_answer_is_wanted() -> None:
         "text": "x",
         "output_format": "json",
         "include": "x",
-    }  # fields of another protocol are ignored
+    }  # the parser ignores fields of a different protocol
     assert parse_chat(body_of(parse_chat, **others)).template_kwargs == {}
     kwargs = parse_chat(body_of(parse_chat, chat_template_kwargs={"enable_thinking": False}))
     assert kwargs.template_key != parse_chat(body_of(parse_chat)).template_key
@@ -517,7 +525,7 @@ def test_how_the_answer_is_wanted() -> None:
 
 
 def test_arguments_that_are_no_json_stay_text() -> None:
-    """A model may write arguments that are broken JSON; they stay text, and the history is still recognised."""
+    """If a model writes broken JSON as arguments, the arguments stay text, and the history is still recognised."""
     for arguments in ('{"a": ', "[" * 100_000, '{"a": NaN}', '{"a": 1e999}', "[" * 201 + "]" * 201):
         message = assistant(arguments)
         assert canonical(message) == canonical(copy.deepcopy(message))
@@ -525,7 +533,7 @@ def test_arguments_that_are_no_json_stay_text() -> None:
 
 
 def test_what_is_nested_too_deeply_is_refused_by_name() -> None:
-    """A value that is nested too deeply to be written as JSON again is refused, and the refusal names the field."""
+    """The parser refuses a value that is nested too deeply to be written as JSON, and the refusal names the field."""
     deep: Any = {}
     for _ in range(1000):
         deep = {"a": deep}
@@ -553,7 +561,8 @@ FINISHED: dict[str, Found] = {
 
 
 def test_a_previous_response_is_put_in() -> None:
-    """The earlier conversation is put before the new messages; new instructions replace the old ones."""
+    """previous_response_id puts the earlier conversation before the new messages. New instructions replace the old
+    instructions."""
     body = {"input": "And then?", "previous_response_id": "resp_ab"}
     history = [*FINISHED["resp_ab"][0], TALK[-1]]
     assert parse_responses(body, FINISHED.get).messages == history
@@ -566,7 +575,8 @@ def test_a_previous_response_is_put_in() -> None:
 
 
 def test_a_thread_keeps_its_tools() -> None:
-    """Anthropic's tool runner sends its tools only with the first request of a thread; they stay offered."""
+    """The tools of a thread's first request stay offered in later requests, because Anthropic's tool runner sends
+    tools only once."""
     thread = {"type": "continue", "previous_message_id": "msg_cd"}
     other = {"name": "other", "input_schema": {"type": "object"}}
     assert parse_anthropic({"messages": [TALK[-1]], "thread": thread}, FINISHED.get).tools == [TOOL]
@@ -581,7 +591,7 @@ def test_a_thread_keeps_its_tools() -> None:
 
 
 def test_references_to_items_are_put_in() -> None:
-    """A client may send some or all items of a reply back as references, and the reply is still recognised."""
+    """If a client sends some or all items of a reply back as references, the reply is still recognised."""
     call = {"type": "function_call", "call_id": "call_ab_0", "name": "f", "arguments": '{"a": 1}'}
     last = {"type": "item_reference", "id": "fc_ab_1"}
     for thought in ({"type": "item_reference", "id": "rs_ab"}, {"type": "reasoning", "summary": []}):
@@ -605,7 +615,7 @@ def test_references_to_items_are_put_in() -> None:
     ],
 )
 def test_what_is_not_there_is_refused_by_name(name: str, ask: dict[str, Any]) -> None:
-    """A reference to an unknown item is refused, because the model would answer without its context."""
+    """The parser refuses a reference to an unknown item, because the model would lack a part of the conversation."""
     with pytest.raises(Refusal, match=f"^{name}"):
         parse_responses(ask, FINISHED.get)
     thread = {"type": "continue", "previous_message_id": "msg_no"}

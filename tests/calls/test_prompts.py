@@ -1,4 +1,5 @@
-"""A prompt is sampled tokens with new ones behind them. Text that is read from a stream never changes later."""
+"""A prompt is the conversation's sampled tokens and then the new tokens. Text that a stream has sent never changes
+later."""
 
 import json
 from typing import Any
@@ -34,7 +35,7 @@ TEMPLATES = {
     "another end of the whole": HEAD
     + "{{ m.content }}<|im_end|>"
     + TAIL.replace("{% endif", "{% else %}<|endoftext|>{% endif"),
-    "nothing at the end": HEAD + "{{ m.content }}" + TAIL,  # the model ends its answer with the mark of the next role
+    "nothing at the end": HEAD + "{{ m.content }}" + TAIL,  # the model itself writes the mark of the next role
 }
 
 
@@ -51,14 +52,15 @@ def user(text: str) -> dict[str, Any]:
 
 
 class Talk:
-    """A conversation in which the prompts are built and the test says which tokens the model samples."""
+    """A conversation in which PromptBuilder builds the prompts and the test chooses the tokens that the model
+    samples."""
 
     def __init__(self, tokenizer: Any, **options: Any) -> None:
         self.tokenizer, self.prompts, self.cache = tokenizer, PromptBuilder(tokenizer, **options), InteractionCache()
         self.messages: list[dict[str, Any]] = []
 
     def say(self, question: dict[str, Any], answer: str, ends: str = "<|im_end|>", **ask: Any) -> list[int]:
-        """Return the prompt of a turn; then the model answers it with these tokens."""
+        """Build the prompt of a turn, answer the prompt with these tokens, and return the prompt."""
         self.messages.append(question)
         name = str(len(self.cache))
         turn = self.cache.enter(name, InteractionWithTokenLogpReward(list(self.messages)))
@@ -77,8 +79,8 @@ class Talk:
 @pytest.mark.parametrize("ends", ["the mark", "<|endoftext|>", ""])
 @pytest.mark.parametrize("last", ["", "\n", "\n\n"])
 def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name: str, ends: str, last: str) -> None:
-    """Whatever the template does to a history, concat exports one row in which each sampled token is trained once and
-    each turn is closed once."""
+    """For any template, concat exports the conversation as one row. Each sampled token is trained one time and each
+    turn is closed one time."""
     talk = Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]))
     assert talk.prompts.splices
     mark = "<|im_start|>" if name == "nothing at the end" else "<|im_end|>"
@@ -98,7 +100,7 @@ def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name:
 
 @pytest.mark.parametrize("sampled", ["<|endoftext|><|im_end|>", "<|endoftext|>", "<|im_end|>", ""])
 def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) -> None:
-    """A template may close a turn with several marks. The prompt does not repeat the marks that the model has
+    """If a template closes a turn with several marks, the next prompt does not repeat the marks that the model
     sampled."""
     template = HEAD + "{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}<|im_end|>\n" + TAIL
     talk = Talk(tokenizer_with(tiny_tokenizer, template))
@@ -110,7 +112,7 @@ def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) 
 
 @pytest.mark.parametrize("name", ["plain", "no newline", "newlines behind the end"])
 def test_where_rendering_again_is_exact_splicing_is_the_same(tiny_tokenizer: Any, name: str) -> None:
-    """If a template keeps what the model wrote, the spliced prompt equals the full rendering."""
+    """If a template keeps the model's text unchanged, the token-exact prompt equals the full rendering."""
     spliced, whole = (
         Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]), chat_template_type=t) for t in ("concat", "hf")
     )
@@ -120,7 +122,7 @@ def test_where_rendering_again_is_exact_splicing_is_the_same(tiny_tokenizer: Any
 
 
 def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
-    """A conversation of 100 turns renders each question once and no answer, and the tokenizer reads nothing else."""
+    """In a conversation of 100 turns each question is rendered and tokenised one time, and no answer is."""
     tokenizer = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
     talk = Talk(tokenizer)
     rendered: list[list[dict[str, Any]]] = []
@@ -146,7 +148,8 @@ def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
 
 
 def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny_tokenizer: Any) -> None:
-    """If a template refuses the stub because it contains no tool call, this turn is rendered in full."""
+    """If a template refuses the placeholder answer because the placeholder has no tool call, the turn is rendered in
+    full."""
     wants = "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
     tokenizer = tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL)
     prompts = PromptBuilder(tokenizer)
@@ -168,7 +171,8 @@ def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny
 
 @pytest.mark.parametrize("name", ["tokenize", "tools", "conversation", "return_tensors"])
 def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(tiny_tokenizer: Any, name: str) -> None:
-    """chat_template_kwargs sets variables of the template. An argument of the tokenizer is refused by its name."""
+    """chat_template_kwargs may set only variables of the template. The proxy refuses an argument of the tokenizer by
+    its name."""
     with pytest.raises(Refusal, match=f"chat_template_kwargs: {name}"):
         PromptBuilder(tiny_tokenizer).prompt(AgentRequest([user("q")], template_kwargs={name: 1}), None)
 
@@ -190,8 +194,8 @@ IDS = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_except
     ],
 )
 def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: str, says: str | None) -> None:
-    """If a template refuses the tool calls, it gets ids of nine letters or digits (Mistral), and then arguments as
-    text (DeepSeek). A call and its result keep one id."""
+    """If a template refuses the tool calls, PromptBuilder tries ids of nine letters or digits (Mistral), and then
+    arguments as text (DeepSeek). A call and its result keep equal ids."""
     prompts = PromptBuilder(tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL))
     call = {"id": "call_ab12_0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     messages = [
@@ -213,7 +217,7 @@ def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: st
 
 
 def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
-    """Some templates print the tools before the last question, so the tail is rendered with the tools, too."""
+    """The tail is rendered with the tools, because some templates print the tools before the last question."""
     tokenizer = tokenizer_with(
         tiny_tokenizer,
         HEAD + "{% if tools and loop.last %}{{ tools | tojson }}{% endif %}{{ m.content }}<|im_end|>" + TAIL,
@@ -229,16 +233,16 @@ def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
 
 
 def read_all(reader: TextReader, tokens: list[int]) -> list[str]:
-    """Return what `read` returns after each token."""
+    """Return the list of the texts that `read` returns after each further token."""
     return [reader.read(tokens[:n]) for n in range(1, len(tokens) + 1)]
 
 
 def tokenizer_of(kind: str, of_bytes: Any) -> Any:
     """Return a tokenizer whose decoder joins tokens in its own way.
 
-    A token of "bytes" is one byte. A token of "parts" is one to three bytes, and may end one character and begin the
-    next. "words" puts a space between words. "pieces" drops the first space of a text. "pieces and bytes" also has a
-    token for each byte of a rare character, like Llama 2 and Gemma.
+    With "bytes" a token is one byte. With "parts" a token is one to three bytes, and may end one character and begin
+    the next. With "words" the decoder puts a space between words. With "pieces" the decoder drops the first space of
+    a text. With "pieces and bytes" the vocabulary also has a token for each byte, as in Llama 2 and Gemma.
     """
     if kind == "bytes":
         return of_bytes
@@ -267,8 +271,8 @@ def tokenizer_of(kind: str, of_bytes: Any) -> Any:
     st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2),
 )
 def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind: str, stop: list[str]) -> None:
-    """For any tokens and stop strings, each text that is read is a prefix of the later texts and of the whole, and
-    the last one is the whole. Any number of tokens may arrive at a time, or none."""
+    """For any tokens and stop strings, each text in a stream is a prefix of the later texts and of the whole text.
+    Any number of tokens may arrive at a time."""
     tokenizer = tokenizer_of(kind, tiny_tokenizer)
     if kind == "bytes":
         raw = data.draw(st.one_of(st.text(max_size=40).map(str.encode), st.binary(max_size=90)))
@@ -292,8 +296,8 @@ def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind
 
 
 def test_a_bad_byte_spoils_no_other(tiny_tokenizer: Any) -> None:
-    """Only bytes that belong to no character become U+FFFD, in the stream and in the whole. If a length cuts the
-    second of two emojis, the first one is kept."""
+    """Only bytes that belong to no character become U+FFFD, in a stream and in the whole text. If a length limit cuts
+    the second of two emojis, the first emoji is kept."""
     tokenizer = tokenizer_of("pieces and bytes", tiny_tokenizer)
     tokens = [1, *(6 + byte for byte in "😀😀".encode()[:6]), 4]
     reader = TextReader(tokenizer, GenerationHyperparameters())
@@ -304,7 +308,7 @@ def test_a_bad_byte_spoils_no_other(tiny_tokenizer: Any) -> None:
 
 
 def test_reading_a_stream_is_linear(tiny_tokenizer: Any) -> None:
-    """Each token is decoded a bounded number of times in a long answer, even if its bytes form no text."""
+    """In a long answer each token is decoded a bounded number of times, even if the answer's bytes form no text."""
     for tokens in (tiny_tokenizer.encode("abcdefgh" * 500), tiny_tokenizer.encode("é" * 1000)[1::2] * 4):
         own = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
         decode, decoded = own.decode, list[int]()
@@ -320,7 +324,8 @@ def test_reading_a_stream_is_linear(tiny_tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["bytes", "words", "pieces", "pieces and bytes"])
 def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
-    """The texts of single tokens, joined, are the whole text, even if the decoder drops the first space of a text."""
+    """The joined texts of the single tokens are the whole text, even if the decoder drops the first space of a
+    text."""
     tokenizer = tokenizer_of(kind, tiny_tokenizer)
     reader = TextReader(tokenizer, GenerationHyperparameters())
     tokens = {"bytes": tokenizer.encode("ab b a"), "words": tokenizer.encode("a b ab , a")}.get(kind, [4, 5, 1, 3, 2])
@@ -328,7 +333,7 @@ def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
 
 
 def test_tokens_without_text_lose_no_space_and_cost_little(tiny_tokenizer: Any) -> None:
-    """An answer with thousands of special tokens, as a collapsed policy writes it, is read in linear time."""
+    """An answer with thousands of special tokens, which a collapsed policy may write, is decoded in linear time."""
     tokenizer: Any = make_tokenizer(["a"])
     tokens = [
         tokenizer.convert_tokens_to_ids("a"),
@@ -347,7 +352,7 @@ def test_tokens_without_text_lose_no_space_and_cost_little(tiny_tokenizer: Any) 
 
 
 def test_the_end_token_is_no_text(tiny_tokenizer: Any) -> None:
-    """The end-of-turn token has no text, and the possible beginning of a stop string is held back."""
+    """The end-of-turn token has no text, and a stream holds back the possible beginning of a stop string."""
     a, b = tiny_tokenizer.encode("ab")
     reader = TextReader(tiny_tokenizer, GenerationHyperparameters(stop_token_ids=[b], stop=["ax"]))
     assert read_all(reader, [a, a, b]) == ["", "a", "a"]

@@ -1,4 +1,5 @@
-"""The official SDKs make the whole reply from a stream, and a reply that is sent back equals the stored message."""
+"""The official SDKs rebuild the whole reply from a stream, and a reply that a client sends back equals the stored
+message."""
 
 import itertools
 import json
@@ -24,22 +25,22 @@ PARSED = Parsed("Let me see.", "hm", [Call("f", '{"a": "Zürich\u2028"}'), Call(
 
 
 def response_of(stop_reason: str = "stop") -> ModelResponse:
-    """Return a response of the engine with two tokens of prompt and three of completion."""
+    """Return a response of the engine with two prompt tokens and three generated tokens."""
     return ModelResponse([1, 2], [3, 4, 5], [-0.5, -1.0, -1.5], [0, 0, 0], stop_reason)
 
 
 def answer_of(name: str, parsed: Parsed = PARSED, stop_reason: str = "stop", **fields: Any) -> Answer:
-    """Return an answer with the interaction id ab12 in the protocol `name`."""
+    """Return an answer in the protocol `name`, whose interaction id ends with ab12."""
     return Answer(PROTOCOLS[name].id_prefix + "ab12", response_of(stop_reason), parsed, **fields)
 
 
 def whole(name: str, answer: Answer, ask: AgentRequest = ASKED) -> dict[str, Any]:
-    """Return the body of the whole reply, after it has been through JSON."""
+    """Return the body of the unstreamed reply, written as JSON and read again."""
     return json.loads(json.dumps(PROTOCOLS[name].render(ask, [answer])))
 
 
 def streamed(name: str, answer: Answer, pieces: list[tuple[str, str]], ask: AgentRequest = ASKED) -> bytes:
-    """Return the reply as events. Each piece is a pair: more text, more reasoning."""
+    """Return the reply as a stream of events. A piece is a pair: the text and the reasoning that the stream adds."""
     stream, text, reasoning = PROTOCOLS[name].stream(ask, answer.interaction_id, 0), "", ""
     frames = stream.start(2)
     for more_text, more_reasoning in pieces:
@@ -66,7 +67,7 @@ def client_of(name: str, content: bytes, status: int = 200) -> Any:
 
 
 def accumulated(name: str, raw: bytes) -> dict[str, Any]:
-    """Return the reply that the SDK's own helper makes of a stream."""
+    """Return the reply that the SDK's own stream helper builds from the stream `raw`."""
     client = client_of(name, raw)
     if name == "chat/completions":
         with client.chat.completions.stream(model="m", messages=HELLO) as stream:
@@ -82,7 +83,7 @@ def accumulated(name: str, raw: bytes) -> dict[str, Any]:
 
 
 def said(value: Any) -> Any:
-    """Return a reply without its times and without what an SDK's helper adds: null keys and parsed values."""
+    """Return a reply without its times, and without the null keys and parsed values that an SDK's helper adds."""
     if isinstance(value, dict):
         added = ["created", "created_at", "parsed_arguments", "parsed", *["index"] * ("function" in value)]
         return {key: said(item) for key, item in value.items() if item is not None and key not in added}
@@ -98,7 +99,7 @@ def nulls(value: Any, path: str = "") -> list[str]:
 
 
 def sent_back(name: str, reply: dict[str, Any]) -> dict[str, Any]:
-    """Return, in normal form, the message that a client sends back for a reply."""
+    """Return the message that a client sends back for a reply, in normal form."""
     if name == "chat/completions":
         return normalise(reply["choices"][0]["message"])
     if name == "responses":
@@ -115,7 +116,7 @@ PARSES = st.builds(Parsed, st.text(), st.text(), CALLS)
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(NAMES), PARSES, st.sampled_from(["stop", "length"]), st.lists(st.integers(1, 5), max_size=4))
 def test_a_stream_is_the_whole_reply(name: str, parsed: Parsed, stop_reason: str, cuts: list[int]) -> None:
-    """However the text is cut into pieces, the SDKs' helpers make the whole reply from the events."""
+    """The SDKs' helpers rebuild the whole reply from the events, for any division of the text into pieces."""
     answer = answer_of(name, parsed, stop_reason)
     ends = list(itertools.accumulate(cuts, initial=0))
     pieces = [("", parsed.reasoning[a:b]) for a, b in itertools.pairwise(ends)]
@@ -129,7 +130,7 @@ def test_a_stream_is_the_whole_reply(name: str, parsed: Parsed, stop_reason: str
 @settings(deadline=None)
 @given(st.sampled_from(NAMES), PARSES)
 def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, parsed: Parsed) -> None:
-    """In every protocol, the message in the conversation tree equals the one that the client sends back."""
+    """In every protocol the message in the conversation tree equals the message that the client sends back."""
     answer = answer_of(name, parsed)
     again = sent_back(name, whole(name, answer))
     assert canonical(again) == canonical(answer.message)
@@ -138,7 +139,8 @@ def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, parsed: Parse
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_parser_is_sure_of_makes_a_stream(name: str) -> None:
-    """If the proxy sends only what OutputParser is certain of, the events still make the whole reply."""
+    """If a stream sends only the text that OutputParser.certain returns, the events still add up to the whole
+    reply."""
     parser, tools = OutputParser(), [{"type": "function", "function": {"name": "f"}}]
     text = '<think>\nhm, "<"\n</think>\n\nLet me see: 1 < 2 \n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     pieces, before = [], Parsed("")
@@ -175,7 +177,7 @@ def test_a_chat_completion_has_all_that_strict_clients_read() -> None:
 
 
 def test_a_response_has_all_that_strict_clients_read() -> None:
-    """A response has created_at, status and usage, and the ids of its items follow from its own id."""
+    """A response has created_at, status and usage, and the ids of its items are made from the response's id."""
     reply = whole("responses", answer_of("responses"))
     assert reply["created_at"] > 0
     assert [item["id"] for item in reply["output"]] == ["rs_ab12", "msg_ab12", "fc_ab12_0", "fc_ab12_1"]
@@ -250,7 +252,8 @@ def test_the_events_of_a_response() -> None:
 
 
 def test_the_events_of_a_message() -> None:
-    """Every event has its `event:` line, which Anthropic's client needs, and one block is open at a time."""
+    """Every event has an `event:` line, which Anthropic's client needs, and only one content block is open at a
+    time."""
     frames = list(frames_of(streamed("messages", answer_of("messages"), [("", "hm"), ("Let ", "")])))
     assert all(data["type"] == event for event, data in frames)
     deltas = [data["delta"].get("type") for event, data in frames if event == "content_block_delta"]
@@ -264,7 +267,8 @@ def test_the_events_of_a_message() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_said_after_the_last_token_only(name: str) -> None:
-    """A stream that sends everything at its end is complete, also for an empty answer or one with only calls."""
+    """A stream that sends the whole answer at its end is complete, even if the answer is empty or has only tool
+    calls."""
     for parsed in (Parsed(""), Parsed("", calls=PARSED.calls), Parsed("", "hm")):
         answer = answer_of(name, parsed)
         raw = streamed(name, answer, [])
@@ -275,7 +279,8 @@ def test_what_is_said_after_the_last_token_only(name: str) -> None:
 
 
 def test_several_answers_share_a_chat_completion() -> None:
-    """With n = 2 the chunks of both answers are mixed and carry an index; usage and [DONE] come once, at the end."""
+    """With n = 2 a stream mixes the chunks of both answers, and each chunk has an index. Usage and [DONE] are sent
+    one time, at the end."""
     ask = AgentRequest(HELLO, model="m", n=2, stream_usage=True)
     one = Answer("chatcmpl-ab12", response_of(), Parsed("first", "hm"))
     two = Answer("chatcmpl-ab12-1", response_of("length"), Parsed("second", calls=[Call("f", "{}")]))
@@ -291,7 +296,7 @@ def test_several_answers_share_a_chat_completion() -> None:
 
 
 def test_logprobs_of_the_sampled_tokens() -> None:
-    """The logprobs of the sampled tokens stand in the body and in the stream, in OpenAI's form."""
+    """A reply contains the logprobs of the sampled tokens in OpenAI's form, both in a whole body and in a stream."""
     chat = answer_of("chat/completions", Parsed("hi"), token_texts=["h", "i", "<|im_end|>"])
     content = whole("chat/completions", chat)["choices"][0]["logprobs"]["content"]
     assert [(entry["token"], entry["logprob"]) for entry in content] == [("h", -0.5), ("i", -1.0), ("<|im_end|>", -1.5)]
@@ -303,7 +308,7 @@ def test_logprobs_of_the_sampled_tokens() -> None:
     assert [entry["bytes"] for entry in halves.logprobs] == [
         [],
         [],
-    ]  # the bytes of half a character are unknown, not those of U+FFFD
+    ]  # the bytes of half a character are unknown, so both lists are empty
     response = answer_of("responses", Parsed("hi"), token_texts=["h", "i", ""])
     assert whole("responses", response)["output"][0]["content"][0]["logprobs"][0] == content[0]
     assert said(accumulated("responses", streamed("responses", response, []))) == said(whole("responses", response))
@@ -324,7 +329,7 @@ def test_an_error_has_the_shape_of_its_protocol(name: str, status: int, error: s
 
 
 def accumulated_error(name: str, raw: bytes, status: int) -> None:
-    """Send a request with the SDK and let it raise the error in the reply."""
+    """Send a request with the SDK, which raises the error in the reply."""
     client = client_of(name, raw, status)
     if name == "chat/completions":
         client.chat.completions.create(model="m", messages=HELLO)
@@ -336,7 +341,7 @@ def accumulated_error(name: str, raw: bytes, status: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stream_that_breaks_off_is_an_error(name: str) -> None:
-    """An error after the first bytes is sent as an event, and the SDK raises it."""
+    """An error after the first bytes of a stream is sent as an event, and the SDK raises this error."""
     stream = PROTOCOLS[name].stream(ASKED, PROTOCOLS[name].id_prefix + "ab", 0)
     raw = stream.start(2) + stream.grow([("text", "Let")]) + stream.error(503, "no server answers")
     library: Any = anthropic if name == "messages" else openai

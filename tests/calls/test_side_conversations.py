@@ -1,4 +1,4 @@
-"""A title of the conversation takes no reward, whenever a client asks for it; every call of an agent is trained."""
+"""A client's request for a title takes no reward and is not trained. Every call of an agent is trained."""
 
 from itertools import permutations
 from typing import Any
@@ -17,7 +17,8 @@ CLIENTS = {
 
 
 def session(*interactions: InteractionWithTokenLogpReward, **options: Any) -> InteractionCache:
-    """A session of finished calls, named "0", "1", ... in the order of their requests."""
+    """Return the cache of a session with these finished calls. The calls' ids are "0", "1", ... in the order of the
+    requests."""
     cache = InteractionCache(**options)
     for k, interaction in enumerate(interactions):
         cache.enter(str(k), interaction)
@@ -25,7 +26,8 @@ def session(*interactions: InteractionWithTokenLogpReward, **options: Any) -> In
 
 
 def left_out(cache: InteractionCache) -> list[str]:
-    """Reward the session as an agent's return value does, and name the rows that training leaves out."""
+    """Reward the session with 1, as an agent's return value does, and return the ids of the rows that are not
+    trained."""
     cache.set_last_reward(1.0)
     cache.apply_reward_discount(1.0)
     rows = {name: i.to_lists() for name, i in cache.export_interactions("concat").items()}
@@ -42,7 +44,8 @@ def agent_of_two_turns() -> list[InteractionWithTokenLogpReward]:
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("place", [0, 1, 2], ids=["before", "between", "after"])
 def test_a_title_at_any_time(client: str, place: int) -> None:
-    """A title before, between or after the agent's turns is left out, and the agent's last turn has the reward."""
+    """A title call before, between or after the agent's turns is not trained, and the agent's last turn takes the
+    reward."""
     calls = agent_of_two_turns()
     calls.insert(place, turn([{"role": "system", "content": CLIENTS[client]}, user("hello")], "A title"))
     cache = session(*calls)
@@ -51,7 +54,7 @@ def test_a_title_at_any_time(client: str, place: int) -> None:
 
 
 def test_the_order_of_ends_changes_nothing() -> None:
-    """Three calls at once may end in any order: the title is the one that is left out."""
+    """If three calls run at the same time and end in any order, only the title call is not trained."""
     for order in permutations("012"):
         cache = InteractionCache()
         for name, opening in zip("012", (CODER, TITLE, user("draft")), strict=True):
@@ -62,7 +65,8 @@ def test_the_order_of_ends_changes_nothing() -> None:
 
 
 def test_a_second_agent_of_one_call_is_trained() -> None:
-    """A critic that is asked once, without tools and under its own prompt, is part of the work, in either order."""
+    """A critic's single call, without tools and with a different system prompt, is trained if the call comes first or
+    last."""
     critic = turn([{"role": "system", "content": "You are a strict critic of code."}, user("hello")], "fine")
     assert left_out(session(*agent_of_two_turns(), critic)) == []
     assert critic.reward == 1.0
@@ -71,7 +75,7 @@ def test_a_second_agent_of_one_call_is_trained() -> None:
 
 
 def test_a_final_answer_without_tools_is_trained() -> None:
-    """An agent about titles that asks for its final answer without tools begins that call with its own prompt."""
+    """If an agent's system prompt mentions titles, the agent's final call without tools is still trained."""
     librarian = {"role": "system", "content": "You write a title for each book."}
     work = turn([librarian, user("hello")], "a", tools=TOOLS)
     final = turn([librarian, user("hello"), said("a"), user("Now answer.")], "b")
@@ -80,12 +84,12 @@ def test_a_final_answer_without_tools_is_trained() -> None:
 
 
 def test_an_agent_that_only_writes_titles_is_trained() -> None:
-    """Where every call of the session looks like a title, titles are the work."""
+    """If every call of a session looks like a title call, every call is trained."""
     assert left_out(session(turn([TITLE, user("a book")]), turn([TITLE, user("another")]))) == []
 
 
 def test_a_rewarded_title_is_trained() -> None:
-    """An agent that rewards a title by its id wants it trained."""
+    """A title call is trained if the agent rewards the call by its id."""
     cache = session(*agent_of_two_turns(), turn([TITLE, user("hello")]))
     cache.set_reward("2", 0.5)
     assert left_out(cache) == []
@@ -93,7 +97,8 @@ def test_a_rewarded_title_is_trained() -> None:
 
 
 def test_the_key_turns_the_rule_off() -> None:
-    """With rollout.openai.side_conversations=[] a title is an ordinary call, and the last call takes the reward."""
+    """With rollout.openai.side_conversations=[] a title call is an ordinary call, and takes the reward if it is the
+    last call."""
     cache = session(*agent_of_two_turns(), turn([TITLE, user("hello")]), side_patterns=())
     assert left_out(cache) == []
     assert cache["2"].reward == 1.0

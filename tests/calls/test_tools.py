@@ -1,4 +1,5 @@
-"""A complete and valid call becomes a call, everything else stays text, and a stream takes nothing back."""
+"""A complete and valid tool call in the model's text becomes a call. All other text stays text. A stream never
+withdraws a part that it sent."""
 
 import copy
 import json
@@ -17,7 +18,7 @@ from run.fields import Refusal, read_json
 
 
 def tool(name: str) -> dict[str, Any]:
-    """Return a tool in the form of chat completions."""
+    """Return the definition of a tool as chat completions write it."""
     return {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
 
 
@@ -26,7 +27,7 @@ PARSER = OutputParser()
 
 
 def call(name: str = "f", arguments: str = "{}") -> str:
-    """Return a call as a model writes it."""
+    """Return the text of a tool call as a model writes it."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
@@ -50,7 +51,7 @@ def call(name: str = "f", arguments: str = "{}") -> str:
     ],
 )
 def test_a_text_is_taken_apart(text: str, parsed: Parsed) -> None:
-    """A text is split into reasoning, text and calls; a text without calls is kept to the letter."""
+    """parse splits a text into reasoning, text and calls. A text without calls is not changed."""
     assert PARSER.parse(text, TOOLS) == parsed
 
 
@@ -77,14 +78,14 @@ BROKEN = [
 
 @pytest.mark.parametrize("text", BROKEN)
 def test_a_malformed_call_stays_text(text: str) -> None:
-    """A malformed call is kept as text, and a good call after it is still found."""
+    """A malformed call stays text, and the parser still finds a good call after the malformed call."""
     assert PARSER.parse(text, TOOLS) == Parsed(text)
     if text.endswith("</tool_call>"):
         assert PARSER.parse(text + call("g"), TOOLS) == Parsed(text, calls=[Call("g", "{}")])
 
 
 def test_without_tools_nothing_is_a_call() -> None:
-    """If the agent offers no tools, or forbids calls, the marks of a call are text."""
+    """If the agent offers no tools or forbids calls, a call in the model's text stays text."""
     assert PARSER.parse(call(), []) == Parsed(call())
     assert PARSER.certain(call(), []) == Parsed(call())
 
@@ -99,7 +100,7 @@ PIECES = st.sampled_from(
 @settings(deadline=None)
 @given(st.lists(PIECES, max_size=8).map("".join), st.booleans())
 def test_what_is_certain_is_never_taken_back(text: str, offered: bool) -> None:
-    """The certain part of a growing text never shrinks, and it is the beginning of the parts of the whole text."""
+    """While a text grows, its certain part never shrinks and always is the beginning of the final reply."""
     tools = TOOLS if offered else []
     whole, before = PARSER.parse(text, tools), Parsed("")
     for end in range(len(text) + 1):
@@ -115,7 +116,7 @@ def test_what_is_certain_is_never_taken_back(text: str, offered: bool) -> None:
 
 
 def test_a_stream_says_what_it_can() -> None:
-    """A stream holds back only the possible beginning of a mark, and blanks that a call may follow."""
+    """A stream holds back only the possible beginning of a mark, and blanks that may come before a call."""
     assert PARSER.certain("Hello wor", TOOLS) == Parsed("Hello wor")
     assert PARSER.certain("Hello \n", TOOLS) == Parsed("Hello")
     assert PARSER.certain("Hello \n", []) == Parsed("Hello \n")
@@ -130,7 +131,7 @@ def test_a_stream_says_what_it_can() -> None:
 
 
 def test_a_call_in_a_stream_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream parses its text at every token, but reads the JSON of each call only once."""
+    """A stream parses its text after every token, but parses the JSON of each call only one time."""
     read: list[str] = []
 
     def counting(body: str) -> Any:
@@ -149,7 +150,7 @@ def test_a_call_in_a_stream_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
 @settings(deadline=None)
 @given(st.text("ab", max_size=6), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
 def test_the_beginning_of_a_mark_is_held_back(text: str, marks: list[str]) -> None:
-    """The longest end of the text that may be the beginning of a mark is cut off, and nothing else."""
+    """The longest end of the text that may be the beginning of a mark is held back, and no more."""
     held = [n for n in range(1, len(text) + 1) if any(m.startswith(text[-n:]) and m != text[-n:] for m in marks)]
     assert without_partial(text, marks) == text[: len(text) - max(held, default=0)]
 
@@ -175,7 +176,8 @@ def test_the_beginning_of_a_mark_is_held_back(text: str, marks: list[str]) -> No
     ],
 )
 def test_a_forced_call_is_begun_for_the_model(prompt: str, begun: str, choice: str, tools: list, written: str) -> None:
-    """The opening and the model's text after it are a call; reasoning that the prompt has begun is closed first."""
+    """A forced call is the opening in the prompt and the model's text. If the prompt has begun the reasoning, the
+    opening first closes the reasoning."""
     assert PARSER.begun(prompt) == begun
     opening = PARSER.opening(choice, tools, begun)
     assert (begun + opening).count("</think>") == bool(begun)
@@ -198,14 +200,15 @@ TEMPLATE = {
 
 @pytest.fixture
 def templated(tiny_tokenizer: Any) -> Any:
-    """Return a tokenizer with a response template, which says how its model writes calls and reasoning."""
+    """Return a tokenizer with a response template, which describes how the model writes calls and reasoning."""
     tokenizer = copy.copy(tiny_tokenizer)
     tokenizer.response_template = TEMPLATE
     return tokenizer
 
 
 def test_a_tokenizers_own_template_is_used(templated: Any) -> None:
-    """A response template parses the text at its end; before that nothing is certain, and no call can be forced."""
+    """A response template parses only a finished text, so no part of a stream is certain, and no call can be
+    forced."""
     parser = OutputParser(templated)
     text = '[THINK]hm[/THINK]Well.[CALL]{"name": "f", "arguments": {"a": 1}}[/CALL]'
     assert parser.special_tokens
@@ -220,7 +223,7 @@ def test_a_tokenizers_own_template_is_used(templated: Any) -> None:
 
 
 def test_a_parser_that_is_not_there_is_an_error_at_once() -> None:
-    """The name of an unknown parser is refused at the start, and the error lists the known names."""
+    """The proxy refuses the name of an unknown parser at the start, and the error lists the known names."""
     with pytest.raises(ValueError, match=r"^tool_call_parser: .*hermes"):
         OutputParser(tool_call_parser="no such form")
     with pytest.raises(ValueError, match=r"^reasoning_parser: .*qwen3"):
@@ -252,7 +255,8 @@ for form, text in said:
 
 @pytest.mark.skipif(not SGLANG, reason="needs SGLang: make test-sglang")
 def test_sglangs_parsers_serve_other_forms(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """`tool_call_parser` may name a parser of SGLang, which finds its marks, special tokens, in the sampled tokens."""
+    """If `tool_call_parser` names a parser of SGLang, this parser reads the text with the special tokens that it
+    needs."""
     own = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer,
         eos_token="<|im_end|>",

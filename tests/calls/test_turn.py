@@ -1,4 +1,5 @@
-"""A call, its listeners and its retries: the tree keeps what was sampled, whatever happens to the connection."""
+"""These tests of calls, streams and retries check that the conversation tree keeps every sampled token if a
+connection breaks."""
 
 import asyncio
 import json
@@ -32,7 +33,7 @@ TOOLS: list[Any] = [
     for name in ("look", "open")
 ]
 Start = Callable[..., Harness]
-ENDS: dict[str, Callable[[bytes], bool]] = {  # whether a piece of a stream contains its last event
+ENDS: dict[str, Callable[[bytes], bool]] = {  # protocol -> whether a piece of a stream contains the last event
     "chat/completions": lambda piece: b"data: [DONE]" in piece,
     "responses": lambda piece: b'"response.completed"' in piece,
     "messages": lambda piece: b"message_stop" in piece,
@@ -57,7 +58,8 @@ def cache_of(harness: Harness, session: str) -> Any:
 async def test_a_turn_is_in_the_tree_before_its_first_byte_and_whole_before_its_last(
     start: Start, protocol: str
 ) -> None:
-    """The tree has an interaction before the first byte of its reply, and its tokens before the last byte."""
+    """The tree contains an interaction before the first byte of the reply is sent, and all its tokens before the last
+    byte."""
     harness = start("hello you")
     session = await harness.start()
     harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
@@ -95,8 +97,8 @@ async def test_tokens_are_sent_while_others_are_still_sampled(start: Start) -> N
 
 
 async def test_who_hangs_up_on_a_stream_leaves_what_was_read(start: Start, tiny_tokenizer: Any) -> None:
-    """If a client hangs up on a stream, the generation is aborted. The tokens so far stay as a turn that can be
-    continued."""
+    """If a client hangs up on a stream, the engine stops generating. The tokens that the client received stay as a
+    turn that a later request can continue."""
     harness = start("hello you", "more")
     session = await harness.start()
     harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
@@ -119,7 +121,8 @@ async def test_who_hangs_up_on_a_stream_leaves_what_was_read(start: Start, tiny_
 async def test_a_stream_that_holds_back_what_comes_is_not_silent(
     start: Start, monkeypatch: pytest.MonkeyPatch, pace: float
 ) -> None:
-    """A tool call is sent when it is whole. While its tokens arrive, the stream sends a comment every PING_SECONDS."""
+    """A stream sends a tool call when the call is complete. While the call's tokens arrive, the stream sends a
+    comment every PING_SECONDS."""
     harness, clock = start(CALL), Clock()
     session = await harness.start()
     monkeypatch.setattr("calls.turn.monotonic", clock)
@@ -141,7 +144,7 @@ async def test_a_stream_that_holds_back_what_comes_is_not_silent(
 
 
 async def test_a_stream_without_tokens_is_not_silent(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream sends comments while no token arrives, for example from a paused server."""
+    """While no token arrives, for example from a paused server, a stream sends comments."""
     monkeypatch.setattr("calls.turn.PING_SECONDS", 0.0)
     harness = start("hello")
     session = await harness.start()
@@ -158,7 +161,7 @@ async def test_a_stream_without_tokens_is_not_silent(start: Start, monkeypatch: 
 
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_error_before_the_first_token_is_a_status(start: Start, streams: bool) -> None:
-    """The head of a stream waits for the first token, so an early refusal is an HTTP status and not an event."""
+    """An error before the first token gets an HTTP status, because a stream's head is sent with the first token."""
     harness = start()
     session = await harness.start()
     harness.engine.error = EngineError("the prompt is too long", 400)
@@ -170,8 +173,8 @@ async def test_an_error_before_the_first_token_is_a_status(start: Start, streams
 
 
 async def test_an_error_in_the_middle_is_an_event(start: Start) -> None:
-    """If the engine fails in the middle of a stream, the stream ends with an event that names the error, and the turn
-    is removed from the tree."""
+    """If the engine fails in the middle of a stream, the stream ends with an error event, and the turn is removed
+    from the tree."""
     harness = start("hello")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -188,7 +191,7 @@ async def test_an_error_in_the_middle_is_an_event(start: Start) -> None:
 
 
 async def test_the_end_of_a_session_ends_its_streams(start: Start) -> None:
-    """A stream that is running when its session ends sends an error event, and its turn is not exported."""
+    """If a session ends while a stream is running, the stream sends an error event, and the turn is not exported."""
     harness = start("hello you")
     session = await harness.start()
     harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
@@ -200,7 +203,7 @@ async def test_the_end_of_a_session_ends_its_streams(start: Start) -> None:
 
 
 async def test_a_turn_that_never_ran_leaves_the_tree(start: Start) -> None:
-    """If the session ends before the first step of a turn, the turn is removed from the tree."""
+    """If the session ends before a turn's task has started to run, the turn is removed from the tree."""
     harness = start("hello")
     session = await harness.start()
     cache, proxy = cache_of(harness, session), harness.app.state.proxy
@@ -225,8 +228,8 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
 
 
 async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokenizer: Any) -> None:
-    """The template shows the tools, the reply contains the tool call, and the next prompt begins with the tokens that
-    the model wrote."""
+    """A prompt contains the tools, the reply contains the parsed tool call, and the next prompt begins with the
+    tokens that the model sampled."""
     harness = start(f"so: {CALL}", "blue")
     session = await harness.start()
     completion = await harness.chat(session, HELLO, tools=TOOLS)
@@ -244,7 +247,7 @@ async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokeniz
 
 @pytest.mark.parametrize(("choice", "opening"), [("required", '"'), ("look", '"look", "arguments": ')])
 async def test_a_call_is_forced_by_its_beginning(start: Start, tiny_tokenizer: Any, choice: str, opening: str) -> None:
-    """The beginning of a forced call is part of the prompt and is not trained. The reply contains the whole call."""
+    """The opening of a forced call is a part of the prompt and is not trained. The reply contains the whole call."""
     rest = '{"at": "sky"}}\n</tool_call>'
     harness = start(('look", "arguments": ' if choice == "required" else "") + rest)
     session = await harness.start()
@@ -261,7 +264,8 @@ async def test_a_call_is_forced_by_its_beginning(start: Start, tiny_tokenizer: A
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
-    """Each of n answers is an interaction with a seed of its own. The answer that the agent continues is the parent."""
+    """Each of n answers is an interaction with a different seed. The answer that the agent continues is the
+    parent."""
     harness = start("one", "two", "three", "next", seed=3)
     session = await harness.start()
     async with sdk(harness, f"/{session}/v1") as client:
@@ -285,8 +289,8 @@ async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("end", ["the caller hangs up", "an answer fails", "the session ends"])
 async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: bool, end: str) -> None:
-    """If a call for n answers ends early, no answer stays in the tree. Only a stream whose caller hung up keeps the
-    beginnings that it has sent."""
+    """If a call for n answers ends early, no answer stays in the tree. (If a client hangs up on a stream, the text
+    that was sent stays.)"""
     harness = start("my", "hello you")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -326,7 +330,7 @@ async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: 
 
 
 async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
-    """With seed=5 and n=2 the answers have the seeds 5 and 6, and so they have when the request is repeated."""
+    """With seed=5 and n=2 the two answers have the seeds 5 and 6, also in a second equal request."""
     harness = start()
     session = await harness.start()
     for _ in range(2):
@@ -335,7 +339,7 @@ async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
 
 
 async def test_a_response_goes_on_from_the_one_it_names(start: Start, tiny_tokenizer: Any) -> None:
-    """With previous_response_id the client sends only new messages. The prompt is the parent's tokens and the
+    """If a client sends previous_response_id and only new messages, the prompt is the parent's tokens and the
     rendered tail."""
     harness = start("one", "two")
     session = await harness.start()
@@ -352,7 +356,7 @@ async def test_a_response_goes_on_from_the_one_it_names(start: Start, tiny_token
 
 
 async def test_what_is_not_stored_is_answered_and_not_trained(start: Start) -> None:
-    """A turn with store=false is not trained. It is still in the prompt of the later turns."""
+    """A turn with store=false is not trained, but the later turns' prompts contain the turn."""
     harness = start()
     session = await harness.start()
     message = reply_message(await harness.chat(session, HELLO, store=False))
@@ -365,7 +369,7 @@ async def test_what_is_not_stored_is_answered_and_not_trained(start: Start) -> N
 
 
 async def test_a_recipe_may_fix_the_sampling(start: Start) -> None:
-    """An agent cannot change the fields in fixed_sampling. It can change all others."""
+    """An agent cannot change the sampling fields in fixed_sampling, and can change all other fields."""
     harness = start(sampling={"temperature": 0.7, "top_p": 0.9}, fixed_sampling=["temperature", "stop"])
     session = await harness.start()
     await harness.chat(session, HELLO, temperature=0.1, top_p=0.5, stop=["x"])
@@ -387,7 +391,8 @@ async def test_logprobs_are_those_of_the_sampled_tokens(start: Start) -> None:
 
 
 async def test_tokens_can_be_counted_beforehand(start: Start) -> None:
-    """Anthropic's count_tokens returns the length of the next prompt, in the first turn and in a later turn."""
+    """Anthropic's count_tokens returns the length of the prompt that a turn would have, in a first turn and in a
+    later turn."""
     harness = start("one")
     session = await harness.start()
     messages: list[Any] = list(HELLO)
@@ -426,13 +431,15 @@ async def test_models_are_listed(start: Start) -> None:
     ],
 )
 def test_which_turn_a_retry_belongs_to(states: str, says_so: bool, match: int | None) -> None:
-    """A turn without a reader comes first. A request that says it is a retry then takes a running or the last turn."""
+    """Any equal request matches a turn without a reader. A request with a retry header also matches a running turn or
+    the last turn."""
     turns: list[Any] = [SimpleNamespace(state=State[name.upper()], retries=0) for name in states.split()]
     assert match_retry(turns, says_so) is (None if match is None else turns[match])
 
 
 async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
-    """A client's read times out, and it sends the body again. The running generation answers both connections."""
+    """If a client sends its request again while the generation runs, the running generation answers the second
+    connection."""
     harness = start("one", "two")
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -450,7 +457,7 @@ async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
 
 
 async def test_a_retry_whose_reply_was_lost_gets_the_same_reply(start: Start) -> None:
-    """If the reply of a finished turn is lost, the retry gets this reply, and nothing is generated again."""
+    """If the reply of a finished turn is lost, the retry gets an equal reply, and the engine generates nothing."""
     harness = start("one", "two")
     session = await harness.start()
     path = f"/{session}/v1/chat/completions"
@@ -463,8 +470,8 @@ async def test_a_retry_whose_reply_was_lost_gets_the_same_reply(start: Start) ->
 @pytest.mark.parametrize("says_so", [True, False])
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_orphan_is_dropped(start: Start, says_so: bool, streams: bool) -> None:
-    """If the caller hangs up during the generation, the next equal request is a new turn, and the abandoned turn is
-    removed."""
+    """If the client hangs up during a generation and sends the request again, the request is a new turn, and the
+    abandoned turn is removed."""
     harness = start("hello you", "hello me")
     session = await harness.start()
     harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
@@ -483,7 +490,7 @@ async def test_an_orphan_is_dropped(start: Start, says_so: bool, streams: bool) 
 
 
 async def test_an_orphan_is_dropped_while_it_is_aborted(start: Start) -> None:
-    """The retry may arrive before the engine has finished aborting. The abandoned turn is removed in this case, too."""
+    """If a retry arrives before the engine has finished aborting, the abandoned turn is still removed."""
     harness = start("hello you", "hello me")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -512,7 +519,7 @@ async def test_an_orphan_is_dropped_while_it_is_aborted(start: Start) -> None:
 
 
 async def test_a_retry_after_a_failure_is_a_new_turn(start: Start) -> None:
-    """After a 503 the retry is generated anew, and nothing of the failed turn stays."""
+    """After a 503 a retry is a new turn, and the tree contains nothing of the failed turn."""
     harness = start("one")
     session = await harness.start()
     path = f"/{session}/v1/chat/completions"
@@ -526,7 +533,8 @@ async def test_a_retry_after_a_failure_is_a_new_turn(start: Start) -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 async def test_two_equal_requests_on_purpose_stay_two(start: Start, together: bool) -> None:
-    """Two equal requests that are not retries are two samples. Each of them answers its own retry."""
+    """Two equal requests without a retry header are two turns. A retry of each request gets the reply of that
+    request's turn."""
     harness = start("one", "two")
     session = await harness.start()
     path = f"/{session}/v1/chat/completions"
@@ -549,7 +557,7 @@ async def test_two_equal_requests_on_purpose_stay_two(start: Start, together: bo
 
 
 async def test_the_sdk_retries_by_itself(start: Start) -> None:
-    """If the first attempt of the official SDK fails, its own retry leads to a single turn in the tree."""
+    """If the official SDK's first attempt fails, the SDK retries by itself, and the tree contains a single turn."""
     harness = start("one")
     session = await harness.start()
     harness.engine.error = EngineError("no server answered", 503)
@@ -568,7 +576,7 @@ async def test_the_sdk_retries_by_itself(start: Start) -> None:
 
 
 async def test_a_session_frees_its_turns(start: Start) -> None:
-    """After the export the session is forgotten, and none of its turns is running."""
+    """After an export the proxy has deleted the session, and no turn of the session is running."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -580,7 +588,8 @@ async def test_a_session_frees_its_turns(start: Start) -> None:
 
 
 async def test_a_concurrent_title_call_takes_no_reward(start: Start) -> None:
-    """opencode asks for a title while the agent works. The agent's turn gets the reward, whichever call ends last."""
+    """If opencode requests a title while the agent works, the agent's turn takes the reward, whichever call ends
+    last."""
     harness = start("a title", "done")
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -604,7 +613,7 @@ async def test_a_concurrent_title_call_takes_no_reward(start: Start) -> None:
 
 @pytest.fixture
 async def real(tiny_tokenizer: Any, tiny_server: str) -> AsyncIterator[Harness]:
-    """A proxy over a real engine and a real server process."""
+    """A Harness whose engine uses a real server process."""
     engine = RemoteInfEngine([tiny_server])
     await asyncio.to_thread(engine.initialize)
     harness = Harness(tiny_tokenizer)
@@ -616,8 +625,8 @@ async def real(tiny_tokenizer: Any, tiny_server: str) -> AsyncIterator[Harness]:
 
 
 async def assert_equal_rows(harness: Harness, sessions: list[str]) -> None:
-    """Check that both sessions hold an equal row. The last bits of the log-probabilities may differ, because the
-    server batches differently."""
+    """Check that both sessions export equal rows. The last bits of the log-probabilities may differ, because the
+    server batches requests."""
     one, other = [i["tensors"] for s in sessions for i in (await harness.export(s)).values()]
     assert one.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-4)
     assert one == other
@@ -625,7 +634,7 @@ async def assert_equal_rows(harness: Harness, sessions: list[str]) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_streaming_is_not_streaming_chat(real: Harness, seed: int) -> None:
-    """A streamed chat completion, put together by the SDK, has the text and the tokens of the unstreamed one."""
+    """A streamed chat completion has the text and the tokens of an unstreamed chat completion."""
     sessions = [await real.start() for _ in range(2)]
     request: Any = {"model": "m", "messages": HELLO, "seed": seed, "tools": TOOLS, "max_tokens": 60}
     async with sdk(real, f"/{sessions[0]}/v1") as client:
@@ -635,7 +644,7 @@ async def test_streaming_is_not_streaming_chat(real: Harness, seed: int) -> None
         async with client.chat.completions.stream(**request, **options) as stream:
             async for _ in stream:
                 pass
-            streamed = stream.current_completion_snapshot  # the SDK refuses the final completion if a length cut it
+            streamed = stream.current_completion_snapshot  # get_final_completion refuses a cut text
     assert streamed.choices[0].message.content == whole.choices[0].message.content
     assert streamed.choices[0].finish_reason == whole.choices[0].finish_reason
     assert streamed.usage == whole.usage
@@ -644,9 +653,9 @@ async def test_streaming_is_not_streaming_chat(real: Harness, seed: int) -> None
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_streaming_is_not_streaming_responses(real: Harness, seed: int) -> None:
-    """A streamed response, put together by the SDK, has the text and the tokens of the unstreamed one."""
+    """A streamed response has the text and the tokens of an unstreamed response."""
     sessions = [await real.start() for _ in range(2)]
-    stops = {"seed": seed, "stop_token_ids": list(range(100, 104))}  # a length must not cut the answer
+    stops = {"seed": seed, "stop_token_ids": list(range(100, 104))}  # so that no length cuts the answer
     request: Any = {"model": "m", "input": "hello", "extra_body": stops}
     async with sdk(real, f"/{sessions[0]}/v1") as client:
         whole = await client.responses.create(**request)
@@ -661,7 +670,7 @@ async def test_streaming_is_not_streaming_responses(real: Harness, seed: int) ->
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_streaming_is_not_streaming_messages(real: Harness, seed: int) -> None:
-    """A streamed Anthropic message, put together by the SDK, has the content and the tokens of the unstreamed one."""
+    """A streamed Anthropic message has the content and the tokens of an unstreamed message."""
     sessions = [await real.start() for _ in range(2)]
     request: Any = {"model": "m", "messages": HELLO, "max_tokens": 50, "extra_body": {"seed": seed}}
     async with claude(real, f"/{sessions[0]}") as client:
@@ -674,7 +683,7 @@ async def test_streaming_is_not_streaming_messages(real: Harness, seed: int) -> 
 
 
 async def test_a_paused_server_holds_requests(real: Harness, tiny_server: str) -> None:
-    """A call that arrives while a weight update pauses the server waits, and it is answered after the update."""
+    """A call that arrives during a weight update waits until the paused server continues, and is then answered."""
     engine = real.app.state.proxy.engine
     session = await real.start()
     await asyncio.to_thread(engine.pause)
@@ -693,7 +702,7 @@ async def test_a_paused_server_holds_requests(real: Harness, tiny_server: str) -
 
 
 async def test_a_hang_up_frees_the_server(real: Harness, tiny_server: str) -> None:
-    """If the caller hangs up, the server is told and stops generating."""
+    """If a client hangs up, the engine sends /abort_request, and the server stops generating."""
     session = await real.start()
     body = {**STREAM, "max_tokens": 1500, "seed": 1}
     call = Connection(real, f"/{session}/v1/chat/completions", body)
@@ -710,8 +719,8 @@ async def test_a_hang_up_frees_the_server(real: Harness, tiny_server: str) -> No
 async def test_a_stream_through_processes_and_the_agents_own_transport(
     tiny_model_dir: Any, tiny_server: str, protocol: str
 ) -> None:
-    """Tokens stream from the server process through the proxy process to the agent's client. Closing a stream early
-    aborts the generation at the server, and a finished stream gives its connection back."""
+    """Tokens stream from a server process through a proxy process to the agent's client. If the agent closes a stream
+    early, the server stops generating. A finished stream frees its connection."""
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -748,8 +757,8 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
 
 @pytest.mark.parametrize("where", ["parse", "certain"])
 async def test_a_mistake_of_ours_is_an_event_too(start: Start, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """An unexpected error in the middle of a stream is sent to the client as an event, and it is raised for the log,
-    too."""
+    """An unexpected error in the middle of a stream is sent to the client as an event, and is raised, too, so that
+    the log shows it."""
 
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("our mistake")
