@@ -279,7 +279,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         self[interaction_id].reward = finite(reward)
 
     def set_last_reward(self, reward: Any) -> None:
-        """Set the reward of the last finished call that is no side conversation. Raises KeyError without such a call."""
+        """Reward the last finished call that is not a side conversation. Raises KeyError if there is no such call."""
         self.mark_side_conversations()
         finished = [interaction for interaction in self.finished() if not interaction.is_side]
         if not finished:

@@ -1,15 +1,15 @@
-"""The command line of train.py: read the configuration, claim the run's folder, run, and end everything.
+"""The command line of train.py. `main` reads the configuration, locks the run's folder, runs, and ends every process.
 
     main
-      join_ranks           under torchrun the ranks meet; otherwise this process is rank 0 of 1
-      agree_on_run         rank 0 reads the configuration, names the run and claims its folder; all ranks get its answer
+      join_ranks           connect the ranks of torchrun; without torchrun this process is rank 0 of 1
+      agree_on_run         rank 0 reads the configuration, locks the run's folder and sends the result to all ranks
       start_run            write config.yaml, then train (train.py) or evaluate
-      ExitStack            whatever was started ends, in the reverse order
-      leave_ranks          the ranks part
+      ExitStack            end every part that was started, in the reverse order
+      leave_ranks          disconnect the ranks
 
-Ctrl-C, an exception and the death of a server process all leave through the ExitStack. The exit code is 0 for success,
-1 for a run that failed, 2 for a configuration that cannot run, 130 for Ctrl-C. `kill -9` costs the steps since the last
-checkpoint: the same command goes on from there (run/recover.py).
+The ExitStack ends every process also after Ctrl-C, an exception or the death of a server process. The exit code is 0
+for success, 1 for a run that failed, 2 for a wrong configuration, and 130 for Ctrl-C. A run that was ended by `kill -9`
+loses the steps since its last checkpoint. The same command continues the run from this checkpoint (run/recover.py).
 """
 
 import os
@@ -37,7 +37,7 @@ from training.ranks import join_ranks, leave_ranks, share
 
 
 def read_run(argv: list[str], stack: ExitStack) -> tuple[TrainConfig, Inputs, list[Planned]]:
-    """Return the configuration, the inputs and the servers to start; until `stack` ends, the run's folder is ours."""
+    """Return the configuration, the inputs and the servers to start. `stack` holds the lock of the run's folder."""
     config = load(argv)
     if config.trial_name == "auto":
         config.trial_name = time.strftime("%Y%m%d-%H%M%S")
@@ -55,7 +55,10 @@ def read_run(argv: list[str], stack: ExitStack) -> tuple[TrainConfig, Inputs, li
 
 
 def agree_on_run(argv: list[str], stack: ExitStack) -> tuple[TrainConfig, Inputs, list[Planned]]:
-    """Do `read_run` on rank 0 and share the configuration. If it cannot run, all ranks end, and rank 0 says why."""
+    """Call `read_run` on rank 0 and send the configuration to all ranks.
+
+    If the configuration is wrong, rank 0 raises ConfigError and every other rank ends.
+    """
     if dist.get_rank() == 0:
         try:
             config, inputs, servers = read_run(argv, stack)
@@ -75,7 +78,7 @@ def agree_on_run(argv: list[str], stack: ExitStack) -> tuple[TrainConfig, Inputs
 def start_run(
     config: TrainConfig, inputs: Inputs, servers: list[Planned], stack: ExitStack, train: Callable[[Run], None]
 ) -> None:
-    """Write the resolved configuration, then train or evaluate. `stack` ends what the run starts."""
+    """Write the resolved configuration, then train or evaluate. `stack` ends every part that the run starts."""
     run_dir, is_first, training = config.run_dir, dist.get_rank() == 0, config.mode == "train"
     fleet = Fleet(run_dir / "logs")
     stack.callback(fleet.stop)
@@ -93,19 +96,22 @@ def start_run(
         elif is_first:
             evaluate_run(run)
     except Exception as error:
-        fleet.raise_death(error)  # a refused connection has a reason: the death of the process behind it
+        fleet.raise_death(error)  # the death of a server process explains a refused connection
         raise
 
 
 def main(train: Callable[[Run], None], argv: list[str] | None = None) -> int:
-    """Run the command line (default: of this process) and return its exit code; `train` runs mode=train."""
+    """Run the command line `argv` and return the exit code. In mode=train, `train` is called to train.
+
+    The default of `argv` is the command line of this process.
+    """
     torch.set_num_threads(1)  # small models on shared cores are slower with more threads
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes its background jobs ignore Ctrl-C
-    if os.environ.get("RANK", "0") == "0":  # other ranks start no processes, so the default action may end them
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell would ignore Ctrl-C
+    if os.environ.get("RANK", "0") == "0":  # SIGTERM may kill other ranks at once, because they start no processes
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with ExitStack() as stack:  # the error is printed inside, before the run's processes end
+    with ExitStack() as stack:  # an error is printed inside this block, before the run's processes end
         try:
             join_ranks()
             config, inputs, servers = agree_on_run(sys.argv[1:] if argv is None else argv, stack)
@@ -117,7 +123,7 @@ def main(train: Callable[[Run], None], argv: list[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("interrupted; ending every process of the run", file=sys.stderr)
             return 130
-        except Exception:  # the one place that ends a failed run
+        except Exception:  # any other failure of the run: print the traceback and end with code 1
             traceback.print_exc()
             return 1
     leave_ranks()

@@ -2,12 +2,12 @@
 
     python -m run.episode my_module.MyAgent --model-path DIR --data '{"question": "..."}'
 
-The command starts an inference server on the model (unless --server names a running one) and a proxy. It runs
-`MyAgent().run(data)` as training would, and prints the conversation tree: each call of the model stands under the
-call that it continues, with its tokens and its final reward.
+The command starts a proxy and an inference server with the model. With --server URL it uses a running server. The
+command runs `MyAgent().run(data)` as training would, and prints the conversation tree. Each call of the model is
+printed below its parent call, with its number of tokens and its final reward.
 
-If one conversation is printed as two trees, the agent's framework rewrites its history. docs/agents.md says what to
-do.
+If one conversation is printed as two trees, the agent's framework rewrites its history. docs/agents.md describes the
+remedy.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from workflow import resolve_workflow
 
 
 def conversation_tree(interactions: dict[str, InteractionWithTokenLogpReward]) -> Tree:
-    """Draw the interactions of an episode, each under its parent. They come in export style individual."""
+    """Return a tree drawing of an episode's interactions, which were exported in style "individual"."""
     root = Tree(f"{len(interactions)} turns")
     branches: dict[Any, Tree] = {}
     for turn in interactions.values():
@@ -44,7 +44,7 @@ def conversation_tree(interactions: dict[str, InteractionWithTokenLogpReward]) -
 
 
 def describe_turn(turn: InteractionWithTokenLogpReward) -> str:
-    """Return one line with a turn's reward, its numbers of tokens, and its id."""
+    """Return one line with a turn's reward, its token counts and its id."""
     row = turn.to_lists()
     prompt_len, trained = row["turn_ids"].count(-1), sum(row["loss_mask"])
     sizes = f"{prompt_len} + {len(row['input_ids']) - prompt_len} tokens, {trained} trained"
@@ -55,7 +55,7 @@ def describe_turn(turn: InteractionWithTokenLogpReward) -> str:
 
 
 def spoken(message: dict[str, Any]) -> str:
-    """Return a message's text and its tool calls on one line. Tool calls look like function calls of a program."""
+    """Return a message's text and its tool calls, each written as a function call: name(arguments)."""
     functions = [call["function"] for call in message.get("tool_calls", [])]
     calls = [f"{function['name']}({json.dumps(function['arguments'])})" for function in functions]
     return " ".join(filter(None, [message["content"], *calls]))
@@ -66,12 +66,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run one episode of an agent and print its conversation tree.")
     add = parser.add_argument
     add("agent", help="my_module.MyAgent, a class with `async def run(self, data, **extra_kwargs)`")
-    add("--data", type=json.loads, default={}, help="JSON object that run() gets as its sample")
+    add("--data", type=json.loads, default={}, help="JSON object that is passed to run() as the sample")
     add("--kwargs", type=json.loads, default={}, help="JSON object with keyword arguments of the agent's class")
     add("--model-path", required=True, help="Hugging Face folder of the model")
-    add("--server", help="URL of a running inference server; default: start the small one on the model")
+    add("--server", help="URL of a running inference server; default: start inference.tiny.server with the model")
     add("--mode", choices=["inline", "subproc"], default="inline", help="subproc: run the agent in its own process")
-    add("--discount", type=float, default=1.0, help="share of a turn's reward that the turn before it gets")
+    add("--discount", type=float, default=1.0, help="share of a turn's final reward that is added to the turn before")
     args = parser.parse_args(argv)
     options: dict[str, object] = {"--model-path": args.model_path}
     with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:

@@ -1,14 +1,14 @@
-"""Evaluation: one episode per validation prompt, and the statistics of their rewards.
+"""Evaluation runs one episode per validation prompt and computes statistics of the rewards.
 
-During training the episodes run on an executor without the staleness gate, with the newest weights. The statistics
-are kept apart from those of the training episodes. `python train.py mode=eval model_path=DIR ...` evaluates a model
-without training it.
+During training, an executor without the staleness gate runs the evaluation episodes with the newest weights. The
+statistics of evaluation and of training are separate. `python train.py mode=eval model_path=DIR ...` evaluates a model
+without training the model.
 
-With `evaluator.base_url=URL` agents are evaluated on any endpoint that speaks their protocol. No proxy runs then, so
-the rewards are what the agents return. Agents run where they run in training, inline or in processes
+With `evaluator.base_url=URL` the agents call any endpoint that answers their requests, without a proxy. An episode's
+reward is then the number that the agent returns. Agents run inline or in worker processes, as in training
 (`rollout.openai.mode`).
 
-An episode that fails or is rejected is counted, and the evaluation goes on.
+An episode that fails or is rejected is counted, and the evaluation continues.
 """
 
 import asyncio
@@ -34,11 +34,13 @@ logger = logging.getLogger("nano_areal.evaluate")
 
 
 def describe(rewards: Sequence[float | None], inputs: Inputs) -> dict[str, float | None]:
-    """Return the statistics of the episodes' rewards. An episode without a reward has None.
+    """Return the statistics of the episodes' rewards. `rewards` holds None for an episode without a reward.
 
-    eval_reward is the mean reward, None without any reward. eval_reward_sem is its standard error, None below two
-    rewards. eval_success is the share of successes among all episodes. eval_episodes counts the episodes, and
-    eval_rejected those without a reward.
+    eval_reward          the mean reward; None if there is no reward
+    eval_reward_sem      the standard error of the mean reward; None if there are fewer than two rewards
+    eval_success         the share of successes among all episodes
+    eval_episodes        the number of episodes
+    eval_rejected        the number of episodes without a reward
     """
     found = [reward for reward in rewards if reward is not None]
     n = len(found)
@@ -52,16 +54,16 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> dict[str, float
 
 
 def evaluate(executor: WorkflowExecutor, inputs: Inputs) -> dict[str, float | None]:
-    """Roll out one episode per validation prompt and return their statistics. `executor` has no staleness gate.
+    """Run one episode per validation prompt and return the statistics. `executor` has no staleness gate.
 
-    The reward of an episode with several rows is that of its last row. The earlier rows have discounted shares of it.
+    An episode may have several rows. The reward of the last row is the episode's reward.
     """
     groups = executor.rollout_each(inputs.validation, inputs.evaluated, group_size=1, is_eval=True)
     return describe([None if group is None else group["rewards"][-1].item() for group in groups], inputs)
 
 
 def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | None]:
-    """Run one episode per validation prompt with agents that call evaluator.base_url, and return their statistics.
+    """Run one episode per validation prompt with agents that call evaluator.base_url, and return the statistics.
 
     The agents' API key is the environment variable OPENAI_API_KEY. Raises ConfigError if the workflow is not an agent.
     """
@@ -73,7 +75,7 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
     options, timeout = config.rollout.openai, config.rollout.openai.episode_timeout_seconds
 
     async def play(sample: dict, http_client: openai.DefaultAsyncHttpxClient) -> Any:
-        """Run the agent on one sample and return what it returns."""
+        """Run the agent on one sample and return the agent's result."""
         if options.mode == "inline":
             async with asyncio.timeout(timeout):
                 return await agent.run(sample, http_client=http_client, **where)
@@ -82,7 +84,7 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
             return await worker.call(run_agent, agent, sample, **where, ours=False)
 
     async def run(i: int, sample: dict, http_client: openai.DefaultAsyncHttpxClient) -> float | None:
-        """Return the reward of one episode, None if it failed or set none."""
+        """Return the reward of one episode, or None if the episode failed or has no reward."""
         workflow_context.set(WorkflowContext(is_eval=True, task_id=i))
         try:
             async with places:
@@ -103,8 +105,10 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
 
 
 def evaluate_run(run: Run) -> None:
-    """mode=eval: evaluate, print the statistics, and write them to eval.json. Raises RuntimeError if every episode
-    failed."""
+    """Evaluate (mode=eval), write the statistics to eval.json and print them.
+
+    Raises RuntimeError if no episode has a reward.
+    """
     if run.config.evaluator.base_url:
         statistics = evaluate_endpoint(run.config, run.inputs)
     else:
@@ -112,5 +116,5 @@ def evaluate_run(run: Run) -> None:
         statistics = evaluate(executor, run.inputs)
     (run.config.run_dir / "eval.json").write_text(json.dumps(statistics))
     if statistics["eval_episodes"] == statistics["eval_rejected"]:
-        raise RuntimeError("no episode of the evaluation brought a reward: each failed (said above) or set none")
+        raise RuntimeError("no episode of the evaluation has a reward: look for logged failures, or return a reward")
     print("  ".join(f"{key} {value:.4g}" for key, value in statistics.items() if value is not None))

@@ -1,11 +1,11 @@
-"""What a run works on: the task or its parts, the data, the workflow, and the base model.
+"""Load the inputs of a run: the task module, the data, the workflow, the tokenizer and the base model.
 
-A task is a Python module that defines `make_model`, `dataset` and `WORKFLOW`. It may also define `WORKFLOW_KWARGS`,
-`prepare` (turns a line of a JSONL file into a sample), `success` and `summary`. tasks/guess.py and tasks/gsm8k.py are
-examples. Each part can also be given by a configuration key, which wins over the task.
+A task is a Python module that defines `make_model`, `dataset` and `WORKFLOW`. The module may also define
+`WORKFLOW_KWARGS`, `prepare` (turns a line of a JSONL file into a sample), `success` and `summary`. tasks/guess.py and
+tasks/gsm8k.py are examples. Configuration keys can replace the model, the data and the workflow of a task.
 
-Everything that the configuration names is loaded before anything is started or written. A mistake is therefore one
-line at the start, and not a failure after minutes.
+All inputs are loaded before the run starts a process or writes a file. A mistake in the configuration is therefore
+reported as one line at the start.
 """
 
 import hashlib
@@ -30,24 +30,24 @@ logger = logging.getLogger("nano_areal.inputs")
 
 @dataclass
 class Inputs:
-    """The task module (or None), the data, the tokenizer, and the workflow or agent that a prompt is given to."""
+    """The task module (or None), the prompts, the tokenizer, and the workflow or agent that processes each prompt."""
 
     task: Any
     dataset: list[dict]
     validation: list[dict]
     tokenizer: Any
     workflow: Any
-    evaluated: Any = None  # a second instance of the workflow, for evaluation, which has an event loop of its own
+    evaluated: Any = None  # second instance of the workflow, for evaluation, which runs in a separate event loop
 
     def success(self, rewards: list[float]) -> float:
-        """Return the share of rewards that are a success, by the task's `success`, or else those above 0."""
+        """Return the share of rewards that the task's `success` accepts. Without `success`, accept rewards above 0."""
         judge = getattr(self.task, "success", lambda reward: reward > 0)
         return sum(map(judge, rewards)) / len(rewards)
 
 
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Turn an exception of the user's code in the block into a ConfigError of one line that begins with `what`."""
+    """Turn an exception in the block, which runs the user's code, into a ConfigError. Its line begins with `what`."""
     try:
         yield
     except Exception as error:
@@ -55,7 +55,7 @@ def users_code(what: str) -> Iterator[None]:
 
 
 def load_inputs(config: TrainConfig) -> Inputs:
-    """Load the task, the data and the workflow, and make the task's base model if it is missing. Raises ConfigError."""
+    """Load all inputs, and make the task's base model if the model is missing. Raises ConfigError for a mistake."""
     warn_of_namesakes(os.environ.get("PYTHONPATH", "").split(os.pathsep))
     with users_code(f"task={config.task}"):
         task = importlib.import_module(config.task) if config.task else None
@@ -76,7 +76,7 @@ def load_inputs(config: TrainConfig) -> Inputs:
 
 
 def warn_of_namesakes(folders: list[str]) -> None:
-    """Warn of modules in the user's folders that have the name of a module or a room of this project."""
+    """Log a warning for each module in the user's folders that has the name of a module or package of this project."""
 
     def modules(folder: Path) -> set[str]:
         return {path.stem for path in folder.glob("*") if path.suffix == ".py" or (path / "__init__.py").exists()}
@@ -87,14 +87,14 @@ def warn_of_namesakes(folders: list[str]) -> None:
 
 
 def load_workflow(config: TrainConfig, task: Any, tokenizer: Any) -> Any:
-    """Return the workflow or the agent that plays every episode of the run. Raises ConfigError."""
+    """Return the workflow or agent that runs every episode of the run. Raises ConfigError if there is none."""
     workflow, kwargs = config.workflow, config.workflow_kwargs
     if workflow is None:
         workflow, kwargs = getattr(task, "WORKFLOW", None), {**getattr(task, "WORKFLOW_KWARGS", {}), **kwargs}
     if workflow is None:
         raise ConfigError("no workflow: set workflow to module.Class, an agent with async run() or a RolloutWorkflow")
     defaults = {"gconfig": config.gconfig, "tokenizer": tokenizer}
-    # The executor fills in the proxy's address and key later.
+    # The executor sets the proxy's address and key later.
     nowhere = {"proxy_addr": "", "admin_key": "", "mode": config.rollout.openai.mode}
     with users_code(f"workflow={workflow}, workflow_kwargs={kwargs}"):
         resolved = resolve_workflow(workflow, kwargs, proxy=nowhere, defaults=defaults)
@@ -102,7 +102,7 @@ def load_workflow(config: TrainConfig, task: Any, tokenizer: Any) -> Any:
 
 
 def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
-    """Return the samples of a JSONL file, of a "module.function", or of the task. Raises ConfigError."""
+    """Return the samples of a JSONL file, of a "module.function", or of the task. Raises ConfigError if this fails."""
     if path is None and not hasattr(task, "dataset"):
         raise ConfigError("no data: set train_dataset.path to a JSONL file or to module.function")
     where = path or task.__name__
@@ -123,10 +123,10 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """Return the JSON objects of a file, one per line. Raises ConfigError with the number of a wrong line."""
+    """Return the JSON objects of a file with one object per line. Raises ConfigError that names a wrong line."""
     samples = []
     try:
-        lines = path.read_bytes().splitlines()  # splitting text instead would also cut at characters such as U+2028
+        lines = path.read_bytes().splitlines()  # str.splitlines would also split at characters such as U+2028
     except OSError as error:
         raise ConfigError(f"no dataset at {path}: {error}; correct the dataset's path") from error
     for number, line in enumerate(lines, 1):
@@ -141,10 +141,10 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def prepare_model(config: TrainConfig, task: Any) -> None:
-    """Fill in model_path, tokenizer_path and ref.path, and make the task's base model if it is missing.
+    """Set model_path, tokenizer_path and ref.path, and make the task's base model if the model is missing.
 
-    A base model is made once for each seed and kept under .cache/. It is made again when a file in the task's folder
-    changes, since the folder's content is part of its name. Raises ConfigError.
+    The base model of each seed is kept under .cache/. The model's folder name contains a hash of the task's source
+    files, so a change of these files makes a new model. Raises ConfigError if there is no usable model.
     """
     if config.model_path is None:
         if not hasattr(task, "make_model"):

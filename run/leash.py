@@ -1,9 +1,9 @@
-"""`python leash.py COMMAND ...` runs a command, and ends it together with its children when standard input closes.
+"""`python leash.py COMMAND ...` runs a command, and ends the command and its children when standard input closes.
 
 Servers of this project end by themselves when their standard input closes (`--exit-with-parent`). Other servers, such
-as SGLang, do not, so they run under this script. The parent process holds the other end of the pipe. When the parent
-is gone, the script sends the command SIGTERM, and kills the whole process group 3 seconds later, itself included. The
-script must therefore be started in a session of its own.
+as SGLang, have no such option, so they run under this script. Standard input is a pipe from the parent process, so the
+pipe closes when the parent dies. The script then sends SIGTERM to the command. After 3 seconds the script kills the
+whole process group, including itself. Start the script in a new session, so that this group contains nothing else.
 """
 
 import os
@@ -16,7 +16,7 @@ GRACE_SECONDS = 3.0  # seconds between SIGTERM and SIGKILL
 
 
 def main(command: list[str]) -> int:
-    """Run the command and return its exit code. A signal number n becomes 128 + n, as in a shell."""
+    """Run the command and return its exit code. If signal n ended the command, the code is 128 + n, as in a shell."""
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     parent_gone = threading.Event()
 

@@ -1,8 +1,8 @@
-"""Do the inference server and the trainer compute the same log-probabilities? The metric logp_mismatch.
+"""The metric logp_mismatch compares the log-probabilities of the inference server with those of the trainer.
 
-Both run the same weights through different programs, so the numbers differ by rounding (about 1e-6 in float32, 0.05 in
-bfloat16). A larger difference means that one of the two has other weights or other masks, and that every importance
-weight of the run is wrong.
+The server and the trainer run the same weights through different programs, so the numbers differ by rounding (about
+1e-6 in float32, 0.05 in bfloat16). A larger difference means that the server and the trainer use different weights or
+different masks. Every importance weight of the run is then wrong.
 """
 
 import torch
@@ -16,8 +16,8 @@ from training.actor import FSDPPPOActor
 def logp_mismatch(batch: dict[str, Tensor], actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout) -> float:
     """Return max |log p_server - log p_trainer|, in nats, over tokens that both computed with the same weights.
 
-    These are the batch's own tokens of the current version. An asynchronous batch may hold none, so the server also
-    scores the first two rows of the batch now.
+    The maximum includes the tokens of the batch that were sampled at the current version. An asynchronous batch may
+    contain no such tokens. Therefore the server also scores the first two rows of the batch with its current weights.
     """
     differences = [torch.zeros(1)]
     if "prox_logp" in batch:
@@ -25,7 +25,7 @@ def logp_mismatch(batch: dict[str, Tensor], actor: FSDPPPOActor, rollout: Remote
         differences.append((batch["logprobs"] - batch["prox_logp"])[current])
     rows = {key: value[:2] for key, value in batch.items()}
     rows["temperatures"] = torch.ones_like(rows["temperatures"])
-    trainer = actor.compute_logp(rows)  # (2, T), at temperature 1, as servers score
+    trainer = actor.compute_logp(rows)  # (2, T), at temperature 1, as in the server's score
     if isinstance(rollout, RemoteInfEngine):
         ids = [row[mask].tolist() for row, mask in zip(rows["input_ids"], rows["attention_mask"], strict=True)]
         for ours, theirs in zip(trainer, rollout.score(ids), strict=True):

@@ -524,5 +524,5 @@ def test_an_evaluation_that_nobody_answered_has_failed(tmp_path: Path) -> None:
     words = command(tmp_path, "mode=eval", "evaluator.base_url=http://127.0.0.1:9/v1")
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
-    assert "no episode of the evaluation brought a reward" in done.stderr
+    assert "no episode of the evaluation has a reward" in done.stderr
     assert json.loads((tmp_path / "e/t/eval.json").read_text())["eval_rejected"] == 6
