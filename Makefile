@@ -1,4 +1,4 @@
-# Every target builds .venv if it is missing. All that is needed is python3 (3.11 or newer) with venv and pip.
+# The targets build .venv if .venv is missing. They need only python3 (3.11 or newer) with venv and pip.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -9,13 +9,13 @@ export OMP_NUM_THREADS ?= 1
 demo: $(VENV)/ready            ## train the demo, in two to three minutes
 	$(BIN)/python train.py
 
-test: $(VENV)/ready            ## the tests of every concept, in minutes; the tests of a file share servers and run on one worker
+test: $(VENV)/ready            ## run the tests in a few minutes, without the tests of whole runs
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not runs" tests/test_train.py tests
 
-test-runs: $(VENV)/ready       ## tests of whole runs: several ranks, restarts after kills, recipes, slurm
+test-runs: $(VENV)/ready       ## run the tests of whole runs: several ranks, restarts after kills, recipes, slurm
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m runs
 
-test-sglang: $(VENV)/ready .venv-sglang/ready   ## the wire contract, the parsers and a training run with the real SGLang, on a CPU
+test-sglang: $(VENV)/ready .venv-sglang/ready   ## test the server requests, the parsers and a run with SGLang on a CPU
 	NANO_AREAL_SGLANG=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -vv tests/inference/test_contract.py tests/calls/test_tools.py tests/run/test_sglang_run.py
 
 lint: $(VENV)/ready            ## check format, style and types
@@ -26,13 +26,13 @@ lint: $(VENV)/ready            ## check format, style and types
 structure: $(VENV)/ready       ## draw docs/structure.svg, the picture of what imports what
 	$(BIN)/python docs/structure.py
 
-soak: $(VENV)/ready            ## kill a run 30 times at random, and check what it has trained on
+soak: $(VENV)/ready            ## kill a run 30 times at random, then check the samples that the run trained on
 	$(BIN)/python bench/soak.py
 
 bench: $(VENV)/ready           ## run the benchmarks, one for each claim
 	for b in $(filter-out bench/soak.py bench/gpu_check.py,$(wildcard bench/*.py)); do $(BIN)/python $$b || exit 1; done
 
-agents: .venv-agents/ready     ## test the examples, in a venv of their own with the agent frameworks
+agents: .venv-agents/ready     ## test the example agents, in a separate venv with the agent frameworks
 	AGENTS=1 .venv-agents/bin/python -m pytest tests/test_examples.py
 
 .venv-agents/ready: examples/requirements.txt
@@ -43,7 +43,7 @@ agents: .venv-agents/ready     ## test the examples, in a venv of their own with
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: python3 is too old, 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	@# torch goes first: if the index has a CPU build of the pinned version, pip takes it and no larger build
+	@# Install torch first, so that pip prefers the CPU build of the pinned version if the index has such a build.
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

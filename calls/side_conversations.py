@@ -1,24 +1,27 @@
-"""Side conversations: calls that a client makes for itself while an agent works on the task.
+"""Find side conversations: calls that a client program makes for itself while an agent works on the task.
 
-Claude Code and opencode ask the model for a title of the conversation. Such a call travels in the agent's session, but
-it says nothing about the task. If it were the last call of the session, it would take the reward that the agent earned.
+For example, Claude Code and opencode request a title of the conversation from the model. Such a call belongs to the
+agent's session, but its output does not help to solve the task. If the title were the last call of the session, the
+title would take the reward that the agent earned.
 
-The rule. A finished interaction is a side conversation if all of this holds:
+The rule. A finished interaction is a *suspect* if conditions 1 and 2 hold:
 
-    1. One of the patterns matches the text of its first message.
-    2. It is a single turn, and it was offered no tools.
-    3. It begins with another message than every interaction of the session for which 1 and 2 do not both hold,
-       and there is at least one such interaction.
+    1. One of the patterns matches the text of the interaction's first message.
+    2. The interaction has no parent and no children, and the client offered no tools.
 
-The rule reads only what was said, so it gives one answer for a title before, during and after the agent's work. A
-final answer that the agent asks for without tools begins with the agent's own first message, so 3 keeps it. A second
-agent with a single call is kept, because its prompt does not ask for a title.
+A suspect is a side conversation if condition 3 holds, too:
 
-The patterns are the key rollout.openai.side_conversations: regular expressions, searched without regard to case. An
-empty list turns the rule off. A client whose titles the patterns do not know needs one more pattern.
+    3. The session has interactions that are not suspects, and none of them has the suspect's first message.
 
-A side conversation takes no reward of the session and is not trained, unless the agent rewards it by its id. The number
-of such rows is the metric side_conversations, and a run says so when it meets the first one.
+The rule uses only the messages, so the time of a title request makes no difference. If an agent requests its final
+answer without tools, this call has the agent's own first message, so by condition 3 the call is no side conversation.
+The single call of a second agent is no side conversation either, because its prompt does not ask for a title.
+
+The patterns are regular expressions in the key rollout.openai.side_conversations. Upper and lower case make no
+difference. An empty list turns the rule off. A client whose title requests match no pattern needs another pattern.
+
+A side conversation takes no reward of the session and is not trained, unless the agent sets a reward by the call's id.
+The metric side_conversations counts these rows, and the run prints a message at the first of them.
 """
 
 import re
@@ -35,7 +38,7 @@ PATTERNS = (
 
 
 class Interaction(Protocol):
-    """What the rule reads of an interaction (cache.py)."""
+    """The fields of an interaction (cache.py) that the rule uses."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
@@ -47,9 +50,9 @@ T = TypeVar("T", bound=Interaction)
 
 
 def find_side_conversations(finished: Iterable[T], patterns: Collection[str]) -> list[T]:
-    """Return the interactions that are side conversations by the rule above; `finished` is a whole session's."""
+    """Return the side conversations among `finished`, which must hold all finished interactions of a session."""
     suspects: list[T] = []
-    openings = set()  # first messages of all other interactions
+    openings = set()  # first messages of all interactions that are not suspects
     for interaction in finished:
         opening = canonical(interaction.messages[0])  # (role, text, ...)
         is_single = not (interaction.tools or interaction.parent or interaction.children)

@@ -1,11 +1,11 @@
 """Draw docs/structure.svg, the picture of what imports what (`make structure`).
 
-The rows of the table in docs/structure.md say which boxes there are. The seven top-level files stand in the left column
-and the rooms, with the names of their modules, in the right one. Every import statement of a module belongs to one
-arrow, from the importing box to the imported box. An arrow between the columns crosses the middle. An arrow inside a
-column runs along its outer side. In a browser, pointing at an arrow of the picture shows its imports and their number.
+The picture has a box for each row of the table in docs/structure.md. The seven top-level files are in the left column.
+The rooms (packages) are in the right column, with the names of their modules. An arrow from box A to box B stands for
+all imports of B's modules in A. An arrow between the columns crosses the middle of the picture. An arrow inside a
+column runs along the outer side of the column. In a browser, a tooltip of each arrow lists the imports.
 
-The picture has a background of its own and a second set of colours for dark screens.
+The picture also works on dark screens, for which the style defines a second set of colours.
 """
 
 import ast
@@ -15,31 +15,31 @@ from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-WIDTH, LINE, GAP = 704, 20, 14  # pixels: the picture, a line of text, the space between two rooms
-FILE_X, FILE_WIDTH, FILE_HEIGHT, FILE_GAP = 60, 124, 84, 43  # pixels: the left column
-ROOM_X, ROOM_WIDTH, MODULE_WIDTH = 344, 290, 128  # pixels: the right column
+WIDTH, LINE, GAP = 704, 20, 14  # pixels: width of the picture, height of a line of text, space between two rooms
+FILE_X, FILE_WIDTH, FILE_HEIGHT, FILE_GAP = 60, 124, 84, 43  # pixels: position and sizes in the left column
+ROOM_X, ROOM_WIDTH, MODULE_WIDTH = 344, 290, 128  # pixels: position and widths in the right column
 STYLE = """.paper, .box { fill: #ffffff } .box { stroke: #8c959f } text { font: 15px system-ui, sans-serif; fill: #1f2328 }
 .name { font-weight: 600 } path { fill: none; stroke-width: 1.4 } path:hover { stroke-width: 4 }
 .file { stroke: #0969da } .room { stroke: #bc4c00 } @media (prefers-color-scheme: dark) { text { fill: #e6edf3 }
 .paper, .box { fill: #0d1117 } .file { stroke: #58a6ff } .room { stroke: #f0883e } }"""
-Arrow = tuple[str, str]  # the names of the importing box and of the imported box
+Arrow = tuple[str, str]  # name of the importing box, name of the imported box
 
 
 @dataclass
 class Box:
-    """One of the seven files, or a room."""
+    """The box of a top-level file or of a room."""
 
-    name: str  # as the table has it: "cache.py", "inference/tiny"
-    modules: list[str]  # dotted names: "cache", "inference.tiny.model"
+    name: str  # name in the table, such as "cache.py" or "inference/tiny"
+    modules: list[str]  # dotted names, such as "cache" or "inference.tiny.model"
     is_room: bool
     top: int  # pixels
     height: int  # pixels
 
 
 def place_boxes() -> dict[str, Box]:
-    """Return a box for each row of the table in docs/structure.md, by name."""
+    """Return a box for each row of the table in docs/structure.md. The keys are the names of the boxes."""
     boxes = {}
-    tops = {True: GAP, False: GAP}  # where the next box of each column begins: of the rooms, of the files
+    tops = {True: GAP, False: GAP}  # y of the next box in the column of the rooms (True) and of the files (False)
     for name in re.findall(r"^\| `([\w/.]+)` \|", (ROOT / "docs/structure.md").read_text(), re.MULTILINE):
         is_room = not name.endswith(".py")
         paths = ROOT.glob(f"{name}/[!_]*.py" if is_room else name)
@@ -51,7 +51,7 @@ def place_boxes() -> dict[str, Box]:
 
 
 def read_imports(module: str) -> set[str]:
-    """Return the dotted name of everything that the module imports, at its top or inside a function."""
+    """Return the dotted names of all imports of a module, including imports inside functions."""
     found = set()
     for node in ast.walk(ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -61,7 +61,7 @@ def read_imports(module: str) -> set[str]:
 
 
 def find_arrows(boxes: dict[str, Box]) -> dict[Arrow, list[str]]:
-    """Return the imports of each arrow: {("engine.py", "inference"): ["engine -> inference.wire", ...], ...}."""
+    """Return the arrows with their imports: {("engine.py", "inference"): ["engine -> inference.wire", ...], ...}."""
     home = {module: box.name for box in boxes.values() for module in box.modules}
     arrows: dict[Arrow, list[str]] = {}
     for module, box in home.items():
@@ -72,9 +72,9 @@ def find_arrows(boxes: dict[str, Box]) -> dict[Arrow, list[str]]:
 
 
 def place_ends(boxes: dict[str, Box], arrows: dict[Arrow, list[str]]) -> dict[tuple[str, Arrow], int]:
-    """Return the height at which each arrow meets each of its boxes.
+    """Return the y coordinate of both ends of each arrow, by the name of the box and the arrow.
 
-    The arrows at one side of a box keep equal distances, in the order of the boxes at their other ends.
+    The arrows at one side of a box have equal distances. They are sorted by the y coordinates of their opposite boxes.
     """
     sides: dict[tuple[str, bool], list[tuple[int, Arrow]]] = {}
     for arrow in arrows:
@@ -89,21 +89,21 @@ def place_ends(boxes: dict[str, Box], arrows: dict[Arrow, list[str]]) -> dict[tu
 
 
 def draw_arrow(source: Box, target: Box, start: int, end: int, imports: list[str]) -> str:
-    """Return an arrow that begins at height `start` and ends at height `end`; its title names the imports."""
+    """Return the SVG of an arrow from y coordinate `start` to y coordinate `end`. The tooltip lists the imports."""
     if source.is_room != target.is_room:
         x1, x2 = (ROOM_X, FILE_X + FILE_WIDTH) if source.is_room else (FILE_X + FILE_WIDTH, ROOM_X)
         bend = (x1 + x2) // 2
     else:
         x1 = x2 = ROOM_X + ROOM_WIDTH if source.is_room else FILE_X
         bend = x1 + (14 + abs(end - start) // 10) * (1 if source.is_room else -1)
-    back = x2 - 8 if bend < x2 else x2 + 8  # where the two strokes of the arrow's head begin
+    back = x2 - 8 if bend < x2 else x2 + 8  # x where the two strokes of the arrow's head begin
     line = f"M{x1} {start}C{bend} {start} {bend} {end} {x2} {end}M{back} {end - 4}L{x2} {end}L{back} {end + 4}"
     title = f"{source.name} imports from {target.name}, {len(imports)} in all:\n" + "\n".join(imports)
     return f'<path class="{"room" if source.is_room else "file"}" d="{line}"><title>{escape(title)}</title></path>'
 
 
 def draw_box(box: Box) -> str:
-    """Return a box with its name and, for a room, the names of its modules in two columns."""
+    """Return the SVG of a box with its name and, for a room, the names of its modules in two columns."""
     x, width = (ROOM_X, ROOM_WIDTH) if box.is_room else (FILE_X, FILE_WIDTH)
     y = box.top + (23 if box.is_room else FILE_HEIGHT // 2 + 5)
     out = [f'<rect class="box" x="{x}" y="{box.top}" width="{width}" height="{box.height}" rx="6"/>']
@@ -115,7 +115,7 @@ def draw_box(box: Box) -> str:
 
 
 def draw() -> str:
-    """Return the picture as SVG text: the background, the arrows, and above them the boxes."""
+    """Return the whole picture as SVG text: the background, the arrows, and the boxes on top of the arrows."""
     boxes = place_boxes()
     arrows = find_arrows(boxes)
     ends = place_ends(boxes, arrows)

@@ -1,20 +1,21 @@
-"""The processes of a run: how they are planned, started, watched and ended.
+"""Plan, start, watch and end the server processes of a run.
 
-**The plan.** `plan_servers` decides which inference servers to start and on which GPUs. It is a pure function of the
-configuration and the GPUs. The trainer's ranks get the first GPUs and the servers get the last ones. They share GPUs
-if there are too few for both, or if `server.colocate` is true. With 8 GPUs, 4 ranks and 2 servers of 2 GPUs each, the
-ranks get GPUs 0 to 3 and the servers get 4, 5 and 6, 7. `--dry-run` prints the plan and starts nothing.
+**The plan.** `plan_servers` decides which inference servers to start and on which GPUs. The plan depends only on the
+configuration and the GPUs. The trainer's ranks get the first GPUs and the servers get the last GPUs. Ranks and servers
+share GPUs if there are too few GPUs, or if `server.colocate` is true. With 8 GPUs, 4 ranks and 2 servers of 2 GPUs
+each, the ranks get GPUs 0 to 3, one server gets GPUs 4 and 5, and one server gets GPUs 6 and 7. `--dry-run` prints the
+plan and starts nothing.
 
-`plan_run` refuses a run that cannot work, with one line that says why: a port is taken, a server does not answer, the
-installed SGLang needs another torch, or the memory is too small. The memory is an estimate (`estimate_memory`).
+`plan_run` refuses a run that cannot work. The error is one line with the reason: a port is in use, a server does not
+answer, the installed SGLang needs another version of torch, or the estimated memory is too large (`estimate_memory`).
 
-**The processes.** train.py is the parent of the inference servers and the proxies. Each child gets a pipe as its
-standard input and ends when that pipe closes (`--exit-with-parent`), so no child is left behind even after `kill -9`
-of the parent. SGLang has no such option and therefore runs under `leash.py`. Each child has a session of its own, so
-Ctrl-C reaches train.py alone, and train.py ends the children in order.
+**The processes.** train.py is the parent of the inference servers and the proxies. Each child process gets a pipe as
+its standard input and ends when the pipe closes (`--exit-with-parent`). The pipe closes even after `kill -9` of the
+parent, so no child stays alive. SGLang has no such option and therefore runs under `leash.py`. Each child runs in its
+own session, so Ctrl-C reaches only train.py, and train.py ends the children in order.
 
-A thread waits for each child. If a child dies, the run fails with the last lines of the child's log, and does not
-hang on a request. Among several inference servers one may die: the run logs the death and goes on with the others.
+A thread waits for each child. If a child dies, the run fails at once with the last lines of the child's log. A run with
+several inference servers survives the death of one server: the run logs the death and continues on the live servers.
 """
 
 import importlib.util
@@ -45,30 +46,30 @@ logger = logging.getLogger("nano_areal.launch")
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
-START_SECONDS = 1800.0  # seconds in which a server must give its first answer; a large model may take minutes
-GRACE_SECONDS = 5.0  # seconds that a child has to end by itself before it is killed
-DEATH_SECONDS = 0.5  # seconds from the end of a killed process's connections to the end of the process
-HOLD_SECONDS = 3.0  # the same for a process that first finishes its answers, for up to 2 seconds (serve.py)
+START_SECONDS = 1800.0  # longest time until a server's first reply; a large model may load for minutes
+GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
+DEATH_SECONDS = 0.5  # longest time between the last connection of a killed process and its end
+HOLD_SECONDS = 3.0  # longest time until a process ends that first finishes its replies for up to 2 s (serve.py)
 
 
 class ProcessDied(RuntimeError):
-    """A child process ended too early. The message contains the last lines of its log."""
+    """A child process ended too early. The message contains the last lines of the child's log."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A process that is not started yet. `Fleet.start` adds `--port` to its command."""
+    """A process that `Fleet.start` will start, with `--port` added to the command."""
 
     name: str
     command: list[str]
-    gpus: list[str] = field(default_factory=list)  # names of its GPUs, as in CUDA_VISIBLE_DEVICES
+    gpus: list[str] = field(default_factory=list)  # names of the process's GPUs, as in CUDA_VISIBLE_DEVICES
     port: int | None = 0  # 0: any free port; None: the process does not listen
     environment: dict[str, str] = field(default_factory=dict)  # added to the environment of this process
 
 
 @dataclass
 class Child:
-    """A running child process, in a session of its own."""
+    """A running child process, in its own session."""
 
     name: str
     url: str
@@ -81,33 +82,36 @@ class Child:
         return "\n".join([f"{self.name} ended with code {self.process.returncode}; the end of {self.log}:", *text])
 
     def wait_ready(self) -> str:
-        """Wait until the process answers and return its URL. Raises ProcessDied if it ends first, else TimeoutError."""
+        """Wait until the process answers, then return its URL.
+
+        Raises ProcessDied if the process ends before, and TimeoutError after START_SECONDS.
+        """
         deadline = time.monotonic() + START_SECONDS
         while self.process.poll() is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.name} did not answer within {START_SECONDS:.0f} s; see {self.log}")
-            # trust_env=False: a proxy that the environment names is not for addresses of this machine
+            # trust_env=False ignores HTTP_PROXY: an HTTP proxy cannot reach 127.0.0.1 of this machine.
             with suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200:
                     return self.url
-            time.sleep(0.05)  # there is no event to wait for before the socket is open
+            time.sleep(0.05)  # polls, because no event reports that the socket is open
         raise ProcessDied(self.last_words())
 
     def kill_session(self) -> None:
-        """Kill the process and everything that it started."""
+        """Kill the process and every process that it started."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on at this moment."""
+    """Return a port that no process uses at this moment."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return taken.getsockname()[1]
 
 
 class Fleet:
-    """The child processes of this process. `start` starts one, `stop` ends all of them."""
+    """The child processes of this process. `start` starts one child, `stop` ends all children."""
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
@@ -134,7 +138,7 @@ class Fleet:
         return self.children[-1]
 
     def watch(self, on_death: list[Callable[[ProcessDied], None]]) -> None:
-        """Call the functions in `on_death` when a child that the run needs ends by itself. Returns at once."""
+        """Start threads that call the functions in `on_death` when a child that the run needs ends by itself."""
 
         def wait_for(child: Child) -> None:
             child.process.wait()
@@ -151,19 +155,19 @@ class Fleet:
             threading.Thread(target=wait_for, args=(child,), name=f"watch-{child.name}", daemon=True).start()
 
     def replacements(self, child: Child) -> int:
-        """Return how many running processes can do the work of `child`. Only inference servers replace each other."""
+        """Return how many running processes can replace `child`. Only an inference server can replace another one."""
         servers = [c for c in self.children if c.name.startswith("server")]
         return sum(c.process.poll() is None for c in servers) if child in servers else 0
 
     def raise_death(self, error: BaseException) -> None:
-        """Raise ProcessDied if a child that the run needs has ended. `error` becomes its cause."""
-        time.sleep(DEATH_SECONDS)  # a dying process closes its connections before it has ended
+        """Raise ProcessDied if a child that the run needs has ended. The exception `error` becomes the cause."""
+        time.sleep(DEATH_SECONDS)  # waits, because a dying process closes its connections before it ends
         dead = [child for child in self.children if child.process.poll() is not None]
         if lost := [child.last_words() for child in dead if not self.replacements(child)]:
             raise ProcessDied("\n".join(lost)) from error
 
     def stop(self) -> None:
-        """End the children, the last started first: close their pipes, wait, then kill. May be called again."""
+        """End the children in the reverse order of their start: close the pipes, wait, then kill."""
         self.stopping = True
         for child in reversed(self.children):
             assert child.process.stdin is not None
@@ -186,16 +190,16 @@ def visible_gpus() -> list[str]:
 
 
 def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Planned]:
-    """Return the servers to start beside `ranks` trainers on `gpus`. There are none if rollout.server_addrs is set.
+    """Return the servers to start on `gpus`, which also run `ranks` trainer processes.
 
-    Raises ConfigError if the GPUs are too few.
+    The list is empty if rollout.server_addrs is set. Raises ConfigError if there are too few GPUs.
     """
     server = config.server
     if config.rollout.server_addrs:
         return []
     wanted, spare = server.count * server.tp_size, gpus[ranks:]
     shared = len(spare) < wanted if server.colocate is None else server.colocate
-    pool = gpus * server.count if shared else spare[-wanted:]  # shared: after the last GPU comes the first again
+    pool = gpus * server.count if shared else spare[-wanted:]  # shared: the list of GPUs is repeated for the servers
     if gpus and len(pool) < wanted:
         need = f"server.count={server.count} with server.tp_size={server.tp_size}"
         remedy = "lower them, or set server.colocate=true"
@@ -214,9 +218,10 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
 
 
 def server_command(config: TrainConfig, mem_fraction: float | None) -> list[str]:
-    """Return the command that starts an inference server, without its port.
+    """Return the command that starts an inference server, without the port.
 
-    `mem_fraction` is the server's share of each GPU's memory, None without GPUs. `server.args` come last, so they win.
+    `mem_fraction` is the server's share of the memory of each GPU; without GPUs it is None. The user's `server.args`
+    stand last, so they override the options before them.
     """
     server = config.server
     options: dict[str, object] = {
@@ -236,18 +241,18 @@ def server_command(config: TrainConfig, mem_fraction: float | None) -> list[str]
 
 
 def own_command(module: str, options: dict[str, object], *arguments: str) -> list[str]:
-    """Return the command that starts one of this project's own servers, without its port."""
+    """Return the command that starts a server of this project (a Python module), without the port."""
     return [sys.executable, "-P", "-m", module, *words(options), *arguments, "--exit-with-parent"]
 
 
 def words(options: dict[str, object]) -> list[str]:
-    """Turn options into words of a command line. None leaves an option out, a list repeats it."""
+    """Turn options into the words of a command line. An option None is left out; a list repeats its option."""
     several = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
     return [str(word) for name, values in several.items() for v in values if v is not None for word in (name, v)]
 
 
 def check_sglang() -> None:
-    """Raise ConfigError unless sglang is installed together with the torch that it was built for."""
+    """Raise ConfigError unless sglang is installed together with the version of torch that sglang needs."""
     elsewhere = "or name one elsewhere: server.command='PYTHON -m sglang.launch_server' or rollout.server_addrs=[URL]"
     try:
         version, requires = metadata.version("sglang"), metadata.requires("sglang") or []
@@ -263,9 +268,9 @@ def check_sglang() -> None:
 
 
 def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
-    """Raise ConfigError for a port that is taken, and for a server that does not answer.
+    """Raise ConfigError if a planned port is in use or if an address in rollout.server_addrs does not answer.
 
-    An inference server answers GET /model_info, a router answers GET /workers.
+    An inference server answers GET /model_info. A router answers GET /workers.
     """
     for url in config.rollout.server_addrs:
         try:
@@ -284,17 +289,18 @@ def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
 
 
 def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[float, float, int]:
-    """Return the GiB that a rank needs, the GiB that a server needs on each of its GPUs, and the parameter count n.
+    """Return the GiB that a rank needs, the GiB that a server needs on each GPU, and the number of parameters n.
 
-    T is actor.mb_tokens, L the number of layers, H their width, tp is server.tp_size:
+    Symbols: T is actor.mb_tokens, L the number of layers, H the hidden size, and tp is server.tp_size. b is the number
+    of bytes of a weight in the server: 2 on a GPU, 4 on a CPU. The model has K key-value heads of D numbers each.
 
     trainer = 16 n / ranks   bytes for parameters, gradients and two AdamW moments in float32; a reference model adds
                              4 n / ranks; with actor.offload and a GPU these bytes are in host memory instead
-            + 32 T L H       activations of a forward pass: 16 numbers of 2 bytes per layer, token and unit of width;
-                             with actor.gradient_checkpointing 2 T L H
-            + 0.5 GiB        one chunk of logits at a time (training/logprobs.py), forward and backward
-    server  = b n / tp                               weights of b bytes: 2 on a GPU, 4 on a CPU
-            + 2 b K D L max_total_tokens / tp        keys and values of K key-value heads with D numbers each
+            + 32 T L H       bytes for the activations of a forward pass: 16 numbers of 2 bytes per layer, token and
+                             hidden unit; with actor.gradient_checkpointing only 2 T L H
+            + 0.5 GiB        for one chunk of logits (training/logprobs.py) in the forward and backward pass
+    server  = b n / tp                               bytes for the weights
+            + 2 b K D L max_total_tokens / tp        bytes for the keys and values in the cache
     """
     assert config.model_path is not None
     shape = AutoConfig.from_pretrained(config.model_path)
@@ -312,9 +318,10 @@ def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[flo
 
 
 def check_memory(needs: list[tuple[Planned, float]], gpus: list[str], have: float) -> None:
-    """Raise ConfigError if the processes of one GPU need more than `have` GiB together.
+    """Raise ConfigError if the processes of one GPU together need more than `have` GiB.
 
-    `needs` holds each process and its GiB. Without GPUs all processes share the machine's memory of `have` GiB.
+    `needs` lists each process with the GiB that it needs. Without GPUs, `have` is the memory of the machine, and all
+    processes share this memory.
     """
     for gpu in gpus or [""]:
         here = {planned.name: gib for planned, gib in needs if gpu in planned.gpus or not gpus}
@@ -329,7 +336,7 @@ def check_memory(needs: list[tuple[Planned, float]], gpus: list[str], have: floa
 
 
 def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
-    """Return the servers to start, and the plan as `--dry-run` prints it, after all checks.
+    """Check the whole plan, then return the servers to start and the text that `--dry-run` prints.
 
     Raises ConfigError for a run that cannot work.
     """

@@ -1,9 +1,9 @@
-"""What a run writes and prints: metrics.jsonl, trace.json, the token files, and the live table.
+"""Write and print the results of a run: metrics.jsonl, trace.json, the token files and the live table.
 
 metrics.jsonl gets one JSON object per training step (docs/metrics.md explains every metric). trace.json is a Chrome
-trace, for a trace viewer: one row shows every prompt group from its start to its finish, another row the phases of
-the trainer. tokens/{step}.safetensors holds the batch of a step: for every sequence its token ids, versions, the
-three log-probabilities of each token (behaviour, proximal and current policy), the loss mask, the turns and the
+trace, for a trace viewer. One row of the trace shows every prompt group from its start to its finish. A second row
+shows the phases of the trainer. tokens/{step}.safetensors contains the batch of a step: the token ids, the versions,
+the log-probabilities of each token under the behaviour, proximal and current policy, the loss mask, the turns and the
 rewards.
 """
 
@@ -46,20 +46,20 @@ COLUMNS = (
 COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
 ROWS = 12  # number of steps that the live table shows
 TRAINER, ROLLOUT = 1, 2  # ids of the two rows in the trace
-END = "{}]\n"  # how a complete trace file ends
+END = "{}]\n"  # last characters of a complete trace file
 
 
 class Trace:
-    """Writes a Chrome trace while the run runs. Times are microseconds since 1970.
+    """Writes a Chrome trace file during the run. Times are microseconds since 1970.
 
-    The file of a killed run is readable too, since the format allows a missing end. A run that goes on after a restart
-    appends to its trace. Without a path nothing is written.
+    A trace viewer can also read the file of a killed run, because the format allows a missing end. A restarted run
+    appends to its earlier trace. If the path is None, no trace is written.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.epoch = time.monotonic_ns() - time.time_ns()  # the monotonic clock's reading at the start of 1970
+        self.epoch = time.monotonic_ns() - time.time_ns()  # time of the monotonic clock at the start of 1970
         self.lock = threading.Lock()
-        if path and path.exists():  # remove the end of the file, or a line that a kill cut short
+        if path and path.exists():  # remove END, or an incomplete last line of a killed run
             os.truncate(path, path.read_bytes().removesuffix(END.encode()).rfind(b"\n") + 1)
         self.file = Path(path or os.devnull).open("a", buffering=1)  # noqa: SIM115
         if not self.file.tell():
@@ -68,14 +68,14 @@ class Trace:
             self._write({"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": name}})
 
     def event(self, name: str, task_id: int) -> None:
-        """Record an event of a prompt group, such as submit or accept. start and finish open and close its bar."""
+        """Record an event of a prompt group, such as "accept". "start" and "finish" begin and end the group's bar."""
         phase = {"start": "b", "finish": "e"}.get(name, "n")
         title = f"group {task_id}" if phase in "be" else name
         self._write({"ph": phase, "cat": "rollout", "id": f"{os.getpid()}:{task_id}", "name": title, "tid": ROLLOUT})
 
     @contextmanager
     def span(self, name: str, seconds: dict[str, float]) -> Iterator[None]:
-        """Record a phase of the trainer, and write its duration to `seconds[name + "_s"]`."""
+        """Record the block as a phase of the trainer, and write its duration to `seconds[name + "_s"]`."""
         begin = time.monotonic_ns()
         yield
         duration = time.monotonic_ns() - begin
@@ -84,7 +84,7 @@ class Trace:
         self._write({"ph": "X", "cat": "trainer", "name": name, "tid": TRAINER, **stamp})
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Write one record of the trace. `record` may bring a time of its own."""
+        """Write one record of the trace. The default of the record's time "ts" is the current time."""
         record = {"pid": 1, "ts": (time.monotonic_ns() - self.epoch) / 1e3, **record}
         with self.lock:
             if not self.file.closed:
@@ -98,10 +98,10 @@ class Trace:
 
 
 def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, float]:
-    """Return the metrics that follow from a batch alone, for a trainer that consumes it at `version`.
+    """Return the metrics of a batch that a trainer consumes at `version`, before training.
 
-    The staleness of a trained token is version - versions. A row is mixed if its trained tokens carry more than one
-    version. A token is untrained if the model sampled it but the loss leaves it out.
+    The staleness of a trained token is `version` minus the token's version. A row is mixed if its trained tokens have
+    more than one version. A token is untrained if the model sampled the token and the loss leaves it out.
     """
     mask = batch["loss_mask"].bool()  # (B, T)
     versions = batch["versions"]
@@ -123,24 +123,24 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, float]:
 
 
 class Logger:
-    """Reports the run: `log` is called once per step. `live` is a context manager that shows the live table."""
+    """Writes and prints the metrics of a run, one `log` call per step. The context manager `live` shows the table."""
 
     def __init__(self, config: TrainConfig, executor: Any) -> None:
         self.config, self.executor = config, executor
-        self.path = config.run_dir / "metrics.jsonl"  # after a restart it already holds the earlier steps
+        self.path = config.run_dir / "metrics.jsonl"  # after a restart this file contains the earlier steps
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         self.history: list[dict[str, Any]] = [json.loads(line) for line in lines]
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
-        self.counts = asdict(executor.stats)  # the executor's counters when the last step was logged
-        self.lag_counts = Counter[int]()  # number of trained tokens by version lag, since this process began
+        self.counts = asdict(executor.stats)  # the executor's counters at the last logged step
+        self.lag_counts = Counter[int]()  # number of trained tokens by version lag, since the start of this process
         console = Console()
         show = config.logger.live and console.is_terminal
         self.live = Live(console=console, auto_refresh=False) if show else nullcontext()
 
     def log(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:
-        """Write and show one step: its batch, its metrics, and now and then a sample conversation.
+        """Write the batch and the metrics of one step, print the metrics, and sometimes print a sample conversation.
 
-        The counters among the metrics are the differences since the step before.
+        The counters in the metrics, such as `accepted`, count the events since the previous step.
         """
         step, interval, counts = metrics["step"], self.config.logger.tokens_interval, asdict(self.executor.stats)
         lags = metrics["version"] - batch["versions"][batch["loss_mask"].bool()]

@@ -1,27 +1,29 @@
-"""Checkpoints for recovery: how a run that was killed goes on where it was.
+"""Checkpoints for recovery: a run that was killed continues from its last checkpoint.
 
-A run that is started again under the same name goes on from its last checkpoint (`recover: auto`). The rules:
+With `recover: auto`, a run that is started again under its old name continues from the last checkpoint. The rules:
 
-- **One process writes a run.** A second process that is started on the same run is refused while the first one lives.
-- **A checkpoint holds everything that the next step depends on.** recover/step00040 holds the model and the optimizer
-  (sharded by torch.distributed.checkpoint, so any number of ranks can read it), the schedules, the random states, the
-  position in the data, and the list of open groups. A group is open if its prompt was drawn from the data and no step
-  has trained on it yet. state.pickle is written last and in one piece: a checkpoint without it is ignored.
-- **A step after the last checkpoint is done again.** Its line is removed from metrics.jsonl. A step's line is written
-  before its checkpoint, so in the end metrics.jsonl has every step once.
-- **A finished group survives the process.** A group becomes the file recover/groups/{task_id}.safetensors before it
-  counts as accepted. After a restart, an open group with a file is put back as finished, at its place in the order of
-  start. An open group without a file is rolled out again, with the same id and therefore the same sampling seeds.
-- **A group with tokens of lost weights is dropped.** Suppose the checkpoint has version 40 and the run was killed at
-  version 42. The restarted run makes a new version 41 with other weights. A group with a token of the old version 41
-  is therefore rolled out again. A group with tokens of versions up to 40 is kept.
+- **Only one process writes a run.** A second process of the same run is refused while the first process is alive.
+- **A checkpoint contains everything that the next step depends on.** The folder recover/step00040 contains the model
+  and the optimizer, the schedules, the random states, the position in the data, and the list of open groups. A group is
+  open if its prompt was drawn from the data and no step has trained on the group yet. torch.distributed.checkpoint
+  stores the model and the optimizer, so any number of ranks can load them. The file state.pickle is written last, and a
+  checkpoint without this file is ignored.
+- **A step after the last checkpoint runs again.** After a restart, the lines of such steps are removed from
+  metrics.jsonl. A step's line is written before the step's checkpoint, so metrics.jsonl ends with one line per step.
+- **A finished group survives the process.** A group is written to recover/groups/{task_id}.safetensors before the group
+  counts as accepted. After a restart, an open group with a file is restored as finished, at its place in the order of
+  start. An open group without a file is generated again, with the same id and therefore the same sampling seeds.
+- **A group with tokens of lost weights is generated again.** Suppose the checkpoint has version 40 and the run was
+  killed at version 42. The restarted run makes a new version 41 with different weights. A group with a token of the old
+  version 41 is therefore generated again. A group whose tokens have versions up to 40 is kept.
 
-The age bound of staleness.py still holds. Restored groups stand first and in their old order, so a step consumes them
-no later than before. The gate counts version * B + (restored groups) places as taken, with B the batch size. If eta
-or B is smaller than before the restart, a group that would become too old is rolled out again.
+The age bound of staleness.py still holds. Restored groups come first and in their old order, so a step consumes them
+no later than before. The gate counts version * B + (restored groups) places as occupied, where B is the batch size. If
+eta or B is smaller than before the restart, a group that would become too old is generated again.
 
-Not promised: the same order of starts as without the kill, unless the run is synchronous; a power failure between the
-write of a file and the disk; groups that agents submit outside prepare_batch.
+Not promised: unless the run is synchronous, groups may start in a different order than without the kill. A power
+failure may lose files that the operating system has not written to the disk. Groups that agents submit outside
+prepare_batch are not restored.
 """
 
 import fcntl
@@ -46,17 +48,17 @@ PARTIAL = ".partial"  # suffix of a file that is being written
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that it exists completely or not at all, whenever the process dies."""
+    """Write a file so that the file is never incomplete, even if the process dies while it writes."""
     partial = path.with_suffix(PARTIAL)
     partial.write_bytes(content)
     os.replace(partial, path)
 
 
 def claim(run_dir: Path) -> TextIO:
-    """Lock the run's folder for this process, for as long as the returned file is open.
+    """Lock the run's folder for this process. The lock is held until the returned file is closed.
 
-    The kernel releases the lock when the process ends, however it ends. Raises ConfigError if another process holds the
-    lock. On a file system without locks nothing is protected.
+    The kernel releases the lock when the process ends, even after a kill. Raises ConfigError if another process holds
+    the lock. On a file system without locks, the folder is not protected.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = (run_dir / "lock").open("w")
@@ -77,9 +79,9 @@ def folders_of_steps(folder: Path) -> dict[int, Path]:
 
 
 def save_model(actor: Any, folder: Path, step: int, keep: int) -> None:
-    """Write a Hugging Face directory `step00040` in `folder`, and delete all but the newest `keep` of them.
+    """Write the model to the Hugging Face directory `folder`/step00040 and so on. Keep only the newest `keep` models.
 
-    Directories of later steps belong to a life of the run that a restart has cut off, and are deleted too.
+    Models of steps later than `step` are also deleted, because the run was restarted from an earlier checkpoint.
     """
     actor.save(folder / f"step{step:05d}")
     if actor.rank == 0:
@@ -90,7 +92,7 @@ def save_model(actor: Any, folder: Path, step: int, keep: int) -> None:
 
 
 class GroupLog:
-    """The finished groups that no checkpoint has trained on, one file each. The rollout's threads write it."""
+    """Stores each finished group that is not yet trained in a checkpoint as a file. Rollout threads write the files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -107,7 +109,7 @@ class GroupLog:
         write_whole(self.path(task_id), save({k: v.contiguous().clone() for k, v in group.items()}))
 
     def read(self, task_ids: Any, version: int) -> dict[int, Trajectory]:
-        """Read the groups `task_ids`, in that order. Skip groups without a file or with newer tokens than `version`."""
+        """Read the groups `task_ids`, in this order. Skip groups without a file or with tokens newer than `version`."""
         groups = {i: complete(load_file(self.path(i)), i) for i in task_ids if self.path(i).exists()}
         return {i: group for i, group in groups.items() if (tail_version(group) or 0) <= version}
 
@@ -119,9 +121,10 @@ class GroupLog:
 
 
 def cut_metrics(path: Path, last_step: int) -> None:
-    """Keep the lines of steps 1 to last_step in metrics.jsonl and remove the lines after them.
+    """Remove all lines of metrics.jsonl after the line of step `last_step`.
 
-    Raises ConfigError if a line is missing. The last line may be incomplete, since the process died.
+    The file's last line may be incomplete if the process died. Raises ConfigError if a line of steps 1 to last_step is
+    missing.
     """
     lines = path.read_text().splitlines(keepends=True)[:last_step] if path.exists() else []
     steps = [json.loads(line)["step"] for line in lines if line.endswith("\n")]
@@ -131,12 +134,12 @@ def cut_metrics(path: Path, last_step: int) -> None:
 
 
 class Recovery:
-    """The checkpoints of one run. All ranks call its methods together. With mode "off" they do nothing."""
+    """The checkpoints of one run. All ranks call each method together. In mode "off" there are no checkpoints."""
 
     def __init__(self, run_dir: Path, mode: str) -> None:
         self.folder, self.on = run_dir / "recover", mode == "auto"
-        self.step = 0  # step of the checkpoint that the run goes on from, 0 if there is none
-        self.groups: GroupLog | None = None  # rank 0 has it, the other ranks have None
+        self.step = 0  # step of the checkpoint from which the run continues; 0 without a checkpoint
+        self.groups: GroupLog | None = None  # None on every rank except rank 0
         if self.on and dist.get_rank() == 0:
             found = folders_of_steps(self.folder)
             self.step = max((step for step in found if (found[step] / "state.pickle").exists()), default=0)
@@ -149,13 +152,13 @@ class Recovery:
         return self.folder / f"step{step:05d}"
 
     def save(self, step: int, actor: Any, executor: Any) -> None:
-        """Write the checkpoint of `step`, then delete the older ones. The step's line is already in metrics.jsonl."""
+        """Write the checkpoint of `step`, then delete older checkpoints. metrics.jsonl already contains this step."""
         target = self.checkpoint(step)
         if self.groups:
-            shutil.rmtree(target, ignore_errors=True)  # a killed life of the run may have left it incomplete
+            shutil.rmtree(target, ignore_errors=True)  # an earlier, killed process may have left an incomplete folder
         dist.barrier()
         actor.save_state(target)
-        if self.groups:  # rank 0 writes its own state after all ranks have written theirs
+        if self.groups:  # rank 0 writes state.pickle after all ranks have saved their parts of the model
             rollout = executor.state_dict()
             state = {"steps": actor.steps, "rollout": rollout, "random": (random.getstate(), torch.get_rng_state())}
             write_whole(target / "state.pickle", pickle.dumps(state))
@@ -165,9 +168,10 @@ class Recovery:
         dist.barrier()
 
     def load(self, actor: Any, executor: Any) -> int:
-        """Restore the newest checkpoint and return its step, 0 if there is none.
+        """Restore the newest checkpoint and return its step. Return 0 if there is no checkpoint.
 
-        The caller sends the restored weights to the servers. Raises ConfigError if the checkpoint is of another model.
+        The caller must push the restored weights into the servers. Raises ConfigError if the checkpoint belongs to a
+        different model.
         """
         if not self.step:
             if self.groups:

@@ -1,8 +1,8 @@
-"""Start and end a server process: it takes its port first, and it ends when its parent process dies.
+"""Functions that start and end a server process, shared by the proxy and the small inference server (inference/tiny).
 
-The proxy and the small inference server (inference/tiny) share these functions. A server binds 127.0.0.1 by default. If
-something prevents its start, the functions raise OSError or ValueError with one line that says what to do; the script
-prints this line.
+A server opens its port before it loads anything, and ends when its parent process dies. A server listens on 127.0.0.1
+by default. If a server cannot start, these functions raise OSError or ValueError. The error message is one line with
+the remedy, and the server's script prints the line.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from run.fields import Refusal, as_object
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. A server calls this before it loads anything, so a port in use is reported at once.
+    """Return a listening socket. A server calls `listen` before it loads anything, to report a port in use at once.
 
-    Raises OSError if the port cannot be taken.
+    Raises OSError if the port is in use or is no valid port.
     """
-    if not 0 <= port < 65536:  # create_server would raise too, but leave its socket open
+    if not 0 <= port < 65536:  # create_server would also raise, but would leave its socket open
         raise OSError(f"--port {port}: a number from 0 (any free port) to 65535 is needed")
     try:
         return socket.create_server((host, port))
@@ -33,17 +33,17 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
-    """Serve `app` until a signal. With `exit_with_parent`, also stop when standard input is closed.
+    """Serve `app` until the process receives a signal. With `exit_with_parent`, also stop when standard input closes.
 
-    The parent holds the other end of standard input, so it closes when the parent dies.
+    Standard input is a pipe from the parent process, so the pipe closes when the parent dies.
     """
-    # Clients close an idle connection long before 75 s. If the server closed it first, a request that a client is just
-    # sending over this connection would fail.
+    # The server keeps an idle connection open for 75 s, longer than any client does. If the server closed a connection
+    # while a client sends a request over it, the request would fail.
     options: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}  # seconds
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, **options))
 
     def follow_parent() -> None:
-        while os.read(0, 4096):  # sys.stdin would hold a lock, at which the process would hang when it ends
+        while os.read(0, 4096):  # sys.stdin.read would hold a lock, and the process would hang at its end
             pass
         server.should_exit = True
 
@@ -54,7 +54,7 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
 
 
 def read_object(raw: bytes) -> dict[str, Any]:
-    """Return a request's body as a JSON object; an empty body is {}. Ignores the content type. Raises Refusal."""
+    """Return a request's body as a JSON object. An empty body is {}. Raises Refusal if the body is no JSON object."""
     try:
         return as_object(orjson.loads(raw or b"{}"), "body")
     except orjson.JSONDecodeError as error:
@@ -62,15 +62,16 @@ def read_object(raw: bytes) -> dict[str, Any]:
 
 
 def reply(body: Any, status: int = 200) -> Response:
-    """Return a response with `body` as JSON. For 429 and 503 it asks the client to try again after one second."""
+    """Return a response with `body` as JSON. With status 429 or 503, a header tells the client to retry after 1 s."""
     headers = {"retry-after": "1"} if status in (429, 503) else None
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
 def load_tokenizer(model_path: str) -> Any:
-    """Return the tokenizer of a model folder. Raises ValueError if there is none.
+    """Return the tokenizer of a model folder. Raises ValueError if the folder has no tokenizer.
 
-    transformers imports torch if it can. That takes seconds and a tokenizer does not need it, so torch is hidden here.
+    transformers imports torch if torch is found, which takes seconds. A tokenizer does not need torch, so this function
+    hides torch from transformers.
     """
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

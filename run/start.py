@@ -1,14 +1,14 @@
-"""The rollout side of a run: the engine, the proxies and the executors, each started on what stands before it.
+"""Start the rollout side of a run: the engine, the proxies, and an executor each for training and evaluation.
 
-    inference servers  <-  RemoteInfEngine  <-  proxies  <-  WorkflowExecutor (training), its sibling (evaluation)
+    inference servers  <-  RemoteInfEngine  <-  proxies  <-  WorkflowExecutor (training), WorkflowExecutor (evaluation)
 
-Every started thing is entered in the run's ExitStack, which ends them in the reverse order. Rank 0 alone has a rollout
-side; the other ranks have `NoRollout` in its place.
+Each part uses the parts to its left, so the parts are started from left to right. The run's ExitStack ends the parts in
+the reverse order. Only rank 0 has a rollout side; the other ranks have a `NoRollout`.
 
-Servers that were up before the run began (rollout.server_addrs) may hold the weights of another run, and may have been
-left paused. Training therefore takes them over: it ends what they generate, resumes them, and gives their weights a
-label that no engine accepts, until the trainer's first push brings its own weights. Evaluation takes the servers and
-their weights as they are.
+Servers that were running before the run began (rollout.server_addrs) may be paused or may have the weights of another
+run. Training therefore ends the running generations of these servers, resumes the servers, and gives their weights a
+label that no engine accepts. The trainer's first push replaces these weights and the label. Evaluation uses the servers
+and their weights unchanged.
 """
 
 import json
@@ -27,24 +27,24 @@ from run.inputs import Inputs
 from run.launch import HOLD_SECONDS, Child, Fleet, Planned, own_command
 from run.logger import Trace
 
-# The keys of rollout.openai that the proxy has as options of the same names.
+# The keys of rollout.openai that are also command-line options of the proxy.
 PROXY_KEYS = "session_timeout_seconds chat_template_type tool_call_parser reasoning_parser fixed_sampling"
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run was given, and the stack that ends whatever it starts."""
+    """The configuration, inputs and processes of a run, and the ExitStack that ends every part that the run starts."""
 
     config: TrainConfig
     inputs: Inputs
-    servers: list[Planned]  # inference servers to start; empty on every rank but 0
+    servers: list[Planned]  # inference servers to start; empty on every rank except 0
     fleet: Fleet  # the child processes
     trace: Trace
     stack: ExitStack
 
 
 class NoRollout:
-    """The rollout side of a rank that only trains: it does nothing."""
+    """The rollout side of a rank that only trains. Its methods do nothing."""
 
     executor: Any = None
 
@@ -56,10 +56,10 @@ class NoRollout:
 def start_rollout(
     run: Run, servers: list[Child], keep: Callable[[int, Trajectory], None] | None = None
 ) -> tuple[RemoteInfEngine, WorkflowExecutor]:
-    """Start the rollout side; return the engine, which holds the executor, and the executor for evaluation.
+    """Start the rollout side. Return the engine, which contains the training executor, and the evaluation executor.
 
-    `keep(task_id, group)` writes each accepted group to where a restart finds it. From now on the death of a child
-    process fails whoever waits for an episode.
+    `keep(task_id, group)` saves each accepted group for a restart. If a child process that the run needs dies later,
+    both executors raise ProcessDied in every call that waits for an episode.
     """
     config, stack = run.config, run.stack
     addresses = [server.wait_ready() for server in servers] or config.rollout.server_addrs
@@ -100,7 +100,7 @@ def start_rollout(
 
 
 def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> ProxyAddress:
-    """Start the proxies over these servers; return their addresses and the key of their management endpoints."""
+    """Start proxies that use these servers. Return the proxies' addresses and their admin key."""
     openai, gconfig = config.rollout.openai, config.gconfig
     options: dict[str, object] = {
         "--server": servers,

@@ -1,7 +1,7 @@
-"""What a run prints when it is over: its success, its staleness, and what the policy has learnt.
+"""Print the summary at the end of a run: the success, the staleness and a picture of the trained policy.
 
-The task's own `summary` function draws what was learnt. For that it asks the trained policy, on its inference server,
-at temperature 0.
+The `summary` function of the task draws the picture. To do so, this function sends prompts to the inference server,
+which answers with the trained policy at temperature 0.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ def ask_greedily(executor: WorkflowExecutor, messages: list[dict]) -> str:
 
 
 def summarise(logger: Logger, task: Any) -> None:
-    """Print what was learnt, how stale the data was, and where the run's files are."""
+    """Print the success, the staleness, the task's own summary, and the folder with the run's files."""
     history = logger.history
     final = fmean(line["success"] for line in history[-5:])
     print(f"\nsuccess {history[0]['success']:.3f} in the first step, {final:.3f} in the last five")
