@@ -79,7 +79,7 @@ def generalised_advantage(advantages: Tensor, turn_of: Tensor, gamma: float, lam
 def informative(trajectory: dict[str, Tensor]) -> bool:
     """Return whether two members of a group earned different rewards in the same trained turn.
 
-    Use it by should_accept_fn=advantages.informative. Reads loss_mask, turn_ids and turn_rewards (B, T).
+    Use it by should_accept_fn=training.advantages.informative. Reads loss_mask, turn_ids and turn_rewards (B, T).
     """
     trained = trajectory["loss_mask"] > 0
     turns, rewards = trajectory["turn_ids"][trained], trajectory["turn_rewards"][trained]  # (M,), (M,)
