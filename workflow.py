@@ -280,10 +280,9 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     episode_timeout: float = 3600.0  # seconds; a longer episode is cancelled and counted as failed
 
     def __post_init__(self) -> None:
-        if self.mode != "subproc":
-            return
-        remedy = "define its class at the top of a module and clients inside `run`, or set rollout.openai.mode=inline"
-        check_importable(self.agent, f"agent {type(self.agent).__name__}", remedy)
+        remedy = "define its class at the top of a module, clients inside `run`, or set rollout.openai.mode=inline"
+        if self.mode == "subproc":
+            check_importable(self.agent, f"agent {type(self.agent).__name__}", remedy)
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         if self.mode == "inline":

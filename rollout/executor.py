@@ -197,19 +197,13 @@ class WorkflowExecutor:
 
     # ---- rollouts
 
-    def submit(
-        self,
-        data: Sample,
-        workflow: Any,
-        workflow_kwargs: dict[str, Any] | None = None,
-        should_accept_fn: AcceptFn | str | None = None,
-        group_size: int | None = None,
-        is_eval: bool = False,
-    ) -> int:
-        """Enqueue one prompt, which starts when the gate allows. Return its task id, for wait_for_task."""
-        [task] = self._tasks(
-            self._cursor.number([data]), workflow, workflow_kwargs, should_accept_fn, group_size, is_eval
-        )
+    def submit(self, data: Sample, *args: Any, **kwargs: Any) -> int:
+        """Enqueue one prompt, which starts when the gate allows. Return its task id, for wait_for_task.
+
+        The arguments after `data` are those of `make_tasks` after `samples`: workflow, workflow_kwargs,
+        should_accept_fn, group_size and is_eval.
+        """
+        [task] = self.make_tasks(self._cursor.number([data]), *args, **kwargs)
         self.dispatcher.submit_task_input(task)
         return task.task_id
 
@@ -237,29 +231,22 @@ class WorkflowExecutor:
 
         The arguments after `data` are those of `submit`.
         """
-        tasks = list(self._tasks(self._cursor.number(data), *args, **kwargs))
+        tasks = list(self.make_tasks(self._cursor.number(data), *args, **kwargs))
         for task in tasks:
             self.dispatcher.submit_task_input(task)
         return [self.wait_for_task(task.task_id) for task in tasks]
 
-    def prepare_batch(
-        self,
-        dataloader: Any,
-        workflow: Any,
-        workflow_kwargs: dict[str, Any] | None = None,
-        should_accept_fn: AcceptFn | str | None = None,
-        group_size: int | None = None,
-    ) -> Trajectory:
+    def prepare_batch(self, dataloader: Any, *args: Any, **kwargs: Any) -> Trajectory:
         """Return the next training batch: dataloader.batch_size groups in order of start.
 
+        The arguments after `dataloader` are those of `submit` after `data`.
         Raises ValueError if the dataloader's batch size is not the gate's consumer_batch_size.
         """
         batch, counted = dataloader.batch_size, self.staleness_manager.consumer_batch_size
         if batch != counted:
             wrong = f"rollout.consumer_batch_size={counted} must equal the dataloader's batch_size={batch}"
             raise ValueError(f"{wrong}: the gate admits as many groups per version as a step consumes")
-        samples = self._cursor.draw(dataloader)
-        tasks = self._tasks(samples, workflow, workflow_kwargs, should_accept_fn, group_size)
+        tasks = self.make_tasks(self._cursor.draw(dataloader), *args, **kwargs)
         groups = self.dispatcher.active_submit_and_wait(tasks, batch)
         self._cursor.forget_closed(self.dispatcher.in_flight())
         return concat_padded_tensors(groups)
@@ -291,7 +278,7 @@ class WorkflowExecutor:
         gate.on_version_recovered(version, len(kept))
         self.dispatcher.restore(kept)
 
-    def _tasks(
+    def make_tasks(
         self,
         samples: Iterable[NumberedSample],
         workflow: Any,
@@ -300,7 +287,13 @@ class WorkflowExecutor:
         group_size: int | None = None,
         is_eval: bool = False,
     ) -> Iterator[RolloutTask]:
-        """Return a task for each sample. All tasks share one workflow object, made by `resolve_workflow`."""
+        """Return a task for each sample. All tasks share one workflow object.
+
+        workflow, workflow_kwargs: what to run; `resolve_workflow` (workflow.py) says what may be given.
+        should_accept_fn: a function of a group, or its import path. If it returns False, the group is rejected.
+        group_size: how many episodes each sample gets; default rollout.group_size, or gconfig.n_samples.
+        is_eval: whether the episodes are named, counted and dumped as an evaluation.
+        """
         n_samples = self.gconfig.n_samples
         group_size = group_size or self.config.group_size or n_samples
         if not is_eval and n_samples not in (1, group_size):

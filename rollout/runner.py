@@ -32,11 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-new_event_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
-with suppress(ImportError):  # uvloop is faster; it does not exist on Windows
-    import uvloop
-
-    new_event_loop = uvloop.new_event_loop
+import uvloop
 
 logger = logging.getLogger("nano_areal.runner")
 T = TypeVar("T")
@@ -73,7 +69,7 @@ class AsyncTaskRunner:
         # all mutable state of this object; `lock` guards _active
         self._active: dict[int, asyncio.Task | None] = {}  # submitted and not finished; None: not started yet
         self._stop = asyncio.Event()
-        self._runner = asyncio.Runner(loop_factory=new_event_loop)
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)  # faster than asyncio's own loop
         self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._thread_main, name="rollout", daemon=True)
         self._thread.start()

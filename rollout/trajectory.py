@@ -40,8 +40,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-REQUIRED_KEYS = ("input_ids", "attention_mask")
-
 # The keys that training reads: dtype, and the value where no token (or no generated token) stands.
 TOKEN_KEYS: dict[str, tuple[torch.dtype, float]] = {  # [B, L]
     "input_ids": (torch.int32, 0),
@@ -71,9 +69,7 @@ def generated(traj: Trajectory) -> Tensor:
     """Return a bool mask (B, L) of the tokens that the policy sampled, whether or not they are trained on."""
     if "turn_ids" in traj:
         return traj["turn_ids"] >= 0
-    if "loss_mask" in traj:
-        return traj["loss_mask"] > 0
-    return torch.zeros_like(traj["input_ids"], dtype=torch.bool)
+    return traj.get("loss_mask", torch.zeros_like(traj["input_ids"])) > 0
 
 
 def head_version(traj: Trajectory) -> int | None:
@@ -95,17 +91,16 @@ def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = No
     """
     if not isinstance(traj, dict):
         raise ValueError(f"a trajectory is a dict of tensors, not {type(traj).__name__}")
-    missing = [key for key in REQUIRED_KEYS if key not in traj]
+    missing = [key for key in ("input_ids", "attention_mask") if key not in traj]
     if missing:
         raise ValueError(f"the trajectory lacks {', '.join(missing)}; it has {sorted(traj) or 'no keys'}")
     for key, value in traj.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"trajectory[{key!r}] is a {type(value).__name__}; a tensor is needed")
     shape = traj["input_ids"].shape
-    if len(shape) != 2:
-        raise ValueError(f"trajectory['input_ids'] must be [batch, seq_len], but its shape is {list(shape)}")
-    if 0 in shape:
-        raise ValueError(f"the trajectory is empty: trajectory['input_ids'] has shape {list(shape)}")
+    if len(shape) != 2 or 0 in shape:
+        wrong = f"trajectory['input_ids'] must be [batch, seq_len], but its shape is {list(shape)}"
+        raise ValueError(f"{wrong}; an empty trajectory is not allowed")
     for key, value in traj.items():
         needed = shape if key in TOKEN_KEYS else shape[:1]
         got = value.shape if key in TOKEN_KEYS or key in ROW_KEYS else value.shape[:1]

@@ -154,8 +154,6 @@ def add_read_hidden(model: Any) -> None:
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         more.append("a bias")
     if more:
-        raise ValueError(
-            f"{type(model).__name__} has {more}, which training/logprobs.py cannot compute; use another model"
-        )
+        raise ValueError(f"{type(model).__name__} has {more}, which logprobs.py cannot compute; use another model")
     model.read_hidden = MethodType(read_hidden, model)
     register_fsdp_forward_method(model, "read_hidden")

@@ -1,4 +1,5 @@
-"""The executor returns batches in order of start, each call uses its own arguments, and no sample is lost."""
+"""The executor returns batches in order of start, uses the arguments of each call for that call, and loses no
+sample."""
 
 import asyncio
 import json
@@ -31,7 +32,7 @@ SAMPLES = [{"n": n} for n in range(5)]
 
 
 class Waits(Echo):
-    """The episode of sample n ends when gates[n] is set."""
+    """A workflow in which the episode of sample n ends when the test sets gates[n]."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Waits(Echo):
         self.loop = asyncio.get_running_loop()
         self.started.append(data["n"])
         await self.gates[data["n"]].wait()
-        if data["n"] == 3:  # each episode lets an older one end: the order of completion is reversed
+        if data["n"] == 3:  # each episode lets an older episode end, so the order of completion is the reverse order of start
             self.gates[2].set()
         elif data["n"] > 0:
             self.gates[data["n"] - 1].set()
@@ -55,7 +56,8 @@ class Waits(Echo):
 
 @pytest.fixture
 def make(tiny_tokenizer: Any) -> Iterator[Make]:
-    """make(**options) -> an executor over a ScriptedEngine, which is destroyed after the test."""
+    """Return make(**options), which returns an executor with a ScriptedEngine. The executor is destroyed after the
+    test."""
     made: list[WorkflowExecutor] = []
 
     def make(engine: Any = None, config: dict[str, Any] | None = None, **options: Any) -> WorkflowExecutor:
@@ -89,7 +91,7 @@ def test_prepare_batch_cycles_the_data_in_its_own_order(make: Make) -> None:
 
 
 def test_the_order_of_the_data_is_the_loaders_own_generator(make: Make) -> None:
-    """With one seed of the dataloader, two runs get equal orders; each epoch is shuffled anew."""
+    """Two runs with equal seeds of the dataloader get the samples in equal order. Each epoch is shuffled anew."""
 
     def epochs(seed: int) -> list[int]:
         executor, data, seen = make(), loader(SAMPLES, seed=seed), []
@@ -105,7 +107,8 @@ def test_the_order_of_the_data_is_the_loaders_own_generator(make: Make) -> None:
 
 
 def test_every_loader_begins_at_its_own_beginning(make: Make) -> None:
-    """With two dataloaders in turn, as in a curriculum, each one goes on where it stood."""
+    """If prepare_batch is called with two dataloaders in turn, as in a curriculum, each dataloader continues after
+    its last sample."""
     executor, loaders, seen = make(), [loader(SAMPLES), loader([{"n": n} for n in range(10, 15)])], []
     for data in (*loaders, *loaders):
         for _ in range(2):
@@ -116,7 +119,8 @@ def test_every_loader_begins_at_its_own_beginning(make: Make) -> None:
 
 
 def test_a_loader_that_raises_says_so_at_every_call(make: Make) -> None:
-    """A dataloader that raises does so at every call; once it is mended, it begins anew."""
+    """Every call with a broken dataloader raises the dataloader's error. After a repair the dataloader begins
+    anew."""
     samples: list[dict] = [{"n": 0}, {}]
 
     def collate(batch: list[dict]) -> list[dict]:
@@ -139,13 +143,14 @@ def test_every_call_is_served_by_its_own_arguments(make: Make) -> None:
         rows.append(batch["input_ids"].tolist())
         next_version(executor)
     assert rows[0] == [[1, 0, 0], [2, 0, 0]]
-    assert rows[1] == [[3, 0, 0], [4, 0, 0]]  # these samples were drawn in the first call
+    assert rows[1] == [[3, 0, 0], [4, 0, 0]]  # the first call drew these samples
     assert rows[2] == [[5, 0, 1], [5, 1, 1], [1, 0, 1], [1, 1, 1]]
     assert rows[3] == [[2, i, 2] for i in range(3)] + [[3, i, 2] for i in range(3)]
 
 
 def test_rows_come_in_order_of_start_and_members_in_order(make: Make) -> None:
-    """Rows come in order of start and members side by side, even if the last group finishes first."""
+    """The rows of a batch are in order of start, and the members of a group are adjacent, even if the last group
+    finishes first."""
     executor, workflow = make(config={"consumer_batch_size": 4}), Waits(4)
     workflow.gates[3].set()
     batch = executor.prepare_batch(loader(SAMPLES[:4], batch_size=4), workflow, group_size=2)
@@ -154,7 +159,7 @@ def test_rows_come_in_order_of_start_and_members_in_order(make: Make) -> None:
 
 
 def test_rejected_groups_are_refilled_and_failed_ones_counted(make: Make) -> None:
-    """A rejected or failed group is replaced by the next prompt, and a failed one is counted."""
+    """The next prompt replaces a rejected or failed group, and a failed group is counted."""
     executor = make()
     workflow = Echo(fails=(0,), rejects=(1,))
     batch = executor.prepare_batch(loader(SAMPLES), workflow, None, lambda traj: bool(traj["rewards"][0] != 2))
@@ -163,7 +168,7 @@ def test_rejected_groups_are_refilled_and_failed_ones_counted(make: Make) -> Non
 
 
 def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
-    """A group that lost a member is accepted, and failed_members counts the member."""
+    """A group with a failed member is accepted, and failed_members counts the member."""
 
     class OneFails(Echo):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
@@ -178,7 +183,7 @@ def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
 
 
 class Panic(BaseException):
-    """An exception that is no subclass of Exception, as libraries written in Rust raise it."""
+    """An exception that is not a subclass of Exception. Libraries written in Rust raise such exceptions."""
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
@@ -186,7 +191,8 @@ class Panic(BaseException):
 def test_whatever_an_episode_raises_is_its_failure(
     make: Make, caplog: pytest.LogCaptureFixture, error: BaseException, group_size: int
 ) -> None:
-    """Any exception of an episode, or of all members of a group, is counted and logged, and the prompt is replaced."""
+    """An exception of any type in an episode is counted and logged, and the next prompt replaces the failed
+    prompt."""
 
     class Raises(Echo):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
@@ -204,9 +210,10 @@ def test_whatever_an_episode_raises_is_its_failure(
 
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size: int) -> None:
-    """When the proxy dies, the run stops before any episode counts as failed, and state_dict raises from then on.
+    """If the proxy dies, the run stops before any episode counts as failed, and every later call of state_dict raises
+    an error.
 
-    Otherwise the prompt of a failed episode would be replaced, and a checkpoint would lose it.
+    If the episodes counted as failed, new prompts would replace their prompts, and a checkpoint would lose them.
     """
 
     class LosesItsProxy(Echo):
@@ -218,7 +225,7 @@ def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size:
     executor = make(hold_failures=0.5)
     threading.Timer(
         0.2, executor.fail, [RuntimeError("the proxy ended")]
-    ).start()  # a thread that watches the proxy calls fail()
+    ).start()  # in a run, the thread that watches the proxy calls fail()
     with pytest.raises(RuntimeError, match="the proxy ended"):
         executor.prepare_batch(loader(SAMPLES), LosesItsProxy(), group_size=group_size)
     with pytest.raises(RuntimeError, match="the proxy ended"):
@@ -228,7 +235,7 @@ def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size:
 
 
 def test_the_same_failure_again_and_again_stops_the_run(make: Make) -> None:
-    """A workflow that always raises stops the run, with its first exception as the cause."""
+    """A workflow that always raises an exception stops the run, and the first exception is the cause of the error."""
     executor = make()
     with pytest.raises(RuntimeError, match="sample 0 is broken") as stopped:
         executor.prepare_batch(loader(SAMPLES), Echo(fails=(0, 1, 2, 3, 4)))
@@ -236,7 +243,8 @@ def test_the_same_failure_again_and_again_stops_the_run(make: Make) -> None:
 
 
 def test_the_loaders_batch_is_what_the_gate_counts(make: Make) -> None:
-    """A batch size other than consumer_batch_size is an error, and so is a dataloader without samples."""
+    """A dataloader whose batch size differs from consumer_batch_size raises an error, and so does a dataloader
+    without samples."""
     with pytest.raises(ValueError, match="consumer_batch_size=2 must equal the dataloader's batch_size=3"):
         make().prepare_batch(loader(SAMPLES, batch_size=3), Echo())
     with pytest.raises(ValueError, match="no samples"):
@@ -244,7 +252,8 @@ def test_the_loaders_batch_is_what_the_gate_counts(make: Make) -> None:
 
 
 def test_group_size_and_n_samples_are_one_number(make: Make) -> None:
-    """group_size or n_samples may be given; two different numbers are an error, except in evaluation."""
+    """A caller may set group_size or n_samples. If both are set to different numbers, prepare_batch raises an error.
+    Evaluation may use a different number."""
     executor = make(gconfig=GenerationHyperparameters(n_samples=3))
     with pytest.raises(ValueError, match=r"group_size=2 and gconfig.n_samples=3 are one number"):
         executor.prepare_batch(loader(SAMPLES), Echo(), group_size=2)
@@ -256,12 +265,12 @@ def test_group_size_and_n_samples_are_one_number(make: Make) -> None:
 
 
 def test_should_accept_fn_may_be_named_and_must_be_a_function(make: Make) -> None:
-    """should_accept_fn may be an import path "module.function"; anything that is no function is an error."""
+    """should_accept_fn may be a function or an import path "module.function". Any other value raises a TypeError."""
     executor = make()
     batch = executor.prepare_batch(loader(SAMPLES), Echo(), should_accept_fn=f"{__name__}.is_even")
     assert batch["rewards"].tolist() == [0.0, 2.0]
     with pytest.raises(TypeError, match=r"should_accept_fn must be a function or 'module.function', not 7"):
-        executor.submit(SAMPLES[0], Echo(), should_accept_fn=7)  # type: ignore[arg-type]
+        executor.submit(SAMPLES[0], Echo(), should_accept_fn=7)
 
 
 def is_even(traj: dict[str, torch.Tensor]) -> bool:
@@ -272,7 +281,7 @@ def is_even(traj: dict[str, torch.Tensor]) -> bool:
 
 
 def test_submit_and_wait(make: Make) -> None:
-    """wait returns the oldest groups; wait_for_task returns one group, or None if it was rejected."""
+    """wait returns the oldest groups. wait_for_task returns one group, or None if the group was rejected."""
     executor = make(config={"consumer_batch_size": 8})
     workflow = Echo(rejects=(1,))
     ids = [executor.engine.executor.submit(sample, workflow) for sample in SAMPLES]
@@ -285,7 +294,8 @@ def test_submit_and_wait(make: Make) -> None:
 
 
 def test_rollout_batch_keeps_the_order_of_the_data(make: Make) -> None:
-    """rollout_batch returns the accepted groups in the order of the prompts, and raises if there are none."""
+    """rollout_batch returns the accepted groups in the order of the prompts, and raises an error if no group was
+    accepted."""
     executor = make(config={"consumer_batch_size": 8})
     assert executor.rollout_batch(SAMPLES, Echo(rejects=(1,)))["rewards"].tolist() == [0.0, 2.0, 3.0, 4.0]
     with pytest.raises(RuntimeError, match="none of 5 rollouts was accepted"):
@@ -311,7 +321,7 @@ def test_evaluation_needs_no_new_version_and_leaves_the_engine_alone(make: Make,
 
 
 def test_a_workflow_cannot_change_the_dataset(make: Make) -> None:
-    """An episode works on a copy of its sample, so the dataset never changes."""
+    """Each episode gets a copy of its sample, so no workflow can change the dataset."""
 
     class Writes(Echo):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
@@ -334,7 +344,7 @@ def test_pause_holds_back_what_has_not_started(make: Make) -> None:
 
 
 def test_a_failure_outside_ends_every_call(make: Make) -> None:
-    """After fail(), every call raises an error that says why."""
+    """After fail(error), every call raises an error that contains the reason."""
     executor = make()
     executor.fail(ChildProcessError("the server died"))
     with pytest.raises(RuntimeError, match="the server died"):
@@ -342,7 +352,7 @@ def test_a_failure_outside_ends_every_call(make: Make) -> None:
 
 
 def test_destroy_may_be_repeated(make: Make) -> None:
-    """destroy() may be called twice, and every later call raises."""
+    """A second destroy() has no effect, and every other call after destroy() raises an error."""
     executor = make()
     executor.submit(SAMPLES[0], Waits(1))
     executor.destroy()
@@ -355,7 +365,7 @@ def test_destroy_may_be_repeated(make: Make) -> None:
 
 
 class Bad(RolloutWorkflow):
-    """Returns data["returns"]."""
+    """A workflow that returns data["returns"]."""
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
         return data["returns"]
@@ -365,7 +375,7 @@ class Bad(RolloutWorkflow):
 def test_a_malformed_trajectory_is_a_failure_that_is_explained(
     make: Make, caplog: pytest.LogCaptureFixture, group_size: int
 ) -> None:
-    """A trajectory that is malformed or has other keys than before fails its task, and the log says why."""
+    """If a trajectory is malformed or changes its keys, its task has failed, and the log contains the reason."""
     executor = make(config={"consumer_batch_size": 9})
     good = {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
     flat = {key: value[0] for key, value in good.items()}
@@ -399,7 +409,7 @@ async def pays(prompt: str, completion: str, prompt_ids: list, completion_ids: l
 
 
 def test_dumps_are_the_documents_lines(make: Make, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """Dumps have the paths and the fields of (Rollout Workflow, "Trajectory Dumping")."""
+    """The files of dumped trajectories have the paths and the fields of (Rollout Workflow, "Trajectory Dumping")."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "vier")
     executor = make(engine, tokenizer=tiny_tokenizer, dump_dir=tmp_path)
     engine.set_version(5)
@@ -429,7 +439,7 @@ def test_dumps_are_the_documents_lines(make: Make, tiny_tokenizer: Any, tmp_path
 
 
 def test_dumps_without_a_tokenizer_are_refused_at_the_start(make: Make, tmp_path: Path) -> None:
-    """Dumps need a tokenizer, so without one the executor raises when it is made."""
+    """An executor that is to dump trajectories raises an error at its construction if it gets no tokenizer."""
     with pytest.raises(ValueError, match="set tokenizer_path"):
         make(dump_dir=tmp_path)
     make(dump_dir=tmp_path, config={"dump_to_file": False})
@@ -439,7 +449,7 @@ def test_dumps_without_a_tokenizer_are_refused_at_the_start(make: Make, tmp_path
 
 
 class Talks:
-    """Makes `turns` calls, each of which continues the last one, and returns `result(ids of the completions)`."""
+    """An agent that makes one conversation of `turns` calls and returns result(ids of the completions)."""
 
     def __init__(self, result: Callable[[list[str]], Any], turns: int = 2) -> None:
         self.result, self.turns = result, turns
@@ -460,7 +470,8 @@ QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
 
 @pytest.fixture
 def run_agent(make: Make, proxy: ProxyAddress, tiny_server: str) -> Iterator[Callable[..., Any]]:
-    """run_agent(agent, **openai options) -> (the group or None, the executor's stats)."""
+    """Return run_agent(agent, **openai), which runs one group and returns (the group or None, the executor's
+    stats)."""
     engine = RemoteInfEngine([tiny_server])
     engine.initialize()
 
@@ -491,13 +502,14 @@ NUMBERS = [1, 1.0, True, np.float32(1), np.int64(1), torch.tensor(1.0), torch.te
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda n: type(n).__name__)
 def test_an_agent_may_return_any_number(run_agent: Any, number: Any) -> None:
-    """A number rewards the last completion, and turn_discount carries it back to the first."""
+    """If an agent returns a number, the last completion gets this reward, and the first completion gets turn_discount
+    times the reward."""
     group, _ = run_agent(Talks(lambda ids: number), turn_discount=0.5, export_style="individual")
     assert group["rewards"].tolist() == [0.5, 1.0]
 
 
 def test_a_conversation_is_one_row_in_style_concat(run_agent: Any) -> None:
-    """In style concat two turns are one row, and each turn's tokens have the turn's own final reward."""
+    """In style concat two turns become one row, and each turn's tokens have the turn's own final reward."""
     group, _ = run_agent(Talks(lambda ids: 1), turn_discount=0.5, export_style="concat")
     assert group["rewards"].tolist() == [1.0]
     first, second = (group["turn_rewards"][group["turn_ids"] == k] for k in (0, 1))
@@ -506,14 +518,15 @@ def test_a_conversation_is_one_row_in_style_concat(run_agent: Any) -> None:
 
 
 def test_a_dict_rewards_the_completions_it_names(run_agent: Any) -> None:
-    """A dict rewards completions by their ids, and an unknown id fails the episode."""
+    """If an agent returns a dict, it rewards the completions by their ids. An unknown id fails the episode."""
     group, _ = run_agent(Talks(lambda ids: {ids[0]: 3, ids[1]: np.float32(1)}), export_style="individual")
     assert group["rewards"].tolist() == [4.0, 1.0]
     assert run_agent(Talks(lambda ids: {"nobody": 1.0})) == (None, RolloutStat(rejected=1, failed=1))
 
 
 def test_none_means_what_the_agent_set_itself(run_agent: Any) -> None:
-    """An agent that returns None is rejected, unless it has posted a reward itself, which may be 0."""
+    """If an agent returns None, its episode is rejected, unless the agent has posted a reward. The posted reward may
+    be 0."""
     assert run_agent(Talks(lambda ids: None)) == (None, RolloutStat(rejected=1))
 
     class SetsItself(Talks):
@@ -528,7 +541,8 @@ def test_none_means_what_the_agent_set_itself(run_agent: Any) -> None:
 
 
 def test_what_is_no_reward_fails_the_episode_and_is_named(run_agent: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """A string, a reward without a completion, and an exception fail the episode, and the log says why."""
+    """An episode fails if the agent returns a string, returns a reward without a completion, or raises. The log
+    contains the reason."""
     failed = (None, RolloutStat(rejected=1, failed=1))
     assert run_agent(Talks(lambda ids: "1.0")) == failed
     assert "a reward is a number, not str" in caplog.text
@@ -556,7 +570,7 @@ def test_an_episode_that_takes_too_long_is_cancelled(run_agent: Any, caplog: pyt
 
 
 def test_agents_get_the_http_client_that_their_sdk_runs_on(run_agent: Any) -> None:
-    """All agents of an event loop share one HTTP client of the openai SDK's type, which is closed at the end."""
+    """All agents of an event loop share one HTTP client of the openai SDK's type. The client is closed at the end."""
     clients = []
 
     class Keeps:
