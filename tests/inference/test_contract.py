@@ -1,16 +1,16 @@
-r"""The contract between engine.py and an inference server, tested against each kind of server.
+r"""Each kind of inference server fulfils the contract that engine.py relies on.
 
-The tests run against inference/tiny/server.py. If NANO_AREAL_SGLANG names a Python with SGLang (`make test-sglang`),
-they also run against the real SGLang on a CPU. Both servers compute in float32 and must agree with a forward pass of
-transformers to 1e-4 nats. The command below tests a server that is already running, for example on a GPU. A server that
-computes in bfloat16 may differ by 0.25 nats.
+The tests run against inference/tiny/server.py. If NANO_AREAL_SGLANG is the path of a Python with SGLang (`make
+test-sglang`), the tests also run against the real SGLang on a CPU. Both servers compute in float32 and must agree
+with a forward pass of transformers to 1e-4 nats. The command below tests a server that is already running, for
+example on a GPU. A server that computes in bfloat16 may differ by 0.25 nats.
 
     NANO_AREAL_CONTRACT_URL=http://127.0.0.1:30000 NANO_AREAL_CONTRACT_MODEL=/path/to/model \
         pytest tests/inference/test_contract.py
 
 The tests avoid requests that the two servers treat differently. They send no id outside the vocabulary and no tensor
-of a wrong shape, because either of them kills SGLang. They send no seed, because SGLang ignores it. They name every
-sampling parameter.
+of a wrong shape, because such an id or tensor crashes SGLang. They send no seed, because SGLang ignores seeds. They
+send every sampling parameter, because the servers' defaults may differ.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from inference.weights import WeightUpdateMeta
 
 SERVERS = ["url"] if os.environ.get("NANO_AREAL_CONTRACT_URL") else ["tiny", *(["sglang"] if SGLANG else [])]
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
-LONG = 1000  # tokens; long enough to be interrupted even on a busy machine
+LONG = 1000  # tokens of a request that a test can interrupt, even on a busy machine
 
 
 class Server:
@@ -51,7 +51,7 @@ class Server:
         self.pool = ThreadPoolExecutor(8)
         config = json.loads((Path(model_path) / "config.json").read_text())
         bf16 = "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))
-        self.tolerance = 0.25 if bf16 else 1e-4  # nats; in bf16 0.10 was seen at temperature 1
+        self.tolerance = 0.25 if bf16 else 1e-4  # nats; the largest difference seen in bfloat16 was 0.10
         self.reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -71,7 +71,8 @@ class Server:
         return response.json()
 
     def start(self, rid: str, max_new_tokens: int = LONG) -> Future:
-        """Send a long request from another thread, and return when the server has generated its first token."""
+        """Send a long request in a second thread, and return after the server has generated the request's first
+        token."""
         begun = threading.Event()
 
         def run() -> dict[str, Any]:
@@ -108,11 +109,11 @@ class Server:
         return self.http.get("/model_info").json()["weight_version"]
 
     def next_version(self) -> str:
-        """Return the number after the server's version, also if its last update failed."""
+        """Return the server's version plus 1. The server's label may be that of a failed update."""
         return str(int(self.version().partition("-")[0]) + 1)
 
     def eventually(self, path: str, status: int) -> None:
-        """Ask until `path` answers `status`, because a change in another process gives no signal."""
+        """Request `path` again and again until the server answers `status`."""
         deadline = time.monotonic() + 30
         while self.http.get(path).status_code != status:
             assert time.monotonic() < deadline, f"{path} never answered {status}"
@@ -141,7 +142,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def outputs(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Return an answer's ids and logprobs, after checking that its lists agree."""
+    """Check that the lists of an answer agree, and return the answer's ids and logprobs."""
     entries = answer["meta_info"]["output_token_logprobs"]
     assert [entry[1] for entry in entries] == answer["output_ids"]
     assert answer["meta_info"]["completion_tokens"] == len(entries)
@@ -149,7 +150,7 @@ def outputs(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def assert_spans(answer: dict[str, Any], versions: list[str]) -> list[int]:
-    """Check that the spans name `versions` and cover the output without a gap, and return where each ends."""
+    """Check that the spans contain `versions` and cover the output without a gap. Return the end of each span."""
     spans = answer["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == versions
     assert [span["start"] for span in spans] == [0] + [span["end"] for span in spans[:-1]]
@@ -159,7 +160,8 @@ def assert_spans(answer: dict[str, Any], versions: list[str]) -> list[int]:
 
 
 def test_a_request_runs_to_its_length(server: Server) -> None:
-    """A request that reaches its budget ends with finish reason length, and its ids, logprobs and counts agree."""
+    """A request that spends its token budget ends with finish reason length, and its ids, logprobs and counts
+    agree."""
     answer = server.generate(8, rid="contract-length")
     ids, _ = outputs(answer)
     assert len(ids) == 8
@@ -172,27 +174,30 @@ def test_a_request_runs_to_its_length(server: Server) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
 def test_logprobs_are_after_temperature(server: Server, temperature: float) -> None:
-    """A token's logprob is log_softmax(logits / temperature), which the trainer computes, too."""
+    """The server reports log_softmax(logits / temperature) as a token's logprob, and the trainer computes the same
+    formula."""
     ids, logprobs = outputs(server.generate(12, temperature=temperature))
     expected = server.logprobs(PROMPT + ids, temperature)[len(PROMPT) - 1 :]
     assert logprobs == pytest.approx(expected, abs=server.tolerance)
 
 
 def test_logprobs_are_before_top_p_and_top_k(server: Server) -> None:
-    """top_p and top_k change which token is drawn, but not the logprob that is reported."""
+    """top_p and top_k change which token the server draws, but not the logprob that the server reports."""
     ids, logprobs = outputs(server.generate(12, top_p=0.6, top_k=5))
     assert logprobs == pytest.approx(server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance)
 
 
 def test_greedy_repeats_itself_and_reports_raw_logprobs(server: Server) -> None:
-    """At temperature 0 a prompt always gives the same tokens, and their logprobs are those at temperature 1."""
+    """At temperature 0 a prompt always gives equal tokens, and the reported logprobs are computed at temperature
+    1."""
     ids, logprobs = outputs(server.generate(12, temperature=0.0))
     assert ids == server.generate(12, temperature=0.0)["output_ids"]
     assert logprobs == pytest.approx(server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance)
 
 
 def test_input_logprobs_score_a_given_text(server: Server) -> None:
-    """With logprob_start_len 0 the server returns the logprobs of the prompt. The first token has none."""
+    """With logprob_start_len 0 the server returns the logprobs of the prompt's tokens. The first token has no
+    logprob."""
     entries = server.generate(1)["meta_info"]["input_token_logprobs"]
     assert [entry[1] for entry in entries] == PROMPT
     assert entries[0][0] is None
@@ -200,7 +205,7 @@ def test_input_logprobs_score_a_given_text(server: Server) -> None:
 
 
 def test_a_stop_token_ends_the_output_and_stays_in_it(server: Server) -> None:
-    """A stop token stays in the ids and logprobs, and finish_reason names it."""
+    """A stop token stays in the ids and logprobs, and finish_reason contains the token's id."""
     ids, _ = outputs(server.generate(12, temperature=0.0))
     stop = ids[5]
     answer = server.generate(12, temperature=0.0, stop_token_ids=[stop], ignore_eos=False)
@@ -210,7 +215,7 @@ def test_a_stop_token_ends_the_output_and_stays_in_it(server: Server) -> None:
 
 
 def test_a_stop_string_ends_the_output(server: Server) -> None:
-    """A stop string is cut from the text and named by finish_reason, but its tokens stay in the ids."""
+    """A stop string is cut from the text, but its tokens stay in the ids. finish_reason contains the stop string."""
     whole = server.generate(16, temperature=0.0)
     text = whole["text"]
     stop = next((c for c in text if c.isascii() and c.isprintable()), None)
@@ -223,7 +228,7 @@ def test_a_stop_string_ends_the_output(server: Server) -> None:
 
 
 def test_a_batch_answers_a_flat_list_in_order(server: Server) -> None:
-    """A request with several prompts is answered by a list in the order of the prompts."""
+    """The answer to a request with several prompts is a list in the order of the prompts."""
     prompts = [PROMPT, PROMPT[:3], PROMPT[2:]]
     sampling = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
     answers = server.post("/generate", {"input_ids": prompts, "sampling_params": sampling}).json()
@@ -233,7 +238,7 @@ def test_a_batch_answers_a_flat_list_in_order(server: Server) -> None:
 
 
 def test_a_stream_is_cumulative(server: Server) -> None:
-    """Every event of a stream holds all ids so far, and the last event holds the finish reason."""
+    """Every event of a stream contains all ids so far, and the last event contains the finish reason."""
     body = {
         "input_ids": PROMPT,
         "stream": True,
@@ -250,7 +255,8 @@ def test_a_stream_is_cumulative(server: Server) -> None:
 
 
 def test_an_abort_returns_what_there_is(server: Server) -> None:
-    """An aborted request returns its tokens so far with their logprobs. Aborting an unknown request is no error."""
+    """An aborted request returns the tokens generated so far with their logprobs. An abort of an unknown request is
+    no error."""
     pending = server.start("contract-abort")
     assert server.post("/abort_request", {"rid": "contract-abort"}).status_code == 200
     answer = pending.result(60)
@@ -267,7 +273,7 @@ def interrupted(server: Server, rid: str, mode: str, between: Callable[[], Any])
     assert answer.status_code == 200
     assert answer.json()["status"] == "ok"
     if mode == "abort":
-        pending.result(60)  # the request returns during the pause
+        pending.result(60)  # the request ends during the pause
     else:
         assert not pending.done()
     between()
@@ -276,14 +282,14 @@ def interrupted(server: Server, rid: str, mode: str, between: Callable[[], Any])
 
 
 def test_pause_abort_returns_partials_at_once(server: Server) -> None:
-    """A pause in mode abort ends every request at once with its tokens so far."""
+    """A pause in mode abort immediately ends every request, and each answer has the tokens generated so far."""
     answer = interrupted(server, "contract-pause-abort", "abort", lambda: None)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(outputs(answer)[0]) < LONG
 
 
 def test_pause_retract_goes_on_where_it_was(server: Server) -> None:
-    """After a pause in mode retract a request goes on, and it returns all its tokens with num_retractions 1."""
+    """A request continues after a pause in mode retract, and its answer has all tokens and num_retractions 1."""
     answer = interrupted(server, "contract-retract", "retract", lambda: None)
     ids, logprobs = outputs(answer)
     assert len(ids) == LONG
@@ -292,7 +298,7 @@ def test_pause_retract_goes_on_where_it_was(server: Server) -> None:
 
 
 def test_pause_in_place_goes_on_with_its_keys(server: Server) -> None:
-    """After a pause in mode in_place a request goes on with its KV cache, so num_retractions is 0."""
+    """A request continues with its KV cache after a pause in mode in_place, so its answer has num_retractions 0."""
     answer = interrupted(server, "contract-in-place", "in_place", lambda: None)
     ids, logprobs = outputs(answer)
     assert len(ids) == LONG
@@ -301,7 +307,7 @@ def test_pause_in_place_goes_on_with_its_keys(server: Server) -> None:
 
 
 def test_a_new_request_waits_out_a_pause(server: Server) -> None:
-    """A request that arrives during a pause is answered after continue."""
+    """A request that arrives during a pause gets its answer after /continue_generation."""
     server.post("/pause_generation", {"mode": "retract"})
     server.eventually("/ready", 503)
     pending = server.pool.submit(server.generate, 4)
@@ -313,7 +319,7 @@ def test_a_new_request_waits_out_a_pause(server: Server) -> None:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_spans_say_which_version_computed_which_token(server: Server, mode: str) -> None:
-    """If weights are updated during a pause, the spans of the answer name both versions without a gap."""
+    """If the weights are updated during a pause, the spans of the answer contain both versions without a gap."""
     old, new = server.version(), server.next_version()
 
     def update() -> None:
@@ -329,7 +335,7 @@ def test_spans_say_which_version_computed_which_token(server: Server, mode: str)
 
 
 def test_an_update_without_a_pause_waits(server: Server) -> None:
-    """Without a pause an update waits for running requests, or ends them if abort_all_requests is set."""
+    """Without a pause an update waits for running requests, or aborts the requests if abort_all_requests is set."""
     old = server.version()
     body = {"model_path": server.model_path, "weight_version": server.next_version(), "flush_cache": True}
     pending = server.start("contract-wait", 200)
@@ -341,7 +347,7 @@ def test_an_update_without_a_pause_waits(server: Server) -> None:
 
 
 def test_a_bad_update_changes_nothing(server: Server, tmp_path: Path) -> None:
-    """An update from a path without weights is answered with 400, and the server keeps its version and weights."""
+    """An update from a path without weights gets a 400, and the server keeps its version and weights."""
     version, before = server.version(), server.generate(6, temperature=0.0)["output_ids"]
     answer = server.post("/update_weights_from_disk", {"model_path": str(tmp_path / "none"), "weight_version": "x"})
     assert answer.status_code == 400
@@ -361,7 +367,7 @@ def test_a_bad_update_changes_nothing(server: Server, tmp_path: Path) -> None:
     ],
 )
 def test_a_request_that_cannot_be_served_is_a_400(server: Server, change: dict[str, Any]) -> None:
-    """A wrong request is answered with 400 and a message, and the next request is served."""
+    """A wrong request gets a 400 with a message, and the server serves the next request."""
     answer = server.post("/generate", {"input_ids": PROMPT} | change)
     assert answer.status_code == 400
     assert answer.json()
@@ -371,7 +377,7 @@ def test_a_request_that_cannot_be_served_is_a_400(server: Server, change: dict[s
 @pytest.mark.parametrize("on_tokens", [None, lambda _: None], ids=["whole", "streamed"])
 @pytest.mark.parametrize("change", [{"top_p": 2.0}, {"json_schema": '{"type": "bogus"}'}], ids=["top_p", "schema"])
 def test_a_refusal_is_a_400_in_any_form(server: Server, change: dict[str, Any], on_tokens: Any) -> None:
-    """The engine raises the same error for a refusal with status 400 and for a refusal inside a stream."""
+    """The engine raises equal errors for a refusal with status 400 and for a refusal inside a stream."""
     engine = RemoteInfEngine([server.url])
     engine.initialize()
     gconfig = GenerationHyperparameters(max_new_tokens=4, **change)
@@ -385,7 +391,8 @@ def test_a_refusal_is_a_400_in_any_form(server: Server, change: dict[str, Any], 
 
 
 def test_the_engine_learns_what_it_may_send(server: Server) -> None:
-    """The engine learns the vocabulary and the context length, and a request that fills the context is served."""
+    """The engine reads the vocabulary size and the context length from the server, and the server serves a request
+    that fills the context."""
     engine = RemoteInfEngine([server.url])
     engine.initialize()
     config = server.reference.config
@@ -405,7 +412,7 @@ def test_the_engine_learns_what_it_may_send(server: Server) -> None:
 
 
 class Other:
-    """Another model of the same shape, and each way to send it to a server."""
+    """A second model of the same shape, and a method that sends the model to a server in each mode."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         self.server, self.folder = server, folder
@@ -435,7 +442,7 @@ def broken(buckets: Iterator[weights.Bucket]) -> Iterator[weights.Bucket]:
 
 @pytest.fixture
 def other(server: Server, tmp_path: Path) -> Iterator[Other]:
-    """The other model. After the test the server gets its own weights back."""
+    """Yield an Other for the server. After the test the server gets its first weights again."""
     other = Other(server, tmp_path)
     yield other
     server.post("/pause_generation", {"mode": "abort"})
@@ -444,7 +451,8 @@ def other(server: Server, tmp_path: Path) -> Iterator[Other]:
 
 
 def assert_serves(server: Server, model: Any, version: str) -> None:
-    """Check that the server has `model` and `version`, with a prompt that is not yet in its cache."""
+    """Check that the server generates with the weights of `model` and reports `version`. The prompt is not in the
+    server's cache."""
     prompt = [50 + int(version) % 50, *PROMPT]
     answer = server.generate(12, prompt=prompt, temperature=0.0)
     ids, logprobs = outputs(answer)
@@ -455,7 +463,7 @@ def assert_serves(server: Server, model: Any, version: str) -> None:
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     lead = logits.max(-1).values - logits.gather(1, torch.tensor(ids)[:, None])[:, 0]
-    assert lead.max() < 2 * server.tolerance  # each token is the likeliest one, up to rounding
+    assert lead.max() < 2 * server.tolerance  # each token is the likeliest token, up to rounding
 
 
 MODES = ["disk", "distributed", "tensor"]
@@ -464,10 +472,11 @@ MODES = ["disk", "distributed", "tensor"]
 @pytest.mark.parametrize("pause_mode", ["retract", "abort", "in_place"])
 @pytest.mark.parametrize("mode", MODES)
 def test_new_weights_arrive_while_somebody_generates(server: Server, other: Other, mode: str, pause_mode: str) -> None:
-    """A running request keeps its tokens through an update, and each token has the logprob of its version.
+    """A running request keeps its tokens through an update, and each token's logprob is computed with the weights of
+    the token's version.
 
-    The exception is mode in_place, whose tokens after the update mix both versions. After the update the server
-    generates with the new weights.
+    The exception is mode in_place, in which a token after the update depends on both versions. After the update the
+    server generates with the new weights.
     """
     old, new = server.version(), server.next_version()
     rid = f"contract-{mode}-{pause_mode}"
@@ -490,7 +499,7 @@ def test_new_weights_arrive_while_somebody_generates(server: Server, other: Othe
 
 @pytest.mark.parametrize("mode", ["distributed", "tensor"])
 def test_an_update_that_failed_is_never_served(server: Server, other: Other, mode: str) -> None:
-    """After half an update the engine refuses the server's tokens, until a later update succeeds."""
+    """If an update fails halfway, the engine refuses the server's tokens until a later update succeeds."""
     old, new = server.version(), server.next_version()
     server.post("/pause_generation", {"mode": "retract"})
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -508,7 +517,8 @@ def test_an_update_that_failed_is_never_served(server: Server, other: Other, mod
 
 
 def test_weights_come_in_sessions(server: Server) -> None:
-    """Weights are accepted only inside an update session and from an existing group. Anything else is a 400."""
+    """The server accepts weights only between begin_weight_update and end_weight_update, and only from an existing
+    group. Any other call gets a 400."""
     part = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody"}
     handles = {"serialized_named_tensors": [weights.serialise([])]}
     calls: list[tuple[str, dict[str, Any], int]] = [
@@ -531,7 +541,7 @@ def test_weights_come_in_sessions(server: Server) -> None:
 
 
 def test_a_label_can_change_alone(server: Server) -> None:
-    """/update_weight_version changes only the label, and a running request goes on."""
+    """/update_weight_version changes only the version's label, and a running request continues."""
     old, new = server.version(), server.next_version()
     pending = server.start("contract-label")
     body = {"new_version": new, "abort_all_requests": False}

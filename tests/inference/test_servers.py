@@ -1,7 +1,7 @@
-"""When a server dies, only its unfinished work is lost, and a server that returns gives no tokens of old weights.
+"""If a server dies, only its unfinished segments are lost. A server that returns is used only with current weights.
 
-The tests of the rules use scripted servers (`Machines`) in place of the network. The last test kills a real server
-process while it generates.
+Most tests replace the network by scripted servers (`Machines`). The last test kills a real server process that is
+generating.
 """
 
 import asyncio
@@ -35,14 +35,15 @@ CONTROL = ("/pause_generation", "/update_weight_version", "/update_weights_from_
 
 
 class Machines:
-    """Scripted servers by host name. Each has a version, may be dead or paused, and generates one token per request."""
+    """Scripted servers, keyed by host name. A server has a version, may be dead or paused, and generates one token
+    per request."""
 
     def __init__(self, **versions: int) -> None:
         self.versions: dict[str, Any] = dict(versions)
         self.dead: set[str] = set()
         self.paused: set[str] = set()
-        self.mute: dict[str, int] = {}  # host -> number of control answers that arrive before one is lost
-        self.workers: list[Any] = []  # URLs that the host "router" lists; it generates as host a
+        self.mute: dict[str, int] = {}  # host -> control answers that arrive before an answer is lost
+        self.workers: list[Any] = []  # URLs that host "router" lists; the router uses host a
         self.asked: list[tuple[str, str]] = []  # (host, path)
 
     def __call__(self, request: httpx.Request) -> Any:
@@ -90,7 +91,7 @@ class Machines:
 
 @pytest.fixture(autouse=True)
 def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the engine look at a lost server at once instead of every few seconds."""
+    """Let the engine check a lost server before every request instead of every few seconds."""
     monkeypatch.setattr(servers_module, "LOOK_AGAIN", 0.0)
 
 
@@ -119,7 +120,7 @@ def home(session: str = "s") -> tuple[str, str]:
 
 
 def test_a_dead_server_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After one failed request, the conversations of a dead server go to another server at once."""
+    """After one failed request to a dead server, the server's conversations immediately use a different server."""
     monkeypatch.setattr(servers_module, "LOOK_AGAIN", 3600.0)
     machines, (first, second) = Machines(a=0, b=0), home()
     machines.dead.add(first)
@@ -128,7 +129,8 @@ def test_a_dead_server_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_update_goes_on_without_the_dead(tmp_path: Path) -> None:
-    """An update goes on while one server is alive. When all are dead, `pause` raises an error that names them."""
+    """An update succeeds while at least one server is alive. If all servers are dead, `pause` raises an error that
+    names them."""
     machines = Machines(a=0, b=0)
     engine = machines.engine(A, B)
     machines.dead.add("b")
@@ -141,8 +143,8 @@ def test_an_update_goes_on_without_the_dead(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("answers", range(5))
 def test_a_lost_answer_leaves_no_server_paused(tmp_path: Path, answers: int) -> None:
-    """If server b obeys a call but its answer is lost, b is not left paused, and its old tokens are never used as
-    new.
+    """If the answer to a control call of an update is lost, the server is not left paused, and its old tokens never
+    count as new.
     """
     machines = Machines(a=0, b=0)
     trainer, proxy = machines.engine(A, B), machines.engine(A, B)
@@ -153,14 +155,14 @@ def test_a_lost_answer_leaves_no_server_paused(tmp_path: Path, answers: int) -> 
     assert machines.mute == {}
     assert machines.paused == set()
     assert ask(trainer) == [1]
-    assert ask(proxy, session) == [min(answers, 1)]  # if the pause was lost, b still has version 0 and reports it
+    assert ask(proxy, session) == [min(answers, 1)]  # if the answer to the pause was lost, b keeps version 0
     update(trainer, tmp_path, 2)
     assert ask(trainer, session) == ask(proxy, session) == [2]
     assert machines.generated_at()[-1] == "b"
 
 
 def test_destroy_continues_also_the_lost() -> None:
-    """`destroy` also continues a lost server, so that it is not left paused for the next run."""
+    """`destroy` also continues a lost server, so that the next run does not find the server paused."""
     machines = Machines(a=0)
     engine = machines.engine(A)
     engine.pause()
@@ -170,7 +172,7 @@ def test_destroy_continues_also_the_lost() -> None:
 
 
 def test_who_returns_takes_part_in_the_next_update(tmp_path: Path) -> None:
-    """A restarted server gets no requests until a weight update has reached it."""
+    """A restarted server gets no requests until a weight update has reached the server."""
     machines, (first, _) = Machines(a=0, b=0), home()
     engine = machines.engine(A, B)
     machines.dead.add(first)
@@ -185,7 +187,7 @@ def test_who_returns_takes_part_in_the_next_update(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_told_nothing_waits_for_the_version(tmp_path: Path) -> None:
-    """A proxy uses a lost server again when the server reports the newest version that the proxy has seen."""
+    """A proxy uses a lost server again as soon as the server reports the newest version that the proxy has seen."""
     machines, (first, _) = Machines(a=3, b=3), home()
     proxy = machines.engine(A, B)
     machines.dead.add(first)
@@ -200,7 +202,8 @@ def test_a_process_that_is_told_nothing_waits_for_the_version(tmp_path: Path) ->
 
 
 def test_a_server_that_died_unseen_is_caught_by_its_tokens() -> None:
-    """If a server restarts between two requests, its token of version 0 is thrown away and generated elsewhere."""
+    """If a server restarts between two requests, its tokens of version 0 are discarded, and a different server
+    generates them again."""
     machines, (first, second) = Machines(a=7, b=7), home()
     engine = machines.engine(A, B)
     assert ask(engine) == [7]
@@ -210,7 +213,8 @@ def test_a_server_that_died_unseen_is_caught_by_its_tokens() -> None:
 
 
 def test_an_answer_from_before_an_update_is_no_restart() -> None:
-    """A request that was sent under version 7 may get tokens of version 7 after version 8 has appeared."""
+    """A request that was sent before version 8 appeared may still get tokens of version 7. A later request may
+    not."""
     servers = Servers([A, B], Wire())
     servers.check_age(A, [7], sent_after=7)
     servers.check_age(B, [7, 8], sent_after=7)
@@ -222,7 +226,8 @@ def test_an_answer_from_before_an_update_is_no_restart() -> None:
 
 @pytest.mark.parametrize("form", ["text", "object"])
 def test_control_goes_around_a_router(tmp_path: Path, form: str) -> None:
-    """Requests for tokens go to the router, and control calls go to its workers, including one that joined later."""
+    """Requests for tokens go to the router. Control calls go to the router's workers, also to a worker that joined
+    later."""
     machines = Machines(a=0, b=0)
     machines.workers = [{"url": A, "is_healthy": True} if form == "object" else A]
     engine = machines.engine(ROUTER)
@@ -236,7 +241,7 @@ def test_control_goes_around_a_router(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.anyio
 async def test_behind_a_router_a_request_ends_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a request to a router is cancelled, every worker of the router is told to abort it."""
+    """If a request to a router is cancelled, the engine sends /abort_request to every worker of the router."""
     machines, in_flight = Machines(a=0, b=0), asyncio.Event()
     machines.workers = [A, B]
     engine = machines.engine(ROUTER)
@@ -256,7 +261,8 @@ async def test_behind_a_router_a_request_ends_as_well(monkeypatch: pytest.Monkey
 
 
 def test_without_its_router_a_run_ends() -> None:
-    """If a router does not answer before an update, the error names it, because its workers are unknown."""
+    """If a router does not answer before an update, an error names the router, because the router's workers are
+    unknown."""
     machines = Machines(a=0)
     machines.workers = [A]
     engine = machines.engine(ROUTER)
@@ -267,7 +273,8 @@ def test_without_its_router_a_run_ends() -> None:
 
 
 def test_at_the_start_every_server_must_be_there() -> None:
-    """`initialize` raises an error if any server is missing, although a later loss would not end the run."""
+    """`initialize` raises an error if any server does not answer, although a later loss of a server would not end the
+    run."""
     machines = Machines(a=0, b=0)
     machines.dead.add("b")
     with pytest.raises(EngineError, match="http://b"):
@@ -276,7 +283,8 @@ def test_at_the_start_every_server_must_be_there() -> None:
 
 @given(st.integers(0, 10**9))
 def test_versions_are_numbers(version: int) -> None:
-    """A label that is not a number, such as an unfinished update, counts as older than every version."""
+    """A version label that is not a number, such as that of an unfinished update, counts as older than every
+    version."""
     assert read_version(str(version)) == version
     assert read_version(f"{version}-incomplete") == read_version("default") == read_version(None) == -1
 
@@ -288,7 +296,8 @@ EVENTS = st.lists(st.tuples(KINDS, st.sampled_from("abc"), st.integers(0, 4)), m
 @settings(deadline=None, max_examples=40)
 @given(EVENTS)
 def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPathFactory, events: list) -> None:
-    """While one server lives, every request is answered with current weights, and no living server stays paused.
+    """While at least one server lives, every request is answered with current weights, and no living server stays
+    paused.
 
     Servers die, restart at version 0, and lose answers to the calls of an update, in any order.
     """
@@ -309,7 +318,7 @@ def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPa
             update(trainer, folder, version)
             assert machines.paused <= machines.dead
             assert ask(trainer) == [version]
-            # The proxy must have seen a token of the new version, or it could not recognise old ones.
+            # The proxy needs one token of the new version, because it recognises old tokens only by a newer version.
             survivor = next(h for h in "abc" if h not in machines.dead and machines.versions[h] == version)
             proxy.servers.check_age(survivor, [version], 0)
         else:
@@ -327,7 +336,7 @@ def pair(tiny_model_dir: Path) -> Iterator["Pair"]:
 
 
 class Pair:
-    """Two processes of inference/tiny/server.py, which can be killed and started again on their ports."""
+    """Two processes of inference/tiny/server.py, which a test can kill and start again on the same ports."""
 
     def __init__(self, model: Path) -> None:
         self.model, self.ports = model, [free_port(), free_port()]
@@ -364,13 +373,13 @@ class Pair:
                 process.wait(timeout=20)
 
 
-LONG = 1800  # tokens of a completion; it must still be running when the update and the kill interrupt it
+LONG = 1800  # tokens; a completion must still run when the kill comes
 
 
 def test_kill_one_of_two_in_the_midst_of_generation(pair: Pair, other_model_dir: Path, tmp_path: Path) -> None:
     """Twelve long completions survive a weight update and the death of one of two real servers.
 
-    When the server returns, it gets no requests until the next update gives it the current weights.
+    After its return the server gets no requests until the next update gives the server the current weights.
     """
     engine = RemoteInfEngine(pair.urls, pause_mode="abort")
     engine.initialize()
@@ -402,7 +411,7 @@ def test_kill_one_of_two_in_the_midst_of_generation(pair: Pair, other_model_dir:
     assert any(set(response.output_versions) == {0, 1} for response in responses.values())
     assert list(engine.servers.lost) == pair.urls[:1]
 
-    # The server comes back with its first weights, and gets no requests until an update.
+    # The server restarts with its first weights, and gets no requests until an update.
     pair.start(0)
     mine = next(f"{k}" for k in range(100) if rank_servers(pair.urls, f"{k}")[0] == pair.urls[0])
     assert ask(engine, session=mine, count=2) == [1, 1]

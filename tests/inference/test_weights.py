@@ -1,4 +1,5 @@
-"""New weights reach every server completely or not at all, and no server still reads a version that is deleted."""
+"""New weights reach every server completely or not at all, and no version is deleted while a server still reads
+it."""
 
 import asyncio
 import json
@@ -32,7 +33,8 @@ def state(tiny_model_dir: Path) -> dict[str, torch.Tensor]:
 
 
 class Servers:
-    """A stand-in for Servers.post_all that notes each call and what was on disk at that moment."""
+    """A fake of inference/servers.py::Servers that records each call of post_all and the names on disk at that
+    moment."""
 
     def __init__(self, root: Path, error: str | None = None) -> None:
         self.root, self.error = root, error
@@ -48,7 +50,8 @@ class Servers:
 
 
 def test_a_checkpoint_is_a_hugging_face_directory(state: dict, tiny_model_dir: Path, tmp_path: Path):
-    """`from_pretrained` reads a written checkpoint and finds the same tensors, configuration and tokenizer."""
+    """`from_pretrained` reads a checkpoint of write_checkpoint and returns equal tensors, configuration and
+    tokenizer."""
     changed = {name: tensor + 1 for name, tensor in state.items()}
     written = write_checkpoint(changed, tiny_model_dir, tmp_path / "deep" / "v3")
     loaded = AutoModelForCausalLM.from_pretrained(written).state_dict()
@@ -75,7 +78,7 @@ def test_own_dtype_and_layout(tiny_model_dir: Path, tmp_path: Path):
 def test_a_crash_half_way_is_never_seen(
     state: dict, tiny_model_dir: Path, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """After a crash v1 does not exist under its name, and the next write deletes the unfinished directory."""
+    """If writing v1 crashes, no folder v1 exists, and the next write deletes the unfinished folder."""
 
     def crash(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
@@ -91,7 +94,7 @@ def test_a_crash_half_way_is_never_seen(
 
 
 def test_the_same_version_may_be_written_again(state: dict, tiny_model_dir: Path, tmp_path: Path):
-    """A recovered run may write its last version again, and the newer files replace the older ones."""
+    """A recovered run may write its last version a second time, and the new files replace the old files."""
     write_checkpoint(state, tiny_model_dir, tmp_path / "v1")
     write_checkpoint({n: t * 0 for n, t in state.items()}, tiny_model_dir, tmp_path / "v1")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "v1")
@@ -99,7 +102,8 @@ def test_the_same_version_may_be_written_again(state: dict, tiny_model_dir: Path
 
 
 def test_the_old_version_outlives_the_loading(tmp_path: Path):
-    """Version 1 is deleted only after every server holds version 2, and other files in the folder stay."""
+    """Version 1 is deleted only after every server has loaded version 2. Other files in the folder are not
+    deleted."""
     for name in ("v1", "v2", "vocabulary", "notes"):
         (tmp_path / name).mkdir()
     servers = Servers(tmp_path)
@@ -117,7 +121,7 @@ def test_the_old_version_outlives_the_loading(tmp_path: Path):
 
 
 def test_nothing_is_deleted_when_a_server_fails(tmp_path: Path):
-    """If a server fails to load, both versions stay on disk, because the server may still be reading."""
+    """If a server fails to load a version, both versions stay on disk, because the server may still be reading."""
     for name in ("v1", "v2"):
         (tmp_path / name).mkdir()
     with pytest.raises(RuntimeError, match="b is gone"):
@@ -127,7 +131,8 @@ def test_nothing_is_deleted_when_a_server_fails(tmp_path: Path):
 
 @pytest.mark.parametrize("status", [200, 400])
 def test_the_failing_server_is_named(tmp_path: Path, status: int):
-    """If one of two servers cannot load, the error names that server and repeats its reason."""
+    """If one of two servers cannot load the weights, the error contains the server's address and the server's
+    reason."""
     (tmp_path / "v1").mkdir()
 
     def serve(request: httpx.Request) -> httpx.Response:
@@ -142,7 +147,8 @@ def test_the_failing_server_is_named(tmp_path: Path, status: int):
 
 
 def test_what_is_missing_is_said(tmp_path: Path):
-    """An unknown mode, missing tensors or a missing directory is reported before any server is asked."""
+    """An unknown mode, missing tensors or a missing directory raises an error before any request is sent to a
+    server."""
     servers = Servers(tmp_path)
     with pytest.raises(ValueError, match=r"'post', but the modes are: disk, distributed, tensor"):
         send(WeightUpdateMeta(mode="post"), servers.post_all)
@@ -158,8 +164,8 @@ def test_what_is_missing_is_said(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3_moe", "mixtral", "qwen3_next"])
 def test_names_and_numbers_are_those_of_the_checkpoint(tmp_path: Path, name: str):
-    """Weights are sent and saved under the names of the checkpoint files, although transformers renames and fuses
-    some.
+    """Weights are sent and saved under their names in the checkpoint files, although transformers renames and fuses
+    some of them.
     """
     path = make_family(tmp_path / "model", name)
     source = load_file(path / "model.safetensors")
@@ -178,13 +184,14 @@ def test_names_and_numbers_are_those_of_the_checkpoint(tmp_path: Path, name: str
 
 
 def test_buckets_hold_the_model_once(tmp_path: Path):
-    """Every weight is in exactly one bucket, no bucket is too large, and a bucket is freed before the next one."""
+    """Every weight is in exactly one bucket, no bucket exceeds its limit, and each bucket is freed before the next
+    bucket is made."""
     config = Qwen3Config(
         vocab_size=1000, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, head_dim=16
     )
     config.tie_word_embeddings = True
     model = AutoModelForCausalLM.from_config(config)
-    limit = 20_000 / 2**20  # in MiB; the embedding alone has 64,000 bytes in bfloat16
+    limit = 20_000 / 2**20  # MiB; the embedding has 64,000 bytes in bfloat16
     sent: list[tuple[str, torch.Tensor]] = []
     lent: list[weakref.ref] = []
     buckets = 0
@@ -205,7 +212,7 @@ def test_buckets_hold_the_model_once(tmp_path: Path):
 
 @pytest.mark.parametrize(("version", "wanted"), [("0.5.19", False), ("0.5.23.post1", True), ("0.6.0", True)])
 def test_sessions_where_the_version_has_them(version: str, wanted: bool):
-    """Only SGLang 0.5.20 and later is told where an update begins and ends."""
+    """Only to SGLang 0.5.20 and later an update sends /begin_weight_update and /end_weight_update."""
     asked: list[str] = []
 
     def post_all(path: str, body: Any = None, timeout: float = 0.0) -> list[dict[str, Any]]:
@@ -219,7 +226,7 @@ def test_sessions_where_the_version_has_them(version: str, wanted: bool):
 
 
 def test_a_server_that_refuses_the_group_is_named():
-    """If a server refuses to join the group, the error repeats its reason."""
+    """If a server refuses to join the group, the error contains the server's reason."""
 
     def post_all(path: str, body: Any = None, timeout: float = 0.0) -> list[dict[str, Any]]:
         if path == "/init_weights_update_group":
@@ -271,7 +278,7 @@ trainer.destroy()
 @pytest.mark.runs
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
-    """Two ranks send a model of 100 MiB in buckets of 8 MiB, and no rank's memory grows by more than two buckets."""
+    """If two ranks send a model of 100 MiB in buckets of 8 MiB, no rank's memory grows by more than two buckets."""
     path = make_byte_model(tmp_path / "model", layers=16, width=512)
     (tmp_path / "ranks.py").write_text(RANKS)
     port = str(free_port())
@@ -323,7 +330,7 @@ def test_a_real_server_serves_what_was_written(tiny_server: str, state: dict, ti
     before = engine.score([[5, 6, 7, 8]])
     meta = WeightUpdateMeta(path=str(tmp_path))
     tokens = []
-    for version, change in ((1, 0.5), (0, 1.0)):  # the second update restores the weights for other tests
+    for version, change in ((1, 0.5), (0, 1.0)):  # the second update restores the weights
         scaled = {name: tensor * change for name, tensor in state.items()}
         engine.pause()
         write_checkpoint(scaled, tiny_model_dir, meta.with_version(version).directory)

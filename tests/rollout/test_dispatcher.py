@@ -1,7 +1,8 @@
-"""The dispatcher starts, orders and hands out groups as it promises, with real threads and in virtual time.
+"""Tests of the dispatcher: which groups start and when, in which order they are returned, and how failures end the
+run.
 
 Each episode waits for a future that the test sets, so the test decides the order of all events. A deadline of 10 s
-turns a hang into a failure.
+turns a hang into a failure. The last tests run in virtual time.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ def prompts(first: int = 0) -> Iterator[Prompt]:
 
 
 class Version:
-    """Stands in for the engine: holds the current version behind a lock."""
+    """A fake engine that only holds the current version."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -118,7 +119,7 @@ class Stage:
 
 
 class Background:
-    """Runs a call in a thread. result() returns what the call returned, or raises what it raised."""
+    """A call that runs in a thread. result() returns the result of the call, or raises the exception of the call."""
 
     def __init__(self, call: Callable[[], Any]):
         self._future: Future = Future()
@@ -153,7 +154,7 @@ def make_stage() -> Iterator[Callable[..., Stage]]:
 
 @pytest.fixture
 def log() -> Iterator[queue.Queue[str]]:
-    """The messages that the dispatcher logs. It logs a wait while the waiting thread holds the lock."""
+    """A queue of the messages that the dispatcher logs."""
     messages: queue.Queue[str] = queue.Queue()
     handler = logging.Handler()
     handler.emit = lambda record: messages.put(record.getMessage())  # type: ignore[method-assign]
@@ -170,7 +171,7 @@ async def value(x: Any) -> Any:
 
 
 def test_results_come_in_order_of_start(make_stage):
-    """The oldest groups are consumed first, in whatever order they finish."""
+    """The oldest groups are consumed first, for any order in which the groups finish."""
     stage = make_stage(batch=3)
     stage.submit(10, 11, 12)
     assert stage.started(3) == [10, 11, 12]
@@ -179,12 +180,12 @@ def test_results_come_in_order_of_start(make_stage):
 
 
 def test_a_straggler_holds_up_its_batch(make_stage):
-    """A batch waits for its slowest group, while younger groups finish and wait behind it."""
+    """A batch waits for its slowest group, while groups that started later finish and wait."""
     stage = make_stage(eta=1, batch=2)
     stage.submit(0, 1, 2, 3)
     stage.started(4)
     stage.finish(1, 2, 3)
-    assert stage.dispatcher.wait_for_task(3, timeout=DEADLINE).task_id == 3  # by now all three groups have finished
+    assert stage.dispatcher.wait_for_task(3, timeout=DEADLINE).task_id == 3  # now groups 1, 2 and 3 have finished
     with pytest.raises(TimeoutError, match="the 2 oldest tasks"):
         stage.take(2, timeout=0)
     stage.finish(0)
@@ -205,7 +206,7 @@ def test_a_timeout_consumes_nothing(make_stage):
 
 
 def test_a_new_version_alone_wakes_the_producer(make_stage):
-    """A new version starts the tasks that the gate now admits, without any other event."""
+    """A new version alone is enough to start the tasks that the gate now admits."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2, 3)
     assert stage.started(2) == [0, 1]
@@ -215,7 +216,7 @@ def test_a_new_version_alone_wakes_the_producer(make_stage):
 
 
 def test_a_waiting_trainer_is_woken_by_a_new_version(make_stage, log):
-    """A trainer that waits at a closed gate is logged, and a new version ends the wait."""
+    """If the trainer waits at a closed gate, the dispatcher logs the wait, and a new version ends the wait."""
     stage = make_stage(eta=0, batch=1)
     stage.submit(0, 1)
     stage.finish(0, 1)
@@ -227,7 +228,8 @@ def test_a_waiting_trainer_is_woken_by_a_new_version(make_stage, log):
 
 
 def test_waiting_for_what_was_never_submitted_is_logged(make_stage, log):
-    """Waiting for a task that another thread may still submit is not an error, but it is logged."""
+    """Waiting for a task that was never submitted is logged, but is no error, because another thread may submit the
+    task."""
     stage = make_stage()
     waiting = Background(lambda: stage.take(1, timeout=None))
     assert "waiting for a new task" in log.get(timeout=DEADLINE)
@@ -237,7 +239,7 @@ def test_waiting_for_what_was_never_submitted_is_logged(make_stage, log):
 
 
 def test_the_concurrency_limit_is_kept_and_refilled(make_stage):
-    """With a limit of two running tasks, the third starts when one of them ends."""
+    """With a limit of two running tasks, the third task starts when one of the first two ends."""
     stage = make_stage(eta=5, concurrent=2)
     stage.submit(0, 1, 2)
     assert stage.started(2) == [0, 1]
@@ -247,7 +249,7 @@ def test_the_concurrency_limit_is_kept_and_refilled(make_stage):
 
 
 def test_the_runners_bound_holds_back_instead_of_raising(make_stage):
-    """Any number of tasks may be pending; max_queue_size limits only how many of them run."""
+    """Any number of tasks may be pending. max_queue_size limits only the number of running tasks."""
     stage = make_stage(eta=10, max_queue_size=1)
     stage.submit(*range(5))
     for task_id in range(5):
@@ -257,7 +259,7 @@ def test_the_runners_bound_holds_back_instead_of_raising(make_stage):
 
 
 def test_pause_starts_nothing_and_resume_goes_on(make_stage):
-    """While the dispatcher is paused, no group starts, and running groups finish and can be taken."""
+    """While the dispatcher is paused, no group starts. Running groups finish, and the trainer can take them."""
     stage = make_stage(batch=2)
     stage.submit(0)
     stage.started(1)
@@ -271,7 +273,7 @@ def test_pause_starts_nothing_and_resume_goes_on(make_stage):
 
 
 def test_every_event_is_traced(make_stage):
-    """The trace callback is called for each step of a task, in order."""
+    """The dispatcher calls the trace callback for each event of a task, in order."""
     stage = make_stage(eta=5)
     stage.submit(0)
     stage.finish(0)
@@ -291,7 +293,7 @@ def test_every_event_is_traced(make_stage):
 
 
 def test_an_id_is_used_once_at_a_time(make_stage):
-    """A task id can be used again only after its first task was consumed."""
+    """A task id can be used a second time only after the first task with this id was consumed."""
     stage = make_stage(eta=5, concurrent=1)
     stage.submit(0, 1)
     for task_id in (0, 1):
@@ -322,7 +324,7 @@ def test_rejected_groups_are_refilled(make_stage):
 
 
 def test_the_gate_is_kept_supplied_while_the_trainer_trains(make_stage):
-    """After a batch was taken, enough prompts are pending for the gate to start them at the next version."""
+    """After a batch was taken, enough prompts are pending to fill the gate at the next version."""
     stage = make_stage(eta=1, batch=2)
     source = prompts()
     stage.finish(*range(4))
@@ -334,7 +336,7 @@ def test_the_gate_is_kept_supplied_while_the_trainer_trains(make_stage):
 
 
 def test_the_same_error_again_and_again_ends_the_run(make_stage):
-    """A bug that fails every episode stops the run, and the error names the first exception as its cause."""
+    """A bug that fails every episode stops the run with an error whose cause is the first exception."""
     stage = make_stage(eta=0, batch=2, concurrent=1, max_failures=3)
     errors = [ValueError(f"bug {i}") for i in range(10)]
     for task_id, error in enumerate(errors):
@@ -348,7 +350,7 @@ def test_the_same_error_again_and_again_ends_the_run(make_stage):
 
 
 def test_how_many_failures_are_a_bug():
-    """By default two batches of failures in a row stop the run, and never fewer than eight."""
+    """By default the run stops after two batches of failures in a row, and never after fewer than eight failures."""
     for batch, limit in ((1, 8), (32, 64)):
         manager = StalenessManager(Version(), 1, batch, 0)
         state: DispatchState = DispatchState(manager, lambda _: None, max_queue_size=1)
@@ -356,7 +358,8 @@ def test_how_many_failures_are_a_bug():
 
 
 def test_one_success_ends_a_row_of_failures(make_stage):
-    """Only failures in a row stop the run; a rejection in between shows that the episode works."""
+    """Only failures in a row stop the run. A rejection between failures starts the count anew, because a rejected
+    episode worked."""
     stage = make_stage(eta=100, concurrent=1, max_failures=2)
     for task_id in range(0, 20, 2):
         stage.crash(task_id, ValueError("now and then"))
@@ -368,9 +371,9 @@ def test_one_success_ends_a_row_of_failures(make_stage):
 
 
 def test_a_row_of_rejections_is_logged_once(make_stage, caplog):
-    """Many rejections in a row are logged once; after an acceptance the count begins again."""
+    """Many rejections in a row are logged one time. After an accepted group the count begins anew."""
     stage = make_stage(eta=100, concurrent=1, max_failures=3)
-    accepted = (2, 10)  # 2, 7 and 3 rejections in a row
+    accepted = (2, 10)  # so 2, 7 and 3 rejections follow each other
     for task_id in range(14):
         stage.finish(task_id) if task_id in accepted else stage.reject(task_id)
     stage.submit(*range(14))
@@ -379,14 +382,14 @@ def test_a_row_of_rejections_is_logged_once(make_stage, caplog):
 
 
 def test_an_exhausted_generator_is_an_error(make_stage):
-    """If the task generator ends, the batch can never be complete, so the call raises."""
+    """If the task generator ends, active_submit_and_wait raises an error, because the batch can never be complete."""
     stage = make_stage(eta=0, batch=2)
     with pytest.raises(RuntimeError, match="generator is exhausted"):
         stage.dispatcher.active_submit_and_wait(iter([Prompt(0)]), 2)
 
 
 def test_a_stale_group_is_an_error(make_stage):
-    """A group older than eta raises StalenessError when it should be consumed, and nothing is consumed."""
+    """A batch with a group older than eta raises StalenessError, and no group of the batch is consumed."""
     stage = make_stage(eta=0, batch=1)
     stage.submit(0)
     stage.started(1)
@@ -399,7 +402,8 @@ def test_a_stale_group_is_an_error(make_stage):
 
 
 def test_a_stale_group_can_be_dropped_and_replaced(make_stage):
-    """With drop_stale a group that is too old is counted and dropped, and a fresh group is returned instead."""
+    """With drop_stale a group that is too old is dropped and counted, and a fresh group replaces the dropped
+    group."""
     stage = make_stage(eta=0, batch=1, drop_stale=True)
     stage.submit(0, 1, 2, 3)
     assert stage.started(1) == [0]
@@ -419,7 +423,8 @@ def test_a_stale_group_can_be_dropped_and_replaced(make_stage):
 
 
 def test_wait_for_one_task(make_stage):
-    """wait_for_task fetches one task by its id; the task leaves the order and gives its place back."""
+    """wait_for_task returns one group by its id. The group is withdrawn from the order of start and frees its
+    place."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2)
     stage.finish(1)
@@ -435,7 +440,8 @@ def test_wait_for_one_task(make_stage):
 
 
 def test_many_single_tasks_pass_a_narrow_gate(make_stage):
-    """Each result that wait_for_task fetches makes room for another task; a rejected task returns None."""
+    """Each group that wait_for_task returns frees a place for a new task. For a rejected task wait_for_task returns
+    None."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(*range(6))
     stage.finish(0, 1, 2, 4, 5)
@@ -445,7 +451,8 @@ def test_many_single_tasks_pass_a_narrow_gate(make_stage):
 
 
 def test_evaluation_returns_in_order_of_submission(make_stage):
-    """Without a staleness limit results come in order of submission, in whatever order the tasks finish."""
+    """Without a staleness limit results are returned in order of submission, for any order in which the tasks
+    finish."""
     stage = make_stage(eta=10**12, batch=2, concurrent=3)
     stage.submit(*range(10))
     stage.finish(*reversed(range(10)))
@@ -456,7 +463,7 @@ def test_evaluation_returns_in_order_of_submission(make_stage):
 
 
 def test_fail_reaches_a_waiting_caller(make_stage):
-    """fail() from another thread ends the wait of the trainer and makes every later call raise."""
+    """fail() from a second thread ends the wait of the trainer, and every later call raises the error."""
     stage = make_stage()
     stage.submit(0)
     stage.started(1)
@@ -473,7 +480,8 @@ def test_fail_reaches_a_waiting_caller(make_stage):
 
 
 def test_an_error_of_our_own_in_the_thread_reaches_the_caller(make_stage):
-    """An exception of the trace callback in the loop's thread stops the run and reaches the caller."""
+    """An exception of the trace callback, which runs in the event loop's thread, stops the run and reaches the
+    caller."""
     stage = make_stage()
 
     def broken(event: str, task_id: int) -> None:
@@ -489,7 +497,7 @@ def test_an_error_of_our_own_in_the_thread_reaches_the_caller(make_stage):
 
 
 def test_a_broken_task_factory_is_a_failed_task(make_stage):
-    """If task_factory raises, the task has failed."""
+    """If task_factory raises an exception, the task counts as failed."""
     stage = make_stage(batch=1)
 
     def broken(task: Prompt) -> Any:
@@ -502,7 +510,8 @@ def test_a_broken_task_factory_is_a_failed_task(make_stage):
 
 
 def test_destroy_cancels_cleans_up_and_leaves_no_thread(make_stage):
-    """destroy() cancels running episodes, lets them clean up, and joins the thread; it may be called twice."""
+    """destroy() cancels running episodes, lets the episodes clean up, and joins the thread. A second call has no
+    effect."""
     before = set(threading.enumerate())
     stage = make_stage(eta=5)
     stage.submit(0, 1)
@@ -525,9 +534,9 @@ def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
     lock, main_thread, through = stage.dispatcher.runner.lock, threading.get_ident(), threading.Event()
 
     async def interrupt(task: Prompt) -> None:
-        with lock:  # the lock is free once the main thread waits
+        with lock:  # the main thread frees the lock when it waits
             pass
-        while not through.is_set():  # a signal may come before the wait begins, so it is repeated
+        while not through.is_set():  # repeated, because a signal may come before the wait
             signal.pthread_kill(main_thread, signal.SIGINT)
             await asyncio.sleep(1)
         await asyncio.get_running_loop().create_future()
@@ -541,7 +550,7 @@ def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
 
 
 def test_repr_shows_the_state(make_stage):
-    """The repr of the state says how many groups are pending and started."""
+    """The repr of the state contains the numbers of pending and started groups."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2)
     stage.started(2)
@@ -552,9 +561,9 @@ def test_repr_shows_the_state(make_stage):
 
 
 class VirtualRunner(AsyncTaskRunner):
-    """Runs tasks in virtual time. A task takes durations(task_id) seconds, and only waiting moves the clock."""
+    """A runner in virtual time. A task takes durations(task_id) seconds, and only a wait moves the clock."""
 
-    def __init__(self, durations: Callable[[int], float]):  # this runner needs no event loop and no thread
+    def __init__(self, durations: Callable[[int], float]):  # without an event loop and a thread
         self.lock = threading.Condition()
         self.durations = durations
         self.now = 0.0
@@ -580,7 +589,8 @@ class VirtualRunner(AsyncTaskRunner):
 
 
 def virtual_training(eta: int, batch: int, durations: Callable[[int], float], steps: int, train_s: float):
-    """Train with the real dispatcher under a scripted clock. Return (ages by step, seconds)."""
+    """Train with the real dispatcher in virtual time. Return the ages of each step's groups, and the seconds that
+    passed."""
     version = Version()
     runner = VirtualRunner(durations)
     state: DispatchState[Prompt, Group] = DispatchState(
@@ -591,14 +601,14 @@ def virtual_training(eta: int, batch: int, durations: Callable[[int], float], st
     for step in range(steps):
         groups = dispatcher.active_submit_and_wait(source, batch)
         ages.append([step - group.version for group in groups])
-        runner.wait_for(lambda: False, timeout=train_s)  # the trainer trains, and the clock runs
+        runner.wait_for(lambda: False, timeout=train_s)  # training takes train_s seconds
         version.set_version(step + 1)
         dispatcher.on_new_version()
     return ages, runner.now
 
 
 def test_the_dispatcher_runs_in_virtual_time():
-    """Ten steps of 10 s rollout and 10 s training take 200 s with eta = 0, and 110 s with eta = 1."""
+    """Ten steps, each with 10 s of rollout and 10 s of training, take 200 s with eta = 0 and 110 s with eta = 1."""
     ages, seconds = virtual_training(0, 4, lambda task_id: 10.0, steps=10, train_s=10.0)
     assert seconds == 200.0
     assert max(map(max, ages)) == 0
@@ -610,6 +620,6 @@ def test_the_dispatcher_runs_in_virtual_time():
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 3), st.integers(1, 4), st.lists(st.integers(0, 50), min_size=60, max_size=60), st.integers(0, 30))
 def test_no_choice_of_durations_breaks_the_bound(eta, batch, durations, train_s):
-    """However long the episodes take, the dispatcher hands out no group older than eta."""
+    """For any durations of the episodes, the dispatcher returns no group older than eta."""
     ages, _ = virtual_training(eta, batch, lambda i: durations[i % 60], steps=12, train_s=train_s)
     assert max(map(max, ages)) <= eta

@@ -1,18 +1,19 @@
 """Run the unmodified SGLang server on a machine without a GPU: `python launch.py --model-path DIR --port 30000 ...`.
 
-SGLang can compute with torch alone (torch_native attention, pytorch sampling). It still imports three packages that
-have no build for a plain CPU, and then calls nothing in them:
+SGLang can compute with torch alone (torch_native attention, pytorch sampling). SGLang still imports three packages
+that have no build for a plain CPU, and calls no function of these packages:
 
-- torchvision: configurations of vision models name it. Its wheel is compiled for a CUDA build of torch.
-- triton: SGLang declares kernels with @triton.jit and never launches them.
-- sgl_kernel: it is compiled for CUDA only. SGLANG_USE_CPU_ENGINE=1 keeps SGLang from calling it.
+- torchvision: SGLang's configurations of vision models import it. Its wheel is compiled for a CUDA build of torch.
+- triton: SGLang declares kernels with @triton.jit, but launches no kernel on a CPU.
+- sgl_kernel: this package is compiled for CUDA only. With SGLANG_USE_CPU_ENGINE=1 SGLang does not call it.
 
 An import hook replaces these packages by empty modules in which every name exists. A capitalised name is a class, and
 any other name is a decorator that changes nothing. A function of sgl_kernel raises an error when it is called, so a
 stand-in never returns a wrong result. The hook is installed at the top level of this module, because each worker of
 SGLang is a spawned process that imports this module again.
 
-This script adds the flag --exit-with-parent. With it the server and all its workers end when standard input is closed.
+This script adds the flag --exit-with-parent. With this flag the server and all its workers end when standard input is
+closed.
 """
 
 import importlib.abc
@@ -37,12 +38,13 @@ DEFAULTS = {
 FLAGS = ("--disable-cuda-graph", "--disable-overlap-schedule")
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # more OpenMP threads than cores slow each other down
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # with more OpenMP threads than cores the threads slow each other down
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 class Anything(type):
-    """The type of stand-in classes. Such a class accepts any arguments, and every attribute of it is None."""
+    """The metaclass of stand-in classes. A stand-in class accepts any arguments, and every attribute of the class is
+    None."""
 
     def __call__(cls, *_: Any, **__: Any) -> Any:
         return cls.__new__(cls)
@@ -53,7 +55,7 @@ class Anything(type):
 
 
 class StandIn(ModuleType):
-    """A stand-in for a module or a name in it, which can be imported, subclassed and used as a decorator."""
+    """A stand-in for a module or for a name in a module. Code can import a stand-in and use it as a decorator."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -107,7 +109,7 @@ def main(argv: list[str]) -> None:
     if "--exit-with-parent" in argv:
         argv.remove("--exit-with-parent")
         if os.getpgrp() != os.getpid():
-            os.setpgid(0, 0)  # a process group of its own, so that all workers end together
+            os.setpgid(0, 0)  # a new process group, so that killpg ends all workers
         threading.Thread(target=end_with_parent, daemon=True).start()
     for name, value in DEFAULTS.items():
         if name not in argv:

@@ -1,7 +1,7 @@
-"""The actor computes the numbers of a plain model, however its work is cut, sharded or padded.
+"""The actor computes the numbers of a plain model. Pieces, shards and padding change no number by more than rounding.
 
-The plain model is an unmodified Hugging Face model in a simple loop. The actor shards the model over one rank, cuts the
-batch into mini-batches and pieces, and trims the padding. None of this may change a number by more than rounding.
+The plain model is an unmodified Hugging Face model in a simple loop. The actor shards the model over one rank, cuts
+the batch into mini-batches and pieces, and trims the padding.
 """
 
 import json
@@ -26,7 +26,8 @@ from training.layout import row_lengths, split_microbatches, split_packs
 
 @pytest.fixture
 def make_actor(tiny_model_dir: Path):
-    """make_actor(path, key=value...) returns an initialised actor of one rank; the default path is the tiny model."""
+    """Return make_actor(path, key=value...), which returns an initialised actor of one rank. The default path is the
+    tiny model."""
     actors = []
 
     def make(path: Path = tiny_model_dir, **changes) -> FSDPPPOActor:
@@ -48,7 +49,7 @@ def plain(tiny_model_dir: Path):
 
 
 def plain_logp(model, batch: dict[str, Tensor]) -> Tensor:
-    """Compute log p of each token (B, T), one row at a time without padding; position 0 and padding are 0."""
+    """Compute log p of each token (B, T), one row at a time without padding. Position 0 and padding get 0."""
     logp = torch.zeros(batch["input_ids"].shape)
     for i, n in enumerate(batch["attention_mask"].sum(1).tolist()):
         ids = batch["input_ids"][i, :n].long()
@@ -63,7 +64,8 @@ def parameters(actor: FSDPPPOActor) -> dict[str, Tensor]:
 
 
 def test_compute_logp_is_the_log_softmax_at_each_tokens_temperature(make_actor, plain):
-    """Column t is log p(token t | tokens before t) at its own temperature, and padding changes nothing."""
+    """Column t of compute_logp is log p(token t | tokens before t) at token t's own temperature, with or without
+    padding."""
     batch = make_batch()
     with torch.no_grad():
         expected = plain_logp(plain, batch)
@@ -76,7 +78,7 @@ def test_compute_logp_is_the_log_softmax_at_each_tokens_temperature(make_actor, 
 
 @pytest.mark.parametrize("mb_tokens", [16384, 40, 1])
 def test_packed_rows_do_not_see_each_other(make_actor, plain, mb_tokens):
-    """Sequences packed into one row have the log-probabilities that they have alone."""
+    """Several sequences packed into one row get the log-probabilities that each sequence gets alone."""
     batch = make_batch()
     with torch.no_grad():
         expected = plain_logp(plain, batch)
@@ -88,7 +90,7 @@ def test_packed_rows_do_not_see_each_other(make_actor, plain, mb_tokens):
 @pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"enable_tree_training": True}], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_layout_is_right_for_a_family_or_refuses_it(make_actor, tmp_path, name, changes):
-    """Each layout gives the plain model's log-probabilities for a family, or it refuses the family with an error."""
+    """For each model family, a layout either gives the plain model's log-probabilities or raises an error."""
     path, batch = make_family(tmp_path, name), make_batch()
     if name in NEVER or (changes and name not in PLAIN):
         with pytest.raises(ValueError, match="not support|attention of its own" if name in NEVER else "layout=padded"):
@@ -103,7 +105,7 @@ def test_a_layout_is_right_for_a_family_or_refuses_it(make_actor, tmp_path, name
 
 @pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"gradient_checkpointing": True}], ids=str)
 def test_the_sharded_gradient_is_the_plain_models(make_actor, plain, changes):
-    """The gradient of the sharded model, summed over pieces, is the gradient of the plain model."""
+    """The gradient of the sharded model, summed over pieces, equals the gradient of the plain model."""
     actor = make_actor(mb_tokens=40, **changes)
     batch = prepare(actor, make_batch())
     stats = actor.ppo_update(batch)
@@ -117,15 +119,16 @@ def test_the_sharded_gradient_is_the_plain_models(make_actor, plain, changes):
 
 
 def test_a_model_that_splits_the_tensors_of_its_files_is_refused(make_actor, tmp_path):
-    """A model whose memory holds one tensor of its files as several is refused, because weights leave one by one."""
+    """A model that splits one tensor of its files into several parameters is refused, because a weight update sends
+    one parameter at a time."""
     with pytest.raises(ValueError, match="cannot be undone"):
         make_actor(make_family(tmp_path, "hrm_text"))
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # OPT's layers return views in any case
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # with OPT, FSDP2 always gives this warning
 @pytest.mark.parametrize("name", ["opt", "falcon"])
 def test_a_checkpointed_layer_drops_nothing_out(make_actor, tmp_path, name):
-    """With gradient checkpointing no dropout is applied, also in families whose layers call dropout themselves."""
+    """With gradient checkpointing no dropout is applied, even in families whose layers call dropout functions."""
     path, batch = make_family(tmp_path, name, dropout=0.5, hidden_dropout=0.5), make_batch()
     actor = make_actor(path, gradient_checkpointing=True)
     assert torch.equal(actor.compute_logp(batch), actor.compute_logp(batch))
@@ -134,7 +137,8 @@ def test_a_checkpointed_layer_drops_nothing_out(make_actor, tmp_path, name):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_checkpointed_layer_computes_again_in_the_backward_pass(make_actor, checkpointed):
-    """With gradient_checkpointing each layer runs twice in a step, and without it once."""
+    """With gradient_checkpointing each layer runs two times in a step. Without gradient_checkpointing each layer runs
+    one time."""
     actor = make_actor(gradient_checkpointing=checkpointed)
     batch, entered = prepare(actor, make_batch()), []
     layers = actor.model.base_model.layers
@@ -145,7 +149,7 @@ def test_a_checkpointed_layer_computes_again_in_the_backward_pass(make_actor, ch
 
 
 def test_micro_batches_do_not_change_the_step(make_actor):
-    """One piece or many pieces give equal gradient norms, metrics and weights."""
+    """The number of pieces changes no gradient norm, metric or weight."""
     results = []
     for mb_tokens in (16384, 1):
         actor = make_actor(mb_tokens=mb_tokens, entropy_coeff=0.1, ppo_n_minibatches=2)
@@ -158,7 +162,7 @@ def test_micro_batches_do_not_change_the_step(make_actor):
 
 
 def test_the_first_update_on_fresh_data_is_the_policy_gradient(make_actor, plain):
-    """On data that the current weights sampled, the gradient is the gradient of mean(A log pi)."""
+    """On data that the current weights sampled, the loss has the gradient of -mean(A log pi)."""
     actor = make_actor()
     batch = prepare(actor, make_batch(), drift=0.0)
     stats = actor.ppo_update(batch)
@@ -170,7 +174,7 @@ def test_the_first_update_on_fresh_data_is_the_policy_gradient(make_actor, plain
 
 
 def test_an_update_makes_rewarded_tokens_likelier(make_actor):
-    """After a few steps tokens with A > 0 are more likely, and tokens with A < 0 are less likely."""
+    """After a few steps, tokens with A > 0 are more likely than before, and tokens with A < 0 are less likely."""
     actor = make_actor(ppo_n_minibatches=2, ppo_epochs=2)
     batch = prepare(actor, make_batch())
     actor.ppo_update(batch)
@@ -182,7 +186,8 @@ def test_an_update_makes_rewarded_tokens_likelier(make_actor):
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 300))
 @settings(max_examples=200, deadline=None)
 def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
-    """Every row is in one mini-batch and one piece, and mini-batches differ by at most the longest row's tokens."""
+    """Every row is in exactly one mini-batch and one piece. The token counts of two mini-batches differ by at most
+    the longest row."""
     minibatches = split_minibatches(lengths, n)
     assert sorted(row for part in minibatches for row in part) == list(range(len(lengths)))
     assert all(minibatches)
@@ -199,14 +204,14 @@ def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
 
 
 def test_cutting_is_the_same_every_time():
-    """Rows of equal length are dealt in their order, so a repeated run makes the same mini-batches."""
+    """Rows of equal length are dealt out in order, so a repeated run makes equal mini-batches."""
     assert split_minibatches([5] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
     assert split_microbatches([0, 1, 2, 3], [4, 9, 4, 8], 18) == [[1, 3], [0, 2]]
 
 
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])
 def test_what_is_not_trained_cannot_leak_into_the_weights(make_actor, poison):
-    """NaN or a temperature of 0 at untrained tokens changes no metric and no weight."""
+    """Values of NaN and temperatures of 0 at untrained tokens change no metric and no weight."""
     results = []
     for dirty in (False, True):
         actor = make_actor()
@@ -233,7 +238,7 @@ def test_a_loss_that_is_not_a_number_stops_before_the_weights(make_actor):
 
 
 def test_a_batch_without_a_trained_token_is_an_error(make_actor):
-    """A batch without a trained token raises an error; a mini-batch without one is only skipped."""
+    """A batch without a trained token raises an error. A mini-batch without a trained token is skipped."""
     actor = make_actor(ppo_n_minibatches=4)
     batch = prepare(actor, make_batch())
     batch["loss_mask"][2:] = 0
@@ -244,7 +249,7 @@ def test_a_batch_without_a_trained_token_is_an_error(make_actor):
 
 
 def test_a_batch_that_is_not_ready_says_what_is_missing(make_actor):
-    """ppo_update names the keys that the batch lacks, and row_lengths refuses padding on the left."""
+    """The error of ppo_update names the keys that the batch lacks. row_lengths refuses padding on the left."""
     actor = make_actor()
     with pytest.raises(ValueError, match=r"\['advantages', 'prox_logp'\]"):
         actor.ppo_update(make_batch())
@@ -254,7 +259,8 @@ def test_a_batch_that_is_not_ready_says_what_is_missing(make_actor):
 
 
 def test_standard_ppo_takes_its_old_policy_from_where_it_is_told(make_actor):
-    """In standard PPO pi_old comes from a forward pass with recompute_logprob, and from the server without it."""
+    """In standard PPO log pi_old comes from a forward pass if recompute_logprob is set, and from the server if
+    not."""
     fractions = {}
     for recompute in (True, False):
         actor = make_actor(use_decoupled_loss=False, recompute_logprob=recompute)
@@ -275,7 +281,7 @@ def stale(actor: FSDPPPOActor, version=5) -> dict[str, Tensor]:
 
 
 def test_loglinear_needs_no_forward_pass_and_starts_at_the_truth(make_actor):
-    """In the first mini-batch loglinear makes the step of recompute if all tokens are stale."""
+    """If all tokens are stale, prox_logp_method=loglinear makes the same first step as recompute."""
     steps = {}
     for method in ("recompute", "loglinear"):
         actor = make_actor(prox_logp_method=method)
@@ -293,7 +299,8 @@ def test_loglinear_needs_no_forward_pass_and_starts_at_the_truth(make_actor):
 
 
 def test_metrics_trains_on_the_truth_and_reports_the_guesses(make_actor):
-    """prox_logp_method=metrics gives the weights of recompute, bit for bit, and logs 18 errors of the guesses."""
+    """prox_logp_method=metrics gives weights that are bitwise equal to those of recompute, and logs 18 errors of the
+    guesses."""
     steps = {}
     for method in ("recompute", "metrics"):
         actor = make_actor(prox_logp_method=method, ppo_n_minibatches=4)
@@ -307,7 +314,8 @@ def test_metrics_trains_on_the_truth_and_reports_the_guesses(make_actor):
 
 
 def test_a_token_from_the_future_counts_as_fresh_and_is_counted(make_actor):
-    """Tokens newer than the trainer give a finite loss, and versions_ahead counts them."""
+    """Tokens with a newer version than the trainer's give a finite loss, and the metric versions_ahead counts these
+    tokens."""
     actor = make_actor(prox_logp_method="loglinear", ppo_n_minibatches=2)
     batch = stale(actor)
     ahead = batch["loss_mask"][0] > 0
@@ -318,14 +326,15 @@ def test_a_token_from_the_future_counts_as_fresh_and_is_counted(make_actor):
 
 
 def test_loglinear_without_versions_says_so(make_actor):
-    """With loglinear, a batch without versions raises an error."""
+    """With prox_logp_method=loglinear a batch without versions raises an error."""
     actor = make_actor(prox_logp_method="loglinear")
     with pytest.raises(ValueError, match="versions"):
         actor.ppo_update(prepare(actor, make_batch()))
 
 
 def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
-    """behave_ess is (sum w)^2 / (n sum w^2) over the tokens of the step, and 1 if all weights are equal."""
+    """The metric behave_ess is (sum w)^2 / (n sum w^2) over the tokens of the step. It is 1 if all weights w are
+    equal."""
     actor = make_actor(mb_tokens=40, behave_imp_weight_cap=None)
     batch = prepare(actor, make_batch())
     w = (batch["prox_logp"] - batch["logprobs"]).exp()[batch["loss_mask"] > 0]
@@ -338,7 +347,7 @@ def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
 
 @pytest.mark.parametrize("how", ["sequence", "constant"])
 def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how):
-    """With loss_aggregation sequence and constant, the loss is the plain sum for any pieces and layout."""
+    """With loss_aggregation=sequence or constant the loss equals a plain sum, for any pieces and any layout."""
     actors = [
         make_actor(loss_aggregation=how, max_new_tokens=20, **cut) for cut in ({"mb_tokens": 40}, {"layout": "packed"})
     ]
@@ -391,14 +400,14 @@ BENT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", BENT)
 def test_a_model_that_bends_its_logits_is_refused(make_actor, tmp_path, name):
-    """A model that caps, scales or shifts its logits raises an error at the start."""
+    """A model that caps, scales or shifts its logits raises an error when the actor is initialised."""
     path = make_family(tmp_path, name, **BENT[name])
     with pytest.raises(ValueError, match=f"{[*BENT[name], 'a bias'][0]}.*logprobs.py"):
         make_actor(path)
 
 
 def test_the_mode_is_said_in_words():
-    """describe_mode says where the log-probabilities of each policy come from."""
+    """describe_mode returns a sentence that says where the log-probabilities of each policy come from."""
     assert "pi_prox from a forward pass" in describe_mode(make_config())
     assert "pi_old from a forward pass" in describe_mode(make_config(use_decoupled_loss=False))
     assert "no forward pass" in describe_mode(make_config(prox_logp_method="loglinear"))
@@ -410,7 +419,8 @@ def test_the_mode_is_said_in_words():
 
 
 def test_the_learning_rate_schedule():
-    """The learning rate warms up in equal parts and then follows its schedule down to min_lr_ratio."""
+    """The learning rate rises in equal parts during warm-up, and then follows its schedule down to min_lr_ratio *
+    lr."""
     table = {
         "constant": [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1],
         "linear": [0.25, 0.5, 0.75, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1],
@@ -422,7 +432,8 @@ def test_the_learning_rate_schedule():
 
 
 def test_schedules_move_once_a_training_step(make_actor):
-    """Schedules move with step_lr_scheduler, and not with mini-batches or epochs."""
+    """Each call of step_lr_scheduler moves the schedules by one step. Mini-batches and epochs do not move the
+    schedules."""
     actor = make_actor(ppo_n_minibatches=2, ppo_epochs=2, entropy_coeff=0.3, anneal=True)
     actor.config.optimizer.lr_scheduler_type = "linear"
     for step in range(3):
@@ -444,7 +455,7 @@ def test_the_entropy_bonus_raises_entropy(make_actor):
 
 
 def test_gradients_are_clipped_to_their_norm(make_actor):
-    """gradient_clipping limits the gradient norm; the metric grad_norm is the norm before clipping."""
+    """gradient_clipping limits the norm of the gradient. The metric grad_norm is the norm before clipping."""
     actor = make_actor(gradient_clipping=0.01)
     stats = actor.ppo_update(prepare(actor, make_batch()))
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients(actor.model).values()))
@@ -462,7 +473,8 @@ def test_no_clipping_is_0(make_actor):
 
 
 def test_a_resumed_optimizer_obeys_its_own_keys(make_actor, tmp_path):
-    """A resumed optimizer has the checkpoint's moments and the configuration's lr, betas, eps and weight decay."""
+    """A resumed optimizer takes the moments from the checkpoint, and lr, betas, eps and weight decay from the
+    configuration."""
     actor = make_actor()
     actor.ppo_update(prepare(actor, make_batch()))
     actor.save_state(tmp_path)
@@ -477,7 +489,7 @@ def test_a_resumed_optimizer_obeys_its_own_keys(make_actor, tmp_path):
 
 
 def test_saved_weights_are_a_hugging_face_model(make_actor, tmp_path):
-    """save() writes a directory that transformers loads, and the loaded model gives the actor's log-probabilities."""
+    """save() writes a directory that transformers can load. The loaded model gives the actor's log-probabilities."""
     actor = make_actor()
     batch = prepare(actor, make_batch())
     actor.ppo_update(batch)
@@ -490,7 +502,7 @@ def test_saved_weights_are_a_hugging_face_model(make_actor, tmp_path):
 
 
 def test_a_weight_update_writes_first_and_tells_the_servers_then(make_actor, tmp_path):
-    """update_weights writes a complete checkpoint before it tells the servers to load it."""
+    """update_weights writes a complete checkpoint before it calls the servers to load the checkpoint."""
     actor = make_actor()
     seen = []
 
@@ -509,7 +521,7 @@ def test_a_weight_update_writes_first_and_tells_the_servers_then(make_actor, tmp
 
 
 def test_a_reference_model_stays_where_it_was(make_actor, tiny_model_dir):
-    """A reference model gives the log-probabilities of the first weights, also after the actor has learned."""
+    """After an update of the actor, a reference model still gives the log-probabilities of the first weights."""
     actor = make_actor()
     ref = FSDPEngine(make_config(), tiny_model_dir)
     ref.create_process_group()

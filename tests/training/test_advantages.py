@@ -1,4 +1,4 @@
-"""Each variant of the advantage is compared with the loop or the sum that its paper writes down."""
+"""Each test compares a variant of the advantage with the loop or the sum in the variant's paper."""
 
 import math
 
@@ -16,7 +16,8 @@ from training.advantages import generalised_advantage, informative, kl_estimate,
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(-3, 3)), min_size=1, max_size=15))
 @settings(max_examples=100, deadline=None)
 def test_leave_one_out_is_the_mean_of_the_others(entries):
-    """The baseline b_i is the mean of x_j over j != i in one cell; for an entry alone in its cell it is x_i."""
+    """The leave-one-out baseline b_i is the mean of x_j over j != i in one cell. If i is alone in its cell, b_i is
+    x_i."""
     cell, x = torch.tensor([c for c, _ in entries]), torch.tensor([v for _, v in entries], dtype=torch.float64)
     expected = []
     for i, (c, value) in enumerate(entries):
@@ -26,14 +27,16 @@ def test_leave_one_out_is_the_mean_of_the_others(entries):
 
 
 def test_rloo_in_a_batch_goes_by_group_id():
-    """With interleaved groups, each member is compared with the other members of its own group."""
+    """If the rows of two groups are interleaved, RLOO compares each member with the other members of its own
+    group."""
     batch = single((7, 1.0), (3, 0.0), (7, 0.0), (3, 1.0), (7, 2.0), (9, 5.0))
     rloo = PPOActorConfig(adv_norm=NormConfig(std_level="none", mean_leave1out=True))
     assert per_row(compute_advantages(batch, rloo), batch) == [0.0, -1.0, -1.5, 1.0, 1.5, 0.0]
 
 
 def recursion(rewards: list[float], gamma: float, lam: float) -> list[float]:
-    """GAE by its recursion: A_t = delta_t + gamma lambda A_(t+1), where delta_t = r_t because all values are 0."""
+    """Compute GAE by its recursion A_t = delta_t + gamma lambda A_(t+1), where delta_t = r_t because all values are
+    0."""
     A, advantages = 0.0, []
     for r in reversed(rewards):
         A = r + gamma * lam * A
@@ -43,7 +46,7 @@ def recursion(rewards: list[float], gamma: float, lam: float) -> list[float]:
 
 @pytest.mark.parametrize(("gamma", "lam"), [(0.9, 0.8), (0.5, 1.0), (1.0, 0.0), (1.0, 1.0)])
 def test_gae_is_the_recursion_over_a_turns_trained_tokens(gamma, lam):
-    """Each turn has its own recursion, even if the tokens of several turns are mixed."""
+    """GAE runs one recursion for each turn, even if the tokens of several turns are mixed."""
     turn_of = torch.tensor([2, 2, 2, 0, 1, 1, 0, 0])
     A = torch.tensor([1.5, -2.0, 3.0])
     expected = [0.0] * 8
@@ -55,7 +58,8 @@ def test_gae_is_the_recursion_over_a_turns_trained_tokens(gamma, lam):
 
 
 def test_gae_in_a_batch_does_not_decay_over_what_is_not_trained():
-    """GAE ignores prompt tokens and untrained turns, and it does not run from one turn into the next."""
+    """GAE skips prompt tokens and untrained turns, and its recursion does not continue from one turn into the
+    next."""
     batch = make_batch((0, [(1.0, 3, True), (9.0, 4, False), (2.0, 2, True)]))
     A = compute_advantages(batch, config("none", gamma=0.5, gae_lambda=0.5))
     assert A[0, batch["loss_mask"][0] > 0].tolist() == pytest.approx([1 / 16, 1 / 4, 1.0, 0.5, 2.0])
@@ -64,7 +68,8 @@ def test_gae_in_a_batch_does_not_decay_over_what_is_not_trained():
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_the_kl_estimates_and_what_they_estimate(kind):
-    """k1, k2 and k3 equal their formulas, and the expectation of k1 and k3 under the policy is the KL."""
+    """The estimators k1, k2 and k3 equal their formulas. The expectation of k1 and of k3 under the policy is the KL
+    divergence."""
     g = torch.Generator().manual_seed(0)
     p, q = (torch.randn(7, generator=g, dtype=torch.float64).log_softmax(-1) for _ in range(2))
     slow = []
@@ -80,13 +85,13 @@ def test_the_kl_estimates_and_what_they_estimate(kind):
 
 
 def test_k3_is_finite_at_any_distance():
-    """k3 stays finite if the reference gives a token almost no probability."""
+    """The estimator k3 stays finite even if the reference gives a token almost no probability."""
     assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-500.0]), "k3").isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_each_kl_in_the_reward_is_charged_to_its_turn(kind):
-    """Each turn pays kl_ctl times the sum of its own tokens' KL estimates."""
+    """Each turn's reward falls by kl_ctl times the sum of the KL estimates of the turn's own tokens."""
     batch = make_batch((0, [(1.0, 2, True), (1.0, 3, True)]))
     batch["logprobs"] = torch.where(batch["loss_mask"] > 0, -1.0, math.nan)
     batch["ref_logp"] = torch.where(batch["turn_ids"] == 1, -3.0, -1.0)
@@ -99,7 +104,7 @@ def test_each_kl_in_the_reward_is_charged_to_its_turn(kind):
 
 
 def test_the_overlong_penalty_is_a_ramp():
-    """The penalty is 0 up to limit - margin tokens, falls linearly to -factor at the limit, and stays there."""
+    """The overlong penalty is 0 up to limit - margin tokens and falls linearly to -factor at the limit and beyond."""
     lengths = torch.tensor([1, 6, 7, 8, 10, 12])
     assert overlong_penalty(lengths, 10, 4, 0.5).tolist() == [0, 0, -0.125, -0.25, -0.5, -0.5]
     batch = make_batch((0, [(1.0, 3, True), (1.0, 8, True)]))
@@ -109,7 +114,7 @@ def test_the_overlong_penalty_is_a_ramp():
 
 
 def test_an_uninformative_group_is_one_without_an_advantage():
-    """`informative` is true exactly if the group has an advantage that is not 0."""
+    """`informative` returns True exactly if the group has an advantage that is not 0."""
     groups = {
         "equal": [(0, [(1.0, 3, True)]), (0, [(1.0, 2, True)])],
         "different": [(0, [(1.0, 3, True)]), (0, [(0.0, 2, True)])],

@@ -1,4 +1,4 @@
-"""Log-probabilities computed in chunks are compared with all logits at once, and gradients with those of autograd."""
+"""Log-probabilities computed in chunks equal those computed from all logits, and their gradients equal autograd's."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from training.logprobs import token_logprobs
 
 
 def make(n=13, width=8, vocabulary=29, seed=0):
-    """Make hidden (n, width), weight (vocabulary, width), ids (n,) and temperatures (n,), one of which is 0."""
+    """Make hidden (n, width), weight (vocabulary, width), ids (n,) and temperatures (n,). One temperature is 0."""
     g = torch.Generator().manual_seed(seed)
     hidden = (2 * torch.randn(n, width, generator=g)).requires_grad_()
     weight = torch.randn(vocabulary, width, generator=g).requires_grad_()
@@ -26,7 +26,7 @@ def plain(hidden, weight, ids, temperatures):
 @pytest.mark.parametrize("chunk", [1, 5, 13, 1000, None])
 @pytest.mark.parametrize("uses", ["logp", "entropy", "both"])
 def test_chunks_change_neither_values_nor_gradients(chunk, uses):
-    """Log p, entropy and both gradients equal those computed from the whole logits, for every chunk size."""
+    """For every chunk size, log p, entropy and both gradients equal the values computed from the whole logits."""
     results = []
     for function in (plain, lambda h, w, i, t: token_logprobs(h, w, i, t, chunk)):
         hidden, weight, ids, temperatures = make()
@@ -55,7 +55,7 @@ def test_the_backward_pass_is_the_derivative():
 
 
 def test_no_tokens_are_no_gradient():
-    """With no tokens, the results are empty and the gradients are 0."""
+    """If there are no tokens, the results are empty and the gradients are 0."""
     hidden, weight, ids, temperatures = make()
     logp, entropy = token_logprobs(hidden[:0], weight, ids[:0], temperatures[:0])
     (logp.sum() + entropy.sum()).backward()
@@ -64,7 +64,8 @@ def test_no_tokens_are_no_gradient():
 
 
 def test_half_precision_weights_get_gradients_of_their_type():
-    """With bfloat16 weights, log p is float32 and near the exact value, and the weights' gradient is bfloat16."""
+    """With bfloat16 weights, log p is float32 and close to the exact value, and the gradient of the weights is
+    bfloat16."""
     hidden, weight, ids, temperatures = make()
     expected = plain(hidden, weight, ids, temperatures)[0].float()
     half_hidden, half_weight = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight))

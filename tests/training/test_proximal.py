@@ -1,4 +1,5 @@
-"""pi_prox guessed from versions: the formula by hand, its two exact ends, and AReaL's guess in comparison."""
+"""Tests of the guess of pi_prox from versions: its formula, the two cases in which it is exact, and AReaL's guess in
+comparison."""
 
 import math
 
@@ -11,7 +12,7 @@ from training.proximal import guess_errors, interpolation, linear, loglinear, ro
 
 
 def test_alpha_is_where_the_version_lies():
-    """alpha = (v - v_b) / (v + f - v_b); it is 0 for a fresh token and for a token newer than the trainer."""
+    """alpha is (v - v_b) / (v + f - v_b), and 0 for a fresh token and for a token that is newer than the trainer."""
     v_b = torch.tensor([7, 6, 5, 3, 9])
     for f in (0.0, 0.25, 0.75):
         expected = [0.0] + [(7 - b) / (7 + f - b) for b in (6, 5, 3)] + [0.0]
@@ -20,7 +21,8 @@ def test_alpha_is_where_the_version_lies():
 
 
 def test_both_ends_are_exact():
-    """In the first mini-batch the guess for a stale token is pi_theta; for a fresh token it is always pi_behav."""
+    """The guess for a stale token is pi_theta in the first mini-batch. The guess for a fresh token is always
+    pi_behav."""
     old, theta = -3 * torch.rand(50), -3 * torch.rand(50)
     stale, fresh = torch.zeros(50, dtype=torch.int), torch.full((50,), 4)
     torch.testing.assert_close(loglinear(old, theta, interpolation(stale, 4, 0.0)), theta)
@@ -31,7 +33,7 @@ def test_both_ends_are_exact():
 
 
 def test_on_fresh_data_loglinear_is_standard_ppo_bit_for_bit():
-    """On fresh data alpha is 0, and the loglinear loss has the same bits as the loss of standard PPO."""
+    """On fresh data alpha is 0, and the loglinear loss is bitwise equal to the loss of standard PPO."""
     g = torch.Generator().manual_seed(0)
     old = -3 * torch.rand(40, generator=g)
     theta, A, mask = old + 0.3 * torch.randn(40, generator=g), torch.randn(40, generator=g), torch.ones(40)
@@ -42,21 +44,24 @@ def test_on_fresh_data_loglinear_is_standard_ppo_bit_for_bit():
 
 
 def policy(version: float) -> torch.Tensor:
-    """Logprobs (400,) of a policy that moves along a curve from version to version, so a straight line has an error."""
+    """Return logprobs (400,) of a policy that moves along a curve from version to version, so a linear guess has an
+    error."""
     g = torch.Generator().manual_seed(1)
     way = torch.randn(400, generator=g)
     return -2 + 0.05 * version * way + 0.01 * version**2 * torch.randn(400, generator=g)
 
 
 def areal(old, theta, v_b, v):
-    """AReaL's guess: alpha = (v - 1 - v_b) / (v - v_b), where v_b is the version of the token before."""
+    """Return AReaL's guess, with alpha = (v - 1 - v_b) / (v - v_b), where v_b is the version of the previous
+    token."""
     v_b = torch.cat([v_b[:1], v_b[:-1]])
     alpha = ((v - 1 - v_b) / (v - v_b).clamp(min=1)).clamp(0, 1)
     return old + alpha * (theta - old)
 
 
 def test_the_error_falls_to_nothing_as_the_data_gets_fresh():
-    """The mean error of the guess falls with the lag and is 0 at lag 0; at lag 1 it is below half of AReaL's."""
+    """The mean error of the guess falls with the lag, and is 0 at lag 0. At lag 1 the error is less than half of
+    AReaL's error."""
     v, f = 9, 0.5
     theta, truth = policy(v + f), policy(v)
     errors, theirs = [], []
@@ -70,7 +75,8 @@ def test_the_error_falls_to_nothing_as_the_data_gets_fresh():
 
 
 def test_the_reported_errors_are_those_of_the_definition():
-    """guess_errors gives the errors of log pi_prox, w = prox / behav and u = theta / prox that a loop computes."""
+    """The errors of log pi_prox, of w = prox / behav and of u = theta / prox from guess_errors equal the errors from
+    a loop."""
     g = torch.Generator().manual_seed(2)
     prox, old, theta = (-3 * torch.rand(20, generator=g, dtype=torch.float64) - 0.1 for _ in range(3))
     alpha = torch.rand(20, generator=g, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Several ranks compute the numbers of one rank, and if one rank dies all ranks end.
+"""Several ranks compute the numbers that one rank computes, and all ranks end if one rank dies.
 
 The tests start torchrun with gloo on this machine. One recorded batch gives equal gradients, parameters and metrics
 with 1, 2 and 4 ranks. If a rank dies, all ranks end within seconds, and the error of the dead rank is shown.
@@ -27,22 +27,22 @@ from training.ranks import share
 pytestmark = pytest.mark.runs
 
 SGD_STEPS = 5
-LENGTHS = (9, 14, 5, 21, 12, 17, 7)  # seven rows, so that ranks get shares of different size
+LENGTHS = (9, 14, 5, 21, 12, 17, 7)  # seven rows, so that the ranks get different numbers of rows
 
 
 def torchrun(n: int, *words: str) -> list[str]:
-    """Return the command that runs `words` on n ranks."""
+    """Return the torchrun command that runs the script and arguments `words` on n ranks."""
     options = [f"--nproc-per-node={n}", "--standalone"]
     return [sys.executable, "-m", "torch.distributed.run", *options, *words]
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a rank, in which it finds the repository and the test helpers."""
+    """Return the environment of a rank, whose PYTHONPATH contains the repository and the test helpers."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
 
 
 def start(n: int, *words: str) -> subprocess.Popen[str]:
-    """Start torchrun with n ranks; its output is one pipe."""
+    """Start torchrun with n ranks, whose whole output goes into one pipe."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(torchrun(n, *words), cwd=ROOT, env=environment(), **pipes)
 
@@ -51,7 +51,7 @@ def start(n: int, *words: str) -> subprocess.Popen[str]:
 
 
 def work_numbers(model_dir: Path, out: Path) -> None:
-    """Write gradients of one update, and parameters after SGD_STEPS more updates, to numbers.safetensors."""
+    """Write the gradients of one update, and the parameters after SGD_STEPS more updates, to numbers.safetensors."""
     actor = FSDPPPOActor(make_config(mb_tokens=40, ppo_n_minibatches=2), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=10)
@@ -74,7 +74,8 @@ def work_numbers(model_dir: Path, out: Path) -> None:
 
 
 def work_memory(model_dir: Path, out: Path) -> None:
-    """Write for each rank how many parameters it holds after loading, and how often it read the model's files."""
+    """Write, for each rank, the number of parameters that the rank holds after loading and how often it read the
+    model's files."""
     from transformers import AutoModelForCausalLM
 
     reads = []
@@ -90,7 +91,8 @@ def work_memory(model_dir: Path, out: Path) -> None:
 
 
 def work_wait(model_dir: Path, out: Path) -> None:
-    """Wait on rank 0 outside of any collective operation, wait on rank 1 in one, and wait or raise on rank 2."""
+    """Let rank 0 wait outside of any collective operation, rank 1 wait in a collective operation, and rank 2 wait or
+    raise."""
     actor = FSDPPPOActor(make_config(), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=1)
@@ -122,7 +124,8 @@ def numbers(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_gradients_and_parameters_are_those_of_one_rank(numbers, n: int) -> None:
-    """Gradients, parameters after 5 SGD steps, log-probabilities and metrics of n ranks equal those of one rank."""
+    """With n ranks, the gradients, the parameters after 5 SGD steps, the log-probabilities and the metrics equal
+    those of one rank."""
     (one, one_stats), (many, many_stats) = numbers[1], numbers[n]
     assert one.keys() == many.keys()
     for name in one:
@@ -137,7 +140,7 @@ def test_gradients_and_parameters_are_those_of_one_rank(numbers, n: int) -> None
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_no_rank_but_the_first_reads_the_model(tmp_path: Path, tied: bool) -> None:
-    """Only rank 0 reads the model's files, and the ranks together hold each parameter once."""
+    """Only rank 0 reads the model's files, and each parameter is held by exactly one rank."""
     model_dir = make_byte_model(tmp_path / "model", tied=tied)
     total = sum(t.numel() for t in load_file(model_dir / "model.safetensors").values())
     done = start(2, __file__, "work_memory", str(model_dir), str(tmp_path))
@@ -151,7 +154,8 @@ def test_no_rank_but_the_first_reads_the_model(tmp_path: Path, tied: bool) -> No
 
 @pytest.mark.parametrize("how", ["killed", "raises"])
 def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> None:
-    """If rank 2 of 3 dies while rank 0 waits for something else, all processes end and the cause is printed."""
+    """If rank 2 of 3 dies while rank 0 waits outside of any collective operation, all processes end and the cause is
+    printed."""
     if how == "raises":
         os.environ["RAISE"] = "1"
     try:
@@ -164,7 +168,7 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> No
     while len(pids) < 3:
         lines.append(process.stdout.readline())
         assert lines[-1], "".join(lines)
-        found = re.findall(r"ready (\d+) (\d+)(?=\D)", "".join(lines))  # the output of two ranks may stand in one line
+        found = re.findall(r"ready (\d+) (\d+)(?=\D)", "".join(lines))  # two ranks may print into one line
         pids = {int(rank): int(pid) for rank, pid in found}
     if how == "killed":
         os.kill(pids[2], signal.SIGKILL)
@@ -180,7 +184,8 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> No
 
 
 def start_node(folder: Path, port: int, log: Path, host: bool, held: bool) -> subprocess.Popen:
-    """Start torchrun as one of two nodes. The `host` holds the rendezvous; a `held` run stops itself after step 3."""
+    """Start torchrun as one of two nodes. The node with `host` runs the rendezvous. A run with `held` stops itself
+    after step 3."""
     launch = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     launch += [f"--rdzv-conf=is_host={int(host)}"]
     small = ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "logger.live=false", "recover_interval=2"]
@@ -192,14 +197,14 @@ def start_node(folder: Path, port: int, log: Path, host: bool, held: bool) -> su
 
 
 def ranks_of(node: subprocess.Popen) -> dict[int, str]:
-    """Return the state (as ps writes it) of each rank that a torchrun has started, by pid."""
+    """Return pid -> process state (as ps prints it) for each rank that this torchrun has started."""
     table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
     rows = [row.split() for row in table.splitlines()]
     return {int(pid): state for pid, parent, state in rows if int(parent) == node.pid}
 
 
 def kill_node(node: subprocess.Popen) -> None:
-    """Kill torchrun and its ranks. Each rank has a session of its own and would train on without torchrun."""
+    """Kill torchrun and its ranks. Each rank has its own process session, so it would continue without torchrun."""
     for pid in ranks_of(node):
         os.kill(pid, signal.SIGKILL)
     node.kill()
@@ -207,14 +212,15 @@ def kill_node(node: subprocess.Popen) -> None:
 
 
 def wait_until_held(nodes: list[subprocess.Popen]) -> None:
-    """Wait until a rank has stopped itself. The state of another process has no event to wait for."""
+    """Wait until a rank has stopped itself, by reading the rank's state again and again."""
     while not any(state.startswith("T") for node in nodes for state in ranks_of(node).values()):
         assert all(node.poll() is None for node in nodes), "a node has ended"
         time.sleep(0.05)
 
 
 def test_two_nodes_train_and_come_back(tmp_path: Path) -> None:
-    """If one of two nodes is killed, the other node ends; both then resume from the checkpoint."""
+    """If one of two nodes is killed, the second node ends. When both nodes start again, the run resumes from the
+    checkpoint."""
     metrics, logs = tmp_path / "e/t/metrics.jsonl", [tmp_path / "a.log", tmp_path / "b.log"]
     port = free_port()
     nodes = [start_node(tmp_path, port, log, log is logs[0], held=True) for log in logs]
@@ -250,7 +256,7 @@ def wait_no_process(word: str, seconds: float = 30) -> bool:
 
 
 def test_a_mistake_is_said_once_and_ends_all_ranks(tmp_path: Path) -> None:
-    """A mistake in the configuration is printed once, by rank 0, and all ranks end without aborting."""
+    """A mistake in the configuration is printed one time, by rank 0, and all ranks end without a crash."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"]
     done = subprocess.run([*torchrun, "seeed=2"], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.stderr.count("error: unknown key 'seeed'") == 1

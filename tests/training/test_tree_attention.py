@@ -37,7 +37,7 @@ Rows = list[list[int]]
 
 
 def make_rows(seed: int, n: int, longest: int = 30, vocabulary: int = 40) -> Rows:
-    """Make random rows, most of which continue a prefix of another row: branches, turns, copies, single tokens."""
+    """Make random rows with shared prefixes: branches, turns, copies and rows of a single token."""
     rng = random.Random(seed)
     rows: Rows = []
     for _ in range(n):
@@ -62,12 +62,12 @@ def model() -> Any:
 
 
 def logp_of(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return log p of each id: logits (n, V) and ids (n,) -> (n,)."""
+    """Return log p of each id, (n,), from logits (n, V) and ids (n,)."""
     return torch.log_softmax(logits.float(), -1).gather(1, ids[:, None])[:, 0]
 
 
 def separate_logp(model: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return log p of all tokens but the first, (length - 1,) for each row, with one forward pass per row."""
+    """Return log p of each row's tokens except the first, (length - 1,), with one forward pass per row."""
     found = []
     for row in rows:
         ids = torch.tensor(row)
@@ -76,7 +76,7 @@ def separate_logp(model: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def dense_mask(tree: PackedTree) -> Tensor:
-    """Return the mask (N, N) bool of a tree: [q, k] says whether q sees k."""
+    """Return the mask (N, N) bool of a tree: mask[q, k] is True if token q sees token k."""
     k = torch.arange(len(tree.subtree_end))  # (N,)
     q = k[:, None]  # (N, 1)
     # k <= q < subtree_end[k]
@@ -84,7 +84,8 @@ def dense_mask(tree: PackedTree) -> Tensor:
 
 
 def tree_logp(model: Any, rows: Sequence[Sequence[int]], max_tokens: int, dense: bool = False) -> list[Tensor]:
-    """Return log p of all tokens but the first, with one forward pass per tree; `dense` uses the N x N mask."""
+    """Return log p of each row's tokens except the first, with one forward pass per tree. With `dense` the forward
+    pass uses the N x N mask."""
     found: list[Tensor] = [torch.empty(0)] * len(rows)
     for tree in build_trees(rows, max_tokens):
         how: dict[str, Any] = {"attention_mask": dense_mask(tree)[None, None]} if dense else {"tree": tree}
@@ -97,7 +98,7 @@ def tree_logp(model: Any, rows: Sequence[Sequence[int]], max_tokens: int, dense:
 
 
 def learn(model: Any, logp: list[Tensor], seed: int = 0) -> tuple[float, dict[str, Tensor]]:
-    """Return a loss with a random advantage for each token of each row, and its gradients."""
+    """Return a loss with a random advantage for each token of each row, and the gradients of the loss."""
     flat = torch.cat(logp)
     weights = torch.randn(len(flat), generator=torch.Generator().manual_seed(seed))
     model.zero_grad()
@@ -107,7 +108,7 @@ def learn(model: Any, logp: list[Tensor], seed: int = 0) -> tuple[float, dict[st
 
 
 def assert_same_lesson(ours: tuple[float, dict[str, Tensor]], truth: tuple[float, dict[str, Tensor]]) -> None:
-    """Assert that losses agree to 1e-6 and gradients to 1e-5 of their norm."""
+    """Assert that two losses agree to 1e-6, and their gradients to 1e-5 of the gradients' norm."""
     assert ours[0] == pytest.approx(truth[0], abs=1e-6)
     assert ours[1].keys() == truth[1].keys()
     largest = max(g.norm() for g in truth[1].values())
@@ -121,7 +122,8 @@ def assert_same_lesson(ours: tuple[float, dict[str, Tensor]], truth: tuple[float
 @TREES
 @settings(max_examples=150, deadline=None)
 def test_every_prefix_of_a_tree_stands_in_it_once(seed: int, n: int, max_tokens: int) -> None:
-    """A tree holds each prefix once, a token sees only its own prefix, and no tree exceeds its budget."""
+    """A tree contains each prefix one time, a token sees only its own prefix, and no tree exceeds its token
+    budget."""
     rows = make_rows(seed, n)
     rows = [row[:max_tokens] for row in rows]
     trees = build_trees(rows, max_tokens)
@@ -141,7 +143,7 @@ def test_every_prefix_of_a_tree_stands_in_it_once(seed: int, n: int, max_tokens:
 @given(st.integers(0, 10**6), st.integers(1, 12), st.integers(30, 90), st.randoms(use_true_random=False))
 @settings(max_examples=100, deadline=None)
 def test_the_order_of_the_rows_has_no_say(seed: int, n: int, max_tokens: int, rng: random.Random) -> None:
-    """A shuffled batch gives trees with the same tokens."""
+    """The order of the rows in a batch does not change the tokens of the trees."""
     rows = [row[:max_tokens] for row in make_rows(seed, n)]
     shuffled = rng.sample(range(n), n)
 
@@ -155,7 +157,8 @@ def test_the_order_of_the_rows_has_no_say(seed: int, n: int, max_tokens: int, rn
 @given(st.integers(0, 10**6), st.integers(1, 9), st.integers(30, 60))
 @settings(max_examples=100, deadline=None)
 def test_the_cuts_are_the_cheapest(seed: int, n: int, max_tokens: int) -> None:
-    """No way to cut sorted rows into runs costs fewer tokens than cheapest_runs; the test tries all ways."""
+    """cheapest_runs cuts sorted rows into runs with the fewest tokens. The test compares the result with all possible
+    cuts."""
     rows = sorted(row[:max_tokens] for row in make_rows(seed, n))
     shared = np.array([0] + [len(prefix(a, b)) for a, b in pairwise(rows)])
     lengths = np.array([len(row) for row in rows])
@@ -180,7 +183,8 @@ def prefix(a: list[int], b: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_interleaved_groups_find_each_other(seed: int) -> None:
-    """Four groups of 8 rows with 200 shared and 50 own tokens cost 3,200 tokens in any order (AReaL: 8,000)."""
+    """Four groups of 8 rows, with 200 shared tokens per group and 50 tokens more per row, cost at most 3,200 tokens
+    in any order. In AReaL the rows cost 8,000."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(1000) for _ in range(200)] for _ in range(4)]
     rows = [prompts[i % 4] + [rng.randrange(1000) for _ in range(50)] for i in range(32)]
@@ -192,7 +196,8 @@ def test_interleaved_groups_find_each_other(seed: int) -> None:
 
 
 def test_a_conversation_of_5000_turns_with_a_branch_each() -> None:
-    """5,000 rows, each of which leaves the trunk one token later, make one tree of 10,000 tokens without recursion."""
+    """5,000 rows that each branch off one token later than the previous row become one tree of 10,000 tokens, without
+    recursion."""
     trunk = np.arange(5000) % 1000
     rows = [np.append(trunk[: i + 1], 1000) for i in range(5000)]
     [tree] = build_trees(rows, 10_000)
@@ -201,13 +206,14 @@ def test_a_conversation_of_5000_turns_with_a_branch_each() -> None:
 
 
 def test_small_things_share_a_tree() -> None:
-    """Rows that share nothing are put into one tree as long as it stays within the budget."""
+    """Rows without a common prefix share one tree as long as the tree stays within its token budget."""
     rows = [[i] * 30 for i in range(10)]
     assert sorted(len(tree.subtree_end) for tree in build_trees(rows, 100)) == [30, 90, 90, 90]
 
 
 def test_a_row_that_cannot_be_in_any_tree_is_an_error() -> None:
-    """A row that is empty or too long raises an error with its number and the key to change."""
+    """An empty or too long row raises an error that contains the row's number. For a long row the error names the key
+    to change."""
     with pytest.raises(ValueError, match=r"row 1 has 9 tokens.*actor.mb_tokens=8"):
         build_trees([[1, 2], list(range(9))], 8)
     with pytest.raises(ValueError, match="row 0 has 0 tokens"):
@@ -220,13 +226,14 @@ def test_a_row_that_cannot_be_in_any_tree_is_an_error() -> None:
 @TREES
 @settings(max_examples=40, deadline=None)
 def test_a_tree_trains_as_its_rows_do(model: Any, seed: int, n: int, max_tokens: int) -> None:
-    """The loss of a tree agrees with the separate rows to 1e-6, and the gradients agree to 1e-5."""
-    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [[1, 2, 3]]  # the last row always has a token to predict
+    """The loss of trees agrees with the loss of the separate rows to 1e-6, and the gradients agree to 1e-5."""
+    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [[1, 2, 3]]  # the last row has a token to predict
     assert_same_lesson(learn(model, tree_logp(model, rows, max_tokens)), learn(model, separate_logp(model, rows)))
 
 
 def test_long_rows_cross_many_blocks(model: Any) -> None:
-    """Rows longer than a block of 128 queries, with and without the dense mask, give the separate rows' gradients."""
+    """If rows are longer than a block of 128 queries, trees still give the gradients of the separate rows, with and
+    without the dense mask."""
     rows = make_rows(3, 10, longest=3 * BLOCK)
     trees = build_trees(rows, 8192)
     assert len(trees) == 1
@@ -240,7 +247,8 @@ def test_long_rows_cross_many_blocks(model: Any) -> None:
 @given(st.integers(0, 10**6), st.integers(1, 12))
 @settings(max_examples=60, deadline=None)
 def test_the_block_mask_is_the_mask(seed: int, n: int) -> None:
-    """A block is full if all its queries see all its keys, absent if none sees any, and mixed otherwise."""
+    """A block is listed exactly if one of its queries sees one of its keys. In a full block every query sees every
+    key."""
     [tree] = build_trees(make_rows(seed, n, longest=2 * BLOCK), 10**6)
     mask, N = dense_mask(tree), len(tree.subtree_end)
     blocks = -(-N // BLOCK)
@@ -267,7 +275,7 @@ def listed(counts: Tensor | None, numbers: Tensor | None) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_sees_what_the_blocks_see() -> None:
-    """FlexAttention with the block mask and the CPU path with selected keys give the same output."""
+    """FlexAttention with the block mask and tree_attention's path for CPUs give equal outputs."""
     [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
     N = len(tree.subtree_end)
     q, k, v = (torch.randn(1, heads, N, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
@@ -336,7 +344,7 @@ async def maze_batch() -> dict[str, Tensor]:
 @pytest.mark.anyio
 @pytest.mark.parametrize("export", ["guess individual", "guess concat", "maze"])
 async def test_real_exports_train_as_their_rows_do(export: str) -> None:
-    """Rows that the two tasks export give the same loss and gradients as trees and row by row."""
+    """For rows that the two tasks export, trees give the loss and the gradients of the separate rows."""
     task, _, style = export.partition(" ")
     batch = await (guess_batch(style) if style else maze_batch())
     words = guess.WORDS if task == "guess" else ["from", "to", *maze.CELLS]
@@ -351,7 +359,7 @@ async def test_real_exports_train_as_their_rows_do(export: str) -> None:
 
 
 def make_batch(seed: int = 0) -> dict[str, Tensor]:
-    """Make a batch of eight rows that share prefixes; the last half of each row is trained."""
+    """Make a batch of eight rows that share prefixes. The second half of each row is trained."""
     rows = [row * 2 for row in make_rows(seed, 8)]
     lengths = torch.tensor([len(row) for row in rows])
     real = torch.arange(int(lengths.max())) < lengths[:, None]  # (B, T)
@@ -389,7 +397,7 @@ def one_update(path: Path, trees: bool, **changes: Any) -> tuple[dict[str, float
     actor.compute_advantages(batch)
     stats = actor.ppo_update(batch)
     weights = actor.full_state()
-    torch.distributed.barrier()  # a rank that ends closes its connections, so it waits for all others
+    torch.distributed.barrier()  # a rank that ends closes its connections, so it waits here
     actor.destroy()
     return stats | {"logp": float(batch["prox_logp"].sum())}, weights
 
@@ -403,7 +411,8 @@ def assert_same_update(one: Any, other: Any) -> None:
 
 
 def test_the_actor_makes_the_same_step_with_trees(model: Any, tmp_path: Path) -> None:
-    """enable_tree_training changes no logprob, metric or weight, and tree_token_ratio shows what it saves."""
+    """enable_tree_training changes no logprob, metric or weight. The metric tree_token_ratio is below 1, because
+    trees have fewer tokens."""
     model.save_pretrained(tmp_path)
     padded, trees = one_update(tmp_path, trees=False), one_update(tmp_path, trees=True)
     assert_same_update(padded, trees)
@@ -414,7 +423,7 @@ def test_the_actor_makes_the_same_step_with_trees(model: Any, tmp_path: Path) ->
 
 @pytest.mark.runs
 def test_two_ranks_train_trees(model: Any, tmp_path: Path) -> None:
-    """Two ranks with different numbers of trees make the step that one rank makes."""
+    """Two ranks with different numbers of trees compute the weights that one rank computes."""
     model.save_pretrained(tmp_path / "model")
     world = {
         "WORLD_SIZE": "2",
