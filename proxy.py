@@ -245,13 +245,9 @@ class Proxy:
 
 def exported_form(interaction: Interaction) -> dict[str, Any]:
     """Return an interaction as JSON for the trainer."""
-    return {
-        "tensors": interaction.to_lists(),
-        "reward": interaction.reward,
-        "parent": interaction.parent.interaction_id if interaction.parent else None,
-        "messages": interaction.messages,
-        "output": interaction.output_message_list,
-    }
+    parent = interaction.parent.interaction_id if interaction.parent else None
+    row = {"tensors": interaction.to_lists(), "reward": interaction.reward, "parent": parent}
+    return row | {"messages": interaction.messages, "output": interaction.output_message_list}
 
 
 def bearer(request: Request) -> str:

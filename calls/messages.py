@@ -339,12 +339,10 @@ def _tool_choice(raw: Any, tools: list[dict[str, Any]]) -> str:
         choice = raw["type"]
     elif isinstance(raw, dict):
         choice = get(raw, "function", dict, raw, "tool_choice").get("name")
-    if choice == "any":  # Anthropic's word
-        choice = "required"
     names = [tool["function"]["name"] for tool in tools]
-    if choice not in ("auto", "none", *names) and not (choice == "required" and names):
+    if choice not in ("auto", "none", *names) and not (choice in ("required", "any") and names):
         raise Refusal("tool_choice: auto, none, or where there are tools, required or a tool's name, is needed")
-    return choice
+    return "required" if choice == "any" else choice  # "any" is Anthropic's word
 
 
 # Responses: the items of a reply

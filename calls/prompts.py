@@ -92,8 +92,7 @@ class PromptBuilder:
 
     def _tail(self, new: list[Message], variables: dict[str, Any], before: Iterable[Message] = ()) -> list[int]:
         """Return the tokens that the template puts behind an assistant's answer that `new` follows."""
-        text = self._render([*before, *STUB, *new], variables)
-        _, found, tail = text.partition(SENTINEL)
+        _, found, tail = self._render([*before, *STUB, *new], variables).partition(SENTINEL)
         if not found:
             raise Refusal("messages: the chat template leaves out what an assistant said")
         return self.encode(tail)

@@ -40,11 +40,8 @@ from calls.tools import Parsed
 from inference.io_struct import ModelResponse
 
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-BLOCK_DELTAS = {  # how Anthropic's protocol names the delta of each part, and the key that holds the new text
-    "reasoning": ("thinking_delta", "thinking"),
-    "text": ("text_delta", "text"),
-    "call": ("input_json_delta", "partial_json"),
-}
+# How Anthropic's protocol names a part: in the type of its deltas (thinking_delta), and as the key of the new text.
+BLOCK_DELTAS = {"reasoning": ("thinking", "thinking"), "text": ("text", "text"), "call": ("input_json", "partial_json")}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}  # finish_reason -> Anthropic's
 Part = tuple[str, Any]  # ("reasoning", text), ("text", text) or ("call", tool call)
 
@@ -382,7 +379,7 @@ class MessagesStream(Stream):
 
     def _piece(self, part: str, value: Any, piece: str) -> bytes:
         kind, key = BLOCK_DELTAS[part]
-        return self._block_event("delta", delta={"type": kind, key: piece})
+        return self._block_event("delta", delta={"type": f"{kind}_delta", key: piece})
 
     def _close(self, part: str, value: Any) -> bytes:
         signature = {"type": "signature_delta", "signature": self.interaction_id}

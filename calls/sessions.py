@@ -121,9 +121,8 @@ class SessionTable:
 
     def expire(self) -> None:
         """Forget every session that has been idle for longer than the timeout."""
-        oldest = self.clock() - self.timeout
         for session in list(self._sessions.values()):
-            if session.last_used <= oldest and not session.running:
+            if self.clock() - session.last_used >= self.timeout and not session.running:
                 self.forget(session)
 
     def __repr__(self) -> str:

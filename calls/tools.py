@@ -38,6 +38,7 @@ What it does not promise: it repairs nothing that the model wrote.
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -45,6 +46,7 @@ from typing import Any, NamedTuple
 from run.fields import Refusal, read_json
 
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
+PAIR = re.compile(f"{CALL}(.*?){END_OF_CALL}", re.DOTALL)
 THINK, END_OF_THINK = "<think>", "</think>"
 HERMES = (None, "hermes", "qwen", "qwen25", "qwen3")  # values of tool_call_parser that mean the form above
 THINKERS = (None, "qwen3", "qwen3-thinking", "deepseek-r1", "glm45")  # reasoning parsers for <think> ... </think>
@@ -83,25 +85,21 @@ def split_thinking(text: str) -> tuple[str, str, bool]:
     return reasoning.strip(), rest.lstrip(), mark == END_OF_THINK
 
 
-def split_calls(text: str, tools: Tools) -> tuple[str, list[Call], int]:
-    """Return the text beside the calls, the calls, and the position after the last </tool_call> that ends a pair."""
+def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
+    """Return the text beside the calls, and the calls."""
     names = frozenset(tool["function"]["name"] for tool in tools)
     pieces: list[str] = []
     calls: list[Call] = []
-    piece_begin = read = 0  # where the next piece of text begins; the position up to which all pairs are read
-    while tools:
-        opened = text.find(CALL, read)
-        closed = text.find(END_OF_CALL, opened)
-        if opened < 0 or closed < 0:
-            break
-        call = read_call(text[opened + len(CALL) : closed], names)
-        read = closed + len(END_OF_CALL)
+    piece_begin = 0  # where the next piece of text begins
+    last = text.rfind(END_OF_CALL) + len(END_OF_CALL)  # searching behind the last end mark would only cost time
+    for pair in PAIR.finditer(text, 0, last):
+        call = read_call(pair[1], names)
         if call is not None:
-            pieces.append(text[piece_begin:opened].rstrip())
+            pieces.append(text[piece_begin : pair.start()].rstrip())
             calls.append(call)
-            piece_begin = read
+            piece_begin = pair.end()
     pieces.append(text[piece_begin:].rstrip() if calls else text[piece_begin:])
-    return "".join(pieces), calls, read
+    return "".join(pieces), calls
 
 
 @functools.lru_cache(4096)  # a stream parses its text again at each token, and reads each call once
@@ -148,7 +146,7 @@ class OutputParser:
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
                 return Parsed(text)  # the model has not kept to the form
         reasoning, rest, _ = split_thinking(text)
-        rest, calls, _ = split_calls(rest, tools)
+        rest, calls = split_calls(rest, tools)
         return Parsed(rest, reasoning, calls)
 
     def certain(self, text: str, tools: Tools) -> Parsed:
@@ -162,10 +160,9 @@ class OutputParser:
             return Parsed("", reasoning)
         if not tools:
             return Parsed(rest, reasoning)
-        _, _, read = split_calls(rest, tools)
-        opened = rest.find(CALL, read)
+        opened = rest.find(CALL, rest.rfind(END_OF_CALL) + 1)  # a call whose end mark has not come
         decided = rest[:opened] if opened >= 0 else without_partial(rest, [CALL])
-        beside_calls, _, _ = split_calls(decided, tools)
+        beside_calls, _ = split_calls(decided, tools)
         return Parsed(beside_calls.rstrip(), reasoning)
 
     def begun(self, prompt: str) -> str:
