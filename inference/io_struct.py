@@ -25,10 +25,9 @@ without them, and `trains_exactly` says whether this is the case.
 The names are those of AReaL's areal/api/io_struct.py (write-up, section 2). engine.py sends the requests.
 """
 
-import dataclasses
 import hashlib
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inference.wire import EngineError
@@ -53,7 +52,7 @@ class GenerationHyperparameters:
 
     def new(self, **changes: Any) -> "GenerationHyperparameters":
         """Return a copy with the given fields changed."""
-        return dataclasses.replace(self, **changes)
+        return replace(self, **changes)
 
     @property
     def is_greedy(self) -> bool:
@@ -126,9 +125,7 @@ def segment_seed(seed: int, offset: int) -> int:
     The first segment has the request's own seed. A later segment has another, so that it does not sample with the
     noise of the first one again.
     """
-    if offset == 0:
-        return seed % 2**63  # JSON parsers and SGLang take at most 63 bits
-    return call_seed(seed, "resumed", offset)
+    return call_seed(seed, "resumed", offset) if offset else seed % 2**63  # JSON parsers and SGLang take 63 bits
 
 
 def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict[str, Any]:
@@ -150,10 +147,14 @@ def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict
     return {name: value for name, value in params.items() if value is not None}
 
 
+def generate_body(input_ids: list[int], gconfig: GenerationHyperparameters, offset: int = 0) -> dict[str, Any]:
+    """Return the body of a POST /generate. `input_ids` holds the prompt and the `offset` tokens generated so far."""
+    return {"input_ids": input_ids, "sampling_params": sampling_params(gconfig, offset), "return_logprob": True}
+
+
 def probe(input_ids: list[int]) -> dict[str, Any]:
-    """Return the body of a /generate request for one greedy token."""
-    params = sampling_params(GenerationHyperparameters(greedy=True, max_new_tokens=1))
-    return {"input_ids": input_ids, "sampling_params": params, "return_logprob": True}
+    """Return the body of a POST /generate that asks for one greedy token."""
+    return generate_body(input_ids, GenerationHyperparameters(greedy=True, max_new_tokens=1))
 
 
 def parse_segment(answer: dict[str, Any]) -> ModelResponse:
@@ -177,6 +178,5 @@ def parse_segment(answer: dict[str, Any]) -> ModelResponse:
         status = 503 if "-incomplete" in str(error) else 502  # another server may have the whole update
         raise EngineError(f"an answer that cannot be read ({error!r}): {hint}", status) from error
     if not len(tokens) == len(logprobs) == len(versions):
-        counts = f"{len(tokens)} tokens, {len(logprobs)} logprobs, {len(versions)} versions"
-        raise EngineError(f"an answer whose lists differ in length: {counts}", 502)
+        raise EngineError(f"an answer of {len(tokens)} tokens, {len(logprobs)} logprobs, {len(versions)} versions", 502)
     return ModelResponse([], tokens, logprobs, versions, stop_reason=finish.get("type", ""))
