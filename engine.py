@@ -39,11 +39,12 @@ without the interruption.
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ import httpx
 import orjson
 
 from inference import weights
-from inference.io_struct import ModelRequest, ModelResponse, parse_segment, probe, sampling_params
+from inference.io_struct import ModelRequest, ModelResponse, generate_body, parse_segment, probe
 from inference.servers import Servers
 from inference.wire import EngineError, Wire, run_all
 
@@ -77,36 +78,23 @@ def read_vocab_size(model_path: str | None) -> int | None:
     return config.get("text_config", config).get("vocab_size")
 
 
+@dataclass(eq=False)
 class RemoteInfEngine:
-    """All inference servers of a run, behind one object.
+    """All inference servers of a run, behind one object. Raises ValueError if it gets no address."""
 
-    addresses        base URLs of servers or routers
-    pause_mode       "retract", "abort" or "in_place"
-    request_timeout  seconds that a server may be silent during one segment
-    request_retries  how often a segment is asked for again after connection errors, timeouts and 5xx answers
-    transport, sleep tests replace the network and the clock by these
-    """
+    addresses: list[str]  # base URLs of servers or routers
+    pause_mode: str = "retract"  # retract, abort or in_place; it becomes abort if a server reports no spans
+    request_timeout: float = 3600.0  # seconds that a server may be silent during one segment
+    request_retries: int = 3  # how often a segment is asked for again after a connection error, a timeout or a 5xx
+    transport: httpx.MockTransport | None = None  # tests replace the network by it
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # tests replace waiting by it
 
-    def __init__(
-        self,
-        addresses: list[str],
-        *,
-        pause_mode: str = "retract",
-        request_timeout: float = 3600.0,
-        request_retries: int = 3,
-        transport: httpx.MockTransport | None = None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        if not addresses:
+    def __post_init__(self) -> None:
+        if not self.addresses:
             raise ValueError("the engine needs the address of at least one server")
-        if pause_mode not in ("retract", "abort", "in_place"):
-            raise ValueError(f"pause_mode is retract, abort or in_place, not {pause_mode!r}")
-        self.request_timeout, self.request_retries = request_timeout, request_retries
-        self._sleep = sleep
-        self._wire = Wire(transport)
-        # Everything that changes during the engine's life:
-        self.servers = Servers(addresses, self._wire)
-        self.pause_mode = pause_mode  # becomes "abort" if a server reports no spans
+        self._wire = Wire(self.transport)
+        # Everything that changes during the engine's life, apart from `pause_mode`:
+        self.servers = Servers(self.addresses, self._wire)
         self.vocab_size: int | None = None  # tokens; None if no server's model folder can be read
         self.context_length: int | None = None  # tokens of prompt and completion together; None if no server tells
         self.has_grammar = False  # True if every server can enforce a json_schema
@@ -127,7 +115,7 @@ class RemoteInfEngine:
         """
         # 1. Check the request. `response` collects what the segments bring.
         g = req.gconfig.new(max_new_tokens=self._budget(req))
-        req = dataclasses.replace(req, gconfig=g)
+        req = replace(req, gconfig=g)
         temperature = 1.0 if g.is_greedy else g.temperature
         response = ModelResponse(list(req.input_ids), temperature=temperature, trains_exactly=g.trains_exactly)
         request_ids = (f"{req.rid}-{k}" for k in itertools.count())  # each POST /generate has an id of its own
@@ -148,11 +136,9 @@ class RemoteInfEngine:
                 return response
 
             # 4. Go on behind the last token. After an abort without any token, wait before asking again.
-            if response.output_len > length_before:
-                empty_aborts = 0
-            else:
-                empty_aborts += 1
-                await self._sleep(backoff(empty_aborts, *EMPTY_ABORT_WAIT))
+            empty_aborts = 0 if response.output_len > length_before else empty_aborts + 1
+            if empty_aborts:
+                await self.sleep(backoff(empty_aborts, *EMPTY_ABORT_WAIT))
 
     async def _generate_segment(
         self, server: str, rid: str, req: ModelRequest, response: ModelResponse, on_tokens: OnTokens | None
@@ -166,13 +152,8 @@ class RemoteInfEngine:
         start = response.output_len
         oldest_allowed = self.servers.newest  # a server that still sends an older version was restarted
         response.stop_reason = ""
-        body = {
-            "rid": rid,
-            "input_ids": response.input_tokens + response.output_tokens,
-            "sampling_params": sampling_params(req.gconfig, start),
-            "return_logprob": True,
-            "stream": on_tokens is not None,
-        }
+        body = generate_body(response.input_tokens + response.output_tokens, req.gconfig, start)
+        body |= {"rid": rid, "stream": on_tokens is not None}
         try:
             async with contextlib.aclosing(self._wire.stream(url, body, self.request_timeout)) as events:
                 async for event in events:
@@ -188,13 +169,11 @@ class RemoteInfEngine:
             raise
         except EngineError as error:
             is_complete = response.stop_reason or response.output_len >= req.gconfig.max_new_tokens
-            is_refused = error.status == 400
             if is_complete:  # the connection broke after the last token, so nothing is missing
                 return
-            if is_refused:  # the server generates nothing for this request
-                raise
-            response.regenerated += 1  # the server failed, but it may still be generating for this request
-            await self._abort(server, rid)
+            if error.status != 400:  # the server did not refuse, so it may still be generating for this request
+                response.regenerated += 1
+                await self._abort(server, rid)
             raise
 
     async def _abort(self, server: str, rid: str) -> None:
@@ -202,8 +181,8 @@ class RemoteInfEngine:
 
         A router passes no abort on, so each of its workers is told. Failures are ignored.
         """
-        workers = self.servers.workers_of[server]
-        calls = [self._wire.call(worker + "/abort_request", {"rid": rid}, timeout=5.0) for worker in workers]
+        urls = [worker + "/abort_request" for worker in self.servers.workers_of[server]]
+        calls = [self._wire.call(url, {"rid": rid}, timeout=5.0) for url in urls]
         await asyncio.shield(asyncio.gather(*calls, return_exceptions=True))
 
     async def _ask_a_server(self, key: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
@@ -222,16 +201,14 @@ class RemoteInfEngine:
                 self.servers.lose(server, error)
                 if failures > self.request_retries:
                     raise
-            await self._sleep(backoff(failures, *FAILURE_WAIT) * random.uniform(0.5, 1.0))
+            await self.sleep(backoff(failures, *FAILURE_WAIT) * random.uniform(0.5, 1.0))
 
     def _budget(self, req: ModelRequest) -> int:
         """Return how many tokens `req` may generate. Raises EngineError (400) if no server could serve it."""
         g = req.gconfig
         self._check_ids(req.input_ids)
         if g.n_samples != 1 or g.max_new_tokens < 1:
-            raise EngineError(
-                "a request is for one sample of at least 1 token: set n_samples=1, max_new_tokens>=1", 400
-            )
+            raise EngineError("set n_samples=1 and max_new_tokens>=1: one sample of at least 1 token", 400)
         if g.json_schema is not None and not self.has_grammar:
             raise EngineError("json_schema (response_format) is refused: a server has no grammar backend", 400)
         if self.context_length is None:
@@ -248,10 +225,9 @@ class RemoteInfEngine:
         wrong_types = {type(token) for token in ids} - {int}
         if wrong_types:
             raise EngineError(f"input_ids must be Python ints, not {[kind.__name__ for kind in wrong_types]}", 400)
-        lowest, highest = min(ids), max(ids)
-        if lowest < 0 or (self.vocab_size is not None and highest >= self.vocab_size):
-            bad = lowest if lowest < 0 else highest
-            raise EngineError(f"token id {bad} is outside the vocabulary of {self.vocab_size} tokens", 400)
+        for token in (min(ids), max(ids)):
+            if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
+                raise EngineError(f"token id {token} is outside the vocabulary of {self.vocab_size} tokens", 400)
 
     # 2. Control. The trainer's main thread calls these methods, and each waits until all servers have answered.
 
@@ -263,12 +239,11 @@ class RemoteInfEngine:
         """
         self.servers.refresh()
         infos = self.servers.post_all("/server_info")
-        vocab_sizes = [read_vocab_size(info.get("model_path")) for info in infos]
-        self.vocab_size = min(filter(None, vocab_sizes), default=None)  # the smallest that is known
+        # Of each limit the engine takes the smallest that is known.
+        self.vocab_size = min(filter(None, (read_vocab_size(info.get("model_path")) for info in infos)), default=None)
         if self.vocab_size is None:
             logger.warning("no server's model folder can be read: the engine cannot refuse ids outside the vocabulary")
-        context_lengths = [info.get("max_req_input_len") for info in infos]
-        self.context_length = min(filter(None, context_lengths), default=None)
+        self.context_length = min(filter(None, (info.get("max_req_input_len") for info in infos)), default=None)
         self.has_grammar = all(info.get("grammar_backend") not in (None, "none") for info in infos)
         answers = self.servers.post_all("/generate", probe([0]))
         if self.servers.lost:  # a run goes on without a lost server, but it does not start without one
@@ -293,7 +268,7 @@ class RemoteInfEngine:
         Call it between pause and resume, because a server that is not paused first finishes all its requests.
         Raises RuntimeError that names each server that failed and why.
         """
-        meta = dataclasses.replace(meta, flush_cache=self.pause_mode != "in_place")
+        meta = replace(meta, flush_cache=self.pause_mode != "in_place")
         weights.send(meta, self.servers.post_all, buckets)
         self.servers.newest = meta.version
 
@@ -350,29 +325,19 @@ class RemoteInfEngine:
 
     # 3. Rollouts. The executor owns these methods, and the engine passes each call on.
 
-    @property
-    def _rollouts(self) -> Any:
-        """The executor. Raises RuntimeError if none is attached."""
+    def _roll_out(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the executor. Raises RuntimeError if none is attached."""
         if self.executor is None:
             raise RuntimeError("this engine runs no rollouts: attach a WorkflowExecutor(engine, ...) first")
-        return self.executor
+        return getattr(self.executor, method)(*args, **kwargs)
 
-    def submit(self, *args: Any, **kwargs: Any) -> Any:
-        """Submit one prompt; takes (data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)."""
-        return self._rollouts.submit(*args, **kwargs)
-
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
-        """Wait for groups and return them as one batch; takes (count, timeout)."""
-        return self._rollouts.wait(*args, **kwargs)
-
-    def wait_for_task(self, *args: Any, **kwargs: Any) -> Any:
-        """Wait for one submitted group and return it; takes (task_id, timeout)."""
-        return self._rollouts.wait_for_task(*args, **kwargs)
-
-    def rollout_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Submit many prompts and return their groups as one batch; takes (data, workflow, ...)."""
-        return self._rollouts.rollout_batch(*args, **kwargs)
-
-    def prepare_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a training batch; takes (dataloader, workflow, workflow_kwargs, should_accept_fn, group_size)."""
-        return self._rollouts.prepare_batch(*args, **kwargs)
+    # Submit one prompt; takes (data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval).
+    submit = partialmethod(_roll_out, "submit")
+    # Wait for groups and return them as one batch; takes (count, timeout).
+    wait = partialmethod(_roll_out, "wait")
+    # Wait for one submitted group and return it; takes (task_id, timeout).
+    wait_for_task = partialmethod(_roll_out, "wait_for_task")
+    # Submit many prompts and return their groups as one batch; takes (data, workflow, ...).
+    rollout_batch = partialmethod(_roll_out, "rollout_batch")
+    # Return a training batch; takes (dataloader, workflow, workflow_kwargs, should_accept_fn, group_size).
+    prepare_batch = partialmethod(_roll_out, "prepare_batch")
