@@ -111,11 +111,9 @@ class Servers:
             logger.warning("lost server %s (%s); %d of %d left", url, why, len(self.living()), len(self.workers))
 
     def find(self, url: str) -> None:
-        """Record that `url` answers and that its weights may be used."""
-        record = self._records[url]
-        if record.state == "lost":
-            record.state = "living"
-            logger.warning("server %s is back", url)
+        """Record that lost server `url` answers and that its weights may be used."""
+        self._records[url].state = "living"
+        logger.warning("server %s is back", url)
 
     def check_age(self, url: str, versions: list[int], sent_after: int) -> None:
         """Check the versions of new tokens. `sent_after` is what `newest` was when their request was sent.
@@ -123,8 +121,8 @@ class Servers:
         Raises EngineError (503) if a token is older, because then the server was restarted with old weights.
         """
         if versions and min(versions) < sent_after:
-            reason = f"{url} answered with weights of version {min(versions)} after version {sent_after} was out"
-            raise EngineError(f"{reason}: it was restarted, and waits for the next weight update", 503)
+            reason = "it was restarted, and waits for the next weight update"
+            raise EngineError(f"{url} sent version {min(versions)} after version {sent_after}: {reason}", 503)
         self.newest = max([self.newest, *versions])
 
     async def choose(self, key: str) -> str:
@@ -148,10 +146,10 @@ class Servers:
             info = await self._wire.call(url + "/model_info", timeout=LOOK_TIMEOUT)
         except EngineError:
             return False
-        if read_version(info.get("weight_version")) < self.newest:
-            return False
-        self.find(url)
-        return True
+        is_current = read_version(info.get("weight_version")) >= self.newest
+        if is_current:
+            self.find(url)
+        return is_current
 
     # Control: the trainer's main thread makes these calls and waits for them. It has no event loop.
 
@@ -170,8 +168,7 @@ class Servers:
         for address in self.addresses:
             told = answers.get(address + "/workers", {}).get("workers")
             if told is not None:
-                listed = [worker["url"] if isinstance(worker, dict) else worker for worker in told]
-                workers = [url.rstrip("/") for url in listed]
+                workers = [(entry["url"] if isinstance(entry, dict) else entry).rstrip("/") for entry in told]
                 self._records = {url: Server() for url in workers} | self._records  # first: requests run meanwhile
                 self.workers_of[address] = workers
             elif self.workers_of[address] != [address]:  # this address was a router until now
@@ -201,11 +198,8 @@ class Servers:
         answers = dict(zip(living, run_all(calls, return_exceptions=True)))
         failed = {server: answer for server, answer in answers.items() if isinstance(answer, Exception)}
         unreachable = [url for url, error in failed.items() if isinstance(error.__cause__, httpx.TransportError)]
-        an_error_was_answered = len(unreachable) < len(failed)
-        nobody_is_left = len(unreachable) == len(living)
-        if an_error_was_answered or nobody_is_left:
-            reasons = failed.values() or self.lost.values()
-            raise EngineError("; ".join(str(reason) for reason in reasons), 503)
+        if len(unreachable) < len(failed) or len(unreachable) == len(living):  # an error was answered, or none is left
+            raise EngineError("; ".join(map(str, (failed or self.lost).values())), 503)
         for server in unreachable:
             self.lose(server, failed[server])
         return [answer for server, answer in answers.items() if server not in failed]
