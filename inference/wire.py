@@ -75,12 +75,13 @@ class StackTransport(httpx.AsyncBaseTransport):
     """
 
     def __init__(self, http: Any = httpx) -> None:
-        self.http = http
+        limits = http.Limits(keepalive_expiry=KEEPALIVE)
+        self._connect = lambda: http.AsyncHTTPTransport(verify=TLS, limits=limits, retries=CONNECT_RETRIES)
         self.idle: list[Any] = []  # idle connections; the most recently used one is the last
 
     async def handle_async_request(self, request: Any) -> Any:
         """Send `request` on an idle connection or a new one, and return the answer."""
-        connection = self.idle.pop() if self.idle else self._connection()
+        connection = self.idle.pop() if self.idle else self._connect()
         try:
             response = await connection.handle_async_request(request)
         except BaseException:
@@ -95,10 +96,6 @@ class StackTransport(httpx.AsyncBaseTransport):
 
         stream.aclose = close_and_free
         return response
-
-    def _connection(self) -> Any:
-        limits = self.http.Limits(keepalive_expiry=KEEPALIVE)
-        return self.http.AsyncHTTPTransport(verify=TLS, limits=limits, retries=CONNECT_RETRIES)
 
     async def aclose(self) -> None:
         """Close all idle connections."""
@@ -171,12 +168,10 @@ class Wire:
                 unfinished = b""
                 async for chunk in response.aiter_raw():
                     *events, unfinished = (unfinished + chunk).split(b"\n\n")
-                    contents = [event.removeprefix(b"data:").strip() for event in events]
-                    contents = [content for content in contents if content not in (b"", b"[DONE]")]
-                    if contents:
-                        yield read_answer(url, 200, contents[-1])
+                    events = [event for event in events if event.strip() and not event.endswith(b"[DONE]")]
+                    if events:
+                        yield read_answer(url, 200, events[-1].removeprefix(b"data:"))
         except httpx.TimeoutException as error:
-            reason = f"did not answer within {timeout} s (is it dead, or was it left paused?)"
-            raise EngineError(f"{url} {reason}", 503) from error
+            raise EngineError(f"{url} was silent for {timeout} s (is it dead, or was it left paused?)", 503) from error
         except httpx.TransportError as error:
             raise EngineError(f"{url} cannot be reached: {error!r}", 503) from error
