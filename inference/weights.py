@@ -34,8 +34,6 @@ updates breaks nothing. Making it takes 20 ms over gloo on one machine.
 """
 
 import base64
-import io
-import os
 import pickle
 import re
 import shutil
@@ -117,9 +115,7 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
     bucket.clear()
 
 
-def write_checkpoint(
-    state: Mapping[str, "torch.Tensor"], source_dir: str | os.PathLike[str], target: str | os.PathLike[str]
-) -> Path:
+def write_checkpoint(state: Mapping[str, "torch.Tensor"], source_dir: str | Path, target: str | Path) -> Path:
     """Write a Hugging Face directory at `target` and return its path. A reader sees all of it or nothing.
 
     model.safetensors holds `state`, each tensor in its own dtype and under one name. Other files, such as the
@@ -142,7 +138,7 @@ def write_checkpoint(
     # 2. Rename.
     if target.exists():  # a recovered run writes its last version again
         shutil.rmtree(target)
-    os.replace(partial, target)
+    partial.replace(target)
     return target
 
 
@@ -263,10 +259,8 @@ def serialise(bucket: Bucket) -> str:
 
     The text holds handles of tensors on a GPU, and the bytes of tensors on a CPU.
     """
-    buffer = io.BytesIO()
     if any(tensor.is_cuda for _, tensor in bucket):
-        ForkingPickler(buffer).dump(bucket)
-    else:
-        copies = [(name, tensor.clone()) for name, tensor in bucket]  # pickling a view would pickle its whole storage
-        pickle.Pickler(buffer).dump(copies)
-    return base64.b64encode(buffer.getvalue()).decode()
+        pickled = bytes(ForkingPickler.dumps(bucket))
+    else:  # pickling a view would also pickle the storage behind it, so each tensor is copied
+        pickled = pickle.dumps([(name, tensor.clone()) for name, tensor in bucket])
+    return base64.b64encode(pickled).decode()
