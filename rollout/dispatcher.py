@@ -77,7 +77,7 @@ class DispatchState(Generic[TInput, TResult]):
     order: OrderedDict[int, TResult | None] = field(default_factory=OrderedDict)  # in order of start; None: running
     rejected: set[int] = field(default_factory=set)  # ids of rejected tasks, for wait_for_task
     paused: bool = False
-    failure: tuple[str, BaseException | None] | None = None  # why the run stopped: message and cause
+    failure: tuple[str, BaseException] | None = None  # why the run stopped: message and cause
     errors_in_a_row: int = 0
     first_error: BaseException | None = None  # the exception that began errors_in_a_row
     rejected_in_a_row: int = 0
@@ -187,7 +187,7 @@ class DispatchState(Generic[TInput, TResult]):
         self.manager.on_rollout_withdrawn()
         return [data]
 
-    def fail(self, message: str, cause: BaseException | None) -> None:
+    def fail(self, message: str, cause: BaseException) -> None:
         """Stop the run: no task starts any more. If this is called again, the first message and cause remain."""
         self.failure = self.failure or (message, cause)
 
@@ -316,9 +316,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
 
     def destroy(self) -> None:
         """Shut down: 1. waiting calls raise, 2. running tasks are cancelled and clean up, 3. the thread is joined."""
-        with self.runner.lock:
-            self._state.fail("the dispatcher is destroyed", None)
-            self.runner.lock.notify_all()
+        self.fail(RuntimeError("the dispatcher is destroyed"))
         self.runner.destroy()
 
     # ---- producer and consumer: called under the lock, in the thread that brings the event

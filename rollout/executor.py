@@ -171,13 +171,9 @@ class WorkflowExecutor:
         batch, eta = config.consumer_batch_size or 1, config.max_head_offpolicyness
         concurrent = config.max_concurrent_rollouts or (eta + 1) * batch
         self.staleness_manager = StalenessManager(self.engine, concurrent, batch, NO_LIMIT if self.evaluation else eta)
+        max_queue_size, max_failures = config.queue_size or 16 * concurrent, NO_LIMIT if self.evaluation else 0
         decisions: DispatchState[RolloutTask, Trajectory] = DispatchState(
-            self.staleness_manager,
-            head_version,
-            max_queue_size=config.queue_size or 16 * concurrent,
-            drop_stale=config.drop_stale,
-            max_failures=NO_LIMIT if self.evaluation else 0,
-            trace=self.trace,
+            self.staleness_manager, head_version, max_queue_size, config.drop_stale, max_failures, self.trace
         )
         self.dispatcher = BatchTaskDispatcher(self._run_episode, decisions)
         # All mutable state of this object, beside the dispatcher's and the staleness manager's:
@@ -240,12 +236,12 @@ class WorkflowExecutor:
         """Return the next training batch: dataloader.batch_size groups in order of start.
 
         The arguments after `dataloader` are those of `submit` after `data`.
-        Raises ValueError if the dataloader's batch size is not the gate's consumer_batch_size.
+        Raises ValueError if the dataloader's batch size is not the gate's consumer_batch_size, because the gate admits
+        as many groups per version as a step consumes.
         """
         batch, counted = dataloader.batch_size, self.staleness_manager.consumer_batch_size
         if batch != counted:
-            wrong = f"rollout.consumer_batch_size={counted} must equal the dataloader's batch_size={batch}"
-            raise ValueError(f"{wrong}: the gate admits as many groups per version as a step consumes")
+            raise ValueError(f"rollout.consumer_batch_size={counted} must equal the dataloader's batch_size={batch}")
         tasks = self.make_tasks(self._cursor.draw(dataloader), *args, **kwargs)
         groups = self.dispatcher.active_submit_and_wait(tasks, batch)
         self._cursor.forget_closed(self.dispatcher.in_flight())
@@ -298,13 +294,9 @@ class WorkflowExecutor:
         group_size = group_size or self.config.group_size or n_samples
         if not is_eval and n_samples not in (1, group_size):
             raise ValueError(f"{group_size=} and gconfig.n_samples={n_samples} are one number; give one of them")
+        proxy, defaults = self._proxy_options(), {"gconfig": self.gconfig, "tokenizer": self.tokenizer}
         resolved = resolve_workflow(
-            workflow,
-            workflow_kwargs,
-            group_size,
-            proxy=self._proxy_options(),
-            defaults={"gconfig": self.gconfig, "tokenizer": self.tokenizer},
-            on_failures=self._count_members,
+            workflow, workflow_kwargs, group_size, proxy=proxy, defaults=defaults, on_failures=self._count_members
         )
         accept = import_string(should_accept_fn) if isinstance(should_accept_fn, str) else should_accept_fn
         if accept is not None and not callable(accept):
@@ -316,8 +308,7 @@ class WorkflowExecutor:
         if self.proxy is None:
             return None
         openai = self.config.openai
-        return {
-            **asdict(self.proxy),
+        return asdict(self.proxy) | {
             "mode": openai.mode,
             "subproc_max_workers": openai.subproc_max_workers,
             "discount": openai.turn_discount,

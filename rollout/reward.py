@@ -30,11 +30,9 @@ def parse_rewards(value: Any) -> dict[str, float] | float | None:
 
     Raises TypeError for a value that is not a number, and ValueError for nan and inf.
     """
-    if value is None:
-        return None
     if isinstance(value, dict):
         return {name: _number(reward) for name, reward in value.items()}
-    return _number(value)
+    return None if value is None else _number(value)
 
 
 def _number(value: Any) -> float:
@@ -57,8 +55,7 @@ class AsyncRewardWrapper:
     """
 
     def __init__(self, reward_fn: Callable[..., Any], timeout_seconds: float = 15.0) -> None:
-        self.reward_fn = reward_fn
-        self.timeout_seconds = timeout_seconds
+        self.reward_fn, self.timeout_seconds = reward_fn, timeout_seconds
         self.name = getattr(reward_fn, "__qualname__", type(reward_fn).__name__)
         self.is_async = inspect.iscoroutinefunction(reward_fn)
         if not callable(reward_fn):
