@@ -1,19 +1,19 @@
-"""Claim: a turn costs only its new messages, siblings cost nothing more, and export is as fast as AReaL's.
+"""Claim: the cost of a turn depends only on its new messages, and the export of rows is as fast as AReaL's export.
 
-    python bench/cache.py            beside AReaL's own cache if the package areal can be imported
+    python bench/cache.py            compares with AReaL's cache if the package areal can be imported
 
-The first part counts, for a conversation of 100 turns. Each turn sends the whole history again, as agents do.
+The first part counts operations in a conversation of 100 turns. Each turn sends the whole history again, as agents do.
 
-    read       messages that were brought into canonical form and hashed: once per message of each request
-    rendered   messages that went through the chat template and the tokenizer
-    looked up  places at which a parent was looked for
+    read       messages that were brought into canonical form and hashed; every message of each request is read
+    rendered   messages that were rendered by the chat template and tokenised
+    looked up  places at which the cache looked for a parent
 
-All but the reading should grow with the new messages only. The second part measures processor time, in turns with
-AReaL's cache, and takes the best of several repetitions:
+The counts `rendered` and `looked up` of a turn should depend only on the turn's new messages. The second part measures
+processor time, alternates with AReaL's cache, and takes the smallest of several repetitions:
 
     chain      400 turns of one conversation
     siblings   800 turns that share 200 messages; target: at most a quarter of AReaL's time
-    export     512 conversations of 4 turns, discounted, exported in style concat and made tensors; target: AReaL's time
+    export     512 conversations of 4 turns: discount rewards, export (concat), make tensors; target: AReaL's time
 """
 
 import gc
@@ -52,7 +52,7 @@ PROMPT, OUTPUT, TAIL = 128, 48, 16  # tokens
 
 
 def talk(turns: int, name: str = "") -> Messages:
-    """Return a conversation as a client sends it. All of its objects are new."""
+    """Return a conversation as a client sends it, made of new objects."""
     roles = ("user", "assistant")
     return [
         {"role": roles[k % 2], "content": f"{name} message {k}, of some dozen words or so"} for k in range(2 * turns)
@@ -83,7 +83,7 @@ def add_peers(cache: Any, name: str, messages: Messages, said: dict[str, Any], t
 
 
 def timed(make: Callable[[], Any], add: Callable[..., None], fill: Callable[[Callable[..., None]], None]) -> float:
-    """Return the milliseconds for all calls that `fill` makes. Their arguments are made before the clock starts."""
+    """Return the milliseconds for all calls that `fill` makes. The arguments of the calls are made before."""
     calls: list[tuple] = []
     fill(lambda *call: calls.append(call))
     cache = make()
@@ -105,7 +105,7 @@ def siblings(add: Callable[..., None]) -> None:
 
 
 def export(make: Callable[[], Any], add: Callable[..., None]) -> float:
-    """Return the milliseconds to discount, export and make tensors of 512 sessions with 4 turns each."""
+    """Return the milliseconds to discount rewards, export rows and make tensors for 512 sessions with 4 turns each."""
     caches = []
     for name in range(512):
         cache = make()
@@ -167,7 +167,7 @@ def count() -> None:
             row = " | ".join(str(counts[key] - before[key]) for key in counts)
             print(f"| {k + 1} | {len(messages)} | {row} |")
     ours.canonical = canonical  # type: ignore[assignment]
-    print("\n(rendered: two messages of a stub, and the new one; read: those sent, and the reply)\n")
+    print("\n(read: the messages sent, and the reply; rendered: the new message, and two placeholder messages)\n")
 
 
 def main() -> None:

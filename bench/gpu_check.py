@@ -1,10 +1,10 @@
-"""The parts of bench/gpu_check.sh that are written in Python: a model of random weights, a reward, and the page.
+"""The Python parts of bench/gpu_check.sh: make a model with random weights, compute rewards, and write docs/gpu.md.
 
     python bench/gpu_check.py model DIR --shape 0.6b
     python bench/gpu_check.py report WORK > docs/gpu.md
 
-The model has random weights and learns nothing. The check compares the log-probabilities of server and trainer, for
-every way of moving weights, and measures what a step costs.
+The model has random weights, and the runs do not teach it anything. The check compares the log-probabilities of the
+server and the trainer for every mode of the weight update, and measures the time and memory of a step.
 """
 
 import argparse
@@ -31,12 +31,12 @@ TEMPLATE = (
 
 
 def reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **_) -> float:
-    """Return the share of odd token ids. It differs between samples, so there are gradients."""
+    """Return the share of odd token ids as the reward. The share differs between samples, so there are gradients."""
     return sum(i % 2 for i in completion_ids) / max(1, len(completion_ids))
 
 
 def make_model(path: Path, shape: str) -> None:
-    """Write a Qwen3 with random weights and one token per byte. Most ids of its vocabulary have no text."""
+    """Write a Qwen3 with random weights and one token per byte. Most ids of the vocabulary have no text."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -75,7 +75,7 @@ def make_model(path: Path, shape: str) -> None:
 
 
 def row(folder: Path, bound: float) -> list[str]:
-    """Return a cell's line of the table, with means over all steps except the first, which warms up."""
+    """Return the line of the table for one run. The means leave out the first step, which is slower."""
     name = folder.name
     metrics = folder / "run" / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
@@ -117,9 +117,9 @@ def report(work: Path) -> str:
         "# On a GPU",
         "",
         f"Written by `bench/gpu_check.sh`; every number was measured on: {where}. torch {torch.__version__}, shape {shape},",
-        "random weights. tokens/s is the number of trained tokens, divided by the time of a step. The peak is that of the",
-        "GPU with the most memory in use. The mismatch is the largest difference between the log-probabilities of a token",
-        "that server and trainer compute under the same weights.",
+        "random weights. tokens/s is the number of trained tokens, divided by the time of a step. The peak is the memory in",
+        "use on the fullest GPU. The mismatch is the largest difference between the log-probabilities of a token that the",
+        "server and the trainer compute under the same weights.",
         "",
         *("| " + " | ".join(line) + " |" for line in table),
         "",

@@ -1,13 +1,14 @@
 #!/bin/bash
-# Check everything that needs a GPU, on a machine with a GPU and without the internet, and write docs/gpu.md.
+# Check every part that needs a GPU, and write the results to docs/gpu.md. The script needs a GPU and no internet.
 #
 #   bench/gpu_check.sh
 #
-# PYTHON names the Python to use (default: .venv/bin/python). The servers are SGLang if it is installed there, else
-# inference/tiny/server.py. Each cell of the table is a run of train.py on a model of random weights. A cell that fails
-# is a line in the table, and the other cells still run. The exit code is the number of cells and checks that failed.
+# The environment variable PYTHON sets the Python to use (default: .venv/bin/python). The servers are SGLang if this
+# Python has SGLang, else inference/tiny/server.py. Each cell is a run of train.py on a model with random weights. The
+# table has one line per cell. If a cell fails, the remaining cells still run. The exit code is the number of failed
+# cells and tests.
 #
-# On a CPU the script itself can be tried:
+# The script can also be tried on a CPU:
 #
 #   SHAPE=tiny CELLS="sync-disk async-disk" STEPS=3 OUT=/tmp/gpu.md bench/gpu_check.sh
 set -uo pipefail
@@ -32,7 +33,7 @@ echo "$SHAPE" >"$WORK/shape"
 failed=0
 "$PYTHON" bench/gpu_check.py model "$WORK/model" --shape "$SHAPE" || exit 1
 
-# 1. The training loop: synchronous and asynchronous, with every way of moving weights, on one GPU or on several.
+# 1. Run the training loop, synchronous and asynchronous, with every mode of the weight update, on one or several GPUs.
 for cell in $CELLS; do
     folder=$WORK/cell-$cell
     mkdir -p "$folder"
@@ -59,14 +60,14 @@ for cell in $CELLS; do
     ((code == 0)) || failed=$((failed + 1))
 done
 
-# 2. The tests of code that takes another path on a GPU, such as FlexAttention.
+# 2. Run the tests of code that runs differently on a GPU, such as FlexAttention.
 for check in ${CHECKS-test_actor test_tree_attention}; do
     echo "== $check"
     "$PYTHON" -m pytest -q "tests/training/$check.py" >"$WORK/check-$check" 2>&1 || failed=$((failed + 1))
     tail -1 "$WORK/check-$check"
 done
 
-# 3. The page.
+# 3. Write the page docs/gpu.md.
 "$PYTHON" bench/gpu_check.py report "$WORK" >"$WORK/gpu.md" && cp "$WORK/gpu.md" "$OUT"
 echo "$failed cells and checks failed; the page is $OUT, the logs are in $WORK"
 exit $failed

@@ -3,15 +3,17 @@
     python bench/loss.py            all three measurements
     python bench/loss.py --small    memory with V = 20,000 and T = 1,024, for a machine with less than 16 GB
 
-**Time of the advantages** of 64 rows of 2,048 tokens. The aim is at most a tenth of AReaL's time.
+**Time of the advantages.** The benchmark computes the advantages of 64 rows of 2,048 tokens. The target is at most a
+tenth of AReaL's time.
 
-**Time of the loss** on these tokens: the forward pass with its metrics. The aim is to be no slower than AReaL's loss
-with an equal objective. Both times are medians of `--repeat` rounds, in which the functions alternate in one process.
-If `areal` cannot be imported, the benchmark prints "peer absent".
+**Time of the loss.** The benchmark computes the loss of these tokens and its metrics, without the backward pass. The
+target is at most the time of AReaL's loss with an equal objective. Both times are medians of `--repeat` rounds. In each
+round the functions alternate in one process. If `areal` cannot be imported, the benchmark prints "peer absent".
 
-**Memory** of log-probabilities, entropy and backward pass with T = 4,096 tokens, V = 151,936 and hidden size 256. The
-benchmark measures how far the peak of resident memory rises, in a separate process for the plain and for the chunked
-way. The aim is at most a quarter of the plain way. The printed check sums show that both ways give equal numbers.
+**Memory.** The benchmark computes log-probabilities, entropy and the backward pass with T = 4,096 tokens, V = 151,936
+and hidden size 256. The plain way holds all logits; the chunked way holds one chunk of them at a time. Each way runs in
+a separate process, which measures the rise of its peak resident memory. The target for the chunked way is at most a
+quarter of the memory of the plain way. The printed check sums show that both ways compute equal numbers.
 """
 
 import argparse
@@ -48,7 +50,7 @@ torch.set_num_threads(1)
 
 
 def timed(functions: dict[str, Callable[[], Any]], repeat: int) -> dict[str, tuple[float, float]]:
-    """Return the median and the least milliseconds of each function; the functions alternate in every round."""
+    """Return the median and the smallest milliseconds of each function. The functions alternate in every round."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeat):
         for name, function in functions.items():
@@ -59,7 +61,7 @@ def timed(functions: dict[str, Callable[[], Any]], repeat: int) -> dict[str, tup
 
 
 def make_batch(B: int = 64, T: int = 2048) -> dict[str, torch.Tensor]:
-    """Make a random batch of B rows with T tokens, 200 of which are the prompt, in groups of 8 rows."""
+    """Make a random batch of B rows in groups of 8 rows. Each row has T tokens, of which 200 are the prompt."""
     g = torch.Generator().manual_seed(0)
     trained = torch.arange(T).expand(B, T) >= 200
     rewards = torch.randint(0, 2, (B,), generator=g).float()
@@ -79,7 +81,7 @@ def make_batch(B: int = 64, T: int = 2048) -> dict[str, torch.Tensor]:
 
 
 def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
-    """Return AReaL's function for an equal recipe, or print why it is absent and return None."""
+    """Return AReaL's function for an equal recipe. If AReaL is absent, print the reason and return None."""
     try:
         from areal.api.cli_args import NormConfig as PeerNorm
         from areal.api.cli_args import PPOActorConfig as PeerConfig
@@ -111,7 +113,7 @@ def bench_times(repeat: int) -> None:
     else:
         from areal.api.cli_args import RejectionSamplingConfig
 
-        # AReaL leaves the behaviour weight out by default; with rejection sampling its objective equals ours
+        # By default AReaL has no behaviour weight. With rejection sampling its objective equals this project's.
         where = {"logprobs": theta, "proximal_logprobs": prox, "old_logprobs": old, "advantages": A, "eps_clip": 0.2}
         same = RejectionSamplingConfig(upper=config.behave_imp_weight_cap)
         here, there = (

@@ -1,16 +1,17 @@
-"""Claim: log pi_prox can be guessed from versions, and the guess is better the fresher the data is.
+"""Claim: log pi_prox can be estimated from the tokens' versions, and fresher data gives a better estimate.
 
     python bench/proximal.py [--eta 4] [--steps 80] [--seed 1]
 
-The benchmark makes one real run of the maze (train.py, asynchronous, eta = 4) with `actor.prox_logp_method=metrics`.
-Such a run recomputes pi_prox, so the truth is known for every trained token. The run writes its tokens to
-tokens/*.safetensors. From them the benchmark prints the mean of |guess - log pi_prox| for each lag v - v_b, for
+The benchmark trains the maze asynchronously (train.py, eta = 4) with `actor.prox_logp_method=metrics`. Such a run also
+recomputes pi_prox, so the true log pi_prox is known for every trained token. The run writes its tokens to
+tokens/*.safetensors. For each lag v - v_b the benchmark prints the mean of |estimate - log pi_prox| of three estimates:
 
     loglinear    alpha = (v - v_b) / (v + f - v_b), as in training/proximal.py
-    AReaL        alpha = (v - 1 - v_b) / (v - v_b), with v_b of the token before; after a prompt token alpha is 0
+    AReaL        alpha = (v - 1 - v_b) / (v - v_b), where v_b is the version of the previous token; after a prompt token
+                 alpha is 0
     rollout      log pi_behav itself, as in standard PPO
 
-A run that exists already is read and not repeated.
+If the run exists already, the benchmark uses its files and does not train again.
 """
 
 import argparse
@@ -42,7 +43,7 @@ def train(folder: Path, eta: int, steps: int, seed: int) -> None:
 
 
 def areal(old: Tensor, theta: Tensor, versions: Tensor, version: int) -> Tensor:
-    """Return AReaL's guess (B, T), which reads each token with the version of the token before."""
+    """Return AReaL's estimate (B, T), which uses the version of the previous token for each token."""
     neighbour = versions.roll(1, dims=1)
     lag = (version - neighbour).float()
     alpha = torch.where((neighbour >= 0) & (lag > 0), ((lag - 1) / lag).clamp(0, 1), 0.0)
@@ -50,7 +51,7 @@ def areal(old: Tensor, theta: Tensor, versions: Tensor, version: int) -> Tensor:
 
 
 def errors_by_lag(folder: Path) -> dict[int, Tensor]:
-    """Return for each lag the number of tokens and the summed errors of loglinear, AReaL and rollout, (4,)."""
+    """Return for each lag a tensor (4,): number of tokens, and summed errors of loglinear, AReaL and rollout."""
     sums: dict[int, Tensor] = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
     for path in sorted((folder / "tokens").glob("*.safetensors")):
         t, version = load_file(path), int(path.stem) - 1

@@ -1,22 +1,23 @@
-"""Claim: the proxy adds milliseconds to a call, and on one core it serves hundreds of calls a second.
+"""Claim: the proxy adds a few milliseconds to a call, and serves hundreds of calls a second on one core.
 
     python bench/proxy.py [--quick] [--litellm PYTHON]      PYTHON: an interpreter that has litellm[proxy]
 
-The proxy runs in a process of its own, over an engine that answers at once with 24 tokens. Everything else is real:
-reading the request, the tree, the chat template, the tokenizer and the reply. The tokenizer is a BPE of 4,096 tokens,
-trained on this repository when the benchmark starts. The load comes from raw sockets, so no client library is measured.
+The proxy runs in a separate process with a fake engine, which answers at once with 24 tokens. The proxy itself is real:
+it parses requests, builds the tree, renders the chat template, tokenises and replies. The tokenizer is a BPE of 4,096
+tokens, trained on this repository when the benchmark starts. The benchmark sends requests over raw sockets, so it
+measures no client library.
 
 The benchmark prints:
 
-    calls/s, CPU ms    200 sessions at once with 10 turns each, and every turn sends its whole history: calls a second,
-                       and processor time of the proxy for one call. Target: 500 calls a second on one core
-    p50 added          median time of a call, one at a time, minus the time of an empty handler for the same bodies
-    2 MB history       a conversation of 1,000 messages of 2 kB: its first call, which renders and tokenises everything,
-                       and the next calls, which render and tokenise only what is new
-    streamed           the first load again with streamed replies
+    calls/s, CPU ms    calls a second, and the proxy's processor time for a call, with 200 concurrent sessions of 10
+                       turns; every turn sends its whole history. Target: 500 calls a second on one core
+    p50 added          median time of a single call, minus the time of an empty handler for an equally large body
+    2 MB history       time of the first call with 1,000 messages of 2 kB, which are all rendered and tokenised, and of
+                       the next calls, which render and tokenise only new messages
+    streamed           the numbers of the first line with streamed replies
 
-For comparison, LiteLLM's proxy gets the first load, also on one core. It answers with a constant (mock_response), so it
-renders, tokenises and keeps nothing.
+For comparison, the benchmark sends the first load to LiteLLM's proxy, also on one core. LiteLLM's proxy returns a
+constant (mock_response), so it does not render, tokenise or store anything.
 """
 
 import argparse
@@ -40,7 +41,7 @@ import orjson
 
 ROOT = Path(__file__).resolve().parent.parent
 PERMIT = "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"  # allows a proxy without a key, for this benchmark only
-LITELLM = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", PERMIT: "true"}  # the first keeps it off the network
+LITELLM = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", PERMIT: "true"}  # LOCAL: no download of a price list
 ADMIN = "authorization: Bearer admin\r\n"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -69,7 +70,7 @@ def make_tokenizer() -> Any:
 
 
 def serve_proxy(port: int) -> None:
-    """Serve the proxy over an engine that answers at once, and an empty handler beside it."""
+    """Serve the proxy with an engine that answers at once. The server also has an empty handler, for comparison."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from fastapi import Request, Response
 
@@ -133,7 +134,7 @@ class Raw:
         self.writer.close()
 
     async def post(self, path: str, body: bytes, headers: str = "") -> bytes:
-        """Send a request and return the body of its reply, whole or put together from chunks."""
+        """Send a request and return the whole body of the reply, also if the reply is sent in chunks."""
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{headers}"
         self.writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
@@ -155,7 +156,7 @@ async def start_session(raw: Raw) -> str:
 
 
 async def talk(raw: Raw, path: str, turns: int, more: dict[str, Any]) -> list[float]:
-    """Have one conversation and return the seconds of each turn; `more` are further fields of the body."""
+    """Hold one conversation and return the seconds of each turn. `more` holds further fields of the request bodies."""
     messages: list[Any] = [{"role": "system", "content": "You are terse. " * 8}, {"role": "user", "content": QUESTION}]
     seconds = []
     for _ in range(turns):
@@ -173,7 +174,7 @@ async def talk(raw: Raw, path: str, turns: int, more: dict[str, Any]) -> list[fl
 
 
 async def load(port: int, sessions: int, turns: int, more: dict[str, Any], ours: bool = True) -> tuple[float, float]:
-    """Run all sessions at once; return (calls a second, CPU milliseconds a call). The latter is 0 for another proxy."""
+    """Run all sessions concurrently; return calls a second, and CPU milliseconds per call (0 for LiteLLM's proxy)."""
 
     async def one(gate: asyncio.Event) -> None:
         async with Raw(port) as raw:
@@ -199,7 +200,7 @@ async def load(port: int, sessions: int, turns: int, more: dict[str, Any], ours:
 
 
 async def one_by_one(port: int, rounds: int) -> tuple[float, float]:
-    """Return the median milliseconds of a call, and of the empty handler for bodies of that size."""
+    """Return the median milliseconds of a call to the proxy, and of a call to the empty handler with equal bodies."""
     async with Raw(port) as raw:
         called, nothing = [], []
         for _ in range(rounds):
@@ -213,7 +214,7 @@ async def one_by_one(port: int, rounds: int) -> tuple[float, float]:
 
 
 async def long_history(port: int) -> tuple[float, list[float]]:
-    """Return the megabytes of a long history, and the milliseconds of three calls one after the other."""
+    """Return the megabytes of a long history, and the milliseconds of three successive calls with this history."""
     messages = [{"role": ("user", "assistant")[k % 2], "content": f"{k} " + QUESTION * 20} for k in range(999)]
     milliseconds = []
     async with Raw(port) as raw:
@@ -228,7 +229,7 @@ async def long_history(port: int) -> tuple[float, list[float]]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a port that no process uses at this moment."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
@@ -246,7 +247,7 @@ def wait_for(port: int, process: subprocess.Popen) -> None:
 
 
 def bench_peer(python: str, sessions: int, turns: int) -> str:
-    """Return the calls a second of LiteLLM's proxy under the first load, or a sentence if it is not installed."""
+    """Return the calls a second of LiteLLM's proxy under the first load, or a message if LiteLLM is not installed."""
     if subprocess.run([python, "-c", "import litellm"], capture_output=True, env=LITELLM).returncode:
         return "peer absent: litellm is not installed"
     port = free_port()

@@ -1,11 +1,12 @@
-"""Does a recipe learn with every seed? Train one real run per seed, one after another, and print a table.
+"""Train one run for each seed, one after another, and print a table that shows whether each run has learnt.
 
     python bench/seeds.py 1 2 3 4 5 31 32 33 34 35
     python bench/seeds.py --config configs/maze.yaml 101 102 103
 
-A run that exists already (runs/seeds/<experiment>/seed<k>) is read and not repeated. `first` is the success of the
-first step, before anything was learnt, and `last five` is the mean success of the last five steps. `load` is the
-machine's one-minute load average when the run began. On two cores, a load above 2 means that other work ran beside.
+If a run exists already (runs/seeds/<experiment>/seed<k>), the script uses its metrics and does not train again. `first`
+is the success of the first step, whose samples come from the untrained policy. `last five` is the mean success of the
+last five steps. `load` is the machine's one-minute load average at the start of the run. On two cores, a load above 2
+means that other programs were running, too.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from run.config import load  # noqa: E402
 
 
 def train(config: str, seed: int, folder: Path, root: Path) -> None:
-    """Run train.py, unless its metrics exist already, and write the load average beside them."""
+    """Run train.py and write the load average to the run's folder. Do nothing if the run's metrics exist already."""
     if (folder / "metrics.jsonl").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)

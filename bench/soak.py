@@ -1,14 +1,14 @@
-"""Kill processes of one run at random, again and again: does the run finish, and is every step there once?
+"""Kill processes of a run at random, restart the run each time, and check that the results hold every step once.
 
     python bench/soak.py                    30 kills over 60 steps of the demo, seed 1 (`make soak`)
     python bench/soak.py --kills 5 --steps 12 --seed 7
 
-The run lives for a random number of steps. Then its trainer, its proxy or its server is killed (kill -9), and the
-same command starts the run again. Every random choice comes from the printed seed.
+After a random number of steps the script kills the trainer, the proxy or the server (kill -9). Then the script starts
+the run again with an identical command. Every random choice comes from the printed seed.
 
-At the end the script reads the trained samples (tokens/*.safetensors) and checks them. Every step is there once. No
-prompt group is trained in two steps, and no group that was drawn early is left out. No group is older than eta, and
-no token is newer than its step. No process is left behind.
+At the end the script checks the trained samples (tokens/*.safetensors). Every step occurs exactly once. No prompt group
+is trained in two steps, and no group that was drawn early is missing. No group is older than eta, and no token has a
+newer version than its step. After each kill, the script also checks that every process of the run ends.
 """
 
 import argparse
@@ -39,13 +39,13 @@ def pids(run: subprocess.Popen) -> dict[str, int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process runs. A zombie has ended and does not count."""
+    """Return whether a process is running. A zombie process has ended and does not count."""
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
     return bool(state) and not state.startswith("Z")
 
 
 def live(command: list[str], rng: random.Random, log: Path) -> tuple[int, str]:
-    """Start the run, kill one of its processes at a random moment, and wait until all have ended.
+    """Start the run, kill one of its processes at a random moment, and wait until all its processes have ended.
 
     Returns the run's exit code and a description of the kill.
     """
@@ -62,7 +62,7 @@ def live(command: list[str], rng: random.Random, log: Path) -> tuple[int, str]:
             os.kill(up[victim], signal.SIGKILL)
         rest, _ = run.communicate(timeout=120)
         out.write(rest)
-    deadline = time.monotonic() + 120  # a server that is still importing notices the end late
+    deadline = time.monotonic() + 120  # a server that is still importing modules may need long to end
     while left := [pid for pid in up.values() if is_alive(pid)]:
         if time.monotonic() > deadline:
             raise SystemExit(f"{left} of {up} outlived the {victim}")

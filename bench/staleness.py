@@ -4,27 +4,29 @@
     python bench/staleness.py --etas 0 4 inf --seeds 1 2   some of the runs
     python bench/staleness.py --draw                       only the table and the figure, from the CSV file
 
-This is the experiment of the paper's staleness table (arXiv 2505.24298) on the game of tasks/guess.py. The benchmark
+The benchmark repeats the experiment of the paper's staleness table (arXiv 2505.24298) on the game of tasks/guess.py. It
 trains with training/actor.py and ppo.py, as a real run does. Each run writes one line of docs/staleness.csv, and a
-run whose line exists is not repeated. The figure is docs/staleness.png. docs/staleness.md explains the results.
+run with an existing line is not repeated. The figure is docs/staleness.png. docs/staleness.md explains the results.
 
-**The lag is imposed.** On a small machine generation is as fast as training, so lag hardly arises by itself. Here
-both alternate in one process. Step s, counted from 0, trains on a batch that version max(s - eta, 0) sampled, for
-every token. That is the largest lag that the gate of staleness.py allows. With eta = inf there is no gate: two
-batches are generated while the trainer consumes one, so step s trains on samples of version s // 2. Every run trains
-on 64 batches of 120 games. The CSV file holds the measured lag: the trainer's version minus the version of each
-trained token.
+**A fixed lag.** On a small machine generation is as fast as training, so a real run has little lag. In this benchmark
+generation and training alternate in one process. Step s, counted from 0, trains on a batch whose tokens were all
+sampled by version max(s - eta, 0). This lag is the largest that the gate of staleness.py allows. With eta = inf there
+is no gate: the sampler generates two batches while the trainer consumes one batch, so step s trains on samples of
+version s // 2. Every run trains on 64 batches of 120 games. The CSV file contains the measured lag: the trainer's
+version minus the version of each trained token.
 
-**Methods.** naive is standard PPO whose old policy is the one that sampled. decoupled computes pi_prox by a forward
-pass. loglinear interpolates pi_prox between pi_behav and pi_theta.
+**Methods.** "naive" is standard PPO whose old policy is the behaviour policy. "decoupled" is decoupled PPO that
+computes pi_prox by a forward pass. "loglinear" is decoupled PPO that interpolates pi_prox between pi_behav and
+pi_theta.
 
 **Recipe.** The recipe is configs/demo.yaml with one pass over each batch instead of two. An entropy bonus replaces
-the KL penalty, because that penalty also holds the policy near an old one. With a learning rate of 1e-3 and four
-mini-batches the policy moves far in a few versions. At a tenth of that rate 64 steps teach too little for a lag to do
-harm. Rows share prefixes and are trained as trees (training/tree_attention.py), which changes only the time.
+the KL penalty, because the KL penalty would also keep the policy close to an old policy. With a learning rate of 1e-3
+and four mini-batches the policy changes much in a few versions. With a learning rate of 1e-4 the policy changes too
+little in 64 steps for a lag to have an effect. Rows with shared prefixes are trained as trees
+(training/tree_attention.py), which changes only the time.
 
-**Success is exact.** It is the probability that the policy finds the secret, computed by walking through every game
-that can be won. So the spread in the figure comes from training and not from the evaluation.
+**Success is exact.** Success is the probability that the policy finds the secret, computed over every game that can be
+won. The evaluation therefore adds no noise, and the spread in the figure comes only from training.
 """
 
 import argparse
@@ -72,7 +74,7 @@ TABLE, FIGURE, BASES = ROOT / "docs" / "staleness.csv", ROOT / "docs" / "stalene
 
 
 class Script:
-    """The token ids of the game's messages, as the chat template renders them."""
+    """The token ids of the game's messages, rendered by the chat template."""
 
     def __init__(self) -> None:
         tokenizer = base_model.make_tokenizer(guess.WORDS)
@@ -88,16 +90,16 @@ class Script:
 
 
 class Transcript:
-    """One game as a row: for each token its logprob and its turn, or 0 and -1 if the model did not sample it."""
+    """One game as a row of tokens. Each sampled token has a logprob and a turn; other tokens have 0 and -1."""
 
     def __init__(self, script: Script, secret: int) -> None:
         self.script, self.secret, self.reward, self.turn = script, secret, 0.0, 0
         self.ids, self.logp, self.turns = list(script.start), [0.0] * len(script.start), [-1] * len(script.start)
-        self.said: list[int] = []  # the tokens of the current turn
+        self.said: list[int] = []  # sampled tokens of the current turn
         self.over = False
 
     def hear(self, token: int, logp: float) -> None:
-        """Add a sampled token; at the end of a turn the game answers as GuessAgent does."""
+        """Add a sampled token. At the end of a turn, also add the game's reply, as GuessAgent does."""
         self.ids.append(token)
         self.logp.append(logp)
         self.turns.append(self.turn)
@@ -118,7 +120,7 @@ class Transcript:
 
 
 def last_logp(model: Any, rows: list[list[int]]) -> Tensor:
-    """Return log p of the token after each row, (n, V). Equal rows are computed once; a small game has many."""
+    """Return the log-probabilities (n, V) of the next token of each row. Equal rows are computed only one time."""
     number = {row: i for i, row in enumerate(dict.fromkeys(map(tuple, rows)))}
     lengths = torch.tensor([len(row) for row in number])
     ids = torch.zeros(len(number), int(lengths.max()), dtype=torch.long)
@@ -158,11 +160,11 @@ def play(model: Any, script: Script, version: int, generator: torch.Generator) -
 @torch.no_grad()
 def success(model: Any, script: Script) -> float:
     """Return the exact probability that the policy finds the secret, as a mean over all secrets."""
-    # P(found) = mean over secrets of the sum over games that find it of prod p(number) p(end)
+    # P(found) = mean over secrets of the sum, over all games that find the secret, of prod p(number) p(end)
     found, reached = 0.0, [(script.start, {secret: 1 / len(guess.SECRETS) for secret in guess.SECRETS})]
     for _ in range(guess.GUESSES):
         said = [([*ids, token], number, weights) for ids, weights in reached for token, number in script.number.items()]
-        rows = torch.tensor([ids for ids, _, _ in said])  # (n, t): all games that reach a turn are equally long
+        rows = torch.tensor([ids for ids, _, _ in said])  # (n, t): all games are equally long at a turn
         log_p = torch.log_softmax(model(input_ids=rows, use_cache=False).logits[:, -2:], -1)  # (n, 2, V)
         p = (log_p[:, 0].gather(1, rows[:, -1:])[:, 0] + log_p[:, 1, script.end]).exp().tolist()
         reached = []
@@ -184,7 +186,7 @@ def sampled_at(step: int, eta: str) -> int:
 
 
 def run(eta: str, method: str, seed: int, base: Path, recipe: PPOActorConfig) -> dict[str, Any]:
-    """Make one run and return its line of the CSV file."""
+    """Train one run and return the run's line of the CSV file."""
     began = time.process_time()
     actor = FSDPPPOActor(replace(recipe, **METHODS[method]), base)
     actor.create_process_group()
@@ -194,7 +196,7 @@ def run(eta: str, method: str, seed: int, base: Path, recipe: PPOActorConfig) ->
     queue: deque[dict[str, Tensor]] = deque()
     made, lags, stats, curve = 0, [], [], [success(sampler, script)]
     for version in range(STEPS):
-        # 1. Generate the batches that this version has to sample.
+        # 1. Generate the batches that this version samples.
         while made < STEPS and sampled_at(made, eta) <= version:
             queue.append(play(sampler, script, version, generator))
             made += 1
@@ -228,7 +230,7 @@ def read() -> list[dict[str, Any]]:
 
 
 def append(line: dict[str, Any]) -> None:
-    """Write a line to the end of the CSV file, and the column names before the first line."""
+    """Write a line to the end of the CSV file. A new file gets the column names first."""
     new = not TABLE.exists()
     with TABLE.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -249,7 +251,7 @@ def cells(lines: list[dict[str, Any]], column: str) -> dict[tuple[str, str], lis
 
 
 def print_table(lines: list[dict[str, Any]]) -> None:
-    """Print success after the last step (mean and standard deviation over the seeds) and the measured lag."""
+    """Print the measured lag, and the success after the last step (mean and standard deviation over the seeds)."""
     last, lag, largest = cells(lines, CURVE[-1]), cells(lines, "lag_mean"), cells(lines, "lag_max")
     print("| eta | lag, mean | lag, max | " + " | ".join(METHODS) + " |\n" + "|---" * (3 + len(METHODS)) + "|")
     for eta in ETAS:
@@ -261,12 +263,12 @@ def print_table(lines: list[dict[str, Any]]) -> None:
 
 
 def spread(values: list[float]) -> float:
-    """Return the standard deviation, or NaN if there is one value."""
+    """Return the standard deviation, or NaN if there is only one value."""
     return stdev(values) if len(values) > 1 else math.nan
 
 
 def draw(lines: list[dict[str, Any]], curves_of: str = "16") -> None:
-    """Draw success after the last step over eta (left), and success during training at one eta (right)."""
+    """Draw the final success against eta (left), and the success during training at one value of eta (right)."""
     import matplotlib
 
     matplotlib.use("Agg")

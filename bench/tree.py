@@ -1,22 +1,24 @@
-"""Claim: a training pass over a tree costs what its tokens cost, and building the tree takes about a millisecond.
+"""Claim: the time of a training pass over a tree is proportional to its tokens; building a tree takes about 1 ms.
 
     python bench/tree.py [--quick]
 
 **Training.** A random Qwen3 (4 layers, float32, one thread) makes one forward and one backward pass over 16 rows. The
-rows share a prefix, and their own tokens are trained. There are five ways, which must agree in their gradients:
+rows share a prefix, and the tokens after the prefix are trained. The benchmark compares five ways to compute the pass,
+which must give equal gradients:
 
-    padded    16 rows one under another, causal attention without a mask; all rows are equally long
-    packed    the rows end to end, each attending to itself alone (actor.layout=packed)
-    hf        the rows end to end, as transformers does it: positions start over, with an N x N mask
-    dense     the tree, with its dense N x N mask
-    tree      the tree, with the blocks of training/tree_attention.py; the time includes building the tree
+    padded    a batch of 16 rows, causal attention without a mask; all rows are equally long
+    packed    the rows end to end; each token attends only to its own row (actor.layout=packed)
+    hf        the rows end to end, as in transformers: positions restart at each row, with an N x N mask
+    dense     the tree with its dense N x N mask
+    tree      the tree with the blocks of training/tree_attention.py; the time includes building the tree
 
-The ways alternate for some rounds, and the least process time of each counts. (Wall time would also measure other
-programs.) `gain` is the faster of padded and packed, divided by tree. `ratio` is tokens of the tree / tokens of the
-rows, so the gain is at most 1 / ratio. The aim is a gain of 2 at width 384 with 256 tokens of which 3/4 are shared.
+The ways alternate for some rounds, and the smallest process time of each way counts. (Wall time would also measure
+other programs.) `gain` is the smaller time of padded and packed, divided by the time of tree. `ratio` is the number of
+tokens of the tree, divided by the number of tokens of the rows. The gain is at most 1 / ratio. The target is a gain of
+2 at hidden size 384, for rows of 256 tokens that share 3/4 of their tokens.
 
-**Building** the tree of 16 rows of 2,500 tokens is compared with AReaL's `_greedy_build_tries` if `areal` can be
-imported (areal 1.0.4, in a venv of its own). Both get equal rows and an equal budget, and they alternate.
+**Building.** The benchmark measures the time to build the tree of 16 rows of 2,500 tokens. For comparison, AReaL's
+`_greedy_build_tries` builds a tree of equal rows, if `areal` can be imported (areal 1.0.4, in a separate venv).
 """
 
 import argparse
@@ -46,7 +48,7 @@ from training import layout  # noqa: F401  # registers the attention of packed r
 from training.tree_attention import PackedTree, build_trees
 
 ROWS, LAYERS, VOCABULARY = 16, 4, 4096
-CASES = [  # width, tokens of a row, share that all rows have in common
+CASES = [  # hidden size, tokens of a row, share of the tokens that all rows have in common
     (384, 256, 0.75),
     (64, 256, 0.75),
     (768, 256, 0.75),
@@ -61,7 +63,7 @@ CASES = [  # width, tokens of a row, share that all rows have in common
 
 
 def build(width: int) -> Any:
-    """Make a random Qwen3 with heads of size 64 (16 in the narrowest) and two query heads for each key head."""
+    """Make a random Qwen3 with two query heads for each key head. The head size is 64, or 16 in the narrowest model."""
     torch.manual_seed(0)
     d = 64 if width >= 256 else 16
     shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": LAYERS, "head_dim": d}
@@ -70,19 +72,19 @@ def build(width: int) -> Any:
 
 
 def make_rows(length: int, share: float) -> Tensor:
-    """Make random rows (ROWS, length) that have a share of their first tokens in common."""
+    """Make random rows (ROWS, length). All rows begin with equal tokens; `share` is their share of the row."""
     rows = torch.randint(VOCABULARY, (ROWS, length), generator=torch.Generator().manual_seed(0))
     rows[:, : int(share * length)] = rows[0, : int(share * length)]
     return rows
 
 
 def loss_of(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
-    """Return - mean log p of ids (n,), each predicted by one of the hidden states (n, H)."""
+    """Return the mean of - log p over the token ids (n,). Each id is predicted by its hidden state in (n, H)."""
     return torch.nn.functional.cross_entropy(model.lm_head(hidden).float(), ids)
 
 
 def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tensor]]:
-    """Return for each way a function that computes the loss of the rows' own tokens."""
+    """Return for each way a function that computes the loss of the tokens after the shared prefix."""
     length = rows.shape[1]
     own = max(int(share * length), 1)  # the index of the first trained token
     wanted = rows[:, own:].flatten()
@@ -127,7 +129,7 @@ def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tenso
 
 
 def measure(width: int, length: int, share: float, rounds: int) -> str:
-    """Measure all ways for one case and return its line of the table."""
+    """Measure all ways for one case and return the case's line of the table."""
     model, rows = build(width), make_rows(length, share)
     best: dict[str, float] = {}
     truth: list[Tensor] = []
@@ -135,7 +137,7 @@ def measure(width: int, length: int, share: float, rounds: int) -> str:
     for _ in range(rounds):
         for name, way in ways(model, rows, share).items():
             if rows.numel() > 8192 and name in ("hf", "dense"):
-                continue  # with so many tokens the N x N mask takes a minute
+                continue  # the N x N mask of so many tokens would take a minute
             model.zero_grad()
             began = time.process_time()
             way().backward()

@@ -1,4 +1,4 @@
-"""An agent with the Anthropic SDK: it calls the model in a loop and runs the tools that the model uses."""
+"""An agent with the Anthropic SDK. The agent calls the model in a loop and runs the tools that the model calls."""
 
 from anthropic import AsyncAnthropic
 
@@ -18,7 +18,7 @@ SCHEMAS = [{"name": name, "description": f"{name} two numbers", "input_schema": 
 
 class Agent:
     async def run(self, data, **extra_kwargs):
-        base_url = extra_kwargs["base_url"].removesuffix("/v1")  # this SDK appends /v1/messages
+        base_url = extra_kwargs["base_url"].removesuffix("/v1")  # the Anthropic SDK appends /v1/messages
         messages = [{"role": "user", "content": data["question"]}]
         async with AsyncAnthropic(base_url=base_url, api_key=extra_kwargs["api_key"], max_retries=0) as client:
             for _ in range(4):

@@ -1,17 +1,17 @@
-"""The task of the example agents, and a tiny base model for it that is trained in seconds on one core.
+"""The task of the example agents, and a tiny base model for this task, which is trained in seconds on one core.
 
-The task: what is ( a + b ) * c? The agent has two tools, add and multiply, and gives the answer in words. An episode
-has three turns: a call of add, a call of multiply with the sum, and the answer.
+The agent computes ( a + b ) * c with two tools, add and multiply, and gives the answer in words. An episode has three
+turns: a call of add, a call of multiply with the sum, and the answer.
 
     user: ( 1 + 2 ) * 3     assistant: add(1, 2)     tool: 3     assistant: multiply(3, 3)     tool: 9
     assistant: the answer is 9
 
-In the model (tasks/base_model.py) every word is one token. It learns to imitate such conversations, with calls in the
-form of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...} </tool_call>. It copies the numbers from the
-question and from the results of the tools. The words that a framework adds in its system prompt are unknown to it. The
-model is here to show that the conversations of each framework can be trained; it has nothing more to learn.
+Every word is one token of the model (tasks/base_model.py). The model learns to imitate such conversations. Its tool
+calls have the format of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...} </tool_call>. The model copies
+numbers from the question and from the tools' results. The words of a framework's system prompt become unknown tokens.
+The examples show that training works with the conversations of each framework. The model already solves the task.
 
-    python -m examples.calculator .cache/calculator        makes the folder of the model, for the server and the proxy
+    python -m examples.calculator .cache/calculator        make the folder of the model, for the server and the proxy
 """
 
 import random
@@ -42,7 +42,7 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def conversation(sample: dict, noise: random.Random) -> list[dict]:
-    """Return a perfect conversation about a sample; half of them have a system prompt of random length."""
+    """Return a correct conversation about a sample. With probability 1/2 it has a system prompt of random length."""
     a, b, c = sample["numbers"]
     talk = [
         ("user", sample["question"]),
@@ -52,7 +52,7 @@ def conversation(sample: dict, noise: random.Random) -> list[dict]:
         ("tool", sample["answer"]),
         ("assistant", f"the answer is {sample['answer']}"),
     ]
-    tools = [("system", "add multiply")]  # the chat template renders the tools like this
+    tools = [("system", "add multiply")]  # the chat template renders the tools as this message
     prompt = "unknown " * noise.randrange(1, 40)
     system = [("system", prompt)] if noise.randrange(2) else []
     return [{"role": role, "content": content} for role, content in tools + system + talk]

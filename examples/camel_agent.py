@@ -1,7 +1,7 @@
 """An agent with CAMEL (https://www.camel-ai.org): a ChatAgent with tools.
 
-CAMEL counts tokens to know when its memory is full. By default it downloads a tokenizer for this; `WordCounter` counts
-words instead, so that the example needs no network.
+CAMEL counts tokens to limit the length of the conversation. By default CAMEL downloads a tokenizer to count tokens. The
+example has a `WordCounter`, which counts words and needs no network.
 """
 
 from camel.agents import ChatAgent
@@ -15,8 +15,8 @@ def add(a: int, b: int) -> int:
     """Add two numbers.
 
     Args:
-        a (int): one number
-        b (int): the other number
+        a (int): first number
+        b (int): second number
     """
     return a + b
 
@@ -25,14 +25,14 @@ def multiply(a: int, b: int) -> int:
     """Multiply two numbers.
 
     Args:
-        a (int): one number
-        b (int): the other number
+        a (int): first number
+        b (int): second number
     """
     return a * b
 
 
 class WordCounter(BaseTokenCounter):
-    """Count every word as one token."""
+    """A token counter that counts every word as one token."""
 
     def count_tokens_from_messages(self, messages):
         return sum(len(self.encode(str(message))) for message in messages)

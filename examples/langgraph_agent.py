@@ -1,4 +1,7 @@
-"""An agent with LangGraph (https://langchain-ai.github.io/langgraph): a graph of two nodes, the model and its tools."""
+"""An agent with LangGraph (https://langchain-ai.github.io/langgraph).
+
+The agent is a graph of two nodes: one node calls the model, one node runs the tools.
+"""
 
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -31,7 +34,7 @@ class Agent:
         graph.add_node("think", think)
         graph.add_node("tools", ToolNode([add, multiply]))
         graph.add_edge(START, "think")
-        graph.add_conditional_edges("think", tools_condition)  # after the model, either the tools or the end
+        graph.add_conditional_edges("think", tools_condition)  # next: the tools if the model calls one, else the end
         graph.add_edge("tools", "think")
         question = {"messages": [("user", data["question"])]}
         final = await graph.compile().ainvoke(question, {"recursion_limit": 10})

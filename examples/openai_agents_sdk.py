@@ -1,4 +1,4 @@
-"""An agent with the OpenAI Agents SDK (https://openai.github.io/openai-agents-python), through the Responses API."""
+"""An agent with the OpenAI Agents SDK (https://openai.github.io/openai-agents-python). It calls the Responses API."""
 
 from agents import Agent as SDKAgent
 from agents import ModelSettings, OpenAIResponsesModel, RunConfig, Runner, function_tool
@@ -32,6 +32,6 @@ class Agent:
             model_settings=ModelSettings(max_tokens=64),
             tools=[add, multiply],
         )
-        config = RunConfig(tracing_disabled=True)  # otherwise the SDK reports each run to OpenAI
+        config = RunConfig(tracing_disabled=True)  # with tracing, the SDK would report each run to OpenAI
         result = await Runner.run(agent, data["question"], max_turns=4, run_config=config)
         return float(result.final_output.split()[-1] == data["answer"])

@@ -1,4 +1,4 @@
-"""An agent with PydanticAI (https://ai.pydantic.dev): typed tools, and replies that are streamed."""
+"""An agent with PydanticAI (https://ai.pydantic.dev), with typed tools and streamed replies."""
 
 from pydantic_ai import Agent as PydanticAgent
 from pydantic_ai.models.openai import OpenAIChatModel
