@@ -44,7 +44,7 @@ class Waits(Echo):
         self.loop = asyncio.get_running_loop()
         self.started.append(data["n"])
         await self.gates[data["n"]].wait()
-        if data["n"] == 3:  # each episode lets an older episode end, so the order of completion is the reverse order of start
+        if data["n"] == 3:  # each episode ends an older episode, so the order is reversed
             self.gates[2].set()
         elif data["n"] > 0:
             self.gates[data["n"] - 1].set()

@@ -1,4 +1,4 @@
-"""An agent's episode is the same in both modes, and no process of it is left, however it ends."""
+"""An agent's episode has equal results in both modes, and no process of the agent is left after the episode."""
 
 import asyncio
 import json
@@ -34,7 +34,8 @@ Run = Callable[..., Any]
 
 @pytest.fixture
 def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
-    """run_agent(agent, *samples, **openai options) -> (a group or None for each sample, the executor's stats)."""
+    """Return run_agent(agent, *samples, **openai), which returns (a group or None for each sample, the executor's
+    stats)."""
     engine = RemoteInfEngine([tiny_server])
     engine.initialize()
 
@@ -63,7 +64,7 @@ def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
     [(mode_agents.MyAgent, "inline"), (mode_agents.MyAgent, "subproc"), (mode_agents.MySyncAgent, "subproc")],
 )
 def test_the_documents_agents_run_as_they_stand(run_agent: Run, agent: Any, mode: str) -> None:
-    """The async example of (Agent Workflow) runs in both modes, and the synchronous one in mode subproc."""
+    """The async example of (Agent Workflow) runs in both modes, and its synchronous example runs in mode subproc."""
     (group,), stats = run_agent(agent, group_size=3, mode=mode)
     assert set(group["rewards"].tolist()) <= {0.5, 1.0}
     assert group["rewards"].shape == (3,)
@@ -73,18 +74,19 @@ def test_the_documents_agents_run_as_they_stand(run_agent: Run, agent: Any, mode
 
 @pytest.mark.anyio
 async def test_both_modes_sample_the_same_tokens(proxy: ProxyAddress) -> None:
-    """With one seed, an episode samples equal tokens in mode inline and in mode subproc."""
+    """For a given seed, an episode samples equal tokens in mode inline and in mode subproc."""
     workflow_context.set(WorkflowContext(task_id=77))
     inline: Any = resolve_workflow(mode_agents.Talks, proxy=vars(proxy) | {"export_style": "concat"})
     apart = replace(inline, mode="subproc")
     rows = [to_tensors(await workflow.arun_episode(None, QUESTION)) for workflow in (inline, apart)]
     assert rows[0]["input_ids"].shape[1] > 40
-    for key in rows[0]:  # the second time the server has the prompt cached, so its sums run in another order
+    for key in rows[0]:  # the cached prompt changes the order of the server's sums
         torch.testing.assert_close(rows[0][key], rows[1][key], rtol=0, atol=1e-5)
 
 
 def test_clients_made_without_arguments_find_the_session(run_agent: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In mode subproc, clients made without arguments find the session of their episode in the environment."""
+    """In mode subproc, SDK clients made without arguments read the URL and the key of their session from the
+    environment."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # no server listens at this port
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "somebody's own")
@@ -94,14 +96,15 @@ def test_clients_made_without_arguments_find_the_session(run_agent: Run, monkeyp
 
 
 def test_an_episode_that_waits_for_a_process_holds_no_session(run_agent: Run, proxy: ProxyAddress) -> None:
-    """An agent gets a process before it gets a session, so with one process only one session is open at a time."""
+    """An episode waits for a process before it starts a session. With one process only one session is open at a
+    time."""
     groups, _ = run_agent(mode_agents.CountsSessions, *[{"proxy": proxy.proxy_addr}] * 4, subproc_max_workers=1)
     assert [group["rewards"].tolist() for group in groups] == [[1.0]] * 4
 
 
 @pytest.mark.parametrize("mode", ["inline", "subproc"])
 def test_an_agent_that_sets_nothing_is_rejected(run_agent: Run, mode: str) -> None:
-    """An agent that returns None and set no reward is rejected in both modes, and is not counted as failed."""
+    """In both modes an agent that returns None and posts no reward is rejected, and does not count as failed."""
     assert run_agent(mode_agents.Talks, {"then": "is_silent"}, mode=mode) == ([None], RolloutStat(rejected=1))
 
 
@@ -121,16 +124,17 @@ def test_an_agent_that_sets_nothing_is_rejected(run_agent: Run, mode: str) -> No
 def test_a_failing_agent_is_counted_and_the_next_one_runs(
     run_agent: Run, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture, then: str, says: str
 ) -> None:
-    """A dead process is replaced, an exception arrives with its text, and the next episode runs in both cases."""
+    """After an agent's process died or an agent raised, the failure is counted and logged, and the next episode
+    runs."""
     groups, stats = run_agent(mode_agents.Talks, {"then": then}, {}, {"then": then}, {}, subproc_max_workers=1)
     assert [None if group is None else group["rewards"].tolist() for group in groups] == [None, [1.0], None, [1.0]]
     assert (stats.failed, stats.rejected) == (2, 2)
     assert re.search(says, caplog.text)
-    assert "never retrieved" not in capfd.readouterr().err  # an SDK's client may outlive its episode
+    assert "never retrieved" not in capfd.readouterr().err  # asyncio warns so if an SDK's client outlives its episode
 
 
 def test_a_timed_out_episode_has_ended(run_agent: Run, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """The time limit of an episode ends the agent's process and every process that the agent has started."""
+    """The time limit of an episode ends the agent's process and every process that the agent started."""
     os.mkfifo(fifo := tmp_path / "fifo")
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     hangs = {"then": "hangs", "fifo": str(fifo)}
@@ -139,12 +143,12 @@ def test_a_timed_out_episode_has_ended(run_agent: Run, caplog: pytest.LogCapture
     assert "took longer than 10 s (rollout.openai.episode_timeout_seconds)" in caplog.text
     os.set_blocking(reader, True)
     with open(reader) as file:
-        assert file.read() == "alive"  # read to its end, so no process holds the fifo any more
+        assert file.read() == "alive"  # read to the end, so no process holds the named pipe open
     assert stats.failed == 1
 
 
 def test_destroy_ends_agents_that_run(proxy: ProxyAddress, tiny_server: str, tmp_path: Path) -> None:
-    """destroy() of the executor ends running agents and every process that they have started."""
+    """The executor's destroy() ends running agents and every process that the agents started."""
     os.mkfifo(fifo := tmp_path / "fifo")
     engine = RemoteInfEngine([tiny_server])
     engine.initialize()
@@ -160,7 +164,7 @@ def test_destroy_ends_agents_that_run(proxy: ProxyAddress, tiny_server: str, tmp
 
 
 def test_what_cannot_be_pickled_is_named_before_anything_starts() -> None:
-    """The error for an agent that cannot be pickled names its class and says what to change."""
+    """The error for an agent that cannot be pickled names the agent's class and suggests a change."""
     address = {"proxy_addr": "http://127.0.0.1:1", "admin_key": "k", "mode": "subproc"}
     with pytest.raises(ValueError, match=r"agent Unpicklable .*cannot be pickled.*inside `run`.*mode=inline"):
         resolve_workflow(mode_agents.Unpicklable, proxy=address)
@@ -180,7 +184,7 @@ def test_what_cannot_be_pickled_is_named_before_anything_starts() -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
-    """A run in mode subproc trains, and neither Ctrl-C nor kill -9 of the trainer leaves a process behind."""
+    """A run in mode subproc trains, and leaves no process behind after Ctrl-C or kill -9 of the trainer."""
     words = (*SMALL_GUESS, *SUBPROC, "train_dataset.batch_size=2", "max_steps=10000")
     process, pids = start_and_wait_for_step(tmp_path, *words)
     assert len([name for name in pids if "workers.serve" in name]) == 2
@@ -200,7 +204,7 @@ def test_a_run_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
 
 @pytest.mark.anyio
 async def test_a_worker_that_dies_while_idle_is_replaced() -> None:
-    """If an idle worker was killed, the next call gets a new process and succeeds."""
+    """If an idle worker was killed, the next call succeeds in a new process."""
     pool = WorkerPool(1)
     async with pool.worker() as worker:
         first = await worker.call(os.getpid)
@@ -232,11 +236,12 @@ async def test_only_the_call_that_died_fails() -> None:
 async def test_a_function_that_a_worker_cannot_import_is_an_error_and_no_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a worker cannot import a function, the call raises the worker's error, and the worker lives on."""
+    """If a worker cannot import a function, the call raises the worker's error, and the worker serves the next
+    call."""
     (tmp_path / "only_here.py").write_text("def f():\n    return 1\n")
     pool = WorkerPool(1)
     async with pool.worker() as worker:
-        monkeypatch.syspath_prepend(tmp_path)  # after the worker has started
+        monkeypatch.syspath_prepend(tmp_path)  # so the worker, already started, cannot import only_here
         module = __import__("only_here")
         with pytest.raises(ModuleNotFoundError, match="only_here") as caught:
             await worker.call(module.f)
@@ -247,7 +252,7 @@ async def test_a_function_that_a_worker_cannot_import_is_an_error_and_no_hang(
 
 @pytest.mark.anyio
 async def test_a_limit_tells_its_own_timeout_from_another() -> None:
-    """time_limit passes on a TimeoutError that the block itself raises."""
+    """time_limit does not change a TimeoutError that the `with` block itself raises."""
     with pytest.raises(TimeoutError, match="the tool"):
         async with time_limit(60, "the episode"):
             raise TimeoutError("the tool")
@@ -257,7 +262,7 @@ async def test_a_limit_tells_its_own_timeout_from_another() -> None:
 
 
 def test_a_loop_that_ends_takes_its_workers_along() -> None:
-    """The workers of an event loop end with it, even if no code closes their pool."""
+    """The workers of an event loop end when the loop ends, even if no code closes their pool."""
     script = (
         "import asyncio, os\n"
         "from rollout import workers\n"

@@ -1,4 +1,5 @@
-"""A reward is a number, and a reward function that hangs, crashes or is slow does not harm other episodes."""
+"""Tests of rewards: a reward is a finite number, and a reward function that hangs, crashes or is slow does not harm
+other episodes."""
 
 import asyncio
 import importlib
@@ -76,7 +77,7 @@ def rewards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def fifo(tmp_path: Path) -> str:
-    """A named pipe. Reading it to its end means that no process holds it open any more."""
+    """The path of a named pipe. A reader reaches the pipe's end when no process holds the pipe open."""
     os.mkfifo(tmp_path / "fifo")
     return str(tmp_path / "fifo")
 
@@ -94,14 +95,14 @@ NUMBERS = [
 
 @pytest.mark.parametrize("value", NUMBERS, ids=lambda v: f"{type(v).__name__} {getattr(v, 'dtype', '')}")
 def test_every_kind_of_number_is_a_reward(value: Any) -> None:
-    """1, True, and scalars of numpy and torch are all rewards of 1.0."""
+    """Python numbers and bools and scalars of numpy and torch are valid rewards; here each value becomes 1.0."""
     assert parse_rewards(value) == 1.0
     assert type(parse_rewards(value)) is float
     assert parse_rewards({"chatcmpl-1": value, "chatcmpl-2": 0}) == {"chatcmpl-1": 1.0, "chatcmpl-2": 0.0}
 
 
 def test_none_says_that_the_agent_set_its_rewards_itself() -> None:
-    """None means that the agent has set its rewards by itself; it is not read as a reward of 0."""
+    """A return value of None means that the agent has posted its rewards. None is not a reward of 0."""
     assert parse_rewards(None) is None
 
 
@@ -111,7 +112,7 @@ def test_none_says_that_the_agent_set_its_rewards_itself() -> None:
     ids=lambda v: type(v).__name__,
 )
 def test_what_is_no_number_is_named(value: Any) -> None:
-    """A value that is not a number raises an error that names its type and says what is allowed."""
+    """A value that is not a number raises an error that names the value's type and describes the allowed values."""
     with pytest.raises(
         TypeError, match=r"a reward is a number, not (str|list|tuple|Tensor|ndarray|complex|obj|None|Dec)"
     ):
@@ -120,14 +121,14 @@ def test_what_is_no_number_is_named(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), torch.tensor(float("nan"))])
 def test_a_reward_is_finite(value: Any) -> None:
-    """A reward that is nan or inf is an error, because one nan would make every weight nan."""
+    """A reward of nan or inf raises an error, because one nan would make every weight of the model nan."""
     with pytest.raises(ValueError, match="finite"):
         parse_rewards(value)
 
 
 @pytest.mark.anyio
 async def test_a_plain_function_runs_in_another_process(rewards: ModuleType) -> None:
-    """A plain reward function runs in another process, with the texts, the token ids and the sample as arguments."""
+    """A plain reward function runs in a worker process. Its arguments are the texts, the token ids and the sample."""
     assert await AsyncRewardWrapper(rewards.equals)("2+2?", "4", [1], [2], answer="4", extra=None) == 1.0
     assert await AsyncRewardWrapper(rewards.process_id)() != os.getpid()
 
@@ -142,7 +143,7 @@ if __name__ == "__main__":
 
 
 def test_workers_do_not_run_the_trainers_script(rewards: ModuleType, tmp_path: Path) -> None:
-    """A worker imports the module of the reward function, and not the script that was started."""
+    """A worker imports the module of the reward function, and does not run the trainer's script."""
     (tmp_path / "script.py").write_text(SCRIPT)
     paths = os.pathsep.join([str(ROOT), str(Path(rewards.__file__ or "").parent)])
     ended = subprocess.run(
@@ -153,7 +154,8 @@ def test_workers_do_not_run_the_trainers_script(rewards: ModuleType, tmp_path: P
 
 @pytest.mark.anyio
 async def test_a_coroutine_function_is_awaited_where_it_is() -> None:
-    """A coroutine function is awaited in the event loop, because it may hold connections."""
+    """A reward function that is a coroutine is awaited in the event loop, because the coroutine may hold
+    connections."""
 
     async def judge(prompt: str) -> int:
         return os.getpid()
@@ -163,7 +165,8 @@ async def test_a_coroutine_function_is_awaited_where_it_is() -> None:
 
 @pytest.mark.anyio
 async def test_a_timed_out_reward_has_ended(rewards: ModuleType, fifo: str) -> None:
-    """The time limit ends the process of a slow reward, and the error names the function and the seconds."""
+    """The time limit ends the process of a slow reward function. The error names the function and the limit in
+    seconds."""
     gone = asyncio.create_task(asyncio.to_thread(read_until_gone, fifo))
     with pytest.raises(TimeoutError, match="hang took longer than 1 s"):
         await AsyncRewardWrapper(rewards.hang, timeout_seconds=1)(fifo)
@@ -172,7 +175,7 @@ async def test_a_timed_out_reward_has_ended(rewards: ModuleType, fifo: str) -> N
 
 @pytest.mark.anyio
 async def test_hanging_rewards_leave_the_pool_free(rewards: ModuleType) -> None:
-    """After more hanging calls than there are workers, the next call is still served."""
+    """After more hanging calls than there are workers, the pool still serves the next call."""
     hang = AsyncRewardWrapper(time.sleep, timeout_seconds=0.1)
     results = await asyncio.gather(*(hang(3600) for _ in range(6)), return_exceptions=True)
     assert {type(result) for result in results} == {TimeoutError}
@@ -181,9 +184,9 @@ async def test_hanging_rewards_leave_the_pool_free(rewards: ModuleType) -> None:
 
 @pytest.mark.anyio
 async def test_a_cancelled_episode_takes_its_reward_with_it(rewards: ModuleType, fifo: str) -> None:
-    """When an episode is cancelled, the worker that computes its reward is ended."""
+    """If an episode is cancelled, the worker that computes the episode's reward is ended."""
     running = asyncio.create_task(AsyncRewardWrapper(rewards.hang, timeout_seconds=60)(fifo))
-    with await asyncio.to_thread(open, fifo) as file:  # open() returns when the worker has opened its end
+    with await asyncio.to_thread(open, fifo) as file:  # open() returns as soon as the worker opens the pipe
         assert await asyncio.to_thread(file.read, 5) == "alive"
         running.cancel()
         assert await asyncio.wait_for(asyncio.to_thread(file.read), 30) == ""
@@ -194,7 +197,8 @@ async def test_a_cancelled_episode_takes_its_reward_with_it(rewards: ModuleType,
 @pytest.mark.anyio
 @pytest.mark.parametrize("generations", [1, 2])
 async def test_a_death_is_noticed_whoever_lives_on(rewards: ModuleType, fifo: str, generations: int) -> None:
-    """The death of a worker is noticed even if a process that it forked lives on, and that process is ended."""
+    """The death of a worker is noticed even if a process that the worker forked is still alive. This process is
+    ended, too."""
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(WorkerDied, match="forks_and_dies ended with code 7"):
         await AsyncRewardWrapper(rewards.forks_and_dies, timeout_seconds=60)(fifo, generations)
@@ -206,7 +210,8 @@ async def test_a_death_is_noticed_whoever_lives_on(rewards: ModuleType, fifo: st
 async def test_what_is_no_text_in_sys_path_is_passed_over(
     rewards: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker starts even if sys.path has an entry that is not a string, which Python's import ignores, too."""
+    """A worker starts even if sys.path contains an entry that is not a string. Python's import ignores such an
+    entry."""
     monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])
     async with time_limit(60, "no worker came up"):
         async with (pool := WorkerPool(1)).worker() as worker:
@@ -224,21 +229,21 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("busy", ["hang", "compute"])
 def test_a_worker_does_not_outlive_a_killed_trainer(rewards: ModuleType, tmp_path: Path, fifo: str, busy: str) -> None:
-    """After kill -9 of the trainer its workers end by themselves, even while they compute."""
+    """After kill -9 of the trainer, the trainer's workers end by themselves, even while they compute."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     paths = os.pathsep.join([str(ROOT), str(Path(rewards.__file__ or "").parent)])
     command = [sys.executable, str(tmp_path / "trainer.py"), busy, fifo]
-    env, quiet = os.environ | {"PYTHONPATH": paths}, subprocess.DEVNULL  # Python warns about leaked semaphores
+    env, quiet = os.environ | {"PYTHONPATH": paths}, subprocess.DEVNULL  # stderr would show Python's warning
     with subprocess.Popen(command, env=env, stderr=quiet) as trainer, open(fifo) as file:
         assert file.read(5) == "alive"
         trainer.kill()
-        assert select.select([file], [], [], 30)[0], "the worker lives on"  # readable means that the pipe is at its end
+        assert select.select([file], [], [], 30)[0], "the worker lives on"  # a readable pipe is at its end
         assert file.read() == ""
 
 
 @pytest.mark.anyio
 async def test_a_reward_that_raises_is_an_error_and_not_zero(rewards: ModuleType) -> None:
-    """A reward function that raises fails its episode with its own traceback; the reward is not 0."""
+    """If a reward function raises an exception, the caller gets the exception, and not a reward of 0."""
     with pytest.raises(KeyError, match="no answer in the data"):
         await AsyncRewardWrapper(rewards.broken)()
     with pytest.raises(TypeError, match="a reward is a number, not NoneType"):
@@ -246,6 +251,7 @@ async def test_a_reward_that_raises_is_an_error_and_not_zero(rewards: ModuleType
 
 
 def test_a_function_that_no_process_can_import_is_refused_at_once() -> None:
-    """A lambda is refused when the wrapper is made, and the message says what to do."""
+    """AsyncRewardWrapper refuses a lambda at its construction, and the message suggests a `def` at the top of a
+    module."""
     with pytest.raises(ValueError, match="define it with `def` at the top of a module"):
         AsyncRewardWrapper(lambda *args: 1.0)

@@ -14,11 +14,11 @@ import pytest
 
 from rollout.runner import AsyncTaskRunner, TaskQueueFullError, TimedResult
 
-DEADLINE = 10.0  # seconds, after which a hang becomes a failure
+DEADLINE = 10.0  # seconds after which a hanging test fails
 
 
 class Ended:
-    """Collects the results with which on_done is called, in order."""
+    """A queue of the results that the runner passes to on_done."""
 
     def __init__(self) -> None:
         self.results: queue.Queue[TimedResult] = queue.Queue()
@@ -52,7 +52,7 @@ async def crash(error: BaseException) -> None:
 
 
 def test_runner_returns_in_order_of_completion(runner, ended):
-    """Results come in the order in which tasks end."""
+    """The runner reports results in the order in which the tasks end."""
     first: Future[str] = Future()
 
     async def slow() -> str:
@@ -66,7 +66,7 @@ def test_runner_returns_in_order_of_completion(runner, ended):
 
 
 def test_runner_reports_when_a_task_started_and_how_it_ended(runner, ended):
-    """A TimedResult holds the start time, and the exception of a task that raised."""
+    """A TimedResult contains the task's start time, and the exception if the task raised one."""
     before = time.monotonic_ns()
     error = ValueError("no")
     runner.submit(crash, error, task_id=7)
@@ -76,7 +76,7 @@ def test_runner_reports_when_a_task_started_and_how_it_ended(runner, ended):
 
 
 def test_runner_refuses_what_it_has_no_room_for(runner, ended):
-    """A full runner refuses a task; a task that has ended makes room."""
+    """A full runner refuses a new task. A task that ends makes room for a new task."""
     gate: Future[str] = Future()
 
     async def waits() -> str:
@@ -93,7 +93,7 @@ def test_runner_refuses_what_it_has_no_room_for(runner, ended):
 
 
 def test_our_own_error_in_the_thread_is_told(runner):
-    """An exception of on_done goes to on_failure, and the thread runs on."""
+    """If on_done raises an exception, the runner calls on_failure with it, and the runner's thread continues."""
     error = OSError("disk full")
     failures: queue.Queue[BaseException] = queue.Queue()
 
@@ -116,7 +116,7 @@ async def interrupts() -> None:
 
 @pytest.mark.parametrize(("episode", "error"), [(leaves_an_exit, SystemExit), (interrupts, KeyboardInterrupt)])
 def test_a_loop_that_ends_is_told(runner, episode, error):
-    """When a sys.exit() or a KeyboardInterrupt ends the event loop, on_failure is called with it."""
+    """If a sys.exit() or a KeyboardInterrupt ends the event loop, the runner calls on_failure with the exception."""
     failures: queue.Queue[BaseException] = queue.Queue()
     runner.on_failure = failures.put
     runner.submit(episode, task_id=0)
@@ -124,12 +124,13 @@ def test_a_loop_that_ends_is_told(runner, episode, error):
 
 
 class Panic(BaseException):
-    """An exception that is no subclass of Exception, as libraries written in Rust raise it."""
+    """An exception that is not a subclass of Exception. Libraries written in Rust raise such exceptions."""
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), Panic("unwrap on None"), asyncio.CancelledError()], ids=repr)
 def test_whatever_a_task_raises_ends_that_task_alone(runner, ended, error):
-    """A task that raises SystemExit, or another BaseException, ends only itself, and the thread runs on."""
+    """If a task raises SystemExit or a different BaseException, only this task ends, and the runner's thread
+    continues."""
     runner.submit(crash, error, task_id=0)
     assert ended.next().error is error
     runner.submit(value, "alive", task_id=1)
@@ -137,7 +138,7 @@ def test_whatever_a_task_raises_ends_that_task_alone(runner, ended, error):
 
 
 def test_a_runner_without_room_is_refused():
-    """A runner with max_queue_size = 0 could never run a task, so it is an error."""
+    """A max_queue_size of 0 raises an error, because the runner could never run a task."""
     with pytest.raises(ValueError, match="max_queue_size"):
         AsyncTaskRunner(0)
 
@@ -158,7 +159,7 @@ def test_a_task_starts_in_a_fresh_context(runner, ended):
 
 
 def test_destroy_twice_is_once(runner):
-    """destroy() may be called twice; afterwards no task can be submitted."""
+    """A second destroy() has no effect. After destroy() a submitted task raises an error."""
     runner.destroy()
     runner.destroy()
     with pytest.raises(RuntimeError, match="closed"):
@@ -166,7 +167,7 @@ def test_destroy_twice_is_once(runner):
 
 
 def test_a_task_that_ignores_its_cancellation_is_named(runner, caplog):
-    """destroy() stops waiting after its timeout, and logs which task ignored its cancellation."""
+    """destroy() stops waiting after its timeout, and logs the ids of the tasks that ignored their cancellation."""
     began = threading.Event()
     release: Future = Future()
 

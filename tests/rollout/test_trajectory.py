@@ -1,4 +1,5 @@
-"""Position t of every tensor describes token t, a version of -1 means no policy, and padding is never trained on."""
+"""Tests of the trajectory format: position t of every tensor describes token t, version -1 marks a token that no
+policy sampled, and padding is never trained."""
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ def ints(*rows: list[int]) -> Tensor:
 
 
 def documented() -> dict[str, Tensor]:
-    """Return the example of (Rollout Workflow, "Tensor Dictionary Format"). Its prompt has version 0, not -1."""
+    """Return the example of (Rollout Workflow, "Tensor Dictionary Format"), whose prompt tokens have version 0, not
+    -1."""
     return {
         "input_ids": ints([1, 2, 3, 4, 5]),
         "attention_mask": torch.ones(1, 5, dtype=torch.bool),
@@ -36,7 +38,8 @@ def documented() -> dict[str, Tensor]:
 
 
 def two_turns() -> dict[str, Tensor]:
-    """Return a row of a prompt, turn 0 (versions 3, 4), a tool's answer, turn 1 (version 5), and one padding."""
+    """Return a row: a prompt, turn 0 (versions 3, 4), a tool's answer, turn 1 (version 5), and one padding
+    position."""
     return {
         "input_ids": ints([10, 11, 12, 13, 14, 15, 0]),
         "attention_mask": ints([1, 1, 1, 1, 1, 1, 0]).bool(),
@@ -56,7 +59,7 @@ class Letters:
 
 
 def test_the_documents_example_passes_the_check_and_is_completed() -> None:
-    """The documents' example passes the check, and `complete` adds the keys that it leaves out."""
+    """The documents' example passes the check, and `complete` adds the missing keys."""
     check_trajectory_format(documented())
     traj = complete(documented(), task_id=7)
     assert traj.keys() == TOKEN_KEYS.keys() | ROW_KEYS.keys()
@@ -70,7 +73,7 @@ def test_the_documents_example_passes_the_check_and_is_completed() -> None:
 
 
 def test_complete_keeps_what_the_workflow_said() -> None:
-    """`complete` changes no key that the workflow gave, and keeps keys of the user's own."""
+    """`complete` changes no key that the workflow gave, and keeps the user's additional keys."""
     given = documented() | {
         "turn_ids": ints([-1, -1, 0, 1, 1]),
         "turn_rewards": torch.tensor([[0.0, 0.0, 0.9, 1.0, 1.0]]),
@@ -83,7 +86,7 @@ def test_complete_keeps_what_the_workflow_said() -> None:
 
 
 def test_unknown_versions_are_those_of_the_episodes_start() -> None:
-    """Missing versions become the version at the start of the episode, so the age is never understated."""
+    """`complete` fills in missing versions with the version at the episode's start, so the age is never too small."""
     given = documented()
     del given["versions"]
     traj = complete(given, task_id=0, version=4)
@@ -91,7 +94,8 @@ def test_unknown_versions_are_those_of_the_episodes_start() -> None:
 
 
 def test_two_required_keys_are_enough_and_train_nothing() -> None:
-    """A trajectory of input_ids and attention_mask alone is valid; it is not trained on and has no age."""
+    """A trajectory with only input_ids and attention_mask is valid. Such a trajectory has no trained token and no
+    age."""
     traj = complete({"input_ids": ints([1, 2]), "attention_mask": ints([1, 1])}, task_id=0)
     assert traj["attention_mask"].dtype == torch.bool
     assert traj["loss_mask"].sum() == 0
@@ -100,20 +104,21 @@ def test_two_required_keys_are_enough_and_train_nothing() -> None:
 
 
 def test_head_version_leaves_the_prompt_out() -> None:
-    """The head version is the oldest version of a generated token; the prompt's -1 does not count."""
+    """The head version is the oldest version among the generated tokens. The versions of prompt tokens do not
+    count."""
     assert (head_version(two_turns()), tail_version(two_turns())) == (3, 5)
-    assert head_version(documented()) == 1  # the version of its prompt is 0
+    assert head_version(documented()) == 1  # the prompt's version 0 does not count
 
 
 def test_head_version_counts_turns_that_are_not_trained() -> None:
-    """A sampled token counts for the head version even if it is not trained on."""
+    """A sampled token counts for the head version even if the token is not trained."""
     traj = complete(two_turns(), task_id=0)
     traj["loss_mask"][:, 2:4] = 0
     assert head_version(traj) == 3
 
 
 def test_prompt_len_ends_at_the_first_generated_token() -> None:
-    """In a row of several turns, prompt_len counts only the tokens before the first generated token."""
+    """In a row of several turns, prompt_len is the number of tokens before the first generated token."""
     traj = complete(two_turns(), task_id=42)
     assert dump_lines(traj, 42, Letters()) == [
         {
@@ -131,7 +136,7 @@ def test_prompt_len_ends_at_the_first_generated_token() -> None:
 
 
 def test_a_row_that_ends_in_a_tools_answer_is_dumped() -> None:
-    """A row whose last token is not trained on is dumped, too."""
+    """A row whose last token is not trained is dumped like every other row."""
     given = two_turns()
     given["loss_mask"][0, 5] = 0
     traj = complete(concat_padded_tensors([given, two_turns()]), task_id=1)
@@ -141,7 +146,8 @@ def test_a_row_that_ends_in_a_tools_answer_is_dumped() -> None:
 
 
 def test_concat_pads_to_the_longest_with_values_that_mean_nothing() -> None:
-    """Each key is padded with its own value: version -1, turn -1, temperature 1, masks 0."""
+    """concat_padded_tensors pads each key with the key's own value: versions and turn_ids with -1, temperatures with
+    1, masks with 0."""
     short, long = complete(documented(), task_id=1), complete(two_turns(), task_id=2)
     both = concat_padded_tensors([short, long])
     assert both["input_ids"].shape == (2, 7)
@@ -156,9 +162,10 @@ def test_concat_pads_to_the_longest_with_values_that_mean_nothing() -> None:
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 2))
 def test_concat_knows_features_from_tokens(lengths: list[int], width: int, more: int) -> None:
-    """A key of the user's own is padded only if its second dimension is the length in every trajectory.
+    """concat_padded_tensors pads a user's key only if the key's second dimension is the length of the row in every
+    trajectory.
 
-    A feature that is by chance as wide as one row is long is concatenated without padding.
+    A feature whose width happens to equal the length of one row is not padded.
     """
     trajectories = []
     for length in lengths:
@@ -172,7 +179,7 @@ def test_concat_knows_features_from_tokens(lengths: list[int], width: int, more:
 
 
 def test_concat_names_the_keys_that_differ() -> None:
-    """Trajectories with different keys cannot be concatenated, and the error names the key."""
+    """A concatenation of trajectories with different keys raises an error that names the key."""
     odd = two_turns() | {"hint": torch.zeros(1)}
     with pytest.raises(ValueError, match="hint"):
         concat_padded_tensors([documented(), odd])
@@ -199,13 +206,13 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_the_check_names_what_is_wrong(message: str) -> None:
-    """The error of the check names the wrong key and says what it should be."""
+    """The error of check_trajectory_format names the wrong key and describes the correct value."""
     with pytest.raises(ValueError, match=message):
         check_trajectory_format(BAD[message])
 
 
 def test_episodes_of_one_workflow_have_the_same_keys() -> None:
-    """A workflow whose trajectories change their keys gets an error that names the keys, before any batch is made."""
+    """If a workflow's trajectories change their keys, check_trajectory_format raises an error that names the keys."""
     keys = frozenset(documented())
     check_trajectory_format(documented(), keys)
     fewer = documented()

@@ -1,4 +1,5 @@
-"""Configuration: dataclasses, then recipes, then words; a mistake is one line, before anything starts."""
+"""Tests of the configuration: recipes override the defaults, and the command line overrides recipes. A mistake is
+reported in one line before anything starts."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +32,8 @@ from run.config import ConfigError, changed, list_keys, load
     ],
 )
 def test_what_cannot_run_is_said_in_one_line(words: list[str], says: str) -> None:
-    """An unknown key names the nearest known key, a bad value names its key, and a contradiction names both keys."""
+    """The error for an unknown key suggests the nearest known key. The error for a bad value names the key. The error
+    for a contradiction names both keys."""
     with pytest.raises(ConfigError) as error:
         load(words)
     assert says in str(error.value)
@@ -39,7 +41,7 @@ def test_what_cannot_run_is_said_in_one_line(words: list[str], says: str) -> Non
 
 
 def test_options_and_words_may_be_mixed() -> None:
-    """key=value words may stand before, between and after the options."""
+    """Words of the form key=value may come before, between and after the options."""
     config = load(["seed=3", "--config", "configs/maze.yaml", "max_steps=7", "--dry-run", "actor.eps_clip=0.1"])
     assert (config.seed, config.max_steps, config.actor.eps_clip, config.dry_run) == (3, 7, 0.1, True)
     assert config.experiment_name == "maze"
@@ -58,7 +60,7 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_later_words_win(tmp_path: Path) -> None:
-    """The command line wins over the recipe, and the recipe over the defaults."""
+    """The command line overrides the recipe, and the recipe overrides the defaults."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_steps: 3\nactor: {eps_clip: 0.3}\nworkflow_kwargs: {any: {thing: 1}}\n")
     config = load(["--config", str(recipe), "max_steps=4"])
@@ -75,7 +77,7 @@ def test_a_broken_recipe_is_an_error_too(tmp_path: Path) -> None:
 
 
 def test_spellings_of_the_documents() -> None:
-    """Keys can be spelled as the documents spell them, such as recompute_logprobs and rollout.fileroot."""
+    """The documents' spellings of keys are accepted, such as recompute_logprobs and rollout.fileroot."""
     config = load(
         ["actor.recompute_logprobs=false", "rollout.fileroot=elsewhere", "rollout.group_size=4", "gconfig.n_samples=4"]
     )
@@ -84,19 +86,21 @@ def test_spellings_of_the_documents() -> None:
 
 
 def test_group_size_and_n_samples_are_one_number() -> None:
-    """Setting one of the two keys sets both."""
+    """gconfig.n_samples and rollout.group_size are one number: to set one key sets both keys."""
     config = load(["--config", "configs/maze.yaml", "gconfig.n_samples=1", "rollout.group_size=4"])
     assert (config.gconfig.n_samples, config.rollout.group_size) == (4, 4)
 
 
 def test_derived_values_are_written_back() -> None:
-    """Defaults that depend on other keys are filled in, so a run's config.yaml shows every value that was used."""
+    """`load` fills in defaults that depend on other keys, so a run's config.yaml contains every value that was
+    used."""
     config = load(["rollout.max_head_offpolicyness=2", "train_dataset.batch_size=3"])
     assert (config.rollout.consumer_batch_size, config.rollout.max_concurrent_rollouts) == (3, 9)
 
 
 def test_a_run_that_goes_on_says_what_is_set_otherwise(tmp_path: Path) -> None:
-    """The config.yaml of the earlier run is compared with the configuration now. A new run has no such file."""
+    """`changed` lists the keys that differ from the config.yaml of an earlier run. Without such a file the list is
+    empty."""
     assert changed(tmp_path / "config.yaml", load([])) == []
     OmegaConf.save(asdict(load(["actor.eps_clip=0.1"])), tmp_path / "config.yaml")
     assert changed(tmp_path / "config.yaml", load(["actor.eps_clip=0.1"])) == []

@@ -1,4 +1,4 @@
-"""The GPU check, tried on a CPU with a tiny model: it runs, says that it saw no GPU, and hides no failure."""
+"""On a CPU with a tiny model, bench/gpu_check.sh runs, reports that it found no GPU, and reports every failure."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.runs
 
 
 def test_the_script_on_a_cpu(tmp_path: Path) -> None:
-    """A run that works becomes a row of numbers, and a run that failed becomes a row that says why."""
+    """The page has a row of numbers for each successful run, and a row with the reason for each failed run."""
     work = tmp_path / "work"
     environment = {
         **os.environ,
@@ -41,7 +41,7 @@ def test_the_script_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_the_page_claims_nothing_that_was_not_measured() -> None:
-    """As long as nothing was measured on a GPU, docs/gpu.md says so."""
+    """docs/gpu.md either states that nothing has been measured on a GPU, or names the GPU of its numbers."""
     page = (ROOT / "docs/gpu.md").read_text()
     assert "Nothing has been measured" in page or "every number was measured on: " in page
     assert "a check of the script, not a result" not in page

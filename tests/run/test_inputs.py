@@ -1,4 +1,5 @@
-"""A user's own modules keep their names: the rooms hold ours, and the few names that are taken are said."""
+"""A user's modules may have nearly any name, because most modules of this project are in packages. A name that is
+taken causes a warning."""
 
 import os
 import subprocess
@@ -18,7 +19,7 @@ class Agent:
 
 
 def dry_run(folder: Path, model: Path, names: list[str]) -> subprocess.CompletedProcess[str]:
-    """Plan a run whose agent imports modules of these names, each with a constant, from its own folder."""
+    """Run train.py --dry-run with an agent that imports modules with these names from the agent's own folder."""
     for name in names:
         (folder / f"{name}.py").write_text("MINE = True\n")
     imports = "\n".join(f"import {name}; assert {name}.MINE" for name in names)
@@ -31,7 +32,8 @@ def dry_run(folder: Path, model: Path, names: list[str]) -> subprocess.Completed
 
 
 def test_own_modules_beside_an_agent(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """An agent may have modules named like those in our rooms: tools, messages, client, config, server."""
+    """A user's modules may be named like modules in this project's packages, for example tools, messages or
+    config."""
     done = dry_run(tmp_path, tiny_model_dir, ["tools", "messages", "client", "config", "server", "actor"])
     assert done.returncode == 0, done.stderr
     assert "rename" not in done.stderr
@@ -39,7 +41,8 @@ def test_own_modules_beside_an_agent(tmp_path: Path, tiny_model_dir: Path) -> No
 
 @pytest.mark.parametrize("name", ["cache", "engine"])
 def test_a_name_of_the_seven_is_taken(tmp_path: Path, tiny_model_dir: Path, name: str) -> None:
-    """A module named like one of the seven files is not found, and a warning says which one to rename."""
+    """If a user's module is named like one of the seven files, Python imports this project's module, and a warning
+    asks the user to rename."""
     done = dry_run(tmp_path, tiny_model_dir, [name])
     assert done.returncode == 2
     assert f"`import {name}` finds this project's module first; rename yours" in done.stderr

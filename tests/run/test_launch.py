@@ -1,6 +1,7 @@
-"""What a run would start, what it refuses to start, and what happens when one of its processes ends.
+"""Tests of the launcher: which processes a run plans, which configurations a run refuses, and what happens when a
+process ends.
 
-The plan is a pure function, so these tests name GPUs that need not exist. The processes are real.
+The plan is a pure function, so the tests of the plan need no GPUs. The tests of processes start real processes.
 """
 
 import os
@@ -35,12 +36,12 @@ from run.start import start_proxies
 
 
 def config(model: Path | str = "DIR", *words: str) -> TrainConfig:
-    """Return the GSM8K recipe's configuration with a model and further words."""
+    """Return the GSM8K recipe's configuration with this model and these key=value words."""
     return load(["--config", str(ROOT / "configs/gsm8k.yaml"), f"model_path={model}", *words])
 
 
 def gpus_of(gpus: int, ranks: int, *words: str) -> list[list[str]]:
-    """Return the GPUs of each planned server, on a machine with so many GPUs and ranks."""
+    """Return the GPUs of each planned server, for this number of GPUs and ranks."""
     plan = plan_servers(config("DIR", "server.backend=tiny", *words), [str(k) for k in range(gpus)], ranks)
     return [process.gpus for process in plan]
 
@@ -53,7 +54,7 @@ def gpus_of(gpus: int, ranks: int, *words: str) -> list[list[str]]:
     [
         (0, 1, [], [[]]),
         (0, 1, ["server.count=2"], [[], []]),
-        (1, 1, [], [["0"]]),  # colocated, since there is only one GPU
+        (1, 1, [], [["0"]]),  # colocated, because there is only one GPU
         (2, 1, [], [["1"]]),
         (8, 4, ["server.count=2", "server.tp_size=2"], [["4", "5"], ["6", "7"]]),
         (8, 4, ["server.count=1", "server.tp_size=2"], [["6", "7"]]),
@@ -64,7 +65,8 @@ def gpus_of(gpus: int, ranks: int, *words: str) -> list[list[str]]:
     ],
 )
 def test_gpus_are_split_or_shared(gpus: int, ranks: int, words: list[str], expected: list[list[str]]) -> None:
-    """Trainers get the first GPUs and servers the last ones. If there are too few, they share."""
+    """Trainers get the first GPUs and servers get the last GPUs. If there are too few GPUs, trainers and servers
+    share them."""
     assert gpus_of(gpus, ranks, *words) == expected
 
 
@@ -72,13 +74,14 @@ def test_gpus_are_split_or_shared(gpus: int, ranks: int, words: list[str], expec
     ("gpus", "ranks", "words"), [(2, 1, ["server.tp_size=4"]), (4, 3, ["server.tp_size=2", "server.colocate=false"])]
 )
 def test_too_few_gpus_are_refused(gpus: int, ranks: int, words: list[str]) -> None:
-    """If servers and ranks do not fit on the GPUs, the error names the numbers."""
+    """If servers and ranks do not fit on the GPUs, the plan is refused with an error."""
     with pytest.raises(ConfigError, match="do not fit on"):
         gpus_of(gpus, ranks, *words)
 
 
 def test_the_command_of_sglang() -> None:
-    """SGLang starts on a leash, with version 0 and its share of the memory. The user's arguments come last, and win."""
+    """SGLang's command begins with run/leash.py and sets version 0 and a share of the memory. The user's arguments
+    come last."""
     given = ["server.backend=sglang", "server.command='PY -m it'", "server.args=[--tool-call-parser,qwen]"]
     [split] = plan_servers(config("DIR", *given), ["0", "1"], 1)
     text = " ".join(split.command)
@@ -93,7 +96,7 @@ def test_the_command_of_sglang() -> None:
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, requires: str) -> None:
-    """Make a folder look like an installed sglang that requires a certain torch."""
+    """Write metadata of an installed sglang with this requirement into a folder, and put the folder on sys.path."""
     info = folder / "sglang-0.5.23.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\nRequires-Dist: {requires}\n")
@@ -101,7 +104,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, requires: str) -> Non
 
 
 def test_an_sglang_for_another_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the installed torch is not the one that SGLang needs, the run is refused with both versions."""
+    """If SGLang needs a different version of torch than the installed one, the run is refused with both versions."""
     install(tmp_path, monkeypatch, "torch==1.0.1")
     with pytest.raises(
         ConfigError, match=r"sglang 0.5.23 was built for torch 1.0.1, but torch .* pip install torch==1.0.1"
@@ -118,13 +121,13 @@ def test_an_sglang_for_this_torch_is_taken(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_without_sglang_the_ways_to_it_are_named() -> None:
-    """If SGLang is missing, the message says how to install it and how to use one elsewhere."""
+    """If SGLang is missing, the message describes how to install SGLang and how to use SGLang from elsewhere."""
     with pytest.raises(ConfigError, match=r"not installed here: pip install .* server.command=.* rollout.server_addrs"):
         check_sglang()
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
-    """A port that is in use is reported before anything is started."""
+    """A port that is in use is reported before any process starts."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"server.port: {port} cannot be used .*in use"):
@@ -143,7 +146,8 @@ def test_a_server_that_does_not_answer_is_refused(url: str) -> None:
     [(set(), "", False), ({"/health"}, "", False), ({"/model_info"}, "", True), ({"/workers"}, "/", True)],
 )
 def test_a_server_of_another_kind_is_refused(routes: set[str], end: str, fits: bool) -> None:
-    """Another program at the address is refused. A router is accepted, since it answers GET /workers."""
+    """A server that is not an inference server is refused. A router is accepted, because a router answers GET
+    /workers."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -164,7 +168,7 @@ def test_a_server_of_another_kind_is_refused(routes: set[str], end: str, fits: b
 
 
 def test_too_little_memory_says_what_to_turn_down() -> None:
-    """If the memory is too small, the message lists the keys to turn down, the best first."""
+    """If the memory is too small, the message lists the keys to reduce, with the best key first."""
     needs = [(Planned("rank 0", [], ["0"]), 30.0), (Planned("server-0", [], ["0", "1"]), 20.0)]
     check_memory(needs, ["0", "1"], 50.0)
     with pytest.raises(
@@ -177,7 +181,7 @@ def test_too_little_memory_says_what_to_turn_down() -> None:
 
 
 def test_the_estimate_follows_its_formula(tiny_model_dir: Path) -> None:
-    """The estimate equals its formula, here for 2 layers of width 64 and 2 key-value heads of 16 numbers."""
+    """The estimated memory equals a formula, here for 2 layers of width 64 and 2 key-value heads of size 16."""
     from transformers import AutoModelForCausalLM
 
     n = AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
@@ -190,7 +194,7 @@ def test_the_estimate_follows_its_formula(tiny_model_dir: Path) -> None:
 
 
 def test_dry_run_starts_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """--dry-run prints processes, ports and memory, and neither starts nor writes anything."""
+    """With --dry-run train.py prints processes, ports and memory, starts no process and writes no file."""
     given = [f"model={tiny_model_dir}", "data=tests/data/gsm8k.jsonl", f"server.port={(port := free_port())}"]
     whole = command(tmp_path, "--config", "configs/gsm8k.yaml", "--dry-run", *given, "server.max_total_tokens=4096")
     done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=100)
@@ -203,7 +207,7 @@ def test_dry_run_starts_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
 
 
 def test_an_unreachable_server_is_one_line(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """train.py refuses an address without a server in one line, and writes nothing."""
+    """train.py refuses an address without a server with a one-line error, and writes no file."""
     whole = command(tmp_path, "rollout.server_addrs=[http://127.0.0.1:9]")
     done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
@@ -223,7 +227,8 @@ def python(code: str, *words: str) -> list[str]:
 def test_agents_requests_are_as_patient_as_configured(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The proxy's engine uses rollout.request_timeout and rollout.request_retries, given by its command line."""
+    """The proxy's engine gets rollout.request_timeout and rollout.request_retries through the proxy's command
+    line."""
     planned, given = list[Planned](), {}
 
     class Recorder:
@@ -245,7 +250,8 @@ def test_agents_requests_are_as_patient_as_configured(
 
 
 def test_a_leash_ends_all_that_the_command_started(tmp_path: Path) -> None:
-    """When the pipe closes, the leash ends even a command that ignores SIGTERM, and the command's child."""
+    """When the pipe from the parent closes, run/leash.py ends its command and the command's children, even if the
+    command ignores SIGTERM."""
     child = "import time; time.sleep(1000)"
     code = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
@@ -270,14 +276,15 @@ def test_a_leash_ends_all_that_the_command_started(tmp_path: Path) -> None:
 
 
 def test_a_leash_hands_on_the_exit_code() -> None:
-    """The leash returns the exit code of its command."""
+    """run/leash.py exits with the exit code of its command."""
     command = [sys.executable, "run/leash.py", *python("import sys; sys.exit(7)")]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True) as leash:
         assert leash.wait(timeout=60) == 7
 
 
 def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The death of one of two servers is logged with its last output. The death of the second one ends the run."""
+    """The death of one of two servers is logged with the server's last output. The death of the second server ends
+    the run."""
     fleet = Fleet(tmp_path)
     speak = "import sys; print('my last words', flush=True); sys.stdin.read()"
     first, second = (fleet.start(Planned(f"server-{k}", python(speak))) for k in (0, 1))
@@ -288,7 +295,7 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
     first.process.wait(timeout=30)
     fleet.raise_death(ValueError("of an episode whose server died: another one will do"))
     deadline = time.monotonic() + 30
-    while "goes on with 1" not in caplog.text:  # the thread that waits for the server logs this
+    while "goes on with 1" not in caplog.text:  # the thread that watches the server logs this message
         assert not told.wait(0.01)
         assert time.monotonic() < deadline
     second.process.stdin.close()  # type: ignore[union-attr]
@@ -302,7 +309,8 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
 
 @pytest.mark.runs
 def test_a_run_outlives_one_of_its_two_servers(tmp_path: Path) -> None:
-    """If one of two servers is killed after the first step, the run says so and goes on to its last step."""
+    """If one of two servers is killed after the first step, the run reports the death and continues to its last
+    step."""
     process, pids = start_and_hold(tmp_path, *SMALL_GUESS, "server.count=2", "max_steps=6")
     os.kill(pids["inference.tiny.server"], signal.SIGKILL)
     process.send_signal(signal.SIGCONT)

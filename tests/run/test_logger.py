@@ -1,4 +1,5 @@
-"""What a step says: calls that training leaves out are counted in every line of metrics.jsonl and announced once."""
+"""Side conversations, which training leaves out, are counted in every line of metrics.jsonl and announced one
+time."""
 
 import json
 from pathlib import Path
@@ -19,7 +20,8 @@ from staleness import RolloutStat
 def test_side_conversations_are_counted_and_said_once(
     tiny_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two steps with a title in each: the metric counts both, and the first is quoted once, with the key."""
+    """If each of two steps has a title call, the metric counts both calls. The logger prints only the first call,
+    with the key to change."""
     cache = InteractionCache()
     for name, system in (("work", "You code."), ("title", "You write titles.")):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": "hello"}]

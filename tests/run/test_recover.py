@@ -1,7 +1,8 @@
-"""Recovery from `kill -9`: no step and no group is missing or trained on twice, and no token is of lost weights.
+"""After `kill -9` and a restart, no step is lost or repeated, no group is lost or trained on twice, and no token
+comes from lost weights.
 
-The first tests look at the parts: metrics.jsonl, the group files, the position in the data, the gate. Later tests
-kill real runs and start them again.
+The first tests check the parts: metrics.jsonl, the group files, the position in the data, the gate. Later tests kill
+real runs and start these runs again.
 """
 
 import json
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.runs
 
 
 def group(version: int, task_id: int = 0) -> dict[str, torch.Tensor]:
-    """Return a finished group whose tokens are of `version`."""
+    """Return a finished group whose generated tokens have version `version`."""
     ids = torch.tensor([[1, 2, 3]])
     row = {"input_ids": ids, "attention_mask": ids > 0, "loss_mask": torch.tensor([[0, 1, 1]])}
     return complete(row, task_id, version)
@@ -50,7 +51,8 @@ def group(version: int, task_id: int = 0) -> dict[str, torch.Tensor]:
 
 
 def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
-    """Lines after the checkpoint's step are removed, complete or not. A missing line is an error."""
+    """cut_metrics removes complete and incomplete lines after the checkpoint's step. A missing line raises an
+    error."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": i}) + "\n" for i in range(1, 5)) + '{"step": 5, "rew')
     cut_metrics(path, 3)
@@ -65,7 +67,8 @@ def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
 
 
 def test_groups_of_weights_that_are_gone_are_not_put_back(tmp_path: Path) -> None:
-    """Open groups are read back in order, except groups with newer tokens than the checkpoint and half-written ones."""
+    """GroupLog returns open groups in order, without half-written groups and groups with tokens that are newer than
+    the checkpoint."""
     log = GroupLog(tmp_path / "groups")
     for task_id, version in ((7, 3), (5, 2), (6, 4), (9, 1)):
         log.write(task_id, group(version, task_id))
@@ -78,7 +81,7 @@ def test_groups_of_weights_that_are_gone_are_not_put_back(tmp_path: Path) -> Non
 
 
 def test_a_group_may_name_a_tensor_twice(tmp_path: Path) -> None:
-    """Two tensors of a group may share memory. The group's file still holds the values of each."""
+    """If two tensors of a group share memory, the group's file still contains the values of both tensors."""
     both = torch.arange(6.0).view(2, 3)
     shared = group(1) | {"logprobs": both[:1], "turn_rewards": both[:1], "advantages": both[1:], "across": both.T}
     log = GroupLog(tmp_path / "groups")
@@ -104,14 +107,13 @@ def make_executor(tiny_tokenizer):
 
 
 def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path) -> None:
-    """After a restart no sample is lost or repeated, the gate is as wide as before, and old groups come first.
+    """After a restart no sample is lost or repeated, the gate admits as many groups as before, and old groups are
+    consumed first.
 
-    AReaL had a mistake here (#1388).
+    AReaL's issue #1388 is a mistake in this computation.
     """
     log = GroupLog(tmp_path / "groups")
-    samples = [
-        {"n": n} for n in range(5)
-    ]  # 16 draws are more than three epochs, and each epoch has an order of its own
+    samples = [{"n": n} for n in range(5)]  # 16 draws are more than three epochs; each epoch has a different order
     first, data = make_executor(keep=log.write), loader(samples, seed=3)
     trained, seen = [], []
 
@@ -127,8 +129,8 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
     state = first.state_dict()
     assert trained == list(range(6))
     assert sorted(state["open"]) == list(range(6, state["next_id"]))
-    log.write(7, group(4, 7))  # as if a lost step had rolled it out again
-    (log.folder / "10.safetensors").unlink()  # as if it had still been running
+    log.write(7, group(4, 7))  # as if a lost step had rolled out group 7 again
+    (log.folder / "10.safetensors").unlink()  # as if group 10 had still been running
 
     second = make_executor(version=3)
     finished = log.read(state["open"], 3)
@@ -151,7 +153,8 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
 def test_a_run_goes_on_with_another_eta_or_batch(
     make_executor, tmp_path: Path, eta: int, batch: int, kept: int
 ) -> None:
-    """After a restart with a smaller eta, groups that would become too old are rolled out again, and no step fails."""
+    """After a restart with a different eta or batch size, groups that would become too old are rolled out again, and
+    no step fails."""
     log, samples = GroupLog(tmp_path / "groups"), [{"n": n} for n in range(40)]
     first, data = make_executor(eta=2, batch=2, keep=log.write), loader(samples)
     for version in (1, 2, 3):
@@ -175,7 +178,8 @@ def test_a_run_goes_on_with_another_eta_or_batch(
 
 
 def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """A step after a restart equals the step without one: model, optimizer and random numbers are restored."""
+    """A step after a restart equals the step without a restart, because model, optimizer and random numbers are
+    restored."""
 
     class Executor:
         def state_dict(self):
@@ -205,11 +209,7 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
         tmp_path / "recover" / "step00002" / "state.pickle"
     ).unlink()  # as if the process had died while it wrote this checkpoint
     (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # as if nine ranks had written it
-    own = {
-        "stepping",
-        "step00001-before-I-changed-lr",
-        "step00000",
-    }  # two folders that a user made, and a checkpoint of an earlier step
+    own = {"stepping", "step00001-before-I-changed-lr", "step00000"}  # a user's two folders, and an earlier checkpoint
     for name in own:
         (tmp_path / "recover" / name).mkdir()
     expected = step(actor)
@@ -231,7 +231,8 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
 
 
 def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
-    """The newest `keep` checkpoints stay and those of lost steps go. Folders with other names are not touched."""
+    """save_model keeps the newest `keep` checkpoints and deletes checkpoints of lost steps. It does not touch folders
+    with other names."""
 
     class Actor:
         rank = 0
@@ -247,7 +248,7 @@ def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """A checkpoint of another model is refused before training, with a message that says what to do."""
+    """A checkpoint of a different model is refused before training, with a message that suggests what to do."""
 
     class Executor:
         def state_dict(self):
@@ -277,7 +278,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_model_dir: Path, tmp_path
     ],
 )
 def test_a_summary_says_what_it_has_counted(capsys, counted: dict[int, int], says: str) -> None:
-    """The count of tokens by lag begins anew after a restart, and the summary says so."""
+    """The count of tokens by lag begins anew after a restart, and the summary then adds "since the restart"."""
     line = {"success": 0.5, "staleness_max": 1.0, "staleness_mean": 0.75, "wall_s": 2.0}
     history = [line | {"tokens": 10}, line | {"tokens": 6}]
     run = SimpleNamespace(history=history, lag_counts=Counter(counted), config=SimpleNamespace(run_dir="here"))
@@ -289,21 +290,21 @@ def test_a_summary_says_what_it_has_counted(capsys, counted: dict[int, int], say
 
 
 def command(folder: Path, *words: str) -> list[str]:
-    """Return the command of a small run with a checkpoint after every second step."""
+    """Return the command of a small run that writes a checkpoint after every second step."""
     small = ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "actor.ppo_epochs=1", "logger.live=false"]
     fixed = [f"fileroot={folder}", "experiment_name=e", "trial_name=t", "recover_interval=2"]
     return [sys.executable, "-u", "train.py", *small, *fixed, *words]
 
 
 def run_until(folder: Path, line: str, *words: str) -> None:
-    """Start a run that dies of SIGKILL when it prints `line`, and wait until it has died."""
+    """Start a run that kills itself with SIGKILL as soon as it prints `line`, and wait for the run's end."""
     dies = signalled(command(folder, *words), line, signal.SIGKILL)
     done = subprocess.run(dies, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stdout
 
 
 def finish(folder: Path, *words: str) -> tuple[str, list[dict]]:
-    """Run to the end, and return what the run printed and the lines of its metrics.jsonl."""
+    """Run to the end, and return the output of the run and the lines of its metrics.jsonl."""
     done = subprocess.run(command(folder, *words), cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = (folder / "e" / "t" / "metrics.jsonl").read_text().splitlines()
@@ -311,7 +312,8 @@ def finish(folder: Path, *words: str) -> tuple[str, list[dict]]:
 
 
 def check_lineage(run_dir: Path, metrics: list[dict], batch: int, eta: int) -> None:
-    """Check that every step is there once, every group in one step, no group is skipped, and none is too old."""
+    """Check that every step is listed one time, each group is trained on in one step, no group is skipped, and no
+    group is too old."""
     assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
     assert max(line["staleness_max"] for line in metrics) <= eta
     trained: list[int] = []
@@ -324,7 +326,7 @@ def check_lineage(run_dir: Path, metrics: list[dict], batch: int, eta: int) -> N
 
 
 def test_a_synchronous_run_repeats_through_kills(tmp_path: Path) -> None:
-    """A synchronous run that is killed twice ends with the same metrics as a run that is not killed."""
+    """A synchronous run that is killed twice ends with the metrics of a run that is not killed."""
     words = ("max_steps=5", "rollout.max_head_offpolicyness=0")
     _, expected = finish(tmp_path / "whole", *words)
     run_until(tmp_path / "killed", "step 3 ", *words)
@@ -339,7 +341,7 @@ def test_a_synchronous_run_repeats_through_kills(tmp_path: Path) -> None:
 
 
 def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
-    """An asynchronous run that is killed four times has every step once and trains on every group once."""
+    """An asynchronous run that is killed four times makes each step one time and trains on each group one time."""
     for line in ("step 1 ", "decoupled", "step 3 ", "step 5 "):
         run_until(tmp_path, line, "max_steps=8", "rollout.max_head_offpolicyness=2")
     said, metrics = finish(tmp_path, "max_steps=8", "rollout.max_head_offpolicyness=2")
@@ -351,7 +353,8 @@ def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_run_that_is_alive_is_left_alone(tmp_path: Path, mode: str) -> None:
-    """A second process on the same run is refused in one line and writes nothing, while the first one lives."""
+    """While the process of a run is alive, a second process with the same run folder is refused in one line and
+    writes nothing."""
     again = command(tmp_path, f"mode={mode}", "max_steps=1")
     with claim(tmp_path / "e/t"):
         done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=100)
@@ -363,7 +366,8 @@ def test_a_run_that_is_alive_is_left_alone(tmp_path: Path, mode: str) -> None:
 
 
 def test_a_run_that_was_killed_is_not_alive_in_what_it_forked(tmp_path: Path) -> None:
-    """A forked child gives up its parent's lock at once, so the run can go on although the child lives."""
+    """A forked child releases its parent's lock at once, so a killed run can be started again while the child is
+    alive."""
     code = """
 import os, sys
 from pathlib import Path
@@ -379,13 +383,14 @@ os._exit(0)
     run = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE)
     assert run.wait(timeout=60) == 0
     claim(tmp_path).close()
-    run.communicate()  # the forked child lived until here
+    run.communicate()  # closes stdin, which ends the forked child
 
 
 def test_half_an_update_stays_half_where_a_run_fails_before_its_first_step(
     tmp_path: Path, start_tiny_server, tiny_model_dir: Path
 ) -> None:
-    """If a run fails before its first step, the servers that it took over keep a version that no engine accepts."""
+    """If a run fails before its first step, the servers that the run took over keep a version that no engine
+    accepts."""
     url = start_tiny_server("--model-path", str(tiny_model_dir), "--weight-version", "3")
     httpx.post(f"{url}/update_weight_version", json={"new_version": "4-incomplete"})
     words = command(tmp_path, f"model_path={tiny_model_dir}", f"rollout.server_addrs=[{url}]")
@@ -400,9 +405,10 @@ def test_half_an_update_stays_half_where_a_run_fails_before_its_first_step(
 def test_servers_that_outlive_their_run_get_the_weights_of_the_next(
     tmp_path: Path, start_tiny_server, left: str
 ) -> None:
-    """A running server may hold another run's weights, or be paused. A new run sends its own weights first.
+    """A new run first sends its own weights to a server that is still running, has an earlier run's weights, or is
+    paused.
 
-    Every token is then of version 0, and the server's log-probabilities equal the trainer's.
+    Every token of the first step has version 0, and the server's log-probabilities equal the trainer's.
     """
     base = load_inputs(load(["seed=1"])).tokenizer.name_or_path
     of_another_run = {name: 1.1 * tensor for name, tensor in load_file(f"{base}/model.safetensors").items()}
@@ -417,10 +423,10 @@ def test_servers_that_outlive_their_run_get_the_weights_of_the_next(
 
 
 def test_recover_off_does_not_touch_a_run(tmp_path: Path) -> None:
-    """With recover=off no checkpoint for recovery is written, and the run cannot be started again under its name."""
+    """With recover=off a run writes no checkpoint for recovery, and cannot be started again with the same name."""
     finish(tmp_path, "max_steps=1", "recover=off")
     assert not (tmp_path / "e/t/recover").exists()
-    for mode in ("off", "auto"):  # recover=auto does not erase such a run either
+    for mode in ("off", "auto"):  # recover=auto does not overwrite such a run, either
         again = command(tmp_path, "max_steps=1", f"recover={mode}")
         done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=100)
         assert done.returncode == 2
@@ -443,7 +449,8 @@ def test_evaluation_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [0, 2, 9, 40])
 def test_a_trace_goes_on(tmp_path: Path, cut: int) -> None:
-    """A run that goes on appends to its trace. A line that a kill cut short is removed, so the file is valid JSON."""
+    """A run that continues appends to its trace. A line that a kill cut short is removed, so the file is valid
+    JSON."""
     path = tmp_path / "trace.json"
     for _ in range(2):
         trace = Trace(path)
@@ -452,11 +459,11 @@ def test_a_trace_goes_on(tmp_path: Path, cut: int) -> None:
         whole = path.read_bytes()
         events = json.loads(whole)
         path.write_bytes(whole[: len(whole) - cut])
-    assert len(events) >= 6  # two row names and one event from each run, and the end, without the removed line
+    assert len(events) >= 6  # the names, the events and the end, without the cut line
 
 
 def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddress) -> None:
-    """With evaluator.base_url the task's agents are evaluated on any OpenAI endpoint, here a proxy's session."""
+    """With evaluator.base_url the recipe's task is evaluated at any OpenAI endpoint, here a session of a proxy."""
     key = {"Authorization": f"Bearer {proxy.admin_key}"}
     httpx.post(f"{proxy.proxy_addr}/grant_capacity", headers=key)
     started = httpx.post(f"{proxy.proxy_addr}/rl/start_session", headers=key, json={"task_id": "t"}).json()
@@ -468,14 +475,16 @@ def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddres
 
 
 def test_evaluation_has_a_workflow_of_its_own(tiny_model_dir: Path) -> None:
-    """Evaluation has its own instance of the agent, since its event loop differs and an agent may belong to one."""
+    """Evaluation has its own instance of the agent, because evaluation runs in a different event loop and an agent
+    may belong to one loop."""
     inputs = load_inputs(load([f"model_path={tiny_model_dir}"]))
     assert type(inputs.workflow) is type(inputs.evaluated)
     assert inputs.workflow is not inputs.evaluated
 
 
 def test_statistics_of_an_evaluation() -> None:
-    """The last of several rewards counts. An agent that raises or returns no reward is counted as rejected."""
+    """The last of an agent's rewards counts for the statistics. An agent that raises or returns no reward counts as
+    rejected."""
 
     class Agent:
         async def run(self, data, **where):
@@ -496,7 +505,8 @@ def test_statistics_of_an_evaluation() -> None:
 
 @pytest.mark.parametrize("rewards", [[1.0], [0.5, 1.0], [0.0, 1.0], [1.0, 0.0]])
 def test_an_episode_of_several_rows_has_the_reward_of_the_last(make_executor, rewards: list[float]) -> None:
-    """The reward of an episode with several rows is that of the last row, since earlier rows have discounted shares."""
+    """The reward of an episode with several rows is the last row's reward, because earlier rows have discounted
+    rewards."""
 
     class Turns(Echo):
         async def arun_episode(self, engine, data):
@@ -511,7 +521,8 @@ def test_an_episode_of_several_rows_has_the_reward_of_the_last(make_executor, re
 
 @pytest.mark.parametrize("mode", ["inline", "subproc"])
 def test_an_agent_is_evaluated_where_it_is_trained(mode: str) -> None:
-    """In mode subproc each agent is evaluated in a process of its own. If the process ends, only its episode fails."""
+    """In mode subproc each agent is evaluated in a worker process. If a worker process ends, only the worker's
+    episode fails."""
     words = ["evaluator.base_url=http://nowhere/v1", f"rollout.openai.mode={mode}"]
     samples = [{"then": "tells"}, {"then": "exits"}, {"then": "leaves_at_once" if mode == "subproc" else "raises"}]
     found = evaluate_endpoint(load(words), Inputs(None, [], samples, None, mode_agents.Endpoint()))
@@ -520,7 +531,8 @@ def test_an_agent_is_evaluated_where_it_is_trained(mode: str) -> None:
 
 
 def test_an_evaluation_that_nobody_answered_has_failed(tmp_path: Path) -> None:
-    """If no episode of an evaluation brings a reward, the command fails, and eval.json counts them as rejected."""
+    """If no episode of an evaluation has a reward, the command fails, and eval.json counts the episodes as
+    rejected."""
     words = command(tmp_path, "mode=eval", "evaluator.base_url=http://127.0.0.1:9/v1")
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1

@@ -1,8 +1,8 @@
-"""Training runs with the real SGLang as inference server, on a CPU: `make test-sglang`.
+"""Training runs on a CPU with the real SGLang as inference server. `make test-sglang` runs these tests.
 
-The task is the maze (tasks/maze.py), because its long answers live through weight updates. SGLang computes in bfloat16
-and the trainer in float32, so their logprobs differ as they do on a GPU. No token's logprobs may differ by MISMATCH
-nats or more. The largest difference seen among 200,000 tokens is 0.07 nats.
+The task is the maze (tasks/maze.py), because weight updates interrupt its long answers. SGLang computes in bfloat16
+and the trainer in float32, so their logprobs differ as they do on a GPU. For every token the two logprobs must differ
+by less than MISMATCH nats. The largest difference seen among 200,000 tokens is 0.07 nats.
 """
 
 import json
@@ -33,14 +33,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sglang(model_dir: Path) -> Iterator[str]:
-    """The URL of one SGLang server with the maze's base model. Each run leaves its own weights there."""
+    """The URL of an SGLang server with the maze's base model. After a run the server keeps the run's last weights."""
     sizes = ("--dtype", "bfloat16", "--max-total-tokens", "32768", "--max-running-requests", "32")
     with run_sglang(model_dir, model_dir.parent / "sglang.log", *sizes) as url:
         yield url
 
 
 def train(url: str, model_dir: Path, folder: Path, *words: str) -> list[dict]:
-    """Give the server its base model, run train.py to the end, and return the lines of metrics.jsonl."""
+    """Load the base model into the server, run train.py to the end, and return the lines of metrics.jsonl."""
     base = {"model_path": str(model_dir), "weight_version": "0"}
     assert httpx.post(url + "/update_weights_from_disk", json=base, timeout=60).json()["success"] is True
     fixed = [f"rollout.server_addrs=[{url}]", f"model_path={model_dir}", f"fileroot={folder}", "logger.live=false"]
@@ -59,7 +59,8 @@ def train(url: str, model_dir: Path, folder: Path, *words: str) -> list[dict]:
 
 
 def test_a_run_on_sglang_learns(sglang: str, model_dir: Path, tmp_path: Path) -> None:
-    """Rewards rise by more than two standard errors, and some answers are interrupted by new weights."""
+    """In a run on SGLang the reward rises by more than two standard errors, and new weights interrupt some
+    answers."""
     metrics = train(sglang, model_dir, tmp_path, f"max_steps={STEPS}")
     assert len(metrics) == STEPS
     rewards = [line["reward"] for line in metrics]
@@ -74,7 +75,8 @@ def test_a_run_on_sglang_learns(sglang: str, model_dir: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("mode", ["distributed", "tensor"])
 def test_a_run_moves_its_weights_without_a_file(sglang: str, model_dir: Path, tmp_path: Path, mode: str) -> None:
-    """Four steps in mode distributed and in mode tensor keep the servers' logprobs close to the trainer's."""
+    """In the update modes distributed and tensor, the server's logprobs stay close to the trainer's logprobs for four
+    steps."""
     train(sglang, model_dir, tmp_path, "max_steps=4", f"weight_update.mode={mode}", "weight_update.bucket_mb=0.25")
     assert not (tmp_path / "e" / "t" / "weights").exists()
 
@@ -82,7 +84,7 @@ def test_a_run_moves_its_weights_without_a_file(sglang: str, model_dir: Path, tm
 def test_the_gsm8k_recipe_launches_its_own_sglang(tiny_model_dir: Path, tmp_path: Path) -> None:
     """train.py starts SGLang, trains, and ends every process that it started.
 
-    With --dry-run the same command only prints what it would start.
+    With --dry-run the command only prints the processes that it would start.
     """
     words = ["--config", "configs/gsm8k.yaml", f"model={tiny_model_dir}", "data=tests/data/gsm8k.jsonl"]
     words += ["server.backend=sglang", f"server.command={SGLANG} tests/sglang_cpu/launch.py", "max_steps=3"]

@@ -1,4 +1,4 @@
-"""Run the sbatch file with stand-ins for `srun` and `scontrol`, which start its commands on this machine.
+"""Tests of the sbatch file with fake commands `srun` and `scontrol`, which run everything on this machine.
 
 The two nodes are 127.0.0.1 and localhost. The server is inference/tiny/server.py, and the trainer trains a tiny model.
 """
@@ -64,7 +64,8 @@ RECIPE = [
 
 
 def test_two_nodes_train(cluster: dict[str, str], tmp_path: Path) -> None:
-    """One node generates and one trains; the server ends when the training is done."""
+    """In a job with two nodes, one node generates and the second node trains. The server ends when the training is
+    done."""
     done = subprocess.run([str(SCRIPT), *RECIPE], cwd=ROOT, env=cluster, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = (tmp_path / "runs/gsm8k/t/metrics.jsonl").read_text().splitlines()
@@ -79,7 +80,7 @@ def test_two_nodes_train(cluster: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_no_node_left_to_train(cluster: dict[str, str], tmp_path: Path) -> None:
-    """A job that gives all its nodes to the servers ends with an error, because none is left to train."""
+    """A job that gives all its nodes to the servers ends with an error, because no node is left for training."""
     done = subprocess.run([str(SCRIPT)], cwd=ROOT, env=cluster | {"GEN_NODES": "2"}, capture_output=True, text=True)
     assert done.returncode == 2
     assert "none is left to train" in done.stderr
@@ -87,7 +88,7 @@ def test_no_node_left_to_train(cluster: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_a_server_that_cannot_start_ends_the_job(cluster: dict[str, str]) -> None:
-    """If a server ends before it answers, the job ends too, with an error."""
+    """If a server ends before it is ready, the job ends with an error."""
     broken = cluster | {"SERVE": f"{sys.executable} -m inference.tiny.server --weights wrong"}
     done = subprocess.run([str(SCRIPT), *RECIPE], cwd=ROOT, env=broken, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
@@ -95,7 +96,7 @@ def test_a_server_that_cannot_start_ends_the_job(cluster: dict[str, str]) -> Non
 
 
 def test_a_cancelled_job_leaves_nothing(cluster: dict[str, str], tmp_path: Path) -> None:
-    """If the job is cancelled while a server starts, the script ends this server and then itself."""
+    """If a job is cancelled while a server starts, the script ends the server and exits."""
     (tmp_path / "bin" / "srun").write_text("#!/bin/bash\nexec sleep 1000\n")
     job = subprocess.Popen([str(SCRIPT), *RECIPE], cwd=ROOT, env=cluster, stderr=subprocess.DEVNULL)
     while "sleep 1000" not in (found := children(job.pid)):

@@ -1,4 +1,5 @@
-"""The tasks guess and maze: they can be solved, rewards are as described, and a seed fixes the base model."""
+"""Tests of the tasks guess and maze: both can be solved, rewards follow their definitions, and a seed fixes the base
+model."""
 
 import io
 import json
@@ -21,7 +22,7 @@ TASKS = pytest.mark.parametrize("task", [guess, maze], ids=["guess", "maze"])
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """The directories of base models after two steps of warm-up, by task, seed and copy."""
+    """The directories of base models after two steps of warm-up, keyed by task, seed and copy."""
     made = {}
     for task in (guess, maze):
         for seed, copy in ((1, 0), (1, 1), (2, 0)):
@@ -43,7 +44,8 @@ def weights_of(path: Path) -> dict:
 
 @TASKS
 def test_base_model_is_deterministic(models: dict, task) -> None:
-    """Equal seeds make equal base models, different seeds different ones, and the caller's generator is not used."""
+    """Equal seeds make equal base models, and different seeds make different base models. The caller's random
+    generator does not change."""
     state = torch.random.get_rng_state()
     first, again, other = (weights_of(models[task, *key]) for key in ((1, 0), (1, 1), (2, 0)))
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -54,16 +56,17 @@ def test_base_model_is_deterministic(models: dict, task) -> None:
 
 @TASKS
 def test_base_model_is_an_ordinary_one(models: dict, task) -> None:
-    """The base model is loaded by the Auto classes, and model and tokenizer agree on the end token."""
+    """The Auto classes of transformers load the base model, and the model and the tokenizer have the same end
+    token."""
     path = models[task, 1, 0]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.eos_token_id == tokenizer.eos_token_id
-    assert [file.name for file in path.parent.iterdir()] == ["base"]  # no temporary folder is left beside the model
+    assert [file.name for file in path.parent.iterdir()] == ["base"]  # no temporary folder is left next to the model
 
 
 def test_processes_may_race(models: dict) -> None:
-    """A process that finds the model already made leaves it alone. A directory with other files is an error."""
+    """make_model does not change an existing model. A directory with other files raises an error."""
     path = models[guess, 1, 0]
     before = (path / "model.safetensors").stat().st_mtime_ns
     guess.make_model(path, 1, warmup_steps=0)
@@ -77,7 +80,8 @@ def test_processes_may_race(models: dict) -> None:
 
 @given(data=st.data())
 def test_template_splices(tokenizer: Any, data: st.DataObject) -> None:
-    """The tokens of a conversation are its parent's tokens, the sampled tokens, and the tokens of the new message."""
+    """The tokens of a conversation are the previous prompt's tokens, the sampled tokens, and the tokens of the new
+    message."""
     words = st.lists(st.sampled_from(guess.WORDS), max_size=4).map(" ".join)
     texts = data.draw(st.lists(words, min_size=3, max_size=7).filter(lambda texts: len(texts) % 2))
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
@@ -92,7 +96,7 @@ def test_template_splices(tokenizer: Any, data: st.DataObject) -> None:
 
 
 def test_only_answers_are_imitated(tokenizer: Any) -> None:
-    """The warm-up's loss covers the assistant's words and the end of its turn, and no other token."""
+    """The loss of the warm-up covers only the assistant's words and the end tokens of the assistant's turns."""
     said = [guess.QUESTION, "3", "higher", "5"]
     ids = base_model.render(
         tokenizer, [{"role": ("user", "assistant")[i % 2], "content": s} for i, s in enumerate(said)]
@@ -105,9 +109,10 @@ def test_only_answers_are_imitated(tokenizer: Any) -> None:
 
 
 def test_three_guesses_find_one_of_six() -> None:
-    """Binary search finds every secret, with 2.33 guesses on average.
+    """Binary search finds each of the six secrets, with 2.33 guesses on average.
 
-    No strategy needs fewer: it finds at most one secret with the first guess, two with the second, four with the third.
+    No strategy needs fewer guesses, because a strategy finds at most one secret with the first guess, two with the
+    second, and four with the third.
     """
     found: list[int] = []
     guess.explore(guess.binary_search, found)
@@ -116,7 +121,7 @@ def test_three_guesses_find_one_of_six() -> None:
 
 @given(rng=st.randoms(use_true_random=False))
 def test_a_strategy_is_judged_as_it_plays(rng: random.Random) -> None:
-    """The strategy that `explore` draws finds exactly the secrets that the same answers find in the game."""
+    """`explore` reports exactly the secrets that a strategy finds in the game, each with its number of guesses."""
     answers: dict[str, str] = {}
 
     def play(messages: list[dict], _: object = None) -> str:
@@ -141,13 +146,13 @@ def test_a_strategy_is_judged_as_it_plays(rng: random.Random) -> None:
 
 @pytest.mark.parametrize("answer", ["", None, "3 4", "7", "0", "-3", "03", "three", "higher", "3.0", "³", "3 <end>"])
 def test_what_is_no_guess(answer: str | None) -> None:
-    """An answer counts as a guess only if it is one number in range and nothing else."""
+    """An answer is a guess only if the answer is a single number in range."""
     assert guess.parse(answer) is None
     assert guess.parse(" 3 ") == 3
 
 
 class Endpoint:
-    """A chat-completions endpoint that gives scripted answers and records the requests."""
+    """A fake chat-completions endpoint that gives scripted answers and records the requests."""
 
     def __init__(self, *answers: str) -> None:
         self.answers, self.asked = list(answers), list[list[dict]]()
@@ -169,7 +174,7 @@ class Endpoint:
 
 @pytest.mark.anyio
 async def test_agent_plays_to_the_end() -> None:
-    """The agent plays until it has found the secret or has no guess left, and sends its own answers back unchanged."""
+    """The agent plays until the secret is found or no guess is left, and sends the model's answers back unchanged."""
     winner, loser = Endpoint("3", " 5", "4"), Endpoint("1", "2", "3", "4")
     assert await winner.play(secret=4) == 1.0
     assert await loser.play(secret=6) == 0.0
@@ -181,7 +186,7 @@ async def test_agent_plays_to_the_end() -> None:
 
 @pytest.mark.anyio
 async def test_no_number_ends_the_game() -> None:
-    """An answer that is no guess ends the game with reward 0."""
+    """An answer that is not a guess ends the game with reward 0."""
     endpoint = Endpoint("3", "higher", "5")
     assert await endpoint.play(secret=5) == 0.0
     assert len(endpoint.asked) == 2
@@ -191,7 +196,7 @@ async def test_no_number_ends_the_game() -> None:
 
 
 def test_maze_is_perfect() -> None:
-    """The maze connects its 144 cells by 143 passages, so there is exactly one way between two cells."""
+    """The maze connects its 144 cells by 143 passages, so there is exactly one way between any two cells."""
     passages = maze.passages()
     assert len(passages) == 144
     assert sum(map(len, passages.values())) == 2 * 143
@@ -200,7 +205,7 @@ def test_maze_is_perfect() -> None:
 
 
 def test_instances() -> None:
-    """There are 286 prompts, and the shortest ways have 1 to 108 moves, 50 to 60 on average."""
+    """The maze has 286 prompts. Their shortest ways have 1 to 108 moves, and 50 to 60 moves on average."""
     instances = maze.dataset()
     lengths = [maze.distances(d["home"])[maze.CELLS[d["start"]]] for d in instances]
     assert len(instances) == len({d["messages"][0]["content"] for d in instances}) == 286
@@ -217,7 +222,8 @@ def shortest_walk(start: str, home: str) -> list[str]:
 
 
 def test_spl() -> None:
-    """A walk is paid only if it stays in open passages and ends at home. A longer walk is paid less."""
+    """A walk gets a reward only if it stays in open passages and ends at home. A longer walk gets a smaller
+    reward."""
     start, home = "b7", "l12"
     way = shortest_walk(start, home)
     moves = len(way) - 1
@@ -253,14 +259,15 @@ def test_drunkard_comes_home_sometimes() -> None:
 
 
 def printed(task, answers: list[str] | str) -> str:
-    """Return what a task's summary prints for a policy with these answers."""
+    """Return the text that a task's summary prints for a policy with these answers."""
     console = Console(width=100, record=True, file=io.StringIO())
     task.summary(lambda messages: answers if isinstance(answers, str) else answers.pop(0), console)
     return console.export_text()
 
 
 def test_guess_summary() -> None:
-    """The summary shows the learnt strategy beside binary search, and an answer that is no guess as a question mark."""
+    """The summary of guess shows the learnt strategy next to binary search. An answer that is not a guess is shown as
+    a question mark."""
     text = printed(guess, ["4", "2", "1", "3", "5", "6"])
     assert text.count("finds 6 of 6, mean 2.33 guesses") == 2
     assert "finds 1 of 6, mean 1.00 guesses" in printed(guess, "3")
@@ -268,7 +275,8 @@ def test_guess_summary() -> None:
 
 
 def test_maze_summary() -> None:
-    """The summary draws the greedy walk through the maze. An answer that is no walk leaves the maze empty."""
+    """The summary of maze draws the model's walk through the maze, and reports whether the walk ends at home or runs
+    into a wall."""
     start, home = maze.typical()["start"], maze.typical()["home"]
     walk = shortest_walk(start, home)
     text = printed(maze, " ".join(walk))
