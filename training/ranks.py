@@ -28,7 +28,8 @@ import torch.distributed as dist
 LIFETIME = timedelta(days=365)  # the longest time to wait for a farewell: longer than any run
 PATIENCE = timedelta(hours=2)  # the longest time that ranks wait in any other operation, for example for rollouts
 
-_watch: tuple[Any, list[threading.Thread]] | None = None  # the process group of the farewells, and the waiting threads
+_group: Any = None  # the process group of the farewells
+_waiting: dict[int, threading.Thread] = {}  # for each peer, the thread that waits for its farewell
 
 
 def join_ranks() -> bool:
@@ -51,14 +52,11 @@ def join_ranks() -> bool:
 
 def leave_ranks() -> None:
     """Exchange farewells and end the process group. All ranks call it, and it returns when all have called it."""
-    global _watch
-    if _watch is not None:
-        group, threads = _watch
-        for peer in _peers():
-            dist.send(torch.zeros(1), peer, group)
-        for thread in threads:
-            thread.join()
-        _watch = None
+    for peer in _waiting:
+        dist.send(torch.zeros(1), peer, _group)
+    for thread in _waiting.values():
+        thread.join()
+    _waiting.clear()
     dist.destroy_process_group()
 
 
@@ -71,24 +69,18 @@ def share(thing: Any) -> Any:
     return box[0]
 
 
-def _peers() -> list[int]:
-    """Return the ranks with which this rank exchanges farewells."""
-    return list(range(1, dist.get_world_size())) if dist.get_rank() == 0 else [0]
-
-
 def _await_farewells() -> None:
     """Start one thread for each peer, which waits for the peer's farewell and ends this process if the peer dies."""
-    global _watch
-    group, rank = dist.new_group(backend="gloo", timeout=LIFETIME), dist.get_rank()
+    global _group
+    _group, rank = dist.new_group(backend="gloo", timeout=LIFETIME), dist.get_rank()
 
     def wait_for(peer: int) -> None:
         try:
-            dist.recv(torch.empty(1), peer, group)
+            dist.recv(torch.empty(1), peer, _group)
         except RuntimeError:
             print(f"rank {rank} ends: rank {peer} has ended before it; see its error", file=sys.stderr, flush=True)
             os._exit(1)  # the main thread may hang in an operation, and an exception here would not stop it
 
-    threads = [threading.Thread(target=wait_for, args=(peer,), daemon=True) for peer in _peers()]
-    for thread in threads:
-        thread.start()
-    _watch = group, threads
+    for peer in range(1, dist.get_world_size()) if rank == 0 else [0]:
+        _waiting[peer] = threading.Thread(target=wait_for, args=(peer,), daemon=True)
+        _waiting[peer].start()
