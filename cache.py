@@ -44,7 +44,7 @@ from itertools import accumulate
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from calls.messages import Message, canonical
+from calls.messages import Message, Refusal, canonical
 from calls.side_conversations import PATTERNS, find_side_conversations
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def finite(reward: Any) -> float:
             return float(reward)
     except (TypeError, OverflowError):  # not a number, or an integer too large for a float
         pass
-    raise ValueError(f"reward: a finite number is needed, not {reward!r}")
+    raise Refusal(f"reward: a finite number is needed, not {reward!r}")
 
 
 def walk(place: Hashable, messages: list[Message]) -> list[Hashable]:
@@ -313,7 +313,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         Raises ValueError for any other style.
         """
         if style not in ("individual", "concat"):
-            raise ValueError(f"style: individual or concat is needed, not {style!r}")
+            raise Refusal(f"style: individual or concat is needed, not {style!r}")
         self.mark_side_conversations()
         finished = self.finished()
         joined = {i: i.parent for i in finished if style == "concat" and i.parent and i.continues(i.parent)}

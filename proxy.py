@@ -116,6 +116,11 @@ class Proxy:
         session = self.sessions.start(str(task_id))
         return reply({"session_id": session.session_id, "api_key": session.session_id})
 
+    def start_own_session(self, task_id: str) -> Session:
+        """Start a session for the process that runs this proxy; nobody has to send a grant."""
+        self.sessions.grant()
+        return self.sessions.start(task_id)
+
     # An agent calls
 
     async def complete(self, protocol: Protocol, request: Request) -> Response:
@@ -199,7 +204,7 @@ class Proxy:
                 session.cache.set_last_reward(reward)
             else:
                 session.cache.set_reward(str(interaction_id), reward)
-        except (KeyError, ValueError) as error:
+        except KeyError as error:
             raise Refusal(error.args[0]) from error
         return reply({"message": "ok"})
 
@@ -221,11 +226,8 @@ class Proxy:
         session = self.sessions.find(str(body.get("session_id")))
         if not session.ended:
             raise Refusal("session_id: the session is still open; POST /{session_id}/rl/end_session first")
-        try:
-            exported = session.cache.export_interactions(body.get("style", "individual"))
-            session.cache.apply_reward_discount(body.get("discount", 1.0))
-        except ValueError as error:
-            raise Refusal(str(error)) from error
+        exported = session.cache.export_interactions(body.get("style", "individual"))
+        session.cache.apply_reward_discount(body.get("discount", 1.0))
         self.sessions.forget(session)
         return reply({"interactions": {key: exported_form(i) for key, i in exported.items()}})
 
@@ -356,9 +358,7 @@ def main(argv: list[str] | None = None) -> int:
         url = f"http://{args.host}:{listener.getsockname()[1]}"
         print(f"proxy at {url}{hint}", flush=True)
         if not args.exit_with_parent:  # a person started the proxy and gets a session to try an agent
-            sessions = app.state.proxy.sessions
-            sessions.grant()
-            session = f"{url}/{sessions.start('by hand').session_id}"
+            session = f"{url}/{app.state.proxy.start_own_session('by hand').session_id}"
             print(f"a session: OPENAI_BASE_URL={session}/v1 ANTHROPIC_BASE_URL={session}, any key", flush=True)
         serve(app, listener, args.exit_with_parent)
     return 0

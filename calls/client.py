@@ -154,9 +154,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
 
         options = {"session_timeout_seconds": math.inf} | options
         app = create_app(engine, tokenizer, secrets.token_urlsafe(), **options)
-        sessions = app.state.proxy.sessions
-        sessions.grant()
-        session = sessions.start(task_id)
+        session = app.state.proxy.start_own_session(task_id)
         self.cache = session.cache
         http_client = openai.DefaultAsyncHttpxClient(transport=sdk_http.ASGITransport(app), timeout=None)
         url = f"http://in-process/{session.session_id}/v1"

@@ -44,7 +44,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from run.fields import Refusal, as_object, get, read_json, write_json
+from run.fields import NOUN, Refusal, as_object, get, read_json, write_json
 
 Message = dict[str, Any]
 Found = tuple[list[Message], list[dict[str, Any]]]  # a finished interaction: its messages and its reply; its tools
@@ -280,8 +280,7 @@ def _sampling(body: dict[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if type(value) not in (int, kind) or not least <= value <= most:  # type() because isinstance(True, int) holds
-            words = "an integer" if kind is int else "a number"
-            raise Refusal(f"{name}: {words} from {least} to {most} is needed, not {write_json(value, name)}")
+            raise Refusal(f"{name}: {NOUN[kind]} from {least} to {most} is needed, not {write_json(value, name)}")
         if sampling.setdefault("max_new_tokens" if name in LIMITS else name, kind(value)) != value:
             raise Refusal(f"max_tokens: {', '.join(LIMITS)} are names of one limit; give one of them")
     for name, kind, word in (("stop", str, "string"), ("stop_sequences", str, "string"), ("stop_token_ids", int, "id")):

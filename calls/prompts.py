@@ -71,10 +71,9 @@ class PromptBuilder:
         """Return whether the text behind an assistant's answer depends on the new messages only."""
         new: list[Message] = [{"role": "user", "content": "c"}]
         longer: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        try:
+        with contextlib.suppress(Refusal):
             return self._tail(new, {}) == self._tail(new, {}, longer)
-        except Refusal:
-            return False
+        return False
 
     def prompt(self, ask: AgentRequest, parent: Interaction | None) -> list[int]:
         """Return the prompt tokens of a call. Raises Refusal if the chat template refuses the messages."""
@@ -197,8 +196,7 @@ class TextReader:
         """Return the text of some tokens; a byte that belongs to no character is one U+FFFD."""
         text = self._tokenizer.decode(tokens, skip_special_tokens=self._skips)
         if "\ufffd" in text:
-            mended = mend_byte_tokens(self._tokenizer, tokens)
-            text = self._tokenizer.decode(mended, skip_special_tokens=self._skips)
+            text = self._tokenizer.decode(mend_byte_tokens(self._tokenizer, tokens), skip_special_tokens=self._skips)
         return text
 
     def _stop_at(self, text: str) -> int:

@@ -53,18 +53,15 @@ class Session:
         return (found.messages + found.output_message_list, found.tools) if found and found.complete else None
 
 
-class SessionTable:
-    """The open and ended sessions, and the grants for new ones."""
+class SessionTable(dict[str, Session]):
+    """The open and ended sessions by their ids, and the grants for new ones."""
 
     def __init__(self, timeout: float, clock: Callable[[], float], side_patterns: Collection[str] = PATTERNS) -> None:
+        super().__init__()
         self.timeout = timeout
         self.clock = clock
         self.side_patterns = side_patterns
-        self._sessions: dict[str, Session] = {}
         self._grants: deque[float] = deque()  # when each unused grant lapses, earliest first
-
-    def __len__(self) -> int:
-        return len(self._sessions)
 
     @property
     def capacity(self) -> int:
@@ -76,7 +73,7 @@ class SessionTable:
     def find(self, session_id: str) -> Session:
         """Return a session and restart its timeout. Raises Refusal 404 if it is unknown, exported or expired."""
         self.expire()
-        session = self._sessions.get(session_id)
+        session = self.get(session_id)
         if session is None:
             raise Refusal("session: unknown, already exported, or expired; start a new one", 404)
         self.touch(session)
@@ -101,7 +98,7 @@ class SessionTable:
         self._grants.popleft()
         self.expire()
         session = Session(secrets.token_urlsafe(16), task_id, self.clock(), InteractionCache(self.side_patterns))
-        self._sessions[session.session_id] = session
+        self[session.session_id] = session
         return session
 
     def touch(self, session: Session) -> None:
@@ -117,14 +114,14 @@ class SessionTable:
     def forget(self, session: Session) -> None:
         """End a session and remove it with its conversation tree."""
         self.end(session)
-        self._sessions.pop(session.session_id, None)
+        self.pop(session.session_id, None)
 
     def expire(self) -> None:
         """Forget every session that has been idle for longer than the timeout."""
-        for session in list(self._sessions.values()):
+        for session in list(self.values()):
             if self.clock() - session.last_used >= self.timeout and not session.running:
                 self.forget(session)
 
     def __repr__(self) -> str:
-        running = sum(len(session.running) for session in self._sessions.values())
+        running = sum(len(session.running) for session in self.values())
         return f"SessionTable({len(self)} sessions, {running} generations, capacity {self.capacity})"

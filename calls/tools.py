@@ -181,9 +181,8 @@ class OutputParser:
             raise Refusal("tool_choice: this model's form of tool calls cannot be forced; use auto")
         names = [tool["function"]["name"] for tool in tools] if tool_choice == "required" else [tool_choice]
         end_of_reasoning = f"{END_OF_THINK}\n\n" if begun else ""
-        call = f'{CALL}\n{{"name": '
-        call += f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"'  # else the model writes the name
-        return end_of_reasoning + call
+        name = f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"'  # else the model writes the name
+        return f'{end_of_reasoning}{CALL}\n{{"name": {name}'
 
     def _parse_foreign(self, text: str, tools: Tools) -> Parsed:
         """Parse with SGLang's parser or the tokenizer's response template. Raises ValueError for an unknown tool."""

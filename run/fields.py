@@ -15,7 +15,7 @@ import math
 from typing import Any
 
 LEVELS = 200  # levels of nesting that every JSON library can write
-KINDS = {bool: "true or false", dict: "an object", list: "a list", str: "a string"}
+NOUN = {bool: "true or false", dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number"}
 
 
 class Refusal(ValueError):
@@ -81,5 +81,5 @@ def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where:
     outer, _, name = path.rpartition(".")
     value = (get(body, outer, dict, {}) if outer else body).get(name)
     if value is not None and not isinstance(value, kind):
-        raise Refusal(f"{where}.{path}: {KINDS[kind]} is needed".removeprefix("."))
+        raise Refusal(f"{where}.{path}: {NOUN[kind]} is needed".removeprefix("."))
     return default if value is None else value
