@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qw
 torch.set_num_threads(1)
 signal.signal(
     signal.SIGINT, signal.default_int_handler
-)  # a shell ignores Ctrl-C in background jobs, and children inherit that
+)  # a shell starts background jobs with Ctrl-C ignored, and child processes inherit this
 ROOT = Path(__file__).resolve().parent.parent
 
 CHAT_TEMPLATE = (

@@ -112,8 +112,7 @@ class Harness:
 
 
 class Connection:
-    """One request over raw ASGI. A test can hang up, and can read each piece of the reply as soon as the proxy sends
-    it."""
+    """One request over raw ASGI. A test can hang up, and can read the reply piece by piece."""
 
     def __init__(self, harness: Harness, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
         self.pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -130,7 +129,7 @@ class Connection:
         return {"type": "http.disconnect"}
 
     async def hang_up(self) -> None:
-        """Close the connection and wait until the proxy has noticed."""
+        """Close the connection and wait until the proxy has ended the request."""
         self.gone.set()
         await asyncio.wait_for(self.task, timeout=30)
 

@@ -1,4 +1,5 @@
-"""Agents for tests/rollout/test_modes.py. Worker processes import this module, so it imports no torch and no pytest."""
+"""Agents for tests/rollout/test_modes.py. Worker processes import this module, so the module imports neither torch
+nor pytest."""
 
 import os
 import signal

@@ -272,7 +272,8 @@ def test_a_conversation_is_kept_once() -> None:
 
 
 def test_bad_entries_are_refused() -> None:
-    """The cache raises ValueError for an interaction without messages and for an id that it already contains."""
+    """The cache raises ValueError for an interaction without messages and for an id that the cache already
+    contains."""
     cache = chain(1)
     with pytest.raises(ValueError, match="no messages"):
         cache.enter("x", InteractionWithTokenLogpReward([]))
@@ -306,8 +307,8 @@ def test_a_chain_gives_the_geometric_series() -> None:
 
 
 def test_the_last_reward_goes_to_the_last_finished_call() -> None:
-    """An unfinished last call takes no reward: the last finished call takes it. (In AReaL the unfinished call takes
-    it.)"""
+    """The last finished call takes the reward, even if a later call is unfinished. (In AReaL the unfinished call
+    takes the reward.)"""
     cache = chain(2)
     cache.enter("cut", InteractionWithTokenLogpReward([user("0")]))
     cache.set_last_reward(1.0)
@@ -321,7 +322,7 @@ CODER = {"role": "system", "content": "You code."}
 
 
 def title_call(cache: InteractionCache, title_first: bool, turns: int) -> None:
-    """Make the calls of opencode: it requests a title, without tools, while the agent's first turn, with tools,
+    """Make the calls of opencode: a request for a title, without tools, while the agent's first turn, with tools,
     runs."""
     title = InteractionWithTokenLogpReward([TITLE, user("hello")])
     agent = InteractionWithTokenLogpReward([CODER, user("hello")], tools=TOOLS)
@@ -449,7 +450,7 @@ def test_a_reward_for_nobody_is_an_error() -> None:
 
 def test_tensors_are_the_documents() -> None:
     """An interaction's tensors have the keys, dtypes and shapes of the documents. Prompt positions hold 0 in
-    loss_mask and logprobs and -1 in versions."""
+    loss_mask and logprobs, and -1 in versions."""
     cache = InteractionCache()
     cache.enter("a", turn([user("q")], prompt=[5, 6], tokens=[7, 8, 9], reward=2.0))
     tensors = cache["a"].to_tensor_dict()
@@ -477,7 +478,7 @@ def test_tensors_are_the_documents() -> None:
 
 def test_a_reward_set_after_the_tensors_shows() -> None:
     """A reward that is set late appears in the tensors, because each request makes the tensors anew. (AReaL keeps the
-    first.)"""
+    first tensors.)"""
     cache = chain(2)
     leaf = cache.export_interactions("concat")["1"]
     assert leaf.to_tensor_dict()["rewards"].tolist() == [0.0]

@@ -124,7 +124,7 @@ async def test_spans_within_one_answer():
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=8))
 def test_any_interruptions_give_the_same_answer(cuts: list[tuple[int, bool]]):
-    """Any number of interruptions leaves a completion's tokens and versions as without interruptions."""
+    """Interruptions lose no token of a completion, repeat no token, and change no token's version."""
     answers, tokens, versions = [], list[int](), list[int]()
     version = 0
     for count, updated in cuts:
@@ -424,7 +424,7 @@ class Executor:
 
 
 def test_the_order_of_a_weight_update(tmp_path: Path):
-    """pause() pauses the rollouts before the servers, and resume() continues the servers before the rollouts."""
+    """pause() pauses the rollouts before the servers, and resume() resumes the servers before the rollouts."""
     (tmp_path / "v1").mkdir()
     script = Script(generated([1]))
     engine = script.engine(A)
@@ -660,7 +660,7 @@ def in_events(*events: httpx.Response) -> bytes:
 
 
 def answered(content: bytes, failure: Exception | None = None) -> httpx.Response:
-    """Return a streamed answer with this body. If `failure` is given, the stream raises it after the body."""
+    """Return a streamed answer with this body. If `failure` is given, the stream raises `failure` after the body."""
 
     async def body() -> Any:
         for i in range(0, len(content), 7):  # the network may cut the body anywhere
@@ -696,7 +696,7 @@ async def test_a_stream_tells_every_token_as_it_comes():
 @pytest.mark.anyio
 @pytest.mark.parametrize("cut", ["abort", "503"])
 async def test_what_was_streamed_is_kept(cut: str):
-    """If a stream breaks off, the engine requests the completion again from the last token that arrived."""
+    """If a stream breaks off, the engine continues the completion after the last token that arrived."""
     first = {
         "abort": streamed(partial([4]), generated([4, 5], "abort")),
         "503": streamed(partial([4]), partial([4, 5]), httpx.Response(200, json={"success": False})),
@@ -756,7 +756,7 @@ async def test_who_stops_listening_tells_the_server():
 
 
 def refused(status: int, tokens: int = 0) -> httpx.Response:
-    """Return the answer with which SGLang's scheduler refuses a request, after `spans` of tokens if there are any."""
+    """Return the answer with which SGLang's scheduler refuses a request, after `tokens` generated tokens."""
     reason = {"type": "abort", "message": "no such thing", "status_code": status, "err_type": None}
     return generated(list(range(tokens)), finish_reason=reason, output_token_logprobs=[])
 

@@ -91,7 +91,7 @@ def test_the_loss_is_the_papers_objective(seed):
 
 
 def test_standard_ppo_is_the_same_loop_with_one_old_policy():
-    """Standard PPO uses pi_old for both old policies and does not read prox_logp."""
+    """Standard PPO uses one old policy in place of pi_prox and pi_behav, and does not read prox_logp."""
     theta, _, old, A, mask = random_tokens(7)
     expected, hits = paper_objective(theta, old, old, A, mask, eps=0.2, eps_high=0.2, c=INF, cap=5.0)
     assert hits["clipped above"]
@@ -118,7 +118,7 @@ def test_decoupled_is_standard_bit_for_bit_when_the_data_is_fresh():
 
 
 def test_the_first_step_on_fresh_data_is_the_policy_gradient():
-    """If all three policies are equal, the gradient is the gradient of mean(A log pi), as in REINFORCE."""
+    """If all three policies are equal, the loss has the gradient of -mean(A log pi), as in REINFORCE."""
     _, _, old, A, mask = random_tokens(4)
     ours, plain = old.clone().requires_grad_(), old.clone().requires_grad_()
     ppo_actor_loss_fn(ours, old, old, A, mask, c_clip=2.0)[0].backward()

@@ -159,7 +159,7 @@ async def test_another_form_is_read_with_its_marks(start: Start, monkeypatch: py
     assert read == (["ok<|im_start|>[]"] if choice == "auto" else [])
 
 
-THINKS = (  # as in Qwen's and DeepSeek's templates, and with <think> except after a tool result
+THINKS = (  # three templates: like Qwen's, like DeepSeek's, and one without <think> after a tool result
     ("{% if enable_thinking is false %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}", "enable_thinking"),
     ("{% if thinking %}<think>{% else %}</think>{% endif %}", "thinking"),
     ("{% if messages[-1].role != 'tool' %}<think>\n{% endif %}", "unknown"),
@@ -597,8 +597,8 @@ def test_a_proxy_that_cannot_start_says_why(
 
 
 def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
-    """The proxy loads its tokenizer without torch, because torch takes seconds to import and a gigabyte of address
-    space."""
+    """The proxy loads its tokenizer without torch, because the import of torch takes seconds and a gigabyte of
+    address space."""
     code = (
         "import sys, proxy; proxy.load_tokenizer(sys.argv[1]); "
         "sys.exit(any(name == 'torch' and module for name, module in sys.modules.items()))"

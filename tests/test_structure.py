@@ -109,7 +109,7 @@ def test_no_circles() -> None:
 
 
 def test_light_imports() -> None:
-    """The proxy and the modules of the core idea start without torch, so they start quickly."""
+    """The proxy and the modules of the core idea do not load torch when they start."""
     modules = "staleness, rollout.dispatcher, engine, calls.messages, cache, calls.client, proxy"
     check = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, timeout=100).returncode == 0

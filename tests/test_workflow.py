@@ -183,7 +183,7 @@ async def test_the_custom_workflow_of_the_write_up_runs(tiny_tokenizer: Any) -> 
 
 @pytest.mark.anyio
 async def test_rlvr_is_one_row_with_the_sampling_it_was_made_with(tiny_tokenizer: Any) -> None:
-    """RLVRWorkflow returns one row whose generated tokens have the temperature and the reward."""
+    """RLVRWorkflow returns one row. Each generated token has the request's temperature and the row's reward."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "4")
     workflow = RLVRWorkflow(exact, GenerationHyperparameters(temperature=0.5, n_samples=4), tiny_tokenizer)
     traj = complete(await workflow.arun_episode(engine, QUESTION), task_id=0)  # type: ignore[arg-type]
@@ -362,8 +362,8 @@ async def test_a_ragged_group_is_still_one_group() -> None:
 
 @pytest.mark.anyio
 async def test_a_group_of_nothing_is_rejected_and_a_group_of_errors_raises_the_first() -> None:
-    """A group whose members return None or fail is rejected. If all members fail, the group raises the first
-    exception.
+    """A group is rejected if its members return None or raise exceptions. If all members raise, the group raises the
+    first exception.
 
     GroupedRolloutWorkflow calls on_failures if some members raised an exception and others did not.
     """

@@ -1,5 +1,5 @@
-"""These tests check that messages with equal meanings are equal, and that the proxy honours a parameter or refuses it
-by its name."""
+"""These tests check that messages with equal meanings are equal, and that the proxy either honours a parameter or
+refuses the request with an error that names the parameter."""
 
 import copy
 import json
@@ -26,7 +26,7 @@ from calls.replies import PROTOCOLS
 from inference.io_struct import GenerationHyperparameters, ModelResponse
 
 LINES = (ROOT / "tests/data/client_pairs.jsonl").read_text().splitlines()
-PAIRS = [json.loads(line) for line in LINES]  # real clients' pairs of requests, and the first's reply
+PAIRS = [json.loads(line) for line in LINES]  # a real client's two requests, and the first reply
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 PARSERS = [parse_chat, parse_responses, parse_anthropic]
@@ -185,8 +185,8 @@ def assistant(arguments: Any, call_id: str = "c") -> Message:
 
 @pytest.mark.parametrize("written", ['{"a": 2.0, "b": [1e3]}', '{"b":[1000],"a":2}', {"a": 2.0, "b": [1000]}])
 def test_arguments_are_equal_as_javascript_has_them(written: Any) -> None:
-    """Arguments with 2.0 and with 2 are equal, because JavaScript writes 2 for both. The order of keys and blanks do
-    not matter."""
+    """Arguments with 2.0 and with 2 are equal, because JavaScript writes 2 for both. Neither the order of keys nor
+    blanks matter."""
     assert canonical(normalise(assistant(written))) == canonical(assistant('{"a": 2, "b": [1000]}'))
     assert canonical(assistant('{"a": true}')) != canonical(assistant('{"a": 1}'))
     assert canonical(assistant('{"a": "2"}')) != canonical(assistant('{"a": 2}'))
@@ -195,7 +195,7 @@ def test_arguments_are_equal_as_javascript_has_them(written: Any) -> None:
 
 
 def test_plain_is_plain() -> None:
-    """To normalise a normal message changes neither the message nor its canonical form."""
+    """If a message is already in normal form, normalise changes neither the message nor its canonical form."""
     for pair in PAIRS:
         for message in [part for messages in read(pair) for part in messages]:
             again = normalise(message)
@@ -576,7 +576,7 @@ def test_a_previous_response_is_put_in() -> None:
 
 def test_a_thread_keeps_its_tools() -> None:
     """The tools of a thread's first request stay offered in later requests, because Anthropic's tool runner sends
-    tools only once."""
+    tools only with the first request."""
     thread = {"type": "continue", "previous_message_id": "msg_cd"}
     other = {"name": "other", "input_schema": {"type": "object"}}
     assert parse_anthropic({"messages": [TALK[-1]], "thread": thread}, FINISHED.get).tools == [TOOL]

@@ -1,5 +1,5 @@
-"""A prompt is the conversation's sampled tokens and then the new tokens. Text that a stream has sent never changes
-later."""
+"""A prompt continues the sampled tokens of its conversation with new tokens. Text that a stream has sent never
+changes later."""
 
 import json
 from typing import Any
@@ -122,7 +122,7 @@ def test_where_rendering_again_is_exact_splicing_is_the_same(tiny_tokenizer: Any
 
 
 def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
-    """In a conversation of 100 turns each question is rendered and tokenised one time, and no answer is."""
+    """In a conversation of 100 turns each question is rendered and tokenised one time, and no answer is rendered."""
     tokenizer = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
     talk = Talk(tokenizer)
     rendered: list[list[dict[str, Any]]] = []

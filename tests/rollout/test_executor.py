@@ -213,7 +213,8 @@ def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size:
     """If the proxy dies, the run stops before any episode counts as failed, and every later call of state_dict raises
     an error.
 
-    If the episodes counted as failed, new prompts would replace their prompts, and a checkpoint would lose them.
+    If such an episode counted as failed, a new prompt would replace the episode's prompt, and a checkpoint would lose
+    it.
     """
 
     class LosesItsProxy(Echo):
@@ -518,7 +519,7 @@ def test_a_conversation_is_one_row_in_style_concat(run_agent: Any) -> None:
 
 
 def test_a_dict_rewards_the_completions_it_names(run_agent: Any) -> None:
-    """If an agent returns a dict, it rewards the completions by their ids. An unknown id fails the episode."""
+    """A dict that an agent returns rewards the completions by their ids. An unknown id fails the episode."""
     group, _ = run_agent(Talks(lambda ids: {ids[0]: 3, ids[1]: np.float32(1)}), export_style="individual")
     assert group["rewards"].tolist() == [4.0, 1.0]
     assert run_agent(Talks(lambda ids: {"nobody": 1.0})) == (None, RolloutStat(rejected=1, failed=1))

@@ -130,7 +130,7 @@ def test_a_failing_agent_is_counted_and_the_next_one_runs(
     assert [None if group is None else group["rewards"].tolist() for group in groups] == [None, [1.0], None, [1.0]]
     assert (stats.failed, stats.rejected) == (2, 2)
     assert re.search(says, caplog.text)
-    assert "never retrieved" not in capfd.readouterr().err  # asyncio warns so if an SDK's client outlives its episode
+    assert "never retrieved" not in capfd.readouterr().err  # asyncio logs this if an SDK's client outlives its episode
 
 
 def test_a_timed_out_episode_has_ended(run_agent: Run, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -231,8 +231,8 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
 
 
 def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
-    """save_model keeps the newest `keep` checkpoints and deletes checkpoints of lost steps. It does not touch folders
-    with other names."""
+    """save_model keeps the newest `keep` checkpoints and deletes checkpoints of lost steps. Folders with other names
+    are not touched."""
 
     class Actor:
         rank = 0
