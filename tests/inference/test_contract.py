@@ -109,7 +109,7 @@ class Server:
         return self.http.get("/model_info").json()["weight_version"]
 
     def next_version(self) -> str:
-        """Return the server's version plus 1. The server's label may be that of a failed update."""
+        """Return the server's version plus 1, even if the server's last update failed."""
         return str(int(self.version().partition("-")[0]) + 1)
 
     def eventually(self, path: str, status: int) -> None:

@@ -44,7 +44,7 @@ class Machines:
         self.paused: set[str] = set()
         self.mute: dict[str, int] = {}  # host -> control answers that arrive before an answer is lost
         self.workers: list[Any] = []  # URLs that host "router" lists; the router uses host a
-        self.asked: list[tuple[str, str]] = []  # (host, path)
+        self.asked: list[tuple[str, str]] = []  # (host, path) of each request
 
     def __call__(self, request: httpx.Request) -> Any:
         host, path = request.url.host, request.url.path

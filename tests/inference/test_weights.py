@@ -33,7 +33,7 @@ def state(tiny_model_dir: Path) -> dict[str, torch.Tensor]:
 
 
 class Servers:
-    """A fake of inference/servers.py::Servers that records each call of post_all and the names on disk at that
+    """A fake of inference/servers.py::Servers that records each call of post_all and the folder's entries at that
     moment."""
 
     def __init__(self, root: Path, error: str | None = None) -> None:
@@ -212,7 +212,7 @@ def test_buckets_hold_the_model_once(tmp_path: Path):
 
 @pytest.mark.parametrize(("version", "wanted"), [("0.5.19", False), ("0.5.23.post1", True), ("0.6.0", True)])
 def test_sessions_where_the_version_has_them(version: str, wanted: bool):
-    """Only to SGLang 0.5.20 and later an update sends /begin_weight_update and /end_weight_update."""
+    """An update sends /begin_weight_update and /end_weight_update only to SGLang 0.5.20 and later."""
     asked: list[str] = []
 
     def post_all(path: str, body: Any = None, timeout: float = 0.0) -> list[dict[str, Any]]:
