@@ -44,20 +44,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import workflow as workflows
 from inference.io_struct import GenerationHyperparameters
 from rollout.dispatcher import BatchTaskDispatcher, DispatchState, untraced
 from rollout.trajectory import Trajectory, check_trajectory_format, complete, concat_padded_tensors, dump, head_version
 from run.config import RolloutConfig
 from staleness import RolloutStat, StalenessManager
-from workflow import (
-    GroupedRolloutWorkflow,
-    RolloutWorkflow,
-    WorkflowContext,
-    import_string,
-    resolve_workflow,
-    to_tensors,
-    workflow_context,
-)
 
 logger = logging.getLogger("nano_areal.executor")
 
@@ -81,7 +73,7 @@ class RolloutTask:
 
     task_id: int
     data: Sample
-    workflow: RolloutWorkflow
+    workflow: workflows.RolloutWorkflow
     should_accept: AcceptFn | None
     is_eval: bool
 
@@ -295,10 +287,10 @@ class WorkflowExecutor:
         if not is_eval and n_samples not in (1, group_size):
             raise ValueError(f"{group_size=} and gconfig.n_samples={n_samples} are one number; give one of them")
         proxy, defaults = self._proxy_options(), {"gconfig": self.gconfig, "tokenizer": self.tokenizer}
-        resolved = resolve_workflow(
+        resolved = workflows.resolve_workflow(
             workflow, workflow_kwargs, group_size, proxy=proxy, defaults=defaults, on_failures=self._count_members
         )
-        accept = import_string(should_accept_fn) if isinstance(should_accept_fn, str) else should_accept_fn
+        accept = workflows.import_string(should_accept_fn) if isinstance(should_accept_fn, str) else should_accept_fn
         if accept is not None and not callable(accept):
             raise TypeError(f"should_accept_fn must be a function or 'module.function', not {accept!r}")
         return (RolloutTask(task_id, sample, resolved, accept, is_eval) for task_id, sample in samples)
@@ -345,18 +337,18 @@ class WorkflowExecutor:
     async def _run_episode(self, task: RolloutTask) -> Trajectory | None:
         """Run one task, steps 3 to 8 of the essay. Return its group, or None if it is rejected."""
         version = self.engine.get_version()
-        workflow_context.set(WorkflowContext(task.is_eval, task.task_id))
+        workflows.workflow_context.set(workflows.WorkflowContext(task.is_eval, task.task_id))
         try:
             result = await task.workflow.arun_episode(self.engine, copy.deepcopy(task.data))
             if result is None:
                 return None
-            trajectory = to_tensors(result)
+            trajectory = workflows.to_tensors(result)
             if self.config.check_trajectory_format:
                 self._check(trajectory, task.workflow)
             trajectory = complete(trajectory, task.task_id, version)
             accepted = task.should_accept is None or task.should_accept(trajectory)
             if self.dump_dir is not None:  # in a thread, because decoding takes longer than any other step here
-                folder = self.dump_dir / workflow_context.stat_scope()
+                folder = self.dump_dir / workflows.workflow_context.stat_scope()
                 await asyncio.to_thread(dump, trajectory, task.task_id, folder, version, self.tokenizer)
             if accepted and self.keep is not None:
                 await asyncio.to_thread(self.keep, task.task_id, trajectory)
@@ -364,13 +356,13 @@ class WorkflowExecutor:
             raise
         except BaseException as error:
             await self._hold_failure()
-            logger.warning("%s task %d failed: %r", workflow_context.stat_scope(), task.task_id, error)
+            logger.warning("%s task %d failed: %r", workflows.workflow_context.stat_scope(), task.task_id, error)
             raise
         return trajectory if accepted else None
 
-    def _check(self, trajectory: Trajectory, workflow: RolloutWorkflow) -> None:
+    def _check(self, trajectory: Trajectory, workflow: workflows.RolloutWorkflow) -> None:
         """Raise ValueError if the trajectory is malformed, or has other keys than this kind of workflow had before."""
-        kind = type(workflow.workflow if isinstance(workflow, GroupedRolloutWorkflow) else workflow)
+        kind = type(workflow.workflow if isinstance(workflow, workflows.GroupedRolloutWorkflow) else workflow)
         check_trajectory_format(trajectory, self._keys.get(kind))
         if kind not in self._keys and "loss_mask" in trajectory and "logprobs" not in trajectory:
             logger.warning("%s returns no logprobs; decoupled PPO cannot train on its tokens", kind.__name__)
