@@ -23,7 +23,7 @@ lint: $(VENV)/ready            ## check format, style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-structure: $(VENV)/ready       ## draw docs/structure.svg, the picture of what imports what
+structure: $(VENV)/ready       ## draw docs/structure.svg, the picture of the imports between the modules
 	$(BIN)/python docs/structure.py
 
 soak: $(VENV)/ready            ## kill a run 30 times at random, then check the samples that the run trained on

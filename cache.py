@@ -32,8 +32,8 @@ Thus each sampled token is trained once, in the context in which it was sampled,
 Some tokens are part of a row but are not trained: tokens of a side conversation (calls/side_conversations.py), tokens
 of a call that the agent asked not to store, and tokens whose sampling the trainer cannot reproduce (`trains_exactly`).
 
-Not promised. If the agent rewrites earlier texts of its conversation, the cache finds no parent for the next call. If
-two siblings have equal outputs, the cache cannot tell them apart: the next turn becomes a child of the newer sibling.
+Not promised. If the agent rewrites the messages or the output of a turn, the next call is not a child of this turn. If
+two siblings have equal messages and outputs, the next turn becomes a child of the newer sibling.
 """
 
 import math
@@ -80,7 +80,7 @@ class InteractionWithTokenLogpReward:
 
     @property
     def left_out(self) -> bool:
-        """Whether this interaction is a side conversation without a reward."""
+        """Whether this interaction is a side conversation without a reward, which is not trained."""
         return self.is_side and self.reward is None
 
     @property
@@ -106,10 +106,10 @@ class InteractionWithTokenLogpReward:
 
         Keys with L numbers, where number t describes token t: input_ids, attention_mask, loss_mask (1: trained),
         logprobs (behaviour policy), versions, turn_ids, turn_rewards (final reward of the token's turn), temperatures.
-        Prompt tokens have loss_mask 0, logprob 0, version -1, turn id -1, turn reward 0 and temperature 1.
-        Keys with one number: rewards (of this turn), truncated (1 if the length limit ended this turn), regenerated
-        (number of segments generated again), side_conversations (1 if this is a side conversation, left out of
-        training). Raises ValueError if the turn is unfinished.
+        Tokens that the model did not sample have loss_mask 0, logprob 0, version -1, turn id -1, turn reward 0 and
+        temperature 1. Keys with one number: rewards (of this turn), truncated (1 if the length limit ended this turn),
+        regenerated (number of segments generated again), side_conversations (1 if this turn is a side conversation,
+        which is not trained). Raises ValueError if the turn is unfinished.
         """
         last = self.tokens
         length = last.input_len + last.output_len
@@ -198,7 +198,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         return [interaction for interaction in self.values() if interaction.complete]
 
     def find_parent(self, places: list[Hashable]) -> Interaction | None:
-        """Return the finished interaction that ends at the latest of `places`, or None if there is none."""
+        """Return the finished interaction that ends at the last possible place in `places`, or None without one."""
         for place in reversed(places):
             if place in self._ends:
                 return self._ends[place]

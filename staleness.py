@@ -29,12 +29,13 @@ are counted, and the gate lets another group start.
 Example: with eta = 1 and B = 2, four groups start at version 0. Two groups are consumed at age 0, two at age 1.
 
 **Why not order of completion.** A slow group holds only one of the (eta + v + 1) * B places. Younger groups finish
-and are consumed while the slow group still runs, so its age grows with every version. With eta = 1, B = 2 and one slow
-group the age reaches 5 (tests/test_staleness.py). Order of start has a cost: a batch waits for its slowest group.
+and are consumed while the slow group still runs, so the slow group's age grows with every version. With eta = 1, B = 2
+and one slow group, the age reaches 5 (tests/test_staleness.py). Order of start has a cost: a batch waits for its
+slowest group.
 
 **What is not promised.** The proof assumes that a trainer consumes B groups per version, that versions only grow, and
 that set_version is called after the servers have the new weights. If an assumption is violated, a group can be too old
-when a step consumes it. The age check then raises StalenessError, or with drop_stale it drops and counts the group.
+when a step consumes it. The age check then raises StalenessError. With drop_stale the group is dropped and counted.
 """
 
 import threading
@@ -70,8 +71,8 @@ class RolloutStat:
 class StalenessManager:
     """The staleness gate (write-up, section 1.2) and the age check at consumption. All methods are thread-safe.
 
-    A method calls version_provider.get_version() before it takes `_lock`, so a thread never holds two locks. The
-    version may grow between the two. The gate is then stricter than necessary, never too loose.
+    A method calls version_provider.get_version() before the method takes `_lock`, so a thread never holds two locks.
+    If the version grows between these two events, the gate is stricter than necessary for a moment, never too loose.
     """
 
     version_provider: VersionProvider
@@ -104,7 +105,7 @@ class StalenessManager:
         return min(concurrency_capacity, staleness_capacity)
 
     def get_pending_limit(self) -> int:
-        """Return (eta + 1) * B, the number of prompts to keep enqueued. No more groups start between two batches."""
+        """Return how many prompts to keep enqueued: (eta + 1) * B, the most groups that start between two batches."""
         return (self.max_staleness + 1) * self.consumer_batch_size
 
     def get_stats(self) -> RolloutStat:
@@ -113,7 +114,7 @@ class StalenessManager:
             return replace(self._stat)
 
     def is_fresh(self, head_version: int | None) -> bool:
-        """Return whether a group is young enough to be consumed now. A group without tokens (None) always is."""
+        """Return whether a group is young enough to be consumed now. A group without tokens (None) is always fresh."""
         return head_version is None or self.version_provider.get_version() - head_version <= self.max_staleness
 
     def check_age(self, head_version: int | None) -> None:

@@ -18,7 +18,7 @@ The overlap. The server generates the next groups while the trainer trains. An e
     age            | 0                            | 1                            | 1
 
 Step 2 trains the weights of version 1 on groups that started at version 0, so these groups have age 1. With eta = 0
-the gate (staleness.py) starts groups 3 and 4 only after the push, and the same loop is synchronous training.
+the gate (staleness.py) starts groups 3 and 4 only after the push, so training is synchronous.
 
 Versions count from 0 and steps from 1: step s consumes a batch at version s - 1 and makes version s. A push interrupts
 the running generations. The interrupted generations continue under the new weights, and every token keeps the version
@@ -26,7 +26,7 @@ of the weights that computed it.
 
 Under torchrun every rank runs this loop on the same batch, and the actor divides the work (training/actor.py). Only
 rank 0 runs episodes; the other ranks have an empty rollout side (`NoRollout`). run/command.py reads the command line,
-creates the run's folder and ends every process. The order of the steps is that of the write-up, appendix A.1.
+creates the run's folder and ends every process. The parts of a step follow the write-up, appendix A.1.
 """
 
 import sys
@@ -59,7 +59,7 @@ class PPOTrainer:
         """Start every part that training needs. `run.stack` ends these parts in the reverse order."""
         self.run, config, stack = run, run.config, run.stack
 
-        # 1. The inference servers start, and load the model at the same time as the trainer.
+        # 1. Start the inference servers and the trainer. All of them load the model at the same time.
         servers = [run.fleet.start(planned) for planned in run.servers]
         assert config.model_path is not None
         self.actor = FSDPPPOActor(config.actor, config.model_path)
@@ -82,7 +82,7 @@ class PPOTrainer:
         path = str(config.run_dir / "weights")
         self.actor.connect_engine(self.rollout, WeightUpdateMeta(path=path, **asdict(config.weight_update)))
 
-        # 3. The prompts, in an order that the seed decides.
+        # 3. Make the data loader, which yields batches of prompts in an order that depends on the seed.
         self.train_dataloader: DataLoader = DataLoader(
             run.inputs.dataset,  # type: ignore[arg-type]
             batch_size=config.train_dataset.batch_size,
@@ -91,8 +91,8 @@ class PPOTrainer:
             collate_fn=list,
         )
 
-        # 4. The newest checkpoint of this run, if there is one. A server that this run started holds model_path.
-        #    After a restart, or if the server was running before, the server gets the trainer's weights now.
+        # 4. Load the newest checkpoint of this run, if there is one. Servers that this run started have the weights of
+        #    model_path. Push the trainer's weights after a restart, or if the servers were running before.
         self.step = self.recovery.load(self.actor, self.rollout.executor)
         if self.step or config.rollout.server_addrs:
             self.push_weights(self.step)
@@ -105,7 +105,7 @@ class PPOTrainer:
             begin, seconds = time.monotonic(), dict[str, float]()
             is_last = step == config.max_steps
 
-            # 1. A batch: the B oldest prompt groups by start, none older than eta versions, as N padded rows.
+            # 1. Wait for a batch: the B prompt groups that started first, none older than eta versions, as N rows.
             #    input_ids, loss_mask, versions, logprobs (log pi_behav) are (N, T); rewards are (N,).
             with trace.span("rollout_wait", seconds):
                 batch = actor.prepare_batch(
@@ -118,31 +118,31 @@ class PPOTrainer:
             metrics: dict[str, Any] = {"step": step, "version": version, **describe_batch(batch, version)}
 
             with trace.span("train", seconds):
-                # 2. log pi_prox, (N, T): the policy at the start of this step, on which the clip is centred.
+                # 2. Compute log pi_prox, (N, T). pi_prox is the policy at the start of this step: the clip's centre.
                 if actor.should_compute_prox_logp():
                     batch["prox_logp"] = actor.compute_logp(batch)
-                # 3. log pi_ref, (N, T): the policy that a KL penalty keeps the model close to.
+                # 3. Compute log pi_ref, (N, T). The KL penalty keeps the policy close to pi_ref.
                 if ref is not None:
                     batch["ref_logp"] = ref.compute_logp(batch)
                 metrics["logp_mismatch"] = logp_mismatch(batch, actor, rollout)
-                # 4. A = (R - mean R of the group) / spread, (N, T): was this turn better than the group's others?
+                # 4. Compute the advantages A = (R - mean R of the group) / spread, (N, T).
                 actor.compute_advantages(batch)
-                # 5. A few optimizer steps on -mean of pi_prox / pi_behav * min(u A, clip(u) A), u = pi_theta / pi_prox.
+                # 5. Minimise the mean of -pi_prox / pi_behav * min(u A, clip(u) A), where u = pi_theta / pi_prox.
                 metrics |= actor.ppo_update(batch)
                 actor.step_lr_scheduler()
 
-            # 6. The servers get the new weights.
+            # 6. Push the new weights into the servers.
             with trace.span("sync", seconds):
                 self.push_weights(step)
 
-            # 7. Evaluation: one episode for each validation prompt.
+            # 7. Evaluate: run one episode for each validation prompt.
             if self.evaluation and is_due(step, config.evaluator.interval):
                 metrics |= evaluate(self.evaluation, inputs)
-            # 8. A Hugging Face directory with the model.
+            # 8. Save the model as a Hugging Face directory.
             if is_last or is_due(step, config.saver.interval):
                 save_model(actor, config.run_dir / "checkpoints", step, config.saver.keep)
 
-            # 9. A line of metrics.jsonl, then the checkpoint from which a killed run continues.
+            # 9. Write the step's line of metrics.jsonl, then the checkpoint from which a killed run continues.
             if logger:
                 metrics |= {"success": inputs.success(batch["rewards"].tolist()), **seconds}
                 logger.log(batch, metrics | {"step_s": time.monotonic() - begin})
@@ -150,7 +150,7 @@ class PPOTrainer:
                 self.recovery.save(step, actor, rollout.executor)
 
     def push_weights(self, version: int) -> None:
-        """Bring the trainer's weights to the servers, as policy version `version`."""
+        """Push the trainer's weights into the servers, as policy version `version`."""
         self.rollout.pause()  # running generations stop, and their tokens are kept
         self.actor.update_weights(self.actor.weight_update_meta.with_version(version))
         self.actor.set_version(version)
@@ -159,7 +159,7 @@ class PPOTrainer:
 
 
 def is_due(step: int, interval: int) -> bool:
-    """Return whether an action that is repeated every `interval` steps (0: never) follows this step."""
+    """Return whether an action with this interval in steps is due after step `step`. Interval 0 means never."""
     return bool(interval) and step % interval == 0
 
 

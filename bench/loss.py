@@ -11,8 +11,8 @@ target is at most the time of AReaL's loss with an equal objective. Both times a
 round the functions alternate in one process. If `areal` cannot be imported, the benchmark prints "peer absent".
 
 **Memory.** The benchmark computes log-probabilities, entropy and the backward pass with T = 4,096 tokens, V = 151,936
-and hidden size 256. The plain way holds all logits; the chunked way holds one chunk of them at a time. Each way runs in
-a separate process, which measures the rise of its peak resident memory. The target for the chunked way is at most a
+and hidden size 256. The plain way holds all logits; the chunked way holds one chunk of logits at a time. Each way runs
+in a separate process, which measures the rise of its peak resident memory. The target for the chunked way is at most a
 quarter of the memory of the plain way. The printed check sums show that both ways compute equal numbers.
 """
 

@@ -3,9 +3,9 @@
     python bench/proxy.py [--quick] [--litellm PYTHON]      PYTHON: an interpreter that has litellm[proxy]
 
 The proxy runs in a separate process with a fake engine, which answers at once with 24 tokens. The proxy itself is real:
-it parses requests, builds the tree, renders the chat template, tokenises and replies. The tokenizer is a BPE of 4,096
-tokens, trained on this repository when the benchmark starts. The benchmark sends requests over raw sockets, so it
-measures no client library.
+the proxy parses requests, builds the tree, renders the chat template, tokenises and replies. The tokenizer is a BPE of
+4,096 tokens, trained on this repository when the benchmark starts. The requests are sent over raw sockets, so no client
+library is measured.
 
 The benchmark prints:
 
@@ -17,7 +17,7 @@ The benchmark prints:
     streamed           the numbers of the first line with streamed replies
 
 For comparison, the benchmark sends the first load to LiteLLM's proxy, also on one core. LiteLLM's proxy returns a
-constant (mock_response), so it does not render, tokenise or store anything.
+constant (mock_response) and does not render, tokenise or store anything.
 """
 
 import argparse

@@ -4,9 +4,9 @@
     python bench/staleness.py --etas 0 4 inf --seeds 1 2   some of the runs
     python bench/staleness.py --draw                       only the table and the figure, from the CSV file
 
-The benchmark repeats the experiment of the paper's staleness table (arXiv 2505.24298) on the game of tasks/guess.py. It
-trains with training/actor.py and ppo.py, as a real run does. Each run writes one line of docs/staleness.csv, and a
-run with an existing line is not repeated. The figure is docs/staleness.png. docs/staleness.md explains the results.
+The benchmark repeats the experiment of the paper's staleness table (arXiv 2505.24298) on the game of tasks/guess.py.
+Training uses training/actor.py and ppo.py, as in a real run. Each run writes one line of docs/staleness.csv, and a run
+with an existing line is not repeated. The figure is docs/staleness.png. docs/staleness.md explains the results.
 
 **A fixed lag.** On a small machine generation is as fast as training, so a real run has little lag. In this benchmark
 generation and training alternate in one process. Step s, counted from 0, trains on a batch whose tokens were all

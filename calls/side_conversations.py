@@ -11,7 +11,8 @@ The rule. A finished interaction is a *suspect* if conditions 1 and 2 hold:
 
 A suspect is a side conversation if condition 3 holds, too:
 
-    3. The session has interactions that are not suspects, and none of them has the suspect's first message.
+    3. The session has interactions that are not suspects, and all of these have first messages that differ from the
+       suspect's first message.
 
 The rule uses only the messages, so the time of a title request makes no difference. If an agent requests its final
 answer without tools, this call has the agent's own first message, so by condition 3 the call is no side conversation.

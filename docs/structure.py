@@ -1,4 +1,4 @@
-"""Draw docs/structure.svg, the picture of what imports what (`make structure`).
+"""Draw docs/structure.svg, the picture of the imports between the modules (`make structure`).
 
 The picture has a box for each row of the table in docs/structure.md. The seven top-level files are in the left column.
 The rooms (packages) are in the right column, with the names of their modules. An arrow from box A to box B stands for

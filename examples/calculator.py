@@ -42,7 +42,7 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def conversation(sample: dict, noise: random.Random) -> list[dict]:
-    """Return a correct conversation about a sample. With probability 1/2 it has a system prompt of random length."""
+    """Return a correct conversation about a sample. A random half of all conversations have a system prompt."""
     a, b, c = sample["numbers"]
     talk = [
         ("user", sample["question"]),

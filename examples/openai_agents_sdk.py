@@ -1,4 +1,7 @@
-"""An agent with the OpenAI Agents SDK (https://openai.github.io/openai-agents-python). It calls the Responses API."""
+"""An agent with the OpenAI Agents SDK (https://openai.github.io/openai-agents-python).
+
+The agent calls the Responses API.
+"""
 
 from agents import Agent as SDKAgent
 from agents import ModelSettings, OpenAIResponsesModel, RunConfig, Runner, function_tool

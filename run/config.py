@@ -79,7 +79,7 @@ class RolloutConfig:
 class ServerConfig:
     """The inference servers that train.py starts when rollout.server_addrs is empty."""
 
-    backend: Literal["auto", "tiny", "sglang"] = "auto"  # auto: sglang if it is installed and there is a GPU, else tiny
+    backend: Literal["auto", "tiny", "sglang"] = "auto"  # auto: sglang if SGLang and a GPU are available, else tiny
     count: int = 1  # number of servers to start
     tp_size: int = 1  # GPUs per server (tensor parallelism)
     colocate: bool | None = None  # true: use the trainer's GPUs; default: use them only if there are too few GPUs
@@ -132,10 +132,10 @@ class PPOActorConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"  # number format of forward passes; parameters are float32
     ppo_n_minibatches: int = 4  # optimizer steps per pass over the batch
     ppo_epochs: int = 1  # passes over the batch
-    mb_tokens: int = 16384  # limit of tokens in one forward pass, padding included; a mini-batch may take several
+    mb_tokens: int = 16384  # limit of tokens per forward pass, with padding; a larger mini-batch takes several passes
     layout: Literal["padded", "packed"] = "padded"  # padded: one row per sequence; packed: sequences end to end
     gradient_checkpointing: bool = False  # true: save memory by computing layers again in the backward pass
-    enable_tree_training: bool = False  # true: compute a beginning that several rows share only one time
+    enable_tree_training: bool = False  # true: compute the common beginning of several rows only one time
     offload: bool = False  # true: keep parameters, gradients and optimizer state in host memory (FSDP2 CPU offload)
     use_decoupled_loss: bool = True  # true: decoupled PPO, which corrects for stale data; false: standard PPO
     recompute_logprob: bool = True  # standard PPO, old logprobs: true: by a forward pass; false: from the server
@@ -151,10 +151,10 @@ class PPOActorConfig:
     entropy_coeff: float = 0.0  # weight of the entropy bonus in the loss
     kl_ctl: float = 0.0  # weight of the KL penalty towards the reference model; 0: no reference model
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # formula for the KL of one token (training/advantages.py)
-    kl_placement: Literal["reward", "loss"] = "reward"  # subtract the KL from rewards, or add it to the loss (k2 or k3)
+    kl_placement: Literal["reward", "loss"] = "reward"  # subtract KL from the rewards, or add KL (k2, k3) to the loss
     anneal: bool = False  # true: entropy_coeff and kl_ctl fall linearly to 0 over max_steps
     overlong_tokens: int | None = None  # length of the penalised range before max_new_tokens; null: no penalty
-    overlong_penalty_factor: float = 1.0  # penalty that a turn of max_new_tokens tokens loses from its reward
+    overlong_penalty_factor: float = 1.0  # number subtracted from the reward of a turn with max_new_tokens tokens
     gamma: float = 1.0  # discount of the advantage per token, from the end of a turn to its beginning
     gae_lambda: float = 1.0  # second factor of the discount; only gamma * gae_lambda matters, as there is no critic
     reward_bias: float = 0.0  # number that is added to every reward before scaling
@@ -214,7 +214,7 @@ class WeightUpdateConfig:
 
 @dataclass
 class LoggerConfig:
-    """What a run prints and writes."""
+    """How often a run prints and writes its results."""
 
     live: bool = True  # true: show a live table if there is a terminal; false: print one line per step
     sample_interval: int = 20  # number of steps between two printed sample conversations; 0: never
@@ -228,7 +228,7 @@ class TrainConfig:
     mode: Literal["train", "eval"] = "train"  # train: train the model; eval: only evaluate on the validation prompts
     recover: Literal["auto", "off"] = "auto"  # auto: a run with a used trial_name continues from its last checkpoint
     recover_interval: int = 10  # training steps between two checkpoints for recovery
-    task: str | None = "tasks.guess"  # Python module with data, workflow and model; null: set them by other keys
+    task: str | None = "tasks.guess"  # Python module with data, workflow and model; null: other keys set these
     experiment_name: str = "guess"  # middle part of the run's folder {fileroot}/{experiment_name}/{trial_name}
     trial_name: str = "auto"  # name of this run; auto: the date and time
     fileroot: str = "runs"  # folder that holds all runs

@@ -2,12 +2,12 @@
 
     python -m run.episode my_module.MyAgent --model-path DIR --data '{"question": "..."}'
 
-The command starts a proxy and an inference server with the model. With --server URL it uses a running server. The
-command runs `MyAgent().run(data)` as training would, and prints the conversation tree. Each call of the model is
-printed below its parent call, with its number of tokens and its final reward.
+The command starts a proxy and an inference server with the model. With --server URL the command uses a running server.
+The command runs `MyAgent().run(data)` as training would, and prints the conversation tree. Each call of the model is
+printed below its parent call, with the call's number of tokens and final reward.
 
-If one conversation is printed as two trees, the agent's framework rewrites its history. docs/agents.md describes the
-remedy.
+If one conversation is printed as two trees, the agent's framework rewrites earlier messages. docs/agents.md describes
+the remedy.
 """
 
 import argparse
@@ -62,7 +62,10 @@ def spoken(message: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one episode and print its tree. Return 2 if the command line is wrong, 1 if a server dies, else 0."""
+    """Run one episode and print the conversation tree.
+
+    Return the exit code: 2 for a wrong command line, 1 if a server dies, else 0.
+    """
     parser = argparse.ArgumentParser(description="Run one episode of an agent and print its conversation tree.")
     add = parser.add_argument
     add("agent", help="my_module.MyAgent, a class with `async def run(self, data, **extra_kwargs)`")

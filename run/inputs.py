@@ -47,7 +47,7 @@ class Inputs:
 
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Turn an exception in the block, which runs the user's code, into a ConfigError. Its line begins with `what`."""
+    """Turn an exception of the user's code in the block into a ConfigError, whose message begins with `what`."""
     try:
         yield
     except Exception as error:
@@ -64,7 +64,7 @@ def load_inputs(config: TrainConfig) -> Inputs:
     if accept := config.should_accept_fn:
         with users_code(f"should_accept_fn={accept}"):
             if not callable(import_string(accept)):
-                raise TypeError("it is no function; name one as module.function")
+                raise TypeError("not a function; give a function as module.function")
     if isinstance(config.workflow, str):
         with users_code(f"workflow={config.workflow}"):
             import_string(config.workflow)
@@ -83,7 +83,7 @@ def warn_of_namesakes(folders: list[str]) -> None:
 
     for folder in {Path(name).resolve() for name in folders if name} - {ROOT}:
         for name in sorted(modules(folder) & modules(ROOT)):
-            logger.warning("%s: `import %s` finds this project's module first; rename yours", folder, name)
+            logger.warning("%s: `import %s` finds this project's module first; rename your module", folder, name)
 
 
 def load_workflow(config: TrainConfig, task: Any, tokenizer: Any) -> Any:

@@ -49,7 +49,7 @@ GIB = 2**30
 START_SECONDS = 1800.0  # longest time until a server's first reply; a large model may load for minutes
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
 DEATH_SECONDS = 0.5  # longest time between the last connection of a killed process and its end
-HOLD_SECONDS = 3.0  # longest time until a process ends that first finishes its replies for up to 2 s (serve.py)
+HOLD_SECONDS = 3.0  # longest time for a process to end that first finishes its replies for up to 2 s (serve.py)
 
 
 class ProcessDied(RuntimeError):
@@ -146,7 +146,7 @@ class Fleet:
             if self.stopping:
                 return
             if left := self.replacements(child):
-                logger.error("%s\nthe run goes on with %d inference servers", child.last_words(), left)
+                logger.error("%s\nthe run continues with %d inference servers", child.last_words(), left)
                 return
             for tell in on_death:
                 tell(ProcessDied(child.last_words()))
@@ -155,7 +155,7 @@ class Fleet:
             threading.Thread(target=wait_for, args=(child,), name=f"watch-{child.name}", daemon=True).start()
 
     def replacements(self, child: Child) -> int:
-        """Return how many running processes can replace `child`. Only an inference server can replace another one."""
+        """Return how many running processes can replace `child`. Only inference servers can replace each other."""
         servers = [c for c in self.children if c.name.startswith("server")]
         return sum(c.process.poll() is None for c in servers) if child in servers else 0
 
@@ -220,8 +220,8 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
 def server_command(config: TrainConfig, mem_fraction: float | None) -> list[str]:
     """Return the command that starts an inference server, without the port.
 
-    `mem_fraction` is the server's share of the memory of each GPU; without GPUs it is None. The user's `server.args`
-    stand last, so they override the options before them.
+    `mem_fraction` is the server's share of the memory of each GPU, or None without GPUs. The user's `server.args` come
+    last, so they override earlier options.
     """
     server = config.server
     options: dict[str, object] = {
@@ -246,14 +246,14 @@ def own_command(module: str, options: dict[str, object], *arguments: str) -> lis
 
 
 def words(options: dict[str, object]) -> list[str]:
-    """Turn options into the words of a command line. An option None is left out; a list repeats its option."""
+    """Turn options into the words of a command line. The value None leaves an option out. A list repeats its option."""
     several = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
     return [str(word) for name, values in several.items() for v in values if v is not None for word in (name, v)]
 
 
 def check_sglang() -> None:
     """Raise ConfigError unless sglang is installed together with the version of torch that sglang needs."""
-    elsewhere = "or name one elsewhere: server.command='PYTHON -m sglang.launch_server' or rollout.server_addrs=[URL]"
+    elsewhere = "or use SGLang elsewhere: server.command='PYTHON -m sglang.launch_server' or rollout.server_addrs=[URL]"
     try:
         version, requires = metadata.version("sglang"), metadata.requires("sglang") or []
     except metadata.PackageNotFoundError as error:

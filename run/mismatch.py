@@ -1,6 +1,6 @@
 """The metric logp_mismatch compares the log-probabilities of the inference server with those of the trainer.
 
-The server and the trainer run the same weights through different programs, so the numbers differ by rounding (about
+The server and the trainer compute with equal weights but different programs, so the numbers differ by rounding (about
 1e-6 in float32, 0.05 in bfloat16). A larger difference means that the server and the trainer use different weights or
 different masks. Every importance weight of the run is then wrong.
 """
@@ -14,7 +14,7 @@ from training.actor import FSDPPPOActor
 
 
 def logp_mismatch(batch: dict[str, Tensor], actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout) -> float:
-    """Return max |log p_server - log p_trainer|, in nats, over tokens that both computed with the same weights.
+    """Return max |log p_server - log p_trainer| in nats, over tokens computed by server and trainer with equal weights.
 
     The maximum includes the tokens of the batch that were sampled at the current version. An asynchronous batch may
     contain no such tokens. Therefore the server also scores the first two rows of the batch with its current weights.

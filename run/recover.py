@@ -92,7 +92,7 @@ def save_model(actor: Any, folder: Path, step: int, keep: int) -> None:
 
 
 class GroupLog:
-    """Stores each finished group that is not yet trained in a checkpoint as a file. Rollout threads write the files."""
+    """One file for each finished group on which no checkpoint has trained yet. Rollout threads write the files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

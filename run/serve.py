@@ -37,8 +37,8 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
 
     Standard input is a pipe from the parent process, so the pipe closes when the parent dies.
     """
-    # The server keeps an idle connection open for 75 s, longer than any client does. If the server closed a connection
-    # while a client sends a request over it, the request would fail.
+    # The server keeps an idle connection open for 75 s. Clients close idle connections much earlier. If the server
+    # closed a connection while a client sends a request over this connection, the request would fail.
     options: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}  # seconds
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, **options))
 

@@ -45,4 +45,4 @@ def test_a_name_of_the_seven_is_taken(tmp_path: Path, tiny_model_dir: Path, name
     asks the user to rename."""
     done = dry_run(tmp_path, tiny_model_dir, [name])
     assert done.returncode == 2
-    assert f"`import {name}` finds this project's module first; rename yours" in done.stderr
+    assert f"`import {name}` finds this project's module first; rename your module" in done.stderr

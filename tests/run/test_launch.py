@@ -295,13 +295,13 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
     first.process.wait(timeout=30)
     fleet.raise_death(ValueError("of an episode whose server died: another one will do"))
     deadline = time.monotonic() + 30
-    while "goes on with 1" not in caplog.text:  # the thread that watches the server logs this message
+    while "continues with 1" not in caplog.text:  # the thread that watches the server logs this message
         assert not told.wait(0.01)
         assert time.monotonic() < deadline
     second.process.stdin.close()  # type: ignore[union-attr]
     assert told.wait(30)
     assert "server-1 ended with code 0" in str(deaths[0])
-    assert [r for r in caplog.messages if "server-0" in r and "my last words" in r and "goes on with 1" in r]
+    assert [r for r in caplog.messages if "server-0" in r and "my last words" in r and "continues with 1" in r]
     with pytest.raises(ProcessDied, match="server-1"):
         fleet.raise_death(ValueError("something else"))
     fleet.stop()
@@ -317,6 +317,6 @@ def test_a_run_outlives_one_of_its_two_servers(tmp_path: Path) -> None:
     output = rest_of(process, 200)
     assert process.returncode == 0, output[-3000:]
     assert "ended with code -9" in output
-    assert "goes on with 1 inference servers" in output
+    assert "continues with 1 inference servers" in output
     assert len((tmp_path / "e/t/metrics.jsonl").read_text().splitlines()) == 6
     assert_gone(pids)
