@@ -52,7 +52,7 @@ Find = Callable[[str], Found | None]  # looks up a finished interaction of the s
 NOTHING: Find = dict[str, Found]().get  # finds nothing, for a request without a session
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of parts that hold a text
-BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")  # the last: encrypted, left out
+BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")  # the last one is left out
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # unsupported parameters, each with the values that change nothing
     **dict.fromkeys(("functions", "mcp_servers"), ([],)),
     **dict.fromkeys(("top_logprobs", "min_p", "min_tokens"), (0,)),
@@ -393,6 +393,7 @@ def _split_blocks(raw: Any, where: str) -> list[Message]:
     """Return the messages that one Anthropic message holds: one for each tool_result, one for all other blocks."""
     if not isinstance(as_object(raw, where).get("content"), list):
         return [normalise(raw, where)]
+    # A redacted_thinking block is encrypted, so nothing reads it.
     blocks: dict[Any, list[dict[str, Any]]] = {kind: [] for kind in BLOCKS}
     for i, block in enumerate(raw["content"]):
         kind = as_object(block, f"{where}.content[{i}]").get("type")

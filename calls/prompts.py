@@ -172,8 +172,8 @@ class TextReader:
         if held_back:  # the incomplete character may begin in any of the last three tokens, so they stay pending
             pending = pending[:-INCOMPLETE]
             fresh = self._text_behind_context(pending)
-        is_certain = certain.startswith(fresh)  # false if the last of these tokens is the beginning of a character
-        if is_certain and (fresh or len(pending) > WITHOUT_TEXT):
+        # The text is not certain if the last of these tokens is the beginning of a character.
+        if certain.startswith(fresh) and (fresh or len(pending) > WITHOUT_TEXT):
             self._text += fresh
             self._settled += len(pending)
             if fresh:

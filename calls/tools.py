@@ -91,7 +91,7 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     pieces: list[str] = []
     calls: list[Call] = []
     piece_begin = 0  # where the next piece of text begins
-    last = text.rfind(END_OF_CALL) + len(END_OF_CALL)  # searching behind the last end mark would only cost time
+    last = text.rfind(END_OF_CALL) + len(END_OF_CALL)  # there is no pair behind the last end mark
     for pair in PAIR.finditer(text, 0, last):
         call = read_call(pair[1], names)
         if call is not None:
@@ -160,7 +160,7 @@ class OutputParser:
             return Parsed("", reasoning)
         if not tools:
             return Parsed(rest, reasoning)
-        opened = rest.find(CALL, rest.rfind(END_OF_CALL) + 1)  # a call whose end mark has not come
+        opened = rest.find(CALL, rest.rfind(END_OF_CALL) + 1)  # the beginning of a call that has no end mark yet
         decided = rest[:opened] if opened >= 0 else without_partial(rest, [CALL])
         beside_calls, _ = split_calls(decided, tools)
         return Parsed(beside_calls.rstrip(), reasoning)

@@ -88,7 +88,7 @@ class Turn:
 
     def start(self, engine: Any, calls: list[ModelRequest], reader: Callable[[], TextReader]) -> None:
         """Generate one answer for each of `calls`; `reader` makes the TextReader of an answer."""
-        self._reader, self.input_len = reader, len(calls[0].input_ids)  # tokens of the prompt
+        self._reader, self.input_len = reader, len(calls[0].input_ids)  # number of prompt tokens
         self.task = asyncio.ensure_future(self._run(engine, calls))
         self.session.running.add(self)
         self.task.add_done_callback(self._clean_up)

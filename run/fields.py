@@ -1,13 +1,14 @@
-"""Read the fields of a JSON body, with errors that name the field.
+"""Read the fields of a JSON body. If a field is wrong, the error message contains the name of the field.
 
-A client or a model may send JSON of any type and any depth. The functions here return a value of the expected type or
-raise `Refusal`, which the proxy answers with status 400:
+A client or a model may send JSON of any type and any depth. These functions return a value of the expected type or
+raise `Refusal`, for which the proxy returns status 400:
 
     get({"tools": "f"}, "tools", list)                  -> Refusal "tools: a list is needed"
     get({"text": {"format": {}}}, "text.format", dict)  -> {}
     get({}, "stream", bool, False)                      -> False
 
-JSON is accepted only if every client can read and write it again: no NaN, no lone surrogates, at most `LEVELS` levels.
+Every client must be able to read and write the accepted JSON. Therefore the functions refuse NaN, lone surrogates, and
+more than `LEVELS` levels of nesting.
 """
 
 import json
@@ -19,7 +20,7 @@ NOUN = {bool: "true or false", dict: "an object", list: "a list", str: "a string
 
 
 class Refusal(ValueError):
-    """A request that cannot be served. Its message names the field or says what to do."""
+    """An error in a client's request. The message contains the name of the wrong field, or the remedy."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -27,7 +28,7 @@ class Refusal(ValueError):
 
 
 def read_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError unless every client can read and write it again."""
+    """Return the value of a JSON text. Raises ValueError if some clients could not read or write the value."""
     try:
         value = json.loads(text, parse_float=_number, parse_int=_number, parse_constant=_number)
     except RecursionError as error:
@@ -37,17 +38,18 @@ def read_json(text: str) -> Any:
 
 
 def _number(text: str) -> float | int:
-    """Return a JSON number as JavaScript reads it: 2.0 is 2, and an integer of more than 64 bits is a float."""
+    """Return a JSON number as JavaScript would: 2.0 becomes 2, and an integer of more than 64 bits becomes a float."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text}: a finite number is needed")
     if not value.is_integer() or abs(value) >= 2**63:
         return value
-    return int(text) if text.removeprefix("-").isdigit() else int(value)  # a float drops digits of a long integer
+    # A float cannot hold all digits of a long integer.
+    return int(text) if text.removeprefix("-").isdigit() else int(value)
 
 
 def write_json(value: Any, name: str) -> str:
-    """Return `value` as JSON text with sorted keys. Raises Refusal, naming the field, if it is nested too deeply."""
+    """Return `value` as JSON text with sorted keys. Raises Refusal with the field's `name` for too deep nesting."""
     try:
         text = json.dumps(value, sort_keys=True, ensure_ascii=False)
         # The number of brackets is quick to count and never less than the number of levels.
@@ -67,16 +69,16 @@ def _is_deep(value: Any, levels: int) -> bool:
 
 
 def as_object(value: Any, where: str) -> dict[str, Any]:
-    """Return `value` if it is an object. Raises Refusal, which begins with `where`, if it is not."""
+    """Return `value`, which must be a JSON object. If not, raises a Refusal whose message begins with `where`."""
     if not isinstance(value, dict):
         raise Refusal(f"{where}: an object is needed")
     return value
 
 
 def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where: str = "") -> Any:
-    """Return the field at a dotted path such as "text.format", or `default` if it is absent or null.
+    """Return the field at a dotted path such as "text.format", or `default` if the field is absent or null.
 
-    `where` is the path of `body` itself in a larger body. Raises Refusal if the field has another type than `kind`.
+    `where` is the path of `body` inside a larger body. Raises Refusal if the type of the field is not `kind`.
     """
     outer, _, name = path.rpartition(".")
     value = (get(body, outer, dict, {}) if outer else body).get(name)
