@@ -2,19 +2,20 @@
 
     python bench/engine.py [--quick]
 
-The benchmark decodes random prompts of 64 tokens to 128 new ones in four ways, with 1, 16 and 64 concurrent requests.
-All ways use one Qwen3 model in float32 on one thread. The unit is tokens per CPU-second, because wall time would also
-measure other programs of the machine.
+The benchmark generates 128 new tokens for random prompts of 64 tokens, with 1, 16 and 64 concurrent requests. Each
+measurement is done in four ways, with the same Qwen3 model in float32 on one thread. The unit is tokens per CPU-second,
+because wall time would also measure other programs of the machine.
 
     generate  model.generate on one batch, sampling at temperature 1
     engine    the scheduler and the slot cache, called in this process; sampling and logprobs for every token
-    http      a server process, asked over POST /generate; only the server's CPU time counts
-    --seed    the engine in deterministic mode, which fills batches up to four rows; larger batches are not affected
+    http      requests POST /generate to a server process; only the server's CPU time counts
+    --seed    the engine in deterministic mode, which fills small batches up to four rows
 
-The four ways alternate at least three times, and the best repetition of each one counts, because disturbances only
+The four ways alternate at least three times. The fastest repetition of each way counts, because other programs can only
 slow a repetition down. Target: engine / generate is at least 0.9 for the two larger models and 0.8 for the smallest.
-The last column says whether, in deterministic mode on this machine, a prompt's logits are equal bit by bit when it is
-computed alone, in a batch, and decoded after a shorter prefill (inference/tiny/model.py, "Bits").
+The last column shows a check of the deterministic mode on this machine. "yes" means that the logits of a prompt are
+equal bit by bit if the prompt is computed alone, computed in a batch, or decoded after a shorter prefill
+(inference/tiny/model.py, "Bits").
 """
 
 import argparse
@@ -39,10 +40,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from inference.tiny.model import TinyModel, run_step
-from inference.tiny.scheduler import Request, SamplingParams, Scheduler, Sequence
+from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
 
 PROMPT, NEW = 64, 128
-# parameters: layers, width, vocabulary, heads, key heads, width of the feed-forward layers
+# number of parameters -> layers, hidden size, vocabulary, heads, key heads, width of the feed-forward layers
 MODELS = {"0.13M": (2, 64, 64, 4, 2, 256), "3.3M": (4, 256, 512, 4, 2, 736), "15.7M": (6, 384, 4096, 6, 3, 1440)}
 PORT = 31877
 
@@ -97,7 +98,7 @@ def by_engine(tiny: TinyModel, batch: list[list[int]], new: int) -> float:
     start = time.process_time()
     for i, prompt in enumerate(batch):
         params = SamplingParams(max_new_tokens=new, sampling_seed=i)
-        scheduler.submit(Sequence(Request(str(i), prompt, params)))
+        scheduler.submit(Sequence(str(i), prompt, params))
     while run_step(scheduler, tiny):
         pass
     seconds = time.process_time() - start
@@ -124,7 +125,7 @@ def by_http(url: str, batch: list[list[int]], new: int) -> float:
 
 
 def bits_agree(tiny: TinyModel, batch: list[list[int]]) -> bool:
-    """Return whether the first prompt's logits are equal alone, in a batch, and with its last token decoded."""
+    """Return whether a prompt's logits are equal when computed alone, in a batch, and with the last token decoded."""
     first = batch[0]
     alone = tiny.step([first], [0])[0, -1].clone()
     among = tiny.step(batch, [0] * len(batch))[0, -1].clone()
@@ -134,7 +135,7 @@ def bits_agree(tiny: TinyModel, batch: list[list[int]]) -> bool:
 
 
 def start_server(path: str) -> subprocess.Popen:
-    """Start the small server on a model folder, and return its process once it answers."""
+    """Start the small server with a model folder, wait until the server answers, and return the server's process."""
     command = [
         sys.executable,
         "-m",

@@ -74,9 +74,7 @@ def key_length(longest: int) -> int:
     """Return how many keys every row attends to, if the longest row has `longest`. Multiples of 64 let shapes repeat.
     The attention kernel works in blocks of 512 keys and sums 256 or 320 of them in another order: 384 replaces both."""
     keys = round_up(longest, 64)
-    if keys % 512 in (256, 320):
-        keys = round_up(keys + 1, 128)
-    return keys
+    return round_up(keys + 1, 128) if keys % 512 in (256, 320) else keys
 
 
 def slot_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **kwargs: Any):
@@ -308,14 +306,13 @@ def truncate(weights: Tensor, params: list[SamplingParams]) -> Tensor:
 @torch.inference_mode()
 def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
     """Draw the next token of each sequence from its row of logits (n, vocab). Return n tokens and their logprobs."""
-    params = [sequence.request.params for sequence in sequences]
+    params = [sequence.params for sequence in sequences]
     vocab = logits.shape[1]
 
     # 1. Penalties: logit_v -= penalty * (how often v was generated)
     for i, sequence in enumerate(sequences):
-        if params[i].frequency_penalty:
-            counts = torch.bincount(torch.tensor(sequence.output, dtype=torch.int), minlength=vocab)
-            logits[i] -= params[i].frequency_penalty * counts
+        if penalty := params[i].frequency_penalty:
+            logits[i] -= penalty * torch.bincount(torch.tensor(sequence.output, dtype=torch.int), minlength=vocab)
 
     # 2. Logprobs: log_softmax(logits / T)
     temperature = torch.tensor([p.temperature for p in params])[:, None]  # (n, 1)
@@ -329,8 +326,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
 
     # 4. The draw: token = min { v : sum_{w <= v} p_w > u * sum_w p_w }
     cdf = weights.cumsum(-1)
-    positions = [len(sequence.tokens) for sequence in sequences]
-    u = uniforms([p.sampling_seed for p in params], positions)[:, None]  # (n, 1)
+    u = uniforms([p.sampling_seed for p in params], [len(sequence.tokens) for sequence in sequences])[:, None]  # (n, 1)
     token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=vocab - 1)  # (n, 1)
     if greedy.any():
         token = torch.where(greedy, logprobs.argmax(-1, keepdim=True), token)
@@ -355,7 +351,7 @@ def run_step(scheduler: Scheduler, model: TinyModel) -> bool:
     for i, j in scheduler.moves:
         model.cache.exchange(i, j)
     scheduler.moves.clear()
-    unscored = [s for s in step.sequences if s.request.wants_prompt_logprobs and not s.prompt_logprobs]
+    unscored = [s for s in step.sequences if s.wants_prompt_logprobs and not s.prompt_logprobs]
     logits = model.step(step.feeds, step.cached, step.first_slot, all_logits=bool(unscored))  # (n, k, vocab)
     for sequence in unscored:
         sequence.prompt_logprobs = score_prompt(sequence.tokens, logits[step.sequences.index(sequence)])

@@ -23,7 +23,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from inference.tiny.scheduler import Request, SamplingParams, Sequence
+from inference.tiny.scheduler import SamplingParams, Sequence
 from run.fields import Refusal, as_object, get
 
 
@@ -68,7 +68,7 @@ class Protocol:
             self.check(prompt, params)
             stops = frozenset() if params.ignore_eos else self.eos.union(params.stop_token_ids)
             name = f"{rid}_{i}" if batch else rid
-            sequences.append(Sequence(Request(name, prompt, params, stops, stream, return_logprob, prompt_logprobs)))
+            sequences.append(Sequence(name, prompt, params, stops, stream, return_logprob, prompt_logprobs))
         return sequences, batch
 
     def check(self, prompt: Any, params: SamplingParams) -> None:
@@ -78,11 +78,10 @@ class Protocol:
         for token in prompt:
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 raise Refusal(f"input_ids holds {token!r}; token ids are integers from 0 to {self.vocab_size - 1}")
-        if len(prompt) + params.max_new_tokens > self.max_length:
-            raise Refusal(
-                f"prompt ({len(prompt)} tokens) and max_new_tokens ({params.max_new_tokens}) together exceed "
-                f"{self.max_length}, the lesser of the model's context length and --max-total-tokens"
-            )
+        total = len(prompt) + params.max_new_tokens
+        if total > self.max_length:
+            limit = f"{self.max_length}, the lesser of the model's context length and --max-total-tokens"
+            raise Refusal(f"prompt ({len(prompt)} tokens) and max_new_tokens make {total}, more than {limit}")
 
     def answer(self, sequence: Sequence) -> dict[str, Any]:
         """Return the reply's body for the tokens that a sequence has now.
@@ -91,23 +90,14 @@ class Protocol:
         `finish` last. This method therefore reads `finish` first, and takes as many tokens as there are logprobs.
         """
         finish, n = sequence.finish, len(sequence.logprobs)
-        request, prompt_tokens = sequence.request, len(sequence.request.prompt)
-        ids = sequence.tokens[prompt_tokens : prompt_tokens + n]
-        meta: dict[str, Any] = {
-            "id": request.rid,
-            "finish_reason": finish,
-            "prompt_tokens": prompt_tokens,
-            "weight_version": sequence.version_starts[-1][0],
-            "num_retractions": sequence.retractions,
-            "completion_tokens": n,
-            "cached_tokens": sequence.reused_tokens,
-            "weight_versions": sequence.spans(n),
-        }
-        if request.return_logprob:
-            prompt_entries = zip(sequence.prompt_logprobs, request.prompt)  # none if they were not asked for
+        ids = sequence.output[:n]
+        meta: dict[str, Any] = {"id": sequence.rid, "finish_reason": finish, "num_retractions": sequence.retractions}
+        meta |= {"prompt_tokens": len(sequence.prompt), "cached_tokens": sequence.reused_tokens, "completion_tokens": n}
+        meta |= {"weight_version": sequence.version_starts[-1][0], "weight_versions": sequence.spans(n)}
+        if sequence.return_logprob:  # prompt_logprobs is empty if the client did not ask for them
+            prompt_entries = zip(sequence.prompt_logprobs, sequence.prompt)
             meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in prompt_entries]
-            entries = zip(sequence.logprobs[:n], ids, strict=True)
-            meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in entries]
+            meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in zip(sequence.logprobs, ids)]
         matched = finish.get("matched") if finish else None
         return {"text": self.text(ids, matched), "output_ids": ids, "meta_info": meta}
 

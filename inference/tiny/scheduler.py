@@ -66,10 +66,11 @@ class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
     n: Literal[1] = 1
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the client asked for. Nothing in here changes."""
+@dataclass(eq=False)
+class Sequence:
+    """A client's request and what has been generated for it so far."""
 
+    # What the client asked for, which never changes:
     rid: str  # the request's id, which /abort_request names
     prompt: list[int]
     params: SamplingParams
@@ -77,18 +78,6 @@ class Request:
     stream: bool = False  # the client wants to see every token as it comes
     return_logprob: bool = False  # the reply holds logprobs
     wants_prompt_logprobs: bool = False  # the reply holds logprobs of the prompt, too
-
-    @property
-    def reserved(self) -> int:
-        """The number of tokens that this request may fill in the cache at most."""
-        return len(self.prompt) + self.params.max_new_tokens
-
-
-@dataclass(eq=False)
-class Sequence:
-    """A request and what has been generated for it so far."""
-
-    request: Request
     # What the steps compute:
     tokens: list[int] = field(init=False)  # prompt and output
     logprobs: list[float] = field(default_factory=list)  # one for each output token
@@ -101,12 +90,17 @@ class Sequence:
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # set at the end; if streaming, at every token
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt)
+        self.tokens = list(self.prompt)
+
+    @property
+    def reserved(self) -> int:
+        """The number of tokens that this sequence may fill in the cache at most."""
+        return len(self.prompt) + self.params.max_new_tokens
 
     @property
     def output(self) -> list[int]:
         """The tokens generated so far."""
-        return self.tokens[len(self.request.prompt) :]
+        return self.tokens[len(self.prompt) :]
 
     def spans(self, n: int) -> list[dict[str, Any]]:
         """Return SGLang's weight_versions: which version computed output tokens start .. end - 1, for the first n."""
@@ -136,12 +130,10 @@ class Step:
 
 def common_prefix(a: list[int], b: list[int]) -> int:
     """Return the length of the longest common prefix of a and b."""
-    length = 0
-    for x, y in zip(a, b, strict=False):
+    for length, (x, y) in enumerate(zip(a, b)):
         if x != y:
-            break
-        length += 1
-    return length
+            return length
+    return min(len(a), len(b))
 
 
 class Scheduler:
@@ -157,7 +149,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # running[i] computes in slots[i]
         self.slots = [Slot() for _ in range(slots)]
         self.moves: list[tuple[int, int]] = []  # pairs of slots that the cache must exchange before the next step
-        self.updates: deque[Callable[[], None]] = deque()  # functions that load new weights, oldest first
+        # Functions that load new weights and call `renew`, oldest first. While one waits here, no sequence starts.
+        self.updates: deque[Callable[[], None]] = deque()
         self.finished: list[Sequence] = []  # finished sequences that the server has not announced yet
         self.steps = 0  # steps computed so far
 
@@ -173,7 +166,7 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         """Append a sequence to the queue. The protocol has refused requests that could never fit."""
-        assert sequence.request.reserved <= self.max_total_tokens, "the request is larger than max_total_tokens"
+        assert sequence.reserved <= self.max_total_tokens, "the request is larger than max_total_tokens"
         sequence.version_starts.append((self.version, 0))
         self.waiting.append(sequence)
 
@@ -181,27 +174,30 @@ class Scheduler:
         """Finish every sequence that matches, running or waiting, with the tokens that it has."""
         for sequence in self.live():
             if matches(sequence):
-                self._finish(sequence, {"type": "abort", "message": "Aborted"})
+                sequence.finish = {"type": "abort", "message": "Aborted"}
+                self.finished.append(sequence)
         self.waiting = deque(sequence for sequence in self.waiting if sequence.finish is None)
         self._release()
 
     def pause(self, mode: str) -> None:
-        """Plan no step until `resume`. Running sequences finish ("abort"), return to the queue ("retract"), or keep
-        their slots ("in_place"). New requests wait."""
+        """Plan no step until `resume`, so new requests wait.
+
+        mode: running sequences finish ("abort"), keep their slots ("in_place"), or return to the head of the queue
+        without their keys and values ("retract").
+        """
         self.paused = mode
         if mode == "abort":
             self.abort()
         elif mode == "retract":
-            self._retract()
+            for i, sequence in enumerate(self.running):
+                sequence.retractions += 1
+                self.slots[i] = Slot()
+            self.waiting.extendleft(reversed(self.running))
+            self.running = []
 
     def resume(self) -> None:
         """Plan steps again."""
         self.paused = None
-
-    def request_update(self, load: Callable[[], None]) -> None:
-        """Let `plan` call `load` once nothing runs or generation is paused; `load` copies new weights and calls
-        `renew`. No sequence is admitted before that."""
-        self.updates.append(load)
 
     def renew(self, version: str | None) -> None:
         """Record that the weights have changed, so all cached keys are stale. None keeps the version's label."""
@@ -235,14 +231,14 @@ class Scheduler:
     def extend(self, step: Step, tokens: list[int], logprobs: list[float]) -> None:
         """Append to each sequence of the step its new token, and finish the sequences that have reached their end."""
         self.steps += 1
-        for slot, feed in enumerate(step.feeds, step.first_slot):
-            self.slots[slot].cached += feed
-            self.slots[slot].used = self.steps
+        for slot, feed in zip(self.slots[step.first_slot :], step.feeds):
+            slot.cached += feed
+            slot.used = self.steps
         for sequence, token, logprob in zip(step.sequences, tokens, logprobs, strict=True):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
-            if (reason := self._finish_reason(sequence)) is not None:
-                self._finish(sequence, reason)
+            sequence.finish = self._finish_reason(sequence)
+        self.finished += [sequence for sequence in step.sequences if sequence.finish is not None]
         self._release()
 
     # Admit
@@ -250,41 +246,36 @@ class Scheduler:
     def _admit(self) -> int:
         """Start waiting sequences in order, as many as fit into the slots, the memory and one prefill step. Return how
         many started."""
-        reserved = sum(sequence.request.reserved for sequence in self.running)
+        reserved = sum(sequence.reserved for sequence in self.running)
         started, longest = 0, 0
         while self.waiting and len(self.running) < len(self.slots):
             sequence = self.waiting[0]
-            reserved += sequence.request.reserved
+            reserved += sequence.reserved
             if reserved > self.max_total_tokens:
                 break
             slot, reused = self._best_slot(sequence)
             longest = max(longest, len(sequence.tokens) - reused)
             if started and (started + 1) * longest > PREFILL_TOKENS:  # each row is padded to the longest
                 break
-            self._start(self.waiting.popleft(), slot, reused)
+            self.waiting.popleft()
+            self._exchange(slot, len(self.running))
+            self.slots[len(self.running)] = Slot(sequence.tokens[:reused])
+            self.running.append(sequence)
+            sequence.reused_tokens = max(sequence.reused_tokens, reused)
             started += 1
         return started
 
     def _best_slot(self, sequence: Sequence) -> tuple[int, int]:
         """Return the idle slot that caches most of the sequence, and how many tokens of it can be reused. Among equals,
         return the slot that has been idle for longest."""
-        reusable = len(sequence.tokens) - 1  # the last token is fed in any case: its logits give the next token
-        if sequence.request.wants_prompt_logprobs:
-            reusable = 0  # the logits of all tokens are needed
+        # The last token is fed in any case, because its logits give the next token. Prompt logprobs need all logits.
+        reusable = 0 if sequence.wants_prompt_logprobs else len(sequence.tokens) - 1
         ranked = []
-        for i in range(len(self.running), len(self.slots)):
-            slot = self.slots[i]
+        for i, slot in enumerate(self.slots[len(self.running) :], len(self.running)):
             shared = 0 if slot.stale else common_prefix(slot.cached, sequence.tokens)
             ranked.append((min(shared, reusable), -slot.used, i))
         reused, _, best = max(ranked)
         return best, reused
-
-    def _start(self, sequence: Sequence, slot: int, reused: int) -> None:
-        """Run the sequence in the first slot behind the running ones, on the keys that `slot` remembers."""
-        self._exchange(slot, len(self.running))
-        self.slots[len(self.running)] = Slot(sequence.tokens[:reused])
-        self.running.append(sequence)
-        sequence.reused_tokens = max(sequence.reused_tokens, reused)
 
     def _exchange(self, i: int, j: int) -> None:
         """Exchange two slots, and have the cache exchange their keys and values before the next step."""
@@ -292,41 +283,22 @@ class Scheduler:
             self.slots[i], self.slots[j] = self.slots[j], self.slots[i]
             self.moves.append((i, j))
 
-    # Retract
-
-    def _retract(self) -> None:
-        """Put the running sequences back at the head of the queue, and forget their keys and values."""
-        for i, sequence in enumerate(self.running):
-            sequence.retractions += 1
-            self.slots[i] = Slot()
-        self.waiting.extendleft(reversed(self.running))
-        self.running = []
-
     # Finish
 
     def _finish_reason(self, sequence: Sequence) -> dict[str, Any] | None:
         """Return why the sequence ends with its last token, as SGLang's finish_reason, or None if it goes on."""
-        token, request = sequence.tokens[-1], sequence.request
-        if token in request.stop_ids:
+        token, params = sequence.tokens[-1], sequence.params
+        if token in sequence.stop_ids:
             return {"type": "stop", "matched": token}
-        if request.params.stop and (matched := self._matched_stop(sequence)) is not None:
-            return {"type": "stop", "matched": matched}
-        if len(sequence.logprobs) >= request.params.max_new_tokens:
+        if params.stop:
+            tail = max(len(stop.encode()) for stop in params.stop) + 8  # every token holds at least one byte
+            text = self.decode(sequence.output[-tail:])
+            for stop in params.stop:
+                if stop in text:
+                    return {"type": "stop", "matched": stop}
+        if len(sequence.logprobs) >= params.max_new_tokens:
             return {"type": "length", "length": len(sequence.logprobs)}
         return None
-
-    def _matched_stop(self, sequence: Sequence) -> str | None:
-        """Return the first of the request's stop strings that the end of the output contains, or None."""
-        stops = sequence.request.params.stop
-        tail = max(len(stop.encode()) for stop in stops) + 8  # every token holds at least one byte
-        text = self.decode(sequence.output[-tail:])
-        return next((stop for stop in stops if stop in text), None)
-
-    def _finish(self, sequence: Sequence, reason: dict[str, Any]) -> None:
-        """Mark the sequence as finished; the server announces it after the step."""
-        assert sequence.finish is None, f"{sequence.request.rid} finishes twice"
-        sequence.finish = reason
-        self.finished.append(sequence)
 
     def _release(self) -> None:
         """Free the slots of finished sequences: the last running sequence moves into each hole."""

@@ -103,26 +103,6 @@ class Engine:
         """Queue a call of `function` between two steps. Return a future that is done after the call."""
         return self.loop.run_in_executor(self.thread, self._event, function, *arguments)
 
-    async def update(self, read: Callable[[], dict[str, Tensor]], version: str | None, whole: bool) -> str | None:
-        """Load the weights that `read` returns when the scheduler allows it. Return None, or why the old weights stay.
-
-        version: the label of the new weights; None keeps the label. whole: a missing weight is an error.
-        """
-        answer = self.loop.create_future()
-
-        def load() -> None:
-            problem = None
-            try:
-                self.model.replace_weights(read(), whole)
-            except Exception as error:  # a broken file, pickle or peer raises any type; nothing has been copied
-                problem = f"The old weights stay: {type(error).__name__}: {error}"
-            else:
-                self.scheduler.renew(version)
-            self.loop.call_soon_threadsafe(answer.set_result, problem)
-
-        self.call(self.scheduler.request_update, load)
-        return await answer
-
     # Called in the thread
 
     @supervised()
@@ -139,7 +119,7 @@ class Engine:
         self.stepping = run_step(self.scheduler, self.model)
         news, self.scheduler.finished = self.scheduler.finished, []
         if self.stepping:
-            news += [sequence for sequence in self.scheduler.running if sequence.request.stream]
+            news += [sequence for sequence in self.scheduler.running if sequence.stream]
             self.thread.submit(self._step)
         if news:
             self.loop.call_soon_threadsafe(announce, news)
@@ -204,7 +184,7 @@ class Server:
         sequences, batch = self.protocol.parse(await self._body(request))
         for sequence in sequences:
             self.engine.call(self.scheduler.submit, sequence)
-        if sequences[0].request.stream:
+        if sequences[0].stream:
             return StreamingResponse(self._stream(sequences[0]), media_type="text/event-stream")
         for sequence in sequences:
             await sequence.changed.wait()
@@ -226,7 +206,7 @@ class Server:
 
     async def abort_request(self, request: Request) -> Response:
         rid = (await self._body(request, rid=str))["rid"]
-        await self.engine.call(self.scheduler.abort, lambda sequence: sequence.request.rid == rid)
+        await self.engine.call(self.scheduler.abort, lambda sequence: sequence.rid == rid)
         return Response()
 
     async def pause_generation(self, request: Request) -> Response:
@@ -256,13 +236,26 @@ class Server:
         return await self._load(body, lambda: unpack_weights(body["serialized_named_tensors"]))
 
     async def _load(self, body: dict[str, Any], read: Callable[[], dict[str, Tensor]], whole: bool = False) -> Response:
-        """Have the engine load the weights that `read` returns: all of them, or a part inside a session."""
+        """Have the scheduler load the weights that `read` returns: all of them, or a part inside a session."""
         version = get(body, "weight_version", str)
         if not (whole or self.in_session):
             return outcome("a part of the weights must come between begin_weight_update and end_weight_update")
         if body.get("abort_all_requests"):
             self.engine.call(self.scheduler.abort)
-        return outcome(await self.engine.update(read, version, whole))
+        answer = self.engine.loop.create_future()
+
+        def load() -> None:  # runs in the engine's thread
+            problem = None
+            try:
+                self.engine.model.replace_weights(read(), whole)
+            except Exception as error:  # a broken file, pickle or peer raises any type; nothing has been copied
+                problem = f"The old weights stay: {type(error).__name__}: {error}"
+            else:
+                self.scheduler.renew(version)
+            self.engine.loop.call_soon_threadsafe(answer.set_result, problem)
+
+        self.engine.call(self.scheduler.updates.append, load)
+        return outcome(await answer)
 
     async def begin_weight_update(self, _: Request) -> Response:
         was_open, self.in_session = self.in_session, True
@@ -286,8 +279,7 @@ class Server:
 
     async def destroy_weights_update_group(self, request: Request) -> Response:
         body = await self._body(request, group_name=str)
-        left = self.groups.pop(body["group_name"], None)
-        return outcome(None if left else "there is no process group of this name")
+        return outcome(None if self.groups.pop(body["group_name"], None) else "there is no process group of this name")
 
     async def update_weight_version(self, request: Request) -> Response:
         body = await self._body(request, new_version=str)

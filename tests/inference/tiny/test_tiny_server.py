@@ -1,9 +1,9 @@
-"""Tests of the small server: what it promises in addition to SGLang's contract.
+"""Tests of properties that inference/tiny has in addition to the contract with SGLang.
 
-- Each token of a completion that a weight update interrupted has the logprob that its own version computes. Pause mode
-  in_place is the exception, and a test measures its error.
-- The tokens of a request with a seed do not depend on other requests.
-- Every request ends exactly once, whatever the order of events, and its spans cover its tokens.
+- If a weight update interrupts a completion, each token's logprob is computed with the weights of the token's
+  version. In pause mode in_place the logprobs have an error, which a test measures.
+- The tokens of a request with a seed do not depend on the other requests.
+- Every request ends exactly one time in any order of events, and its spans cover its tokens.
 - The server answers bad input with an error and keeps running.
 """
 
@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from inference.tiny.model import ModelError, TinyModel, key_length, read_weights, run_step, sample, uniforms
 from inference.tiny.protocol import Protocol, parse_params
-from inference.tiny.scheduler import Request, SamplingParams, Scheduler, Sequence, common_prefix
+from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence, common_prefix
 from inference.weights import serialise
 from run.fields import Refusal
 
@@ -48,7 +48,7 @@ def tiny(tiny_model_dir: Path) -> TinyModel:
 
 def sequence(rid: str, prompt: list[int], new: int, seed: int = 0, **params: Any) -> Sequence:
     """Return a sequence that asks for `new` tokens after the prompt."""
-    return Sequence(Request(rid, prompt, SamplingParams(max_new_tokens=new, sampling_seed=seed, **params)))
+    return Sequence(rid, prompt, SamplingParams(max_new_tokens=new, sampling_seed=seed, **params))
 
 
 def make_scheduler(slots: int = 6, max_total_tokens: int = 10_000) -> Scheduler:
@@ -74,8 +74,9 @@ def by_forward(path: Path, ids: list[int], temperature: float = 1.0) -> list[flo
 
 
 def versioned_logprobs(one: Sequence, paths: dict[str, Path]) -> list[float]:
-    """Return the expected logprob of each output token: a forward pass with the weights of its version."""
-    scores = {version: by_forward(path, one.tokens)[len(one.request.prompt) - 1 :] for version, path in paths.items()}
+    """Return the expected logprob of each output token, computed by a forward pass with the weights of the token's
+    version."""
+    scores = {version: by_forward(path, one.tokens)[len(one.prompt) - 1 :] for version, path in paths.items()}
     spans = one.spans(len(one.logprobs))
     return [scores[span["version"]][t] for span in spans for t in range(span["start"], span["end"])]
 
@@ -90,13 +91,13 @@ def update(tiny: TinyModel, scheduler: Scheduler, weights: Path, version: str) -
         tiny.replace_weights(read_weights(str(weights)))
         scheduler.renew(version)
 
-    scheduler.request_update(load)
+    scheduler.updates.append(load)
     assert run_step(scheduler, tiny) is False
 
 
 def straddle(tiny: TinyModel, mode: str, new_weights: Path) -> list[Sequence]:
-    """Run three requests, pause after 5 steps, load new weights, and run to the end. Aborted requests are sent
-    again with their partial output."""
+    """Run three requests, pause after 5 steps, load new weights, and run to the end. If the pause aborts requests,
+    submit them again with their partial output."""
     scheduler = make_scheduler()
     requests = [sequence(str(i), PROMPT[i:], 12, seed=i) for i in range(3)]
     for one in requests:
@@ -109,8 +110,8 @@ def straddle(tiny: TinyModel, mode: str, new_weights: Path) -> list[Sequence]:
     scheduler.resume()
     if mode == "abort":
         for one in requests:
-            seed = one.request.params.sampling_seed
-            rest = sequence(one.request.rid, one.tokens, 12 - len(one.logprobs), seed=seed)
+            seed = one.params.sampling_seed
+            rest = sequence(one.rid, one.tokens, 12 - len(one.logprobs), seed=seed)
             run(tiny, rest, scheduler=scheduler)
             one.version_starts.append(("1", len(one.logprobs)))
             one.tokens, one.logprobs = rest.tokens, one.logprobs + rest.logprobs
@@ -122,7 +123,8 @@ def straddle(tiny: TinyModel, mode: str, new_weights: Path) -> list[Sequence]:
 def test_a_straddling_completion_is_a_forward_pass_under_each_tokens_version(
     tiny: TinyModel, tiny_model_dir: Path, other_model_dir: Path, mode: str
 ) -> None:
-    """If new weights arrive after 5 tokens, each logprob equals a forward pass under its own token's version."""
+    """If new weights arrive after 5 tokens, each token's logprob equals a forward pass with the weights of the
+    token's version."""
     for one in straddle(tiny, mode, other_model_dir):
         assert one.spans(12) == [{"version": "0", "start": 0, "end": 5}, {"version": "1", "start": 5, "end": 12}]
         expected = versioned_logprobs(one, {"0": tiny_model_dir, "1": other_model_dir})
@@ -131,8 +133,8 @@ def test_a_straddling_completion_is_a_forward_pass_under_each_tokens_version(
 
 
 def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path) -> None:
-    """After an update in place, new queries attend to old keys, so logprobs equal no forward pass. When every weight
-    moves by about 1 %, the error is larger than rounding and less than 0.5 nats."""
+    """After an update in place, new queries attend to old keys, so the logprobs equal no forward pass. If every
+    weight changes by about 1 %, the error is larger than rounding and less than 0.5 nats."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -149,7 +151,8 @@ def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, 
 
 
 def test_keys_of_old_weights_are_not_reused(tiny: TinyModel, other_model_dir: Path) -> None:
-    """A sequence that was updated in place leaves keys of two versions behind. The next request does not reuse them."""
+    """The server does not reuse the keys of a sequence that an update in place interrupted, because the keys have two
+    versions."""
     scheduler = make_scheduler()
     scheduler.submit(sequence("old", PROMPT, 8))
     run_step(scheduler, tiny)
@@ -168,8 +171,8 @@ def test_keys_of_old_weights_are_not_reused(tiny: TinyModel, other_model_dir: Pa
 def test_weights_that_are_not_finite_leave_nothing_behind(
     tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path, factor: float
 ) -> None:
-    """Bad weights fill a slot with NaN or infinity. After good weights are loaded, a shorter sequence in this slot has
-    correct logprobs."""
+    """If bad weights filled a slot with NaN or infinity, a later sequence in this slot still has correct logprobs
+    under good weights."""
     named = read_weights(str(tiny_model_dir))
     bad = {name: tensor * factor if "v_proj" in name else tensor for name, tensor in named.items()}
     save_file(bad, tmp_path / "model.safetensors")
@@ -195,7 +198,7 @@ def test_weights_that_do_not_fit_change_nothing(tiny: TinyModel) -> None:
 
 
 def test_a_cut_off_weights_file_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """A damaged safetensors file raises a ModelError that names its folder."""
+    """A damaged safetensors file raises a ModelError that names the file's folder."""
     whole = (tiny_model_dir / "model.safetensors").read_bytes()
     for part in (whole[: len(whole) // 2], b"", b"not safetensors"):
         (tmp_path / "model.safetensors").write_bytes(part)
@@ -207,7 +210,7 @@ def test_a_cut_off_weights_file_is_refused(tiny_model_dir: Path, tmp_path: Path)
 
 
 def test_a_seeded_request_does_not_see_its_neighbours(tiny: TinyModel) -> None:
-    """A request with a seed gets the same tokens alone, in a full batch, and after waiting in the queue."""
+    """A request with a seed gets equal tokens alone, in a full batch, and after waiting in the queue."""
     alone = sequence("a", PROMPT, 24, seed=7)
     run(tiny, alone)
     crowd = [sequence(str(i), PROMPT[i:] + [i] * 9 * i, 20 + i, seed=i) for i in range(8)]
@@ -223,7 +226,8 @@ def test_a_seeded_request_does_not_see_its_neighbours(tiny: TinyModel) -> None:
 
 
 def test_an_aborted_request_goes_on_with_its_own_noise(tiny: TinyModel) -> None:
-    """An aborted request that is sent again with its partial output gets the tokens of an uninterrupted request."""
+    """If an aborted request is sent again with its partial output, its tokens are those of an uninterrupted
+    request."""
     whole = sequence("a", PROMPT, 16, seed=3)
     run(tiny, whole)
     rest = sequence("a", whole.tokens[: len(PROMPT) + 6], 10, seed=3)
@@ -232,21 +236,21 @@ def test_an_aborted_request_goes_on_with_its_own_noise(tiny: TinyModel) -> None:
 
 
 def test_a_reused_prefix_equals_a_fresh_prefill(tiny: TinyModel) -> None:
-    """The next turn of a conversation reuses the cached prefix, and gets the tokens that a full prefill would give."""
+    """A turn that reuses the cached prefix of its conversation gets the tokens that a full prefill would give."""
     turn = sequence("turn 1", PROMPT, 10, seed=1)
     scheduler = run(tiny, turn, sequence("another", PROMPT[::-1], 30))
     prompt = [*turn.tokens, 5, 6, 7]
     reused, fresh = sequence("turn 2", prompt, 12, seed=2), sequence("turn 2", prompt, 12, seed=2)
     run(tiny, reused, scheduler=scheduler)
     run(tiny, fresh)
-    assert reused.reused_tokens == len(turn.tokens) - 1  # the last token was sampled, never fed
+    assert reused.reused_tokens == len(turn.tokens) - 1  # the last token never went through the model
     assert fresh.reused_tokens == 0
     assert reused.tokens == fresh.tokens
     assert reused.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
 
 
 def test_uniform_numbers_are_uniform_and_independent() -> None:
-    """The hashed numbers have the mean and variance of uniform noise, and neighbours do not correlate."""
+    """The hashed numbers have the mean and variance of uniform noise, and neighbouring numbers do not correlate."""
     grid = torch.stack([uniforms([seed] * 300, list(range(300))) for seed in range(300)])  # (seed, position)
     assert ((grid >= 0) & (grid < 1)).all()
     assert grid.mean().item() == pytest.approx(0.5, abs=0.01)
@@ -267,7 +271,7 @@ def test_samples_follow_the_distribution_that_was_asked_for() -> None:
         assert logprobs == pytest.approx(p.log()[tokens].tolist(), abs=1e-5)
         p[change.get("top_k", 4) :] = 0
         if "top_p" in change:
-            p[2:] = 0  # the first token has 0.64, the first two have 0.88
+            p[2:] = 0  # probabilities: 0.64 for the first token, 0.88 for the first two
         if change.get("temperature") == 0:
             p = torch.tensor([1.0, 0, 0, 0])
         counts = torch.bincount(torch.tensor(tokens), minlength=4) / n
@@ -276,7 +280,7 @@ def test_samples_follow_the_distribution_that_was_asked_for() -> None:
 
 
 def test_a_neighbours_truncation_does_not_reach_a_row() -> None:
-    """A row draws the same token, whether or not another row of the batch uses top_p or top_k."""
+    """A row's token does not depend on whether a different row of the batch uses top_p or top_k."""
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     for seed in range(100):
         plain, cut = sequence("a", [1, 2, 3], 1, seed=seed), sequence("b", [1, 2, 3], 1, top_p=0.5, top_k=9)
@@ -305,7 +309,7 @@ def test_penalties_count_the_output(tiny: TinyModel) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "tied"])
 def test_other_small_models_fit_the_slot_cache(tmp_path: Path, family: str) -> None:
-    """For other architectures, prompts of different lengths get the logprobs of the model's own forward pass."""
+    """For several model families, prompts of different lengths get the logprobs of the model's own forward pass."""
     shape: dict[str, Any] = {"vocab_size": 100, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256}
     shape |= {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
@@ -318,7 +322,7 @@ def test_other_small_models_fit_the_slot_cache(tmp_path: Path, family: str) -> N
     requests = [sequence(str(i), PROMPT[: 3 + 4 * i], 5 + i, seed=i, temperature=0.8) for i in range(5)]
     run(model, *requests)
     for one in requests:
-        expected = by_forward(tmp_path, one.tokens, 0.8)[len(one.request.prompt) - 1 :]
+        expected = by_forward(tmp_path, one.tokens, 0.8)[len(one.prompt) - 1 :]
         assert one.logprobs == pytest.approx(expected, abs=1e-4)
     model.replace_weights(read_weights(str(tmp_path)))
 
@@ -343,7 +347,8 @@ def test_a_model_with_sliding_windows_is_refused(tmp_path: Path) -> None:
 
 
 def test_key_length_covers_and_avoids_what_rounds_differently() -> None:
-    """key_length returns enough keys, a multiple of 64, and never 256 or 320 modulo the kernel's block of 512."""
+    """key_length returns a multiple of 64 that covers all keys, and never 256 or 320 modulo the kernel's block of
+    512."""
     for n in range(1, 3000):
         keys = key_length(n)
         assert keys >= n
@@ -372,14 +377,15 @@ EVENTS = st.one_of(
 
 
 class Play:
-    """Drives a scheduler with events. The model is a counter: each new token is the number of tokens before it."""
+    """A scheduler that a test drives with events. In place of a model, each new token is the number of tokens before
+    it."""
 
     def __init__(self) -> None:
         self.scheduler = make_scheduler(slots=3, max_total_tokens=20)
         self.requests: list[Sequence] = []
-        self.tags: dict[str, list[str]] = {}  # by rid: the version that computed each output token
-        self.ended: dict[str, int] = {}  # by rid: the number of output tokens at the end
-        self.kv: list[list[tuple[int, int]]] = [[] for _ in range(3)]  # (token, version) of the keys in each slot
+        self.tags: dict[str, list[str]] = {}  # rid -> the version that computed each output token
+        self.ended: dict[str, int] = {}  # rid -> the number of output tokens at the end
+        self.kv: list[list[tuple[int, int]]] = [[] for _ in range(3)]  # (token, version) for each key in each slot
         self.version = 0
 
     def do(self, event: tuple) -> None:
@@ -388,25 +394,25 @@ class Play:
             case ("submit", length, new):
                 one = sequence(str(len(self.requests)), list(range(length)), new)
                 self.requests.append(one)
-                self.tags[one.request.rid] = []
+                self.tags[one.rid] = []
                 scheduler.submit(one)
             case ("abort", i):
-                scheduler.abort(lambda one: one.request.rid == str(i))
+                scheduler.abort(lambda one: one.rid == str(i))
             case ("pause", mode):
                 scheduler.pause(mode)
             case ("continue",):
                 scheduler.resume()
             case ("update", works):
-                scheduler.request_update(self.renew if works else lambda: None)
+                scheduler.updates.append(self.renew if works else lambda: None)
             case ("step",):
                 self.step()
         for one in scheduler.finished:
-            assert one.request.rid not in self.ended, "a request ends once"
-            self.ended[one.request.rid] = len(one.logprobs)
+            assert one.rid not in self.ended, "a request ends once"
+            self.ended[one.rid] = len(one.logprobs)
         scheduler.finished = []
 
     def renew(self) -> None:
-        """Change the version; the scheduler calls this when it loads new weights."""
+        """Change the version. The scheduler calls this method in place of loading new weights."""
         assert self.scheduler.paused or not self.scheduler.running
         self.version += 1
         self.scheduler.renew(str(self.version))
@@ -424,24 +430,24 @@ class Play:
             assert slot.stale or {version for _, version in cached} <= {self.version}
             assert fed == one.tokens[n:] != []
             self.kv[i] = cached + [(token, self.version) for token in fed]
-            self.tags[one.request.rid].append(str(self.version))
+            self.tags[one.rid].append(str(self.version))
         self.scheduler.extend(step, [len(one.tokens) for one in step.sequences], [0.0] * len(step.sequences))
 
     def check(self) -> None:
         for one in self.requests:
             n = len(one.logprobs)
-            prompt = len(one.request.prompt)
+            prompt = len(one.prompt)
             assert one.tokens == list(range(prompt)) + list(range(prompt, prompt + n))
             told = [s["version"] for s in one.spans(n) for _ in range(s["start"], s["end"])]
-            assert told == self.tags[one.request.rid], "the spans name the version that computed each token"
-            assert self.ended.get(one.request.rid, n) == n, "a sequence gets no token after its end"
+            assert told == self.tags[one.rid], "the spans name the version that computed each token"
+            assert self.ended.get(one.rid, n) == n, "a sequence gets no token after its end"
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(EVENTS, max_size=40))
 def test_every_request_ends_once_whatever_interrupts_it(events: list[tuple]) -> None:
-    """Under any order of submit, abort, pause, continue and update, each request ends exactly once and its spans cover
-    its tokens. Each slot always holds the keys that the scheduler believes it holds."""
+    """In any order of submit, abort, pause, continue and update, each request ends exactly one time and its spans
+    cover its tokens. Each slot always contains the keys that the scheduler has recorded for the slot."""
     play = Play()
     for event in events:
         play.do(event)
@@ -455,7 +461,7 @@ def test_every_request_ends_once_whatever_interrupts_it(events: list[tuple]) -> 
 
 
 def test_admission_never_exceeds_the_token_budget() -> None:
-    """The prompts and max_new_tokens of all running requests together fit into max_total_tokens."""
+    """The sum of prompt tokens and max_new_tokens over all running requests never exceeds max_total_tokens."""
     scheduler = make_scheduler(slots=8, max_total_tokens=30)
     for i in range(6):
         scheduler.submit(sequence(str(i), [1] * 5, 5))
@@ -465,7 +471,8 @@ def test_admission_never_exceeds_the_token_budget() -> None:
 
 
 def test_spans_of_the_first_tokens_leave_out_later_versions() -> None:
-    """A reply with the first n tokens has spans for exactly n tokens, even if a newer version has begun meanwhile."""
+    """The spans of a reply with the first n tokens cover exactly n tokens, even if a newer version has begun
+    since."""
     one = sequence("a", [1], 9)
     one.version_starts = [("0", 0), ("1", 3)]
     assert one.spans(2) == [{"version": "0", "start": 0, "end": 2}]
@@ -484,7 +491,8 @@ TEXT = st.text(
 def test_a_stop_string_ends_the_text_where_it_is_complete(
     tiny_tokenizer: Any, before: str, stops: list[str], after: str
 ) -> None:
-    """Generation stops at the token that completes a stop string, even if one character takes several tokens."""
+    """A generation stops at the token that completes a stop string, even if one character consists of several
+    tokens."""
     text = before + stops[0] + after
     scheduler = Scheduler(1, 10_000, "0", tiny_tokenizer.decode)
     one = sequence("a", [1], 5_000, stop=stops)
@@ -504,23 +512,25 @@ def test_a_stop_string_ends_the_text_where_it_is_complete(
     ("name", "value"), [("top_k", 2**63), ("top_k", 2**31), ("max_new_tokens", 2**31), ("temperature", 2**63)]
 )
 def test_a_number_that_no_tensor_holds_is_refused(name: str, value: int) -> None:
-    """A number too large for a tensor is refused with the name of its field; in the engine it would end the server."""
+    """A number that is too large for a tensor is refused with the name of its field, because such a number would
+    crash the server."""
     with pytest.raises(Refusal, match=f"^{name}"):
         parse_params({name: value}, 0)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 10**30])
 def test_any_integer_is_a_seed(seed: int) -> None:
-    """Any integer, negative or huge, is accepted as a seed; the hash uses 64 bits of it."""
+    """Any integer, negative or huge, is a valid seed. The hash uses 64 bits of the seed."""
     params = parse_params({"sampling_seed": seed, "top_k": 2**31 - 1, "temperature": 2**31 - 1}, 0)
-    tokens, _ = sample(torch.zeros(1, 8), [Sequence(Request("a", [], params))])
+    tokens, _ = sample(torch.zeros(1, 8), [Sequence("a", [], params)])
     assert 0 <= tokens[0] < 8
 
 
 def overtaken(last: int) -> dict[str, Any]:
-    """Return an answer that the engine's last step overtakes, just before its read number `last` of an attribute."""
+    """Return Protocol.answer's result for a sequence whose last token arrives just before attribute read number
+    `last`."""
     scheduler, looks = make_scheduler(slots=1), itertools.count()
-    one = Sequence(Request("a", [7], SamplingParams(), stop_ids=frozenset({2}), return_logprob=True))
+    one = Sequence("a", [7], SamplingParams(), stop_ids=frozenset({2}), return_logprob=True)
     scheduler.submit(one)
     scheduler.extend(scheduler.plan(), [1], [0.0])
 
@@ -535,7 +545,8 @@ def overtaken(last: int) -> dict[str, Any]:
 
 
 def test_an_answer_that_tells_the_end_has_the_last_token() -> None:
-    """An answer that reports a finish reason always holds the last token, whenever the last step happens meanwhile."""
+    """An answer with a finish reason always contains the last token, even if this token arrives while the answer is
+    being built."""
     answers = [overtaken(last) for last in range(20)]
     ended = [answer["meta_info"]["finish_reason"] is not None for answer in answers]
     assert set(ended) == {True, False}
@@ -545,7 +556,7 @@ def test_an_answer_that_tells_the_end_has_the_last_token() -> None:
 
 
 def test_the_context_that_is_told_is_the_one_that_is_honoured(start_tiny_server: StartServer) -> None:
-    """/server_info reports the longest request that the server accepts, here --max-total-tokens."""
+    """The limit in /server_info is the limit that the server applies, here --max-total-tokens."""
     url = start_tiny_server("--max-total-tokens", "100")
     told = httpx.get(url + "/server_info").json()["max_req_input_len"]
     assert told == 100
@@ -593,7 +604,7 @@ BAD = [
 
 
 def test_bad_input_is_answered_and_kills_nothing(tiny_server: str) -> None:
-    """The server answers every malformed body with status 400 and a message, and keeps running."""
+    """The server answers each malformed body with status 400 and a message, and keeps running."""
     for body in BAD:
         answer = post(tiny_server, "/generate", body)
         assert answer.status_code == 400, body
@@ -653,7 +664,7 @@ def test_bad_weights_are_answered_and_kill_nothing(tiny_server: str) -> None:
 
 
 class Call:
-    """An object whose pickle creates a folder when it is loaded."""
+    """An object whose pickle would create a folder if a program loaded the pickle."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -685,7 +696,8 @@ def test_a_part_that_does_not_fit_changes_nothing(tiny_server: str) -> None:
 
 
 def test_seeds_are_honoured_over_http(tiny_server: str) -> None:
-    """On a busy server, equal seeds give equal tokens, and requests without a seed get different ones."""
+    """On a busy server, requests with equal seeds get equal tokens, and requests without a seed get different
+    tokens."""
 
     def ask(seed: int | None) -> list[int]:
         params = {"max_new_tokens": 20, "sampling_seed": seed, "ignore_eos": True}
@@ -705,7 +717,8 @@ def serve(*words: str) -> subprocess.CompletedProcess:
 
 
 def test_what_cannot_start_says_so_in_one_line(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """If its port is taken or its folder holds no model, the server exits with code 2 and one line that says so."""
+    """If the port is taken or the folder contains no model, the server exits with code 2 and reports the reason in
+    one line."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         ended = serve("--model-path", str(tiny_model_dir), "--port", port)
@@ -720,8 +733,8 @@ def test_what_cannot_start_says_so_in_one_line(tiny_model_dir: Path, tmp_path: P
 
 @pytest.mark.parametrize("how", ["parent", "interrupt", "update", "group"])
 def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
-    """The server ends when its parent closes the pipe and on Ctrl-C. It does so while a request runs, while an update
-    waits, and while a process group waits for its rank 0."""
+    """The server ends on Ctrl-C and when its parent closes the pipe, even while a request runs, an update waits, or a
+    process group waits for rank 0."""
     port = str(free_port())
     command = [sys.executable, "-m", "inference.tiny.server", "--model-path", str(tiny_model_dir), "--port", port]
     process = subprocess.Popen(
@@ -735,7 +748,7 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
     with httpx.stream("POST", url + "/generate", json=long, timeout=60) as response, ExitStack() as stack:
         next(response.iter_lines())
         if how == "update":
-            with socket.create_connection(("127.0.0.1", int(port))) as caller:  # it gives up when the update waits
+            with socket.create_connection(("127.0.0.1", int(port))) as caller:  # closed when the update waits
                 body = json.dumps({"model_path": str(tiny_model_dir)})
                 head = f"POST /update_weights_from_disk HTTP/1.1\r\nHost: server\r\nContent-Length: {len(body)}"
                 caller.sendall(f"{head}\r\n\r\n{body}".encode())
@@ -754,7 +767,7 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
             process.stdin.close()
         process.wait(timeout=20)
     said = process.stderr.read()
-    assert "Traceback" not in said or how == "update"  # uvicorn prints a traceback of the request that it cancels
+    assert "Traceback" not in said or how == "update"  # uvicorn prints the traceback of a cancelled request
     assert "RuntimeError" not in said
     process.stdin.close()
     process.stderr.close()
