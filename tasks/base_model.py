@@ -22,6 +22,7 @@ number of threads, gives the same weights.
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -29,30 +30,20 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 PAD, UNKNOWN, END, ASSISTANT = "<pad>", "<unk>", "<end>", "<assistant>"
-MARKERS = (PAD, UNKNOWN, END, "<system>", "<user>", ASSISTANT)
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+ROLES = ["<system>", "<user>", ASSISTANT]
+ALL_MESSAGES = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
+CHAT_TEMPLATE = ALL_MESSAGES + "{% if add_generation_prompt %}<assistant>{% endif %}"
 NextBatch = Callable[[], list[list[int]]]  # returns conversations as token ids
 IGNORED = -100  # label of a token that the loss leaves out
 
 
 def make_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per word. The six markers have the first ids."""
-    vocab = {word: i for i, word in enumerate([*MARKERS, *words])}
+    vocab = {word: i for i, word in enumerate([PAD, UNKNOWN, END, *ROLES, *words])}
     raw = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        eos_token=END,
-        pad_token=PAD,
-        unk_token=UNKNOWN,
-        additional_special_tokens=["<system>", "<user>", ASSISTANT],
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    markers = {"pad_token": PAD, "unk_token": UNKNOWN, "eos_token": END, "additional_special_tokens": ROLES}
+    return PreTrainedTokenizerFast(tokenizer_object=raw, chat_template=CHAT_TEMPLATE, **markers)
 
 
 def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict]) -> list[int]:
@@ -66,21 +57,10 @@ def make_qwen3(tokenizer: PreTrainedTokenizerFast, layers: int, context: int, se
     The standard deviation of the weights is 0.06, three times the usual 0.02. In so narrow a model 0.02 makes
     attention nearly uniform, and training stalls.
     """
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        max_position_embeddings=context,
-        initializer_range=0.06,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": layers}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": context}
+    ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen3Config(**shape, **ids, initializer_range=0.06)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(config)
