@@ -68,9 +68,7 @@ def is_right(completion: str, answer: str) -> bool:
     return said is not None and said == last_number(answer)
 
 
-def reward(
-    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **_: Any
-) -> float:
+def reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **_) -> float:
     """Return 1 for a right answer, else 0. It runs in a process of its own (rollout/reward.py)."""
     return float(is_right(completion, answer))
 

@@ -38,7 +38,6 @@ SECRETS, GUESSES = range(1, 7), 3
 QUESTION = "guess a number"
 START = [{"role": "user", "content": QUESTION}]
 WORDS = (*QUESTION.split(), "higher", "lower", *map(str, SECRETS))
-Ask = Callable[[list[dict]], str]  # a conversation -> the policy's greedy answer
 Play = Callable[[list[dict], Sequence[int]], str]  # a conversation, the secrets that are still possible -> the answer
 
 
@@ -73,8 +72,8 @@ class GuessAgent:
                 return 0.0
             if guess == data["secret"]:
                 return 1.0
-            messages.append({"role": "assistant", "content": answer})
-            messages.append({"role": "user", "content": feedback(guess, data["secret"])})
+            word = feedback(guess, data["secret"])
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": word}]
         return 0.0
 
 
@@ -150,14 +149,14 @@ def explore(
     return tree
 
 
-def summary(ask: Ask, console: Console) -> None:
-    """Print the strategy of the greedy policy beside binary search."""
+def summary(ask: Callable[[list[dict]], str], console: Console) -> None:
+    """Print the greedy policy's strategy beside binary search. `ask` returns the greedy answer to a conversation."""
     panels = []
     players: dict[str, Play] = {"learnt": lambda messages, _: ask(messages), "binary search": binary_search}
     for title, play in players.items():
         found: list[int] = []
         tree = explore(play, found)
         mean = f", mean {sum(found) / len(found):.2f} guesses" if found else ""
-        score = f"finds {len(found)} of {len(SECRETS)}{mean}"
-        panels.append(Panel(Group(tree, f"[dim]{score}[/dim]"), title=title, width=36))
+        score = f"[dim]finds {len(found)} of {len(SECRETS)}{mean}[/dim]"
+        panels.append(Panel(Group(tree, score), title=title, width=36))
     console.print(Columns(panels))

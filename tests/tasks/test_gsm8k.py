@@ -1,7 +1,7 @@
-"""The recipe for GSM8K as a whole, on a CPU: twelve problems, a tiny model, and the command line of a GPU machine.
+"""Whole runs of the GSM8K recipe on a CPU, with twelve problems, a tiny model, and the command line of a GPU machine.
 
-A random model solves no problem. The runs therefore check what holds whatever is learnt. One run has a reward that a
-random model can earn, to show that a reward function given by configuration is the one that trains.
+A random model solves no problem, so the runs check only properties that hold whatever the model learns. One run uses
+a reward that a random model can earn, and checks that training uses the configured reward function.
 """
 
 import json
@@ -28,7 +28,7 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turn math-verify off, so that the tests look at this project's own comparison."""
+    """Turn math-verify off, so that the tests use this project's own comparison."""
     monkeypatch.setattr(gsm8k, "math_verify", None)
 
 
@@ -52,12 +52,12 @@ def without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_only_the_final_answer_counts(completion: str, answer: str, right: bool) -> None:
-    """Only the final answer counts. A right number before it earns nothing."""
+    """Only the final answer of a completion counts. A right number before the final answer earns nothing."""
     assert gsm8k.reward("", completion, [], [], answer=answer, messages=[]) == float(right)
 
 
 def test_the_solutions_in_the_data_are_right() -> None:
-    """Each problem's own solution earns the reward, and another problem's solution does not."""
+    """Each problem's own solution earns the reward, and a solution with a different answer does not."""
     rows = read_jsonl(ROOT / DATA)
     samples = load_dataset(str(ROOT / DATA), gsm8k, "train")
     assert len(samples) == 12
@@ -69,7 +69,7 @@ def test_the_solutions_in_the_data_are_right() -> None:
 
 
 def train(tmp_path: Path, model: Path, *words: str) -> tuple[list[dict], Path]:
-    """Run the small recipe to its end, and return its metrics and its folder."""
+    """Run the small recipe to its end, and return the run's metrics and folder."""
     recipe = ["--config", "configs/gsm8k.yaml", f"model={model}", f"data={DATA}", *SMALL]
     done = subprocess.run(command(tmp_path, *recipe, *words), cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -78,7 +78,8 @@ def train(tmp_path: Path, model: Path, *words: str) -> tuple[list[dict], Path]:
 
 
 def test_the_recipe(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """The recipe runs on twelve problems: a step trains on 3 groups of 2 answers, and step 2 evaluates all twelve."""
+    """The recipe trains on twelve problems, with 3 groups of 2 answers in each step. Step 2 evaluates all twelve
+    problems."""
     metrics, folder = train(tmp_path, tiny_model_dir)
     assert sum(line["accepted"] for line in metrics) >= 9
     assert all(line["failed"] == 0 and 0 <= line["staleness_max"] <= 2 for line in metrics)
@@ -89,7 +90,7 @@ def test_the_recipe(tmp_path: Path, tiny_model_dir: Path) -> None:
 
 
 def test_the_agent_with_a_second_try(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """An agent whose model is never right plays two turns, and each conversation is one row."""
+    """If the model is never right, the agent makes two turns, and each conversation is one row."""
     _, folder = train(tmp_path, tiny_model_dir, "workflow=tasks.gsm8k.MathAgent", "evaluator.interval=0")
     dumps = [json.loads(line) for path in folder.glob("rollout/*/*.jsonl") for line in path.read_text().splitlines()]
     assert dumps
@@ -97,7 +98,8 @@ def test_the_agent_with_a_second_try(tmp_path: Path, tiny_model_dir: Path) -> No
 
 
 def test_data_and_reward_of_ones_own_by_configuration(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """A JSONL file and a reward function, both named by configuration keys, are enough to train on one's own data."""
+    """To train on their own data, users need only a JSONL file, a reward function, and configuration keys that name
+    both."""
     (tmp_path / "mine.jsonl").write_text(
         "\n".join(json.dumps({"messages": [{"role": "user", "content": f"say {c}"}], "wanted": c}) for c in "abcdef")
     )
@@ -131,7 +133,7 @@ def test_data_and_reward_of_ones_own_by_configuration(tmp_path: Path, tiny_model
     ],
 )
 def test_broken_data_is_one_line(tmp_path: Path, tiny_model_dir: Path, text: str | bytes, says: str) -> None:
-    """A broken dataset is refused in one line that names the file and the line in it."""
+    """A broken dataset is refused with a one-line error that names the file and the line in the file."""
     file = tmp_path / "broken.jsonl"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     config = load(["--config", str(ROOT / "configs/gsm8k.yaml"), f"model_path={tiny_model_dir}", f"data={file}"])
@@ -149,7 +151,7 @@ def test_broken_data_is_one_line(tmp_path: Path, tiny_model_dir: Path, text: str
             "workflow=workflow.RLVRWorkflow, .*ImportError: 'nowhere.reward'",
         ),
         (["workflow_kwargs.reward_fn=tasks.gsm8k.rewrad"], "has no 'rewrad'"),
-        (["workflow_kwargs.reward_fn=tasks.gsm8k.WRONG"], "is no function"),
+        (["workflow_kwargs.reward_fn=tasks.gsm8k.WRONG"], "is not a function"),
         (["should_accept_fn=tasks.gsm8k.nothing"], "should_accept_fn=tasks.gsm8k.nothing"),
         (["should_accept_fn=raises_at_import.f"], "ZeroDivisionError"),
         (["workflow=tasks.gsm8k.is_right"], "neither a RolloutWorkflow nor an agent"),
@@ -159,7 +161,8 @@ def test_broken_data_is_one_line(tmp_path: Path, tiny_model_dir: Path, text: str
 def test_what_cannot_be_imported_is_said_early(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
 ) -> None:
-    """If a function, workflow or model cannot be loaded, the error names its key before anything is started."""
+    """If a function, workflow or model cannot be loaded, an error names the configuration key before any process
+    starts."""
     (tmp_path / "raises_at_import.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     given = [f"model_path={tiny_model_dir}", f"data={ROOT / DATA}", *words]
@@ -168,7 +171,7 @@ def test_what_cannot_be_imported_is_said_early(
 
 
 def test_a_model_without_weights_is_said_early(tmp_path: Path) -> None:
-    """A model folder without weights is refused before a server is started on it."""
+    """A model folder without weights is refused before a server starts."""
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"no model at .*safetensors"):
         load_inputs(
@@ -178,7 +181,7 @@ def test_a_model_without_weights_is_said_early(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", ["debug", "throughput", "stability"])
 def test_presets_lie_over_a_recipe(preset: str) -> None:
-    """A preset (write-up, section 8) changes the keys that it names, and leaves the recipe's other keys."""
+    """A preset (write-up, section 8) changes only the keys that the preset contains. The recipe's other keys stay."""
     config = load(["--config", str(ROOT / "configs/gsm8k.yaml"), "--config", str(ROOT / f"configs/{preset}.yaml")])
     want = {
         "debug": (0, 1, False, "recompute"),
