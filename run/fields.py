@@ -33,7 +33,7 @@ def read_json(text: str) -> Any:
         value = json.loads(text, parse_float=_number, parse_int=_number, parse_constant=_number)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    write_json(value, "JSON").encode()  # UnicodeEncodeError, a ValueError, for half a surrogate pair
+    write_json(value, "JSON").encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate
     return value
 
 
@@ -52,7 +52,7 @@ def write_json(value: Any, name: str) -> str:
     """Return `value` as JSON text with sorted keys. Raises Refusal with the field's `name` for too deep nesting."""
     try:
         text = json.dumps(value, sort_keys=True, ensure_ascii=False)
-        # The number of brackets is quick to count and never less than the number of levels.
+        # The number of brackets is fast to count and at least the number of levels.
         if text.count("{") + text.count("[") <= LEVELS or not _is_deep(value, LEVELS):
             return text
     except RecursionError:
