@@ -86,10 +86,13 @@ class Server:
             last: dict[str, Any] = {}
             try:
                 with self.http.stream("POST", "/generate", json=body) as response:
-                    for line in response.iter_lines():
-                        if line.startswith("data: {"):
-                            last = json.loads(line[6:])
-                            begun.set()
+                    rest = b""
+                    for part in response.iter_bytes():  # iter_lines would also split at U+0085 inside a text
+                        *events, rest = (rest + part).split(b"\n\n")
+                        for event in events:
+                            if event.startswith(b"data: {"):
+                                last = json.loads(event[6:])
+                                begun.set()
             finally:
                 begun.set()
             return last
