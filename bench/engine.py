@@ -185,7 +185,7 @@ def main() -> None:
                     (
                         by_engine(tiny, batch, 4),
                         by_engine(exact, batch, 4),
-                    )  # so that the caches have grown before the clock runs
+                    )  # fills the caches before the measurement
                     by_http(f"http://127.0.0.1:{PORT}", batch, 4)
                     start = time.monotonic()
                     for k in itertools.count():

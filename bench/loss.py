@@ -34,7 +34,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-try:  # areal must be imported before transformers; in another order its imports are circular
+try:  # areal must be imported before transformers, because the reverse order is a circular import
     import areal  # noqa: F401
     from areal.utils.functional import ppo_actor_loss_fn as peer_loss
 except ImportError:
@@ -93,7 +93,7 @@ def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
         name = "_compute_advantages" if hasattr(actor, "_compute_advantages") else "compute_advantages"
         getattr(actor, name)({key: value.clone() for key, value in make_batch(8, 64).items()})
         return lambda batch: getattr(actor, name)({key: value.clone() for key, value in batch.items()})
-    except Exception as error:  # with another version of AReaL the benchmark still runs, without a comparison
+    except Exception as error:  # with a different version of AReaL, the benchmark runs without a comparison
         print(f"advantages: peer absent ({type(error).__name__}: {str(error)[:100]})")
         return None
 

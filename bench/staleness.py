@@ -309,7 +309,7 @@ def main() -> None:
     done = {(line["eta"], line["method"], line["seed"]) for line in read()}
     for seed in (
         [] if args.draw else args.seeds
-    ):  # seeds are the outer loop, so that a stopped benchmark has whole tables of some seeds
+    ):  # the outer loop is over seeds, so a stopped benchmark has complete results for some seeds
         base = BASES / f"base-{seed}"
         guess.make_model(base, seed)
         for eta in args.etas:

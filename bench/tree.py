@@ -34,7 +34,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-try:  # areal must be imported before transformers; in another order its imports are circular
+try:  # areal must be imported before transformers, because the reverse order is a circular import
     import areal  # noqa: F401
     from areal.models.tree_attn.tree import _greedy_build_tries
 except ImportError:
