@@ -182,10 +182,7 @@ def main() -> None:
                     rng = random.Random(n)
                     batch = prompts(rng, n, shape[2])
                     best = [0.0, 0.0, 0.0, 0.0]
-                    (
-                        by_engine(tiny, batch, 4),
-                        by_engine(exact, batch, 4),
-                    )  # fills the caches before the measurement
+                    (by_engine(tiny, batch, 4), by_engine(exact, batch, 4))  # fills the caches before the measurement
                     by_http(f"http://127.0.0.1:{PORT}", batch, 4)
                     start = time.monotonic()
                     for k in itertools.count():
