@@ -1,40 +1,39 @@
-"""The engine asks the inference servers for completions, and a weight update may arrive in the middle of one.
+"""The engine sends requests to the inference servers, and its completions survive weight updates.
 
-While the trainer works on a batch, the servers go on generating. When new weights arrive, thousands of completions are
-unfinished. Waiting for the longest one would leave GPUs idle, and throwing them away would waste work and favour short
-ones. A **partial rollout** (write-up, section 2.1) does neither. The update interrupts a completion, the
+The servers generate while the trainer works. When new weights arrive, thousands of completions are unfinished. Waiting
+for the longest completion would leave GPUs idle. Throwing the unfinished completions away would waste work and favour
+short ones. A **partial rollout** (write-up, section 2.1) avoids both. A weight update interrupts a completion, the
 completion keeps its tokens, and the new weights compute the next token. The trainer must know which weights computed
 which token, so every token carries a version:
 
     output_tokens     a     b     c     d     e     f
-    output_logprobs  -0.2  -1.1  -0.4  -0.7  -0.1  -2.3     under the weights that sampled the token
-    output_versions   3     3     3     4     4     4       the weight update came after the third token
+    output_logprobs  -0.2  -1.1  -0.4  -0.7  -0.1  -2.3     log-probability under the weights that sampled the token
+    output_versions   3     3     3     4     4     4       the update from version 3 to 4 came after token c
 
-`RemoteInfEngine.agenerate` builds such a completion from one or more **segments**. A segment is what one POST /generate
-produces. The pause mode says what a server does with its running requests when it is paused for an update:
+`RemoteInfEngine.agenerate` builds a completion from one or more **segments**. A segment is the part of a completion
+that one POST /generate produces. The pause mode decides how a weight update interrupts a server's requests:
 
-- `retract` (the default): the server drops the KV cache of a request and keeps its tokens. After the update the server
-  computes the cache again under the new weights and goes on. The engine receives one segment, whose spans
-  (`weight_versions`) say where the version changed.
-- `abort`: the server returns the tokens it has, with finish reason `abort`. The engine sends prompt + tokens so far
-  with what is left of the budget. This request waits at the paused server and continues under the new weights.
-- `in_place`: the server goes on with the KV cache of the old weights. This mode is the cheapest, but tokens after
-  the update mix old and new weights and follow neither policy. It is never the default.
+- `retract` (the default): the server keeps the tokens of a request and drops the request's KV cache. After the update,
+  the server computes the KV cache again with the new weights and continues the request. The engine receives one
+  segment, and the server's answer tells which version computed which tokens (`weight_versions`, the spans).
+- `abort`: the server returns the tokens generated so far, with finish reason `abort`. The engine sends a new request
+  with the prompt and these tokens. The new request waits until the update is over and then runs with the new weights.
+- `in_place`: the server continues with the KV cache of the old weights. This mode is the cheapest, but tokens after the
+  update depend on old and new weights together, so they follow neither policy.
 
-**Versions come from the server**, in each answer. The engine's own version may change while a request is under way, so
-it tags no token. SGLang 0.5.16 to 0.5.18 reports no spans, only the version at the end of a segment. With such a
-server no segment may live through an update, so `initialize` switches to `abort` and logs a warning.
+**Versions.** The versions of tokens come from the server's answers. The engine's own version may change while a request
+runs, so the engine labels no tokens with it. SGLang 0.5.16 to 0.5.18 reports no spans, only the version at the end of a
+segment. For such a server `initialize` changes the pause mode to `abort`, so that every segment has one version.
 
-**Failures.** When a server fails in the middle of a segment, the tokens that it has streamed are kept. The engine asks
-for the missing tokens again, at another server if there is one (inference/servers.py). The waits between tries grow
-exponentially. The engine never repeats a request that a server refuses. If the caller is cancelled, the engine aborts
-the request at the server.
+**Failures.** If a server fails in the middle of a segment, the engine keeps the tokens that the server has streamed.
+The engine waits, and then requests the missing tokens from a server that is alive (inference/servers.py). Each wait is
+about twice as long as the wait before. If a server refuses a request as wrong, the engine does not send it again.
 
-**Checks.** A token id outside the vocabulary kills an SGLang server, so the engine checks every id before it sends it.
+**Checks.** A token id outside the vocabulary would crash an SGLang server, so the engine checks all ids before sending.
 
-**Not promised.** In mode `abort`, a stop string that spans two segments is not found, and frequency and presence
-penalties count from zero in each segment. An interrupted completion does not repeat what its seed would have given
-without the interruption.
+**Not promised.** In mode `abort`, a stop string that begins in one segment and ends in the next is not found. Frequency
+and presence penalties count the tokens of each segment separately. An interrupted completion with a seed may differ
+from an uninterrupted completion with the same seed.
 """
 
 import asyncio
@@ -58,19 +57,22 @@ from inference.wire import EngineError, Wire, run_all
 
 logger = logging.getLogger("nano_areal.engine")
 
-EMPTY_ABORT_WAIT = 0.05, 1.0  # seconds to wait after an abort that brought no token: the first wait, the longest wait
-FAILURE_WAIT = 0.5, 10.0  # seconds to wait after a failed request: the first wait, the longest wait
+EMPTY_ABORT_WAIT = 0.05, 1.0  # first and longest wait, in seconds, after an abort that brought no token
+FAILURE_WAIT = 0.5, 10.0  # first and longest wait, in seconds, after a failed request
 
-OnTokens = Callable[[ModelResponse], None]
+OnTokens = Callable[[ModelResponse], None]  # receives the response so far each time tokens arrive
 
 
 def backoff(attempt: int, first: float, most: float) -> float:
-    """Return the seconds to wait after failure number `attempt` (1, 2, ...): `first`, then doubled, at most `most`."""
+    """Return how many seconds to wait after failure number `attempt` (1, 2, ...).
+
+    The wait after failure 1 is `first`. Each further failure doubles the wait, up to `most`.
+    """
     return min(most, first * 2.0 ** min(attempt - 1, 30))
 
 
 def read_vocab_size(model_path: str | None) -> int | None:
-    """Return the vocabulary size that a model folder's config.json names, or None if the file cannot be read."""
+    """Return `vocab_size` of the model folder's config.json, or None if the file cannot be read or lacks this key."""
     try:
         config = orjson.loads((Path(model_path or "") / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -80,62 +82,64 @@ def read_vocab_size(model_path: str | None) -> int | None:
 
 @dataclass(eq=False)
 class RemoteInfEngine:
-    """All inference servers of a run, behind one object. Raises ValueError if it gets no address."""
+    """The client of all inference servers of a run. Raises ValueError for no address or an unknown pause mode."""
 
-    addresses: list[str]  # base URLs of servers or routers
-    pause_mode: str = "retract"  # retract, abort or in_place; it becomes abort if a server reports no spans
-    request_timeout: float = 3600.0  # seconds that a server may be silent during one segment
-    request_retries: int = 3  # how often a segment is asked for again after a connection error, a timeout or a 5xx
-    transport: httpx.MockTransport | None = None  # tests replace the network by it
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # tests replace waiting by it
+    addresses: list[str]  # base URLs of the servers, or of routers in front of them
+    pause_mode: str = "retract"  # retract, abort or in_place; becomes abort if a server reports no spans
+    request_timeout: float = 3600.0  # longest time, in seconds, that a server may send nothing during a segment
+    request_retries: int = 3  # how often a request is repeated after a connection error, a timeout or a 5xx status
+    transport: httpx.MockTransport | None = None  # replaces the network in tests
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # replaces waiting in tests
 
     def __post_init__(self) -> None:
         if not self.addresses:
             raise ValueError("the engine needs the address of at least one server")
+        if self.pause_mode not in ("retract", "abort", "in_place"):
+            raise ValueError(f"pause_mode is retract, abort or in_place, not {self.pause_mode!r}")
         self._wire = Wire(self.transport)
-        # Everything that changes during the engine's life, apart from `pause_mode`:
+        # The engine's changing state (`pause_mode` may change too):
         self.servers = Servers(self.addresses, self._wire)
-        self.vocab_size: int | None = None  # tokens; None if no server's model folder can be read
-        self.context_length: int | None = None  # tokens of prompt and completion together; None if no server tells
-        self.has_grammar = False  # True if every server can enforce a json_schema
-        self.executor: Any = None  # the WorkflowExecutor, which sets this attribute itself
-        self._version = 0
-        self._servers_paused = False
+        self.vocab_size: int | None = None  # number of token ids; None if no config.json of the model can be read
+        self.context_length: int | None = None  # most tokens of prompt and completion together; None if unknown
+        self.has_grammar = False  # True if every server can restrict its output to a JSON schema
+        self.executor: Any = None  # the WorkflowExecutor of training, which sets this attribute itself
+        self._version = 0  # newest policy version that all servers have
+        self._servers_paused = False  # True between `pause` and `resume`
 
     # 1. Generation
 
     async def agenerate(self, req: ModelRequest, on_tokens: OnTokens | None = None) -> ModelResponse:
-        """Generate one completion, through any number of weight updates.
+        """Generate and return one completion, even if weight updates interrupt it.
 
-        If `on_tokens` is given, the tokens are streamed, and `on_tokens` is called with the response so far whenever
-        tokens have arrived. Tokens that it has seen are never taken back.
+        If `on_tokens` is given, the server streams the tokens, and the engine calls `on_tokens` with the response so
+        far each time tokens arrive. A token that `on_tokens` has received is never removed or changed.
 
-        Raises EngineError with an HTTP status: 400 if the request is wrong, 502 if an answer makes no sense, 503 if
-        the server still fails after all retries.
+        Raises EngineError with an HTTP status: 400 if the request is wrong, 502 if a server's answer cannot be read,
+        503 if requests still fail after all retries.
         """
-        # 1. Check the request. `response` collects what the segments bring.
+        # 1. Check the request, and make an empty response. The segments will append their tokens to the response.
         g = req.gconfig.new(max_new_tokens=self._budget(req))
         req = replace(req, gconfig=g)
         temperature = 1.0 if g.is_greedy else g.temperature
         response = ModelResponse(list(req.input_ids), temperature=temperature, trains_exactly=g.trains_exactly)
-        request_ids = (f"{req.rid}-{k}" for k in itertools.count())  # each POST /generate has an id of its own
+        request_ids = (f"{req.rid}-{k}" for k in itertools.count())  # every POST /generate needs a new id
 
         async def generate_segment(server: str) -> None:
             await self._generate_segment(server, next(request_ids), req, response, on_tokens)
 
         empty_aborts = 0
         while True:
-            # 2. Generate one segment: a server continues prompt + tokens so far. A session always asks the same server.
+            # 2. Generate one segment. While its server lives, a session sends all its requests to this server.
             length_before = response.output_len
             await self._ask_a_server(req.session or req.rid, generate_segment)
 
-            # 3. Return the completion, unless a weight update interrupted it before the budget was spent.
+            # 3. Return the completion, unless a weight update interrupted it before `max_new_tokens` was reached.
             interrupted = response.stop_reason == "abort" and response.output_len < g.max_new_tokens
             if not interrupted:
                 response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
                 return response
 
-            # 4. Go on behind the last token. After an abort without any token, wait before asking again.
+            # 4. Continue after the last token. If the abort brought no token, wait before the next request.
             empty_aborts = 0 if response.output_len > length_before else empty_aborts + 1
             if empty_aborts:
                 await self.sleep(backoff(empty_aborts, *EMPTY_ABORT_WAIT))
@@ -143,14 +147,14 @@ class RemoteInfEngine:
     async def _generate_segment(
         self, server: str, rid: str, req: ModelRequest, response: ModelResponse, on_tokens: OnTokens | None
     ) -> None:
-        """Send one POST /generate, and append the tokens that it brings to `response`.
+        """Send one POST /generate to `server`, and append the generated tokens to `response`.
 
-        A streamed answer comes in many events, and any other answer is a single event. Each event holds all tokens of
-        the segment so far, so it replaces what `response` has behind `start`.
+        A streamed answer has many events, and an answer without streaming has one event. Every event contains all
+        tokens of the segment so far. An event therefore replaces all tokens of `response` from index `start` on.
         """
         url = server + "/generate"
         start = response.output_len
-        oldest_allowed = self.servers.newest  # a server that still sends an older version was restarted
+        oldest_allowed = self.servers.newest  # tokens of an older version mean that the server was restarted
         response.stop_reason = ""
         body = generate_body(response.input_tokens + response.output_tokens, req.gconfig, start)
         body |= {"rid": rid, "stream": on_tokens is not None}
@@ -163,33 +167,33 @@ class RemoteInfEngine:
                     if on_tokens and segment.output_len:
                         on_tokens(response)
             if not response.stop_reason:
-                raise EngineError(f"{url} broke off in the middle of an answer", 503)
-        except asyncio.CancelledError:  # the caller no longer wants the completion
+                raise EngineError(f"{url} ended its answer before the completion was finished", 503)
+        except asyncio.CancelledError:  # the caller does not want the completion any more
             await self._abort(server, rid)
             raise
         except EngineError as error:
             is_complete = response.stop_reason or response.output_len >= req.gconfig.max_new_tokens
-            if is_complete:  # the connection broke after the last token, so nothing is missing
+            if is_complete:  # the connection broke after the last token, so no token is missing
                 return
-            if error.status != 400:  # the server did not refuse, so it may still be generating for this request
+            if error.status != 400:  # the server has not refused the request and may still be generating
                 response.regenerated += 1
                 await self._abort(server, rid)
             raise
 
     async def _abort(self, server: str, rid: str) -> None:
-        """Tell a server to stop generating for request `rid`. SGLang does not notice that a client has hung up.
+        """Tell a server to stop generating for request `rid`. SGLang does not notice that a client has disconnected.
 
-        A router passes no abort on, so each of its workers is told. Failures are ignored.
+        A router does not forward aborts, so every worker of the router gets the call. Errors are ignored.
         """
         urls = [worker + "/abort_request" for worker in self.servers.workers_of[server]]
         calls = [self._wire.call(url, {"rid": rid}, timeout=5.0) for url in urls]
         await asyncio.shield(asyncio.gather(*calls, return_exceptions=True))
 
     async def _ask_a_server(self, key: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
-        """Return what `ask` gets from the server of conversation `key`. If a server fails, wait and try the next one.
+        """Call `ask` with the server of conversation `key`, and return the result. If the server fails, wait and retry.
 
-        Only an EngineError with status 503 counts as a failure of the server, and any other is raised at once.
-        When the retries are used up, the last error is raised.
+        An EngineError with status 503 means that the server failed. Each retry chooses a server that is alive, if there
+        is one. When no retry is left, the last error is raised. An error with a different status is raised at once.
         """
         for failures in itertools.count(1):
             server = await self.servers.choose(key)
@@ -204,7 +208,10 @@ class RemoteInfEngine:
             await self.sleep(backoff(failures, *FAILURE_WAIT) * random.uniform(0.5, 1.0))
 
     def _budget(self, req: ModelRequest) -> int:
-        """Return how many tokens `req` may generate. Raises EngineError (400) if no server could serve it."""
+        """Return how many tokens `req` may generate at most. Raises EngineError (400) if the request is wrong.
+
+        The number is `max_new_tokens`, or less if the context window has less room after the prompt.
+        """
         g = req.gconfig
         self._check_ids(req.input_ids)
         if g.n_samples != 1 or g.max_new_tokens < 1:
@@ -219,7 +226,7 @@ class RemoteInfEngine:
         return min(g.max_new_tokens, context - prompt)
 
     def _check_ids(self, ids: list[int]) -> None:
-        """Raise EngineError (400) unless `ids` is a non-empty list of ints inside the vocabulary."""
+        """Raise EngineError (400) unless `ids` is a non-empty list of Python ints inside the vocabulary."""
         if not ids:
             raise EngineError("the prompt is empty", 400)
         wrong_types = {type(token) for token in ids} - {int}
@@ -229,24 +236,24 @@ class RemoteInfEngine:
             if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
                 raise EngineError(f"token id {token} is outside the vocabulary of {self.vocab_size} tokens", 400)
 
-    # 2. Control. The trainer's main thread calls these methods, and each waits until all servers have answered.
+    # 2. Control. The trainer's main thread calls these methods. A call to the servers waits until all have answered.
 
     def initialize(self) -> None:
-        """Ask every server for its limits, then for one token.
+        """Read the limits of every server, and test every server by generating one token.
 
-        The token shows at once what would otherwise fail in the middle of a run: a version that is not a number,
-        missing logprobs, missing spans, or a server that an earlier run left paused.
+        The test finds problems before the run starts: a version that is not a number, missing logprobs, missing spans,
+        or a server that an earlier run left paused. Raises EngineError if a server cannot be reached or fails the test.
         """
         self.servers.refresh()
         infos = self.servers.post_all("/server_info")
-        # Of each limit the engine takes the smallest that is known.
+        # The servers may report different limits. The engine keeps the smallest value of each limit.
         self.vocab_size = min(filter(None, (read_vocab_size(info.get("model_path")) for info in infos)), default=None)
         if self.vocab_size is None:
             logger.warning("no server's model folder can be read: the engine cannot refuse ids outside the vocabulary")
         self.context_length = min(filter(None, (info.get("max_req_input_len") for info in infos)), default=None)
         self.has_grammar = all(info.get("grammar_backend") not in (None, "none") for info in infos)
         answers = self.servers.post_all("/generate", probe([0]))
-        if self.servers.lost:  # a run goes on without a lost server, but it does not start without one
+        if self.servers.lost:  # a run may lose servers later, but at its start it needs all of them
             raise EngineError("; ".join(self.servers.lost.values()), 503)
         for server, answer in zip(self.servers.workers, answers):
             parse_segment(answer)
@@ -255,7 +262,7 @@ class RemoteInfEngine:
                 self.pause_mode = "abort"
 
     def pause(self) -> None:
-        """Start no more rollouts, then pause every server. After this the weights may change."""
+        """Stop starting rollouts, then pause every server. After this call the weights may change."""
         if self.executor is not None:
             self.executor.pause()
         self._servers_paused = True
@@ -263,29 +270,30 @@ class RemoteInfEngine:
         self.servers.post_all("/pause_generation", {"mode": self.pause_mode})
 
     def update_weights(self, meta: weights.WeightUpdateMeta, buckets: Iterable[weights.Bucket] | None = None) -> None:
-        """Bring every server to the weights of `meta.version`, from `buckets` or from disk.
+        """Send the weights of version `meta.version` to every server, from `buckets` or from disk.
 
-        Call it between pause and resume, because a server that is not paused first finishes all its requests.
-        Raises RuntimeError that names each server that failed and why.
+        Call `pause` first, because a server that is not paused finishes all its requests before it changes weights.
+        Raises EngineError with the message of every server that failed.
         """
+        # In mode in_place the paused requests still need the KV cache.
         meta = replace(meta, flush_cache=self.pause_mode != "in_place")
         weights.send(meta, self.servers.post_all, buckets)
         self.servers.newest = meta.version
 
     def set_version(self, version: int) -> None:
-        """Record that all servers have `version`, and let the staleness gate admit rollouts for it."""
+        """Record that all servers have `version`. The staleness gate may then start more rollouts."""
         self._version = version
         if self.executor is not None:
             self.executor.on_new_version()
 
     def get_version(self) -> int:
-        """Return the version of the newest policy that all servers have."""
+        """Return the newest policy version that all servers have."""
         return self._version
 
     def resume(self) -> None:
-        """Continue every server, then let rollouts start again.
+        """Let every server continue generating, then let rollouts start again.
 
-        Lost servers are told too, because a lost server may be alive and paused.
+        Lost servers get the call too, because a lost server may be alive and still paused.
         """
         self.servers.post_all("/continue_generation", {}, lost=True)
         self._servers_paused = False
@@ -293,7 +301,7 @@ class RemoteInfEngine:
             self.executor.resume()
 
     def destroy(self) -> None:
-        """Continue servers that this engine left paused, and end the executor. A second call does no harm."""
+        """Let servers that this engine has paused continue, and shut down the executor. A second call is harmless."""
         if self._servers_paused:
             self._servers_paused = False
             try:
@@ -304,10 +312,10 @@ class RemoteInfEngine:
             self.executor.destroy()
 
     def score(self, input_ids: list[list[int]]) -> list[list[float]]:
-        """Return the servers' log p(token | tokens before it) at temperature 1 for each sequence.
+        """Return the servers' log p(token | tokens before it) at temperature 1: one list for each sequence.
 
-        The first token of a sequence has no such probability and gets 0. A sequence that fills the context loses its
-        last token, because a server takes only prompts that leave room for one token.
+        Each list begins with 0, because no token comes before the first token. If a sequence fills the context window,
+        its last token gets no number, because a server needs room to generate one token.
         """
 
         async def score_one(number: int, ids: list[int]) -> list[float]:
@@ -323,21 +331,24 @@ class RemoteInfEngine:
 
         return run_all(score_one(number, ids) for number, ids in enumerate(input_ids))
 
-    # 3. Rollouts. The executor owns these methods, and the engine passes each call on.
+    # 3. Rollouts. The WorkflowExecutor implements these methods, and the engine forwards each call to the executor.
 
     def _roll_out(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the executor. Raises RuntimeError if none is attached."""
+        """Call the executor's method with the name `method`. Raises RuntimeError if no executor is attached."""
         if self.executor is None:
             raise RuntimeError("this engine runs no rollouts: attach a WorkflowExecutor(engine, ...) first")
         return getattr(self.executor, method)(*args, **kwargs)
 
-    # Submit one prompt; takes (data, workflow, workflow_kwargs, should_accept_fn, group_size, is_eval).
+    # Each line below defines one method that forwards its call through `_roll_out`. For example,
+    # engine.submit(data, workflow) returns the result of engine.executor.submit(data, workflow).
+
+    # submit(data, workflow, ...): put one prompt in the queue, and return its task id.
     submit = partialmethod(_roll_out, "submit")
-    # Wait for groups and return them as one batch; takes (count, timeout).
+    # wait(count, timeout): wait for the `count` oldest groups that were not rejected, and return them as one batch.
     wait = partialmethod(_roll_out, "wait")
-    # Wait for one submitted group and return it; takes (task_id, timeout).
+    # wait_for_task(task_id, timeout): wait for one submitted group, and return it, or None if it was rejected.
     wait_for_task = partialmethod(_roll_out, "wait_for_task")
-    # Submit many prompts and return their groups as one batch; takes (data, workflow, ...).
+    # rollout_batch(data, workflow, ...): run all prompts of `data`, and return their accepted groups as one batch.
     rollout_batch = partialmethod(_roll_out, "rollout_batch")
-    # Return a training batch; takes (dataloader, workflow, workflow_kwargs, should_accept_fn, group_size).
+    # prepare_batch(dataloader, workflow, ...): return the next training batch, and keep later prompts running.
     prepare_batch = partialmethod(_roll_out, "prepare_batch")

@@ -528,6 +528,12 @@ def test_an_engine_needs_a_server():
         RemoteInfEngine([])
 
 
+def test_an_engine_refuses_an_unknown_pause_mode():
+    """Constructing an engine with an unknown pause mode raises an error."""
+    with pytest.raises(ValueError, match="pause_mode is retract, abort or in_place, not 'stop'"):
+        RemoteInfEngine([A], pause_mode="stop")
+
+
 # Connections
 
 
