@@ -308,15 +308,16 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self._produce()
             self.runner.lock.notify_all()
 
-    def fail(self, error: BaseException) -> None:
-        """Stop the run from outside: every waiting and every later call raises RuntimeError from `error`."""
+    def fail(self, error: BaseException, message: str = "") -> None:
+        """Stop the run: every waiting and every later call raises RuntimeError(message), with `error` as its cause."""
         with self.runner.lock:
-            self._state.fail(f"the rollout cannot go on: {error!r}", error)
+            self._state.fail(message or f"the rollout cannot go on: {error!r}", error)
             self.runner.lock.notify_all()
 
     def destroy(self) -> None:
-        """Shut down: 1. waiting calls raise, 2. running tasks are cancelled and clean up, 3. the thread is joined."""
-        self.fail(RuntimeError("the dispatcher is destroyed"))
+        """Stop the run, cancel the running tasks, let them clean up, and join the thread. Waiting calls raise."""
+        reason = "the dispatcher is destroyed"
+        self.fail(RuntimeError(reason), reason)
         self.runner.destroy()
 
     # ---- producer and consumer: called under the lock, in the thread that brings the event

@@ -85,11 +85,14 @@ def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
 
     No mini-batch is empty, so fewer than `n` rows give fewer than `n` mini-batches.
     """
-    parts: list[list[int]] = [[] for _ in range(min(n, len(lengths)))]
+    n = min(n, len(lengths))
+    parts: list[list[int]] = [[] for _ in range(n)]
+    loads = [0] * n  # tokens of each mini-batch
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        # Of two mini-batches with equally many tokens, take the one with fewer rows.
-        lightest = min(parts, key=lambda part: (sum(lengths[i] for i in part), len(part)))
-        lightest.append(row)
+        # If two mini-batches have equally many tokens, the mini-batch with fewer rows gets the row.
+        lightest = min(range(n), key=lambda j: (loads[j], len(parts[j])))
+        parts[lightest].append(row)
+        loads[lightest] += lengths[row]
     return parts
 
 
