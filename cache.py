@@ -42,15 +42,11 @@ from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from calls.messages import Message, Refusal, canonical
 from calls.side_conversations import PATTERNS, find_side_conversations
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from inference.io_struct import ModelResponse
+from inference.io_struct import ModelResponse
 
 
 @dataclass(eq=False, repr=False)
@@ -62,7 +58,7 @@ class InteractionWithTokenLogpReward:
     template_key: str = ""  # key of the tools and template arguments, which decide the prompt with the messages
     trainable: bool = True  # False if the agent asked the proxy not to store this call
     tools: list[dict[str, Any]] = field(default_factory=list)  # tools offered to the model, in chat-completions format
-    model_response: "ModelResponse | None" = None
+    model_response: ModelResponse | None = None
     output_message_list: list[Message] = field(default_factory=list)
     completion: dict[str, Any] | None = None  # the reply as the agent received it
     reward: float | None = None  # the turn's own reward; apply_reward_discount replaces it with the final reward
@@ -89,7 +85,7 @@ class InteractionWithTokenLogpReward:
         return self.trainable and self.tokens.trains_exactly and not self.left_out
 
     @property
-    def tokens(self) -> "ModelResponse":
+    def tokens(self) -> ModelResponse:
         """The tokens of the call. Raises ValueError if the call is unfinished."""
         if self.model_response is None:
             raise ValueError(f"interaction {self.interaction_id!r} is unfinished: it has no tokens")
@@ -139,7 +135,7 @@ class InteractionWithTokenLogpReward:
             row["regenerated"][0] += turn.tokens.regenerated * trained  # counts a turn only in the row that trains it
         return row
 
-    def to_tensor_dict(self) -> "dict[str, Tensor]":
+    def to_tensor_dict(self) -> dict[str, Any]:
         """Return the row of `to_lists` as tensors of shape (1, L) or (1,), with the dtypes of rollout/trajectory.py."""
         import torch
 
@@ -237,7 +233,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
             self.finish(interaction_id, interaction.model_response, interaction.output_message_list)
         return interaction
 
-    def finish(self, interaction_id: str, response: "ModelResponse", output: list[Message]) -> None:
+    def finish(self, interaction_id: str, response: ModelResponse, output: list[Message]) -> None:
         """Store the tokens and the output of a call. A finished call can be a parent, take a reward and be exported."""
         interaction = self[interaction_id]
         interaction.model_response, interaction.output_message_list = response, output

@@ -35,6 +35,8 @@ from run.recover import claim
 from run.start import Run
 from training.ranks import join_ranks, leave_ranks, share
 
+Train = Callable[[Run], None]  # the function that trains, which train.py passes to `main`
+
 
 def read_run(argv: list[str], stack: ExitStack) -> tuple[TrainConfig, Inputs, list[Planned]]:
     """Return the configuration, the inputs and the servers to start. `stack` holds the lock of the run's folder."""
@@ -43,8 +45,7 @@ def read_run(argv: list[str], stack: ExitStack) -> tuple[TrainConfig, Inputs, li
         config.trial_name = time.strftime("%Y%m%d-%H%M%S")
     can_continue = config.mode == "eval" or (config.recover == "auto" and (config.run_dir / "recover").exists())
     if (config.run_dir / "metrics.jsonl").exists() and not can_continue:
-        reason = "holds a run that cannot be continued (recover=off)"
-        raise ConfigError(f"{config.run_dir} {reason}; give another trial_name")
+        raise ConfigError(f"{config.run_dir} holds a run that recover=off cannot continue; give another trial_name")
     inputs = load_inputs(config)
     servers, plan = plan_run(config)
     if config.dry_run:
@@ -75,9 +76,7 @@ def agree_on_run(argv: list[str], stack: ExitStack) -> tuple[TrainConfig, Inputs
     return answer, load_inputs(answer), []
 
 
-def start_run(
-    config: TrainConfig, inputs: Inputs, servers: list[Planned], stack: ExitStack, train: Callable[[Run], None]
-) -> None:
+def start_run(config: TrainConfig, inputs: Inputs, servers: list[Planned], stack: ExitStack, train: Train) -> None:
     """Write the resolved configuration, then train or evaluate. `stack` ends every part that the run starts."""
     run_dir, is_first, training = config.run_dir, dist.get_rank() == 0, config.mode == "train"
     fleet = Fleet(run_dir / "logs")
@@ -100,7 +99,7 @@ def start_run(
         raise
 
 
-def main(train: Callable[[Run], None], argv: list[str] | None = None) -> int:
+def main(train: Train, argv: list[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code. In mode=train, `train` is called to train.
 
     The default of `argv` is the command line of this process.

@@ -351,8 +351,7 @@ def resolve(config: TrainConfig) -> None:
     if actor.c_clip is not None and actor.c_clip <= 1:
         raise ConfigError(f"actor.c_clip={actor.c_clip}; dual clip needs a value above 1, or null")
     if (actor.overlong_tokens or 1) > actor.max_new_tokens:
-        both = f"actor.overlong_tokens={actor.overlong_tokens} and max_new_tokens={actor.max_new_tokens}"
-        raise ConfigError(f"{both}: make the first at most the second")
+        raise ConfigError(f"actor.overlong_tokens={actor.overlong_tokens} > max_new_tokens={actor.max_new_tokens}")
     if actor.gamma == 0 or max(actor.gamma, actor.gae_lambda) > 1:
         raise ConfigError("actor.gamma and actor.gae_lambda must lie between 0 and 1")
     if strange := set(rollout.openai.fixed_sampling) - vars(gconfig).keys():
@@ -363,11 +362,9 @@ def resolve(config: TrainConfig) -> None:
         except re.error as error:
             raise ConfigError(f"side_conversations: {pattern!r} is no regular expression: {error}") from error
     if rollout.group_size not in (None, gconfig.n_samples) and gconfig.n_samples != 1:
-        both = f"rollout.group_size={rollout.group_size} and gconfig.n_samples={gconfig.n_samples}"
-        raise ConfigError(f"{both} are one number under two names; give only one of them")
+        raise ConfigError("rollout.group_size and gconfig.n_samples are one number; give only one of the two keys")
     if rollout.consumer_batch_size not in (None, batch):
-        both = f"rollout.consumer_batch_size={rollout.consumer_batch_size} and train_dataset.batch_size={batch}"
-        raise ConfigError(f"{both} must be equal: both are the prompt groups of a step; give only the second")
+        raise ConfigError(f"rollout.consumer_batch_size must be equal to train_dataset.batch_size={batch}; omit it")
     rollout.group_size = gconfig.n_samples = rollout.group_size or gconfig.n_samples
     rollout.consumer_batch_size = batch
     rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or (rollout.max_head_offpolicyness + 1) * batch

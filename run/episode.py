@@ -34,11 +34,9 @@ def conversation_tree(interactions: dict[str, InteractionWithTokenLogpReward]) -
     root = Tree(f"{len(interactions)} turns")
     branches: dict[Any, Tree] = {}
     for turn in interactions.values():
-        known = 0  # messages that the parent already shows
-        if turn.parent:
-            known = len(turn.parent.messages) + len(turn.parent.output_message_list)
+        known = turn.parent.messages + turn.parent.output_message_list if turn.parent else []  # drawn above
         lines = [describe_turn(turn)]
-        lines += [f"{m['role']}: {spoken(m)}" for m in turn.messages[known:] + turn.output_message_list]
+        lines += [f"{m['role']}: {spoken(m)}" for m in turn.messages[len(known) :] + turn.output_message_list]
         branches[turn] = branches.get(turn.parent, root).add(escape("\n".join(lines)))
     return root
 
@@ -48,10 +46,8 @@ def describe_turn(turn: InteractionWithTokenLogpReward) -> str:
     row = turn.to_lists()
     prompt_len, trained = row["turn_ids"].count(-1), sum(row["loss_mask"])
     sizes = f"{prompt_len} + {len(row['input_ids']) - prompt_len} tokens, {trained} trained"
-    temperature = row["temperatures"][-1]
-    if temperature != 1:
-        sizes += f" at temperature {temperature:g}"
-    return f"reward {turn.reward:.2f}, {sizes}, {turn.interaction_id}"
+    reward = "no reward" if turn.reward is None else f"reward {turn.reward:.2f}"
+    return f"{reward}, {sizes}, temperature {row['temperatures'][-1]:g}, {turn.interaction_id}"
 
 
 def spoken(message: dict[str, Any]) -> str:

@@ -197,22 +197,18 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
     server = config.server
     if config.rollout.server_addrs:
         return []
-    wanted, spare = server.count * server.tp_size, gpus[ranks:]
+    tp, spare = server.tp_size, gpus[ranks:]
+    wanted = server.count * tp
     shared = len(spare) < wanted if server.colocate is None else server.colocate
     pool = gpus * server.count if shared else spare[-wanted:]  # shared: the list of GPUs is repeated for the servers
     if gpus and len(pool) < wanted:
-        need = f"server.count={server.count} with server.tp_size={server.tp_size}"
+        need = f"server.count={server.count} with server.tp_size={tp}"
         remedy = "lower them, or set server.colocate=true"
         raise ConfigError(f"{need} and {ranks} trainers do not fit on {len(gpus)} GPUs: {remedy}")
     share = server.mem_fraction or (0.4 if shared else 0.85)
     command = server_command(config, share if gpus else None)
     return [
-        Planned(
-            name=f"server-{k}",
-            command=command,
-            gpus=pool[k * server.tp_size : (k + 1) * server.tp_size],
-            port=server.port + k if server.port else 0,
-        )
+        Planned(f"server-{k}", command, pool[k * tp : (k + 1) * tp], server.port + k if server.port else 0)
         for k in range(server.count)
     ]
 

@@ -161,9 +161,7 @@ class Logger:
         if metrics["side_conversations"] and not said_before:
             example = self._text(batch, int(batch["side_conversations"].argmax()))[:160]
             print(f"step {step} has the first side conversation, which is left out of training: {example!r}")
-            print(
-                "rollout.openai.side_conversations holds the patterns of such calls; [] trains every call", flush=True
-            )
+            print("rollout.openai.side_conversations holds the patterns of such calls", flush=True)
         if isinstance(self.live, Live):
             self.live.update(self._table(), refresh=True)
         else:

@@ -63,12 +63,8 @@ def start_rollout(
     """
     config, stack = run.config, run.stack
     addresses = [server.wait_ready() for server in servers] or config.rollout.server_addrs
-    rollout = RemoteInfEngine(
-        addresses,
-        pause_mode=config.rollout.pause_mode,
-        request_timeout=config.rollout.request_timeout,
-        request_retries=config.rollout.request_retries,
-    )
+    options = config.rollout
+    rollout = RemoteInfEngine(addresses, options.pause_mode, options.request_timeout, options.request_retries)
     stack.callback(rollout.destroy)
     were_up = config.mode == "train" and bool(config.rollout.server_addrs)
     if were_up:
