@@ -1,22 +1,23 @@
-"""The trainer and the small server join a process group here. Mode distributed sends new weights through it.
+"""This module builds the process group through which mode distributed sends new weights to the servers.
 
 The trainer is rank 0 and hosts the key-value store where the ranks meet. Every GPU of every server is one more rank.
 SGLang joins through torch.distributed, which puts three prefixes before each key of the store. `join_group` uses these
-prefixes too, so the trainer can meet SGLang as well as the small server. The group exists beside torch's default
-group, which connects the trainer's own ranks.
+three prefixes too, so the trainer and an SGLang server find each other's keys. The small server calls `join_group`
+itself. torch's default group connects the ranks of the trainer, and this module does not change the default group.
 """
 
 from datetime import timedelta
 from typing import Any
 
-BUCKET_TIMEOUT = 600.0  # seconds to send one bucket, and seconds for all ranks to meet
+BUCKET_TIMEOUT = 600.0  # longest time, in seconds, to send one bucket or to wait for all ranks to join
 
 
 def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:
     """Join a new process group as rank `rank`, and return it when all `world` ranks have joined.
 
-    Rank 0 listens at `address` and `port`. `broadcast(tensor, 0)` of the group returns a work that has `wait()`.
-    Raises an error of torch if the ranks do not meet within BUCKET_TIMEOUT seconds.
+    Rank 0 listens at `address` and `port`. `group.broadcast(tensor, 0)` starts to send a tensor of rank 0 to all ranks,
+    and returns an object whose `wait()` returns when the transfer is done. Raises a torch error if the ranks do not
+    meet within BUCKET_TIMEOUT seconds.
     """
     import torch.distributed as dist
 

@@ -1,28 +1,28 @@
-"""A request for tokens and its answer, in this project's names and in SGLang's JSON.
+"""This module defines a request for tokens and its answer, and translates both from and to SGLang's JSON.
 
     ModelRequest -> sampling_params -> POST /generate -> parse_segment -> ModelResponse
 
-**Requests.** Every sampling parameter is sent. A server takes a missing parameter from the model's
-generation_config.json, and training would not know its value.
+**Requests.** A request contains every sampling parameter. A server would take a missing parameter from the model's
+generation_config.json, and training would not know the parameter's value.
 
-**Answers.** Training needs three facts about each token: its id, its log-probability under the policy that sampled it,
-and the version of the weights that computed it. An answer that lacks one of them is an error.
+**Answers.** Training needs three facts about each token: the token's id, the token's log-probability under the policy
+that sampled it, and the version of the weights that computed it. An answer without one of these facts is an error.
 
     output_ids               [17, 4, 9]
     output_token_logprobs    [[-0.2, 17, null], [-1.1, 4, null], [-0.4, 9, null]]     logprob, token id, text
     weight_versions          [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
 
-Here version 3 computed the first two tokens and version 4 the third. A server before SGLang 0.5.19 reports only
-`weight_version`, the version at the end of the answer.
+In this example, version 3 computed the first two tokens and version 4 computed the third token. SGLang before version
+0.5.19 reports only `weight_version`, the version at the end of the answer.
 
-**Finish reasons.** `abort` without a status means that a pause interrupted the request, which goes on later. `abort`
-with a status is an error: 4xx if the request is wrong, 5xx if the server has no room for it.
+**Finish reasons.** `abort` without a status means that a pause interrupted the request, and the engine continues the
+request later. `abort` with a status is an error: 4xx if the request is wrong, 5xx if the server has no room for it.
 
-**Logprobs.** A logprob comes from log_softmax(logits / temperature) over the whole vocabulary. top_p, top_k, penalties
-and grammars change what is sampled but not the reported logprob. Training can reproduce the sampling distribution only
-without them, and `trains_exactly` says whether this is the case.
+**Logprobs.** A server computes a logprob as log_softmax(logits / temperature) over the whole vocabulary. top_p, top_k,
+penalties and grammars change which tokens are sampled, but they do not change the reported logprob. Training can
+reproduce the sampling distribution only without these options. `trains_exactly` tells whether no option is in use.
 
-The names are those of AReaL's areal/api/io_struct.py (write-up, section 2). engine.py sends the requests.
+AReaL's areal/api/io_struct.py uses the same class names (write-up, section 2). engine.py sends the requests.
 """
 
 import hashlib
@@ -35,20 +35,20 @@ from inference.wire import EngineError
 
 @dataclass
 class GenerationHyperparameters:
-    """How tokens are sampled."""
+    """The sampling parameters of a request."""
 
-    n_samples: int = 1  # samples per prompt (the group size); a request to the engine asks for 1
-    max_new_tokens: int = 512  # the most tokens to generate in one turn, clipped to the context window
-    temperature: float = 1.0  # the logits are divided by it before sampling; 0 means greedy
-    top_p: float = 1.0  # nucleus sampling: keep the likeliest tokens up to this total probability; 1 keeps all
-    top_k: int = -1  # keep this many likeliest tokens; -1 keeps all
-    stop: list[str] = field(default_factory=list)  # strings that end a turn; they stay in the tokens
-    stop_token_ids: list[int] = field(default_factory=list)  # token ids that end a turn, beside the model's own
+    n_samples: int = 1  # samples per prompt (the group size); a request to the engine needs 1
+    max_new_tokens: int = 512  # most tokens to generate in one turn; the context window may leave room for fewer
+    temperature: float = 1.0  # number that divides the logits before sampling; 0 means greedy
+    top_p: float = 1.0  # sample from the likeliest tokens up to this total probability; 1: from all tokens
+    top_k: int = -1  # sample from this number of likeliest tokens; -1: from all tokens
+    stop: list[str] = field(default_factory=list)  # strings that end a turn; the completion includes them
+    stop_token_ids: list[int] = field(default_factory=list)  # token ids that end a turn, in addition to the model's own
     frequency_penalty: float = 0.0  # subtracted from a token's logit for each earlier occurrence in this turn
     presence_penalty: float = 0.0  # subtracted from the logit of every token that has occurred in this turn
-    greedy: bool = False  # always take the likeliest token, as temperature 0 does
-    seed: int | None = None  # seed of the sampling noise; None: derived from the run's seed, or random without a run
-    json_schema: str | None = None  # sample only JSON of this schema; needs a server with a grammar backend
+    greedy: bool = False  # True: always take the likeliest token, as temperature 0 does
+    seed: int | None = None  # seed of the sampling noise; None: derived from the run's seed, or random outside a run
+    json_schema: str | None = None  # sample only JSON that fits this schema; needs a server with a grammar backend
 
     def new(self, **changes: Any) -> "GenerationHyperparameters":
         """Return a copy with the given fields changed."""
@@ -56,12 +56,12 @@ class GenerationHyperparameters:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken. Servers treat temperatures below 1e-6 as 0, too."""
+        """Whether the server always takes the likeliest token. Servers treat a temperature below 1e-6 as 0."""
         return self.greedy or self.temperature < 1e-6
 
     @property
     def trains_exactly(self) -> bool:
-        """Whether the tokens are sampled from plain softmax(logits / temperature), which training can reproduce."""
+        """Whether the server samples from plain softmax(logits / temperature), which training can reproduce."""
         unpenalised = self.frequency_penalty == self.presence_penalty == 0
         whole = self.top_p == 1 and self.top_k == -1 and self.json_schema is None
         return whole and unpenalised and not self.is_greedy
@@ -69,7 +69,7 @@ class GenerationHyperparameters:
 
 @dataclass
 class ModelRequest:
-    """One prompt, given as token ids. All requests with one `session` go to one server."""
+    """A request to complete one prompt, given as token ids. Requests with equal `session` go to one server."""
 
     input_ids: list[int]
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -82,8 +82,8 @@ class ModelRequest:
 class ModelResponse:
     """The completion of one request. Each output list has one entry per generated token, including the stop token.
 
-    A finished completion has `stop_reason` "stop" or "length", and the parser of tool calls may change it to
-    "tool_calls". A single segment may have "abort", or "" while its stream is still going on.
+    The engine returns a completion with `stop_reason` "stop" or "length", and the parser of tool calls may change it to
+    "tool_calls". A segment that a pause interrupted has "abort". A segment that is still being streamed has "".
     """
 
     input_tokens: list[int]
@@ -91,9 +91,9 @@ class ModelResponse:
     output_logprobs: list[float] = field(default_factory=list)  # from log_softmax(logits / temperature)
     output_versions: list[int] = field(default_factory=list)  # version of the weights that computed each token
     stop_reason: str = "stop"
-    temperature: float = 1.0  # of the logprobs; 1 for greedy tokens, whose logits are not divided
-    trains_exactly: bool = True  # see GenerationHyperparameters
-    regenerated: int = 0  # segments that were requested again because a server failed or was lost
+    temperature: float = 1.0  # temperature of the logprobs; 1 if the sampling was greedy
+    trains_exactly: bool = True  # see GenerationHyperparameters.trains_exactly
+    regenerated: int = 0  # number of segments that were requested again after a server failed
 
     @property
     def input_len(self) -> int:
@@ -106,7 +106,7 @@ class ModelResponse:
         return len(self.output_tokens)
 
     def replace_from(self, done: int, segment: "ModelResponse") -> None:
-        """Keep the first `done` output tokens, append those of `segment`, and take its stop reason."""
+        """Keep the first `done` output tokens, append the tokens of `segment`, and copy the segment's stop reason."""
         self.output_tokens[done:] = segment.output_tokens
         self.output_logprobs[done:] = segment.output_logprobs
         self.output_versions[done:] = segment.output_versions
@@ -114,7 +114,7 @@ class ModelResponse:
 
 
 def call_seed(seed: int, episode: str, call: int) -> int:
-    """Return the seed (below 2^31) of call number `call` of an episode, a hash of the run's seed, episode and call."""
+    """Return the seed of call number `call` of an episode: a hash of the three arguments, below 2^31."""
     digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -122,10 +122,10 @@ def call_seed(seed: int, episode: str, call: int) -> int:
 def segment_seed(seed: int, offset: int) -> int:
     """Return the seed (below 2^63) of the segment that starts after `offset` tokens.
 
-    The first segment has the request's own seed. A later segment has another, so that it does not sample with the
-    noise of the first one again.
+    The first segment uses the request's own seed. Each later segment gets a new seed, because the noise of the first
+    segment must not be used again.
     """
-    return call_seed(seed, "resumed", offset) if offset else seed % 2**63  # JSON parsers and SGLang take 63 bits
+    return call_seed(seed, "resumed", offset) if offset else seed % 2**63  # SGLang accepts at most 63 bits
 
 
 def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict
         "presence_penalty": gconfig.presence_penalty,
         "repetition_penalty": 1.0,
         "stop_token_ids": list(gconfig.stop_token_ids),
-        "stop": list(gconfig.stop) or None,  # a server without a tokenizer refuses this key
+        "stop": list(gconfig.stop) or None,  # None if empty, because a server without a tokenizer refuses this key
         "json_schema": gconfig.json_schema,
         "sampling_seed": None if gconfig.seed is None else segment_seed(gconfig.seed, offset),
     }
@@ -148,24 +148,24 @@ def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict
 
 
 def generate_body(input_ids: list[int], gconfig: GenerationHyperparameters, offset: int = 0) -> dict[str, Any]:
-    """Return the body of a POST /generate. `input_ids` holds the prompt and the `offset` tokens generated so far."""
+    """Return the body of a POST /generate. `input_ids` are the prompt and the `offset` tokens generated so far."""
     return {"input_ids": input_ids, "sampling_params": sampling_params(gconfig, offset), "return_logprob": True}
 
 
 def probe(input_ids: list[int]) -> dict[str, Any]:
-    """Return the body of a POST /generate that asks for one greedy token."""
+    """Return the body of a POST /generate that requests one greedy token."""
     return generate_body(input_ids, GenerationHyperparameters(greedy=True, max_new_tokens=1))
 
 
 def parse_segment(answer: dict[str, Any]) -> ModelResponse:
-    """Read one answer of a server, or one event of a stream, which has stop_reason "" until the last event.
+    """Parse an answer of a server, or one event of a stream. Every event except the last has stop_reason "".
 
-    Raises EngineError: 400 or 503 if the answer is an error of the server, 503 if the server has an unfinished weight
-    update, and 502 if the answer lacks something that training needs.
+    Raises EngineError: 400 or 503 if the server reports an error, 503 if a weight update of the server was not
+    completed, 502 if the answer lacks a fact that training needs.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]
-        finish = dict(meta["finish_reason"] or {})  # null in every event of a stream but the last
+        finish = dict(meta["finish_reason"] or {})  # null in every event of a stream except the last
         status = finish.get("status_code") or 0
         if status >= 400:
             raise EngineError(f"the server answered {status}: {finish['message']}", 400 if status < 500 else 503)
@@ -175,8 +175,8 @@ def parse_segment(answer: dict[str, Any]) -> ModelResponse:
         versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
     except (KeyError, TypeError, ValueError) as error:
         hint = "start SGLang with --weight-version 0, and check that its last weight update succeeded"
-        status = 503 if "-incomplete" in str(error) else 502  # another server may have the whole update
-        raise EngineError(f"an answer that cannot be read ({error!r}): {hint}", status) from error
+        status = 503 if "-incomplete" in str(error) else 502  # another server may have completed the update
+        raise EngineError(f"the answer cannot be read ({error!r}): {hint}", status) from error
     if not len(tokens) == len(logprobs) == len(versions):
         raise EngineError(f"an answer of {len(tokens)} tokens, {len(logprobs)} logprobs, {len(versions)} versions", 502)
     return ModelResponse([], tokens, logprobs, versions, stop_reason=finish.get("type", ""))

@@ -1,38 +1,42 @@
-"""This module knows which inference servers are alive, and it chooses one for each conversation.
+"""This module records which inference servers are alive, and chooses a server for each conversation.
 
-The rule: **losing a server costs only what it was computing.** A request keeps the tokens that it has received, and
-another server generates what is missing. The run goes on while one server lives.
+**The loss of a server costs only the tokens that the server was computing.** A request keeps the tokens that it has
+received, and a different server generates the missing tokens. The run continues while at least one server is alive.
 
-**Affinity.** All turns of a conversation go to one server, because their prefix is cached there. Each conversation
-ranks the servers in an order of its own (rendezvous hashing). So no table is needed, all processes agree on the order,
-and the loss of a server moves only the conversations that it had.
+**Affinity.** All turns of a conversation go to one server, because this server has cached the conversation's prefix.
+Each conversation ranks all servers by a hash of the server's URL and the conversation's key (rendezvous hashing), and
+uses the first living server. All processes compute the same ranking without sharing a table. The loss of a server moves
+only the conversations of this server.
 
-**Two states.** Each process keeps its own record of each server, and nobody announces a loss:
+**Two states.** Each process keeps its own record of each server. Processes do not tell each other about lost servers.
 
     living -- a request got no answer, a 5xx, or tokens of old weights --> lost
     lost   -- the server answers again, and its weights may be used    --> living
 
-A lost server may be dead, restarted, or alive with only its answer lost. Three rules keep old weights out:
+A lost server may be dead or restarted, or alive with only its answer lost. Three rules exclude old weights:
 
-- The trainer looks at its lost servers before each update. A server that answers takes part, whatever weights it has.
-- Any other process looks at a lost server every few seconds. It uses the server again when the server's version is at
-  least the newest version of which this process has received tokens.
-- A server may restart while nobody looks, and then it is back at version 0. Therefore every answer is checked. An
-  update pauses all servers before it changes the first. So a request that is sent after tokens of version 7 have
-  arrived must get tokens of version 7 or newer. Older tokens are thrown away, and their server is lost.
+- The trainer calls its lost servers before each update. A server that answers receives the update like all servers.
+- Any other process calls a lost server every few seconds. The process uses the server again when the server's version
+  is at least the newest version of which the process has received tokens.
+- A server that restarts between two requests has version 0 again. Therefore the engine checks the versions of every
+  answer. A weight update pauses all servers before it changes the first server. A request that is sent after tokens of
+  version 7 have arrived must therefore get tokens of version 7 or newer. The engine discards older tokens, and their
+  server becomes lost.
 
-After an update the trainer also continues the lost servers. A lost server that is alive would otherwise stay paused,
-and processes that still use it would wait. If that server has old weights, the check of its answers finds them. If it
-has half an update, it bears the version "7-incomplete", which no engine accepts.
+After an update the trainer sends /continue_generation to lost servers too. Otherwise a lost server that is alive would
+stay paused, and processes that still use the server would wait. If such a server has old weights, the check of its
+answers finds them. A server that received only a part of an update reports version "7-incomplete", which every engine
+refuses.
 
 **Routers.** An address may belong to an sglang-router. Requests for tokens go to the router, which chooses a worker.
-The router does not pass on abort, pause, continue and weight updates, so these calls go to each of its workers. The
-trainer asks for the list of workers (GET /workers) before each update, so a worker that joins gets the weights then.
-A proxy asks once, at its start. It does not abort requests at a worker that joins later.
+The router does not forward abort, pause, continue and weight updates, so the engine sends these calls to each worker.
+The trainer requests the list of workers (GET /workers) before each update, so a new worker gets the weights in the next
+update. A proxy requests the list only when it starts, so a proxy does not send aborts to workers that join later.
 
-**Not promised.** A server that misses an update because the network cuts it off may still be used by a process that
-has seen no token of the new version. Its tokens bear their true, older version. A server that hangs with open
-connections is lost only after `request_timeout`. If a server dies during an update in mode distributed, the run ends.
+**Not promised.** A server may miss an update because its network connection is cut. A process that has received no
+token of the new version may still use this server, and the tokens have their true, older version. A server that hangs
+with open connections is lost only after `request_timeout`. If a server dies during an update in mode distributed, the
+run ends.
 """
 
 import hashlib
@@ -47,63 +51,63 @@ from inference.wire import CALL_TIMEOUT, EngineError, Wire, run_all
 
 logger = logging.getLogger("nano_areal.servers")
 
-LOOK_AGAIN = 2.0  # seconds between two looks at a lost server
-LOOK_TIMEOUT = 2.0  # seconds that a lost server has to answer a look
+LOOK_AGAIN = 2.0  # seconds between two test calls to a lost server
+LOOK_TIMEOUT = 2.0  # seconds that a lost server has to answer a test call
 
 
 def rank_servers(servers: list[str], key: str) -> list[str]:
-    """Return the servers in the order in which conversation `key` tries them.
+    """Return the servers in the order in which conversation `key` tries them (rendezvous hashing).
 
-    This is rendezvous hashing: without one of the servers, the order of the others stays as it is.
+    Removing a server from the list does not change the order of the remaining servers.
     """
     return sorted(servers, key=lambda server: hashlib.blake2b(f"{key}@{server}".encode()).digest())
 
 
 def read_version(label: Any) -> int:
-    """Return the policy version that a server reports, or -1 if its label is not a number."""
+    """Return a server's version label as a number, or -1 if the label is not a number."""
     return int(label) if str(label).isdecimal() else -1
 
 
 @dataclass
 class Server:
-    """What this process knows about one server or router."""
+    """This process's record of one server or router."""
 
     state: Literal["living", "lost"] = "living"
-    reason: str = ""  # why it was lost
-    look_at: float = 0.0  # when to look at it again while it is lost, in seconds of time.monotonic()
+    reason: str = ""  # why the server was lost
+    look_at: float = 0.0  # time of the next test call to the server if it is lost (time.monotonic(), seconds)
 
 
 class Servers:
-    """All servers of a run, as one process sees them. `addresses` are the base URLs of servers or routers."""
+    """One process's records of all servers of a run. `addresses` are the base URLs of servers or routers."""
 
     def __init__(self, addresses: list[str], wire: Wire) -> None:
-        self.addresses = [address.rstrip("/") for address in addresses]  # requests for tokens go here
+        self.addresses = [address.rstrip("/") for address in addresses]  # URLs for requests for tokens
         self._wire = wire
-        # Everything that changes:
-        self.workers_of = {address: [address] for address in self.addresses}  # the URLs for control calls, by address
-        self.newest = 0  # the newest version of which tokens have come
-        self._records = {address: Server() for address in self.addresses}  # of every address and every worker, by URL
+        # The state that changes:
+        self.workers_of = {address: [address] for address in self.addresses}  # for each address, URLs for control calls
+        self.newest = 0  # newest version of all tokens received so far
+        self._records = {address: Server() for address in self.addresses}  # for each URL of an address or worker
 
     # Questions
 
     @property
     def workers(self) -> list[str]:
-        """The URLs of all servers: an address itself, or the workers behind it if it is a router."""
+        """The URLs of all servers. The address of a router is replaced by the URLs of the router's workers."""
         return [worker for workers in self.workers_of.values() for worker in workers]
 
     def living(self) -> list[str]:
-        """Return the workers that are not lost."""
+        """Return the URLs of all servers that are not lost."""
         return [worker for worker in self.workers if self._records[worker].state == "living"]
 
     @property
     def lost(self) -> dict[str, str]:
-        """The URL of each lost server or router, with the reason."""
+        """The lost servers and routers: a dictionary from URL to the reason of the loss."""
         return {url: record.reason for url, record in self._records.items() if record.state == "lost"}
 
-    # Events: what moves a server from one state to the other
+    # Events: changes between the states living and lost
 
     def lose(self, url: str, why: Exception) -> None:
-        """Record that a request to `url` failed. The server gets no request until it is found again."""
+        """Mark server `url` as lost because of error `why`. The server gets no requests until `find` is called."""
         record = self._records[url]
         record.look_at = time.monotonic() + LOOK_AGAIN
         if record.state == "living":
@@ -111,14 +115,15 @@ class Servers:
             logger.warning("lost server %s (%s); %d of %d left", url, why, len(self.living()), len(self.workers))
 
     def find(self, url: str) -> None:
-        """Record that lost server `url` answers and that its weights may be used."""
+        """Mark lost server `url` as living, because the server answers again and its weights may be used."""
         self._records[url].state = "living"
         logger.warning("server %s is back", url)
 
     def check_age(self, url: str, versions: list[int], sent_after: int) -> None:
-        """Check the versions of new tokens. `sent_after` is what `newest` was when their request was sent.
+        """Check the versions of new tokens from server `url`, and update `newest`.
 
-        Raises EngineError (503) if a token is older, because then the server was restarted with old weights.
+        `sent_after` is the value of `newest` at the time of the request. Raises EngineError (503) if a token has an
+        older version, because only a restarted server returns such a token.
         """
         if versions and min(versions) < sent_after:
             reason = "it was restarted, and waits for the next weight update"
@@ -126,9 +131,10 @@ class Servers:
         self.newest = max([self.newest, *versions])
 
     async def choose(self, key: str) -> str:
-        """Return the address for conversation `key`: the first in its order that lives or has just come back.
+        """Return the address for conversation `key`: the first living address in the conversation's ranking.
 
-        If all are lost, return the one whose next look is due first.
+        If the test call of a lost server is due, make the call, and return the server if it is back with current
+        weights. If all servers stay lost, return the server whose next test call is due first.
         """
         ranking = rank_servers(self.addresses, key)
         for url in ranking:
@@ -137,7 +143,7 @@ class Servers:
         return min(ranking, key=lambda url: self._records[url].look_at)
 
     async def _look(self, url: str) -> bool:
-        """Return whether a lost server is back with current weights. Ask it at most once every LOOK_AGAIN seconds."""
+        """Return whether a lost server answers with current weights. Call it at most every LOOK_AGAIN seconds."""
         record = self._records[url]
         if time.monotonic() < record.look_at:
             return False
@@ -151,54 +157,54 @@ class Servers:
             self.find(url)
         return is_current
 
-    # Control: the trainer's main thread makes these calls and waits for them. It has no event loop.
+    # Control: the trainer's main thread, which has no event loop, calls these methods and waits for the answers.
 
     def refresh(self) -> None:
-        """Ask routers for their workers, and find the lost servers that answer again.
+        """Get each router's list of workers, and mark every lost server that answers as living.
 
-        The weights of a server that is found do not matter here, because a weight update follows.
-        Raises EngineError if a router no longer answers.
+        Such a server may have old weights, because a weight update follows. Raises EngineError if a router is silent.
         """
-        # 1. Ask everything at once. A server has no /workers and answers 404.
+        # 1. Send all questions at once. An address that is no router answers /workers with status 404.
         urls = [address + "/workers" for address in self.addresses] + [url + "/model_info" for url in self.lost]
         results = run_all((self._wire.call(url, timeout=LOOK_TIMEOUT) for url in urls), return_exceptions=True)
         answers = {url: result for url, result in zip(urls, results) if isinstance(result, dict)}
 
-        # 2. Take over each router's list of workers.
+        # 2. Store each router's list of workers.
         for address in self.addresses:
             told = answers.get(address + "/workers", {}).get("workers")
             if told is not None:
                 workers = [(entry["url"] if isinstance(entry, dict) else entry).rstrip("/") for entry in told]
-                self._records = {url: Server() for url in workers} | self._records  # first: requests run meanwhile
+                # The records come first, because requests that run at this moment may look up a new worker's record.
+                self._records = {url: Server() for url in workers} | self._records
                 self.workers_of[address] = workers
-            elif self.workers_of[address] != [address]:  # this address was a router until now
+            elif self.workers_of[address] != [address]:  # this address was a router before
                 raise EngineError(f"no answer from the router {address}", 503)
 
-        # 3. Find the lost servers that answered.
+        # 3. Mark the lost servers that answered as living.
         for worker in self.workers:
             if worker + "/model_info" in answers:
                 self.find(worker)
 
     def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT, lost: bool = False) -> list[Any]:
-        """Send `body` to every living server at once, wait for all, and return their answers in the order of `workers`.
+        """Send `body` to all living servers at once, and return all their answers in the order of `workers`.
 
-        A list of bodies holds one for each server. Without a body the call is a GET. With `lost`, lost servers are
-        told too, and their answers are ignored.
+        If `body` is a list, it has one body for each living server. If `body` is None, the call is a GET. With `lost`,
+        lost servers get the call too, and their answers are ignored.
 
-        A server that cannot be reached is lost, and the others' answers count. Raises EngineError, which names every
-        server that failed and why, if a server answers with an error or if no server is left.
+        A server that cannot be reached becomes lost, and the call succeeds with the remaining answers. Raises
+        EngineError with the errors of all failed servers if a server answers with an error or no server is left.
         """
         living = self.living()
         bodies = body if isinstance(body, list) else [body] * len(living)
         if len(bodies) != len(living):
-            raise EngineError(f"a server was lost meanwhile: {'; '.join(self.lost.values())}", 503)
+            raise EngineError(f"a server was lost during the update: {'; '.join(self.lost.values())}", 503)
         calls = [self._wire.call(server + path, one, timeout) for server, one in zip(living, bodies)]
         if lost:
             calls += [self._wire.call(server + path, body, LOOK_TIMEOUT) for server in self.lost]
         answers = dict(zip(living, run_all(calls, return_exceptions=True)))
         failed = {server: answer for server, answer in answers.items() if isinstance(answer, Exception)}
         unreachable = [url for url, error in failed.items() if isinstance(error.__cause__, httpx.TransportError)]
-        if len(unreachable) < len(failed) or len(unreachable) == len(living):  # an error was answered, or none is left
+        if len(unreachable) < len(failed) or len(unreachable) == len(living):  # an error answer, or no server left
             raise EngineError("; ".join(map(str, (failed or self.lost).values())), 503)
         for server in unreachable:
             self.lose(server, failed[server])

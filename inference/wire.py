@@ -1,22 +1,23 @@
-"""Send JSON over HTTP to the inference servers, at low cost for hundreds of requests a second.
+"""Send JSON over HTTP to the inference servers, with little CPU time for each request.
 
-`Wire.call` returns the parsed body of an answer or raises EngineError, which names the server. The status of an
-EngineError says what the caller can do:
+`Wire.call` returns the parsed body of an answer or raises EngineError with the server's URL. The status of an
+EngineError tells the caller how to react:
 
-    400  the request is wrong: do not send it again
-    502  the answer makes no sense
-    503  no answer, or the server failed: try again, perhaps at another server
+    400  the request is wrong: do not send the request again
+    502  the answer cannot be read
+    503  no answer arrived, or the server failed: try again, perhaps at another server
 
-**Connections.** Each request in flight has a connection of its own, taken from a stack of idle ones (`StackTransport`).
-httpx's shared pool looks at all its connections for every request, which is slow with many in flight. `Wire` also
-bypasses httpx's client. With 64 requests in flight, a request costs 0.4 ms of CPU time instead of 1.4. The HTTP clients
-of agents use the same transport (workflow.py).
+**Connections.** `StackTransport` gives each request in flight its own connection, which it takes from a stack of idle
+connections. httpx's shared pool looks at all its connections for every request, which is slow when many requests are in
+flight. `Wire` also bypasses httpx's client. With 64 requests in flight, a request costs 0.4 ms of CPU time instead of
+1.4 ms. The HTTP clients of agents use `StackTransport` too (workflow.py).
 
 **Streams.** `Wire.stream` yields the server-sent events of an answer while they arrive. An inference server repeats all
-tokens of the segment in every event, so of several events that arrived together only the newest is parsed.
+tokens of the segment in every event. If several events arrive together, `Wire.stream` therefore parses only the newest.
 
-**Event loops.** A connection belongs to the event loop that opened it and can only be closed there. So each loop gets
-connections of its own (`PerLoop`). A thread without an event loop makes its calls with `run_all`, all at once.
+**Event loops.** A connection belongs to the event loop that opened the connection, and can be closed only in this loop.
+`PerLoop` therefore gives each event loop its own connections. A thread without an event loop calls `run_all`, which
+makes many calls at once.
 """
 
 import asyncio
@@ -27,18 +28,18 @@ from typing import Any, Generic, TypeVar
 import httpx
 import orjson
 
-CALL_TIMEOUT = 60.0  # seconds that a call may take if its caller names no timeout
+CALL_TIMEOUT = 60.0  # longest silence of a server in seconds, unless the caller passes a timeout
 CONNECT_TIMEOUT = 10.0  # seconds to open a connection
-CONNECT_RETRIES = 2  # tries after a failed connect, at once and after 0.5 s; a request that was sent is not repeated
-KEEPALIVE = 4.0  # seconds an idle connection stays open; less than uvicorn's 5, so the client closes first
+CONNECT_RETRIES = 2  # further tries to open a connection, after 0 and 0.5 s; no request is sent twice
+KEEPALIVE = 4.0  # seconds an idle connection stays open; below uvicorn's 5, so that the client closes first
 HEADERS = {"content-type": "application/json"}
-TLS = httpx.create_ssl_context()  # made only once, because it takes 20 ms
+TLS = httpx.create_ssl_context()  # made one time at import, because making a context takes 20 ms
 
 T = TypeVar("T", bound=Any)
 
 
 class EngineError(RuntimeError):
-    """A request that could not be served. `status` is 400, 502 or 503, as the top of this module explains."""
+    """The error of a failed request. The module's essay explains the values of `status`: 400, 502 and 503."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -46,10 +47,10 @@ class EngineError(RuntimeError):
 
 
 def read_answer(url: str, status: int, content: bytes) -> dict[str, Any]:
-    """Return the parsed body of a successful answer, or raise EngineError with the server's own message.
+    """Return the parsed body of a successful answer, or raise EngineError with the server's error message.
 
-    SGLang and FastAPI have several forms of error bodies. An error in the middle of a stream, whose HTTP status is
-    200, carries the real status as `code`.
+    SGLang and FastAPI use several forms of error bodies. If an error occurs in the middle of a stream, the HTTP status
+    is already 200, and the field `code` of the error contains the real status.
     """
     try:
         body = orjson.loads(content or b"{}")
@@ -68,16 +69,16 @@ def read_answer(url: str, status: int, content: bytes) -> dict[str, Any]:
 
 
 class StackTransport(httpx.AsyncBaseTransport):
-    """A transport for httpx that gives each request in flight a connection of its own.
+    """A transport for httpx that gives each request in flight its own connection.
 
-    A request takes the idle connection that was used most recently, or opens a new one. The connection becomes idle
-    again when the answer is closed. `http` is the module httpx, or httpx2, which newer openai SDKs use.
+    A request takes the most recently used idle connection, or a new connection if none is idle. The connection becomes
+    idle again when the caller closes the answer. `http` is the module httpx, or httpx2 for newer openai SDKs.
     """
 
     def __init__(self, http: Any = httpx) -> None:
         limits = http.Limits(keepalive_expiry=KEEPALIVE)
         self._connect = lambda: http.AsyncHTTPTransport(verify=TLS, limits=limits, retries=CONNECT_RETRIES)
-        self.idle: list[Any] = []  # idle connections; the most recently used one is the last
+        self.idle: list[Any] = []  # idle connections; the last is the most recently used
 
     async def handle_async_request(self, request: Any) -> Any:
         """Send `request` on an idle connection or a new one, and return the answer."""
@@ -90,7 +91,7 @@ class StackTransport(httpx.AsyncBaseTransport):
         stream = response.stream
 
         async def close_and_free() -> None:
-            del stream.aclose  # from here on the stream's own aclose, so that a second close frees nothing
+            del stream.aclose  # restores the stream's own aclose, so a second close adds no connection
             await stream.aclose()
             self.idle.append(connection)
 
@@ -104,11 +105,11 @@ class StackTransport(httpx.AsyncBaseTransport):
 
 
 class PerLoop(Generic[T]):
-    """One object for each event loop. `make` makes it at the first `get`, and it is closed when the loop ends."""
+    """One object for each event loop. The first `get` in a loop makes the object, and the loop's end closes it."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        # Everything that changes. The generator of a loop makes the loop's object, yields it, and closes it.
+        # For each event loop, a generator that makes the loop's object, yields the object, and finally closes it.
         self._keepers: dict[asyncio.AbstractEventLoop, AsyncGenerator[T, None]] = {}
 
     async def get(self) -> T:
@@ -119,7 +120,7 @@ class PerLoop(Generic[T]):
         return await anext(self._keepers[loop])
 
     async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T, None]:
-        # This is a generator because an event loop that ends closes its generators, after it has ended its tasks.
+        # asyncio closes all generators of an event loop that ends, after the loop's tasks. This closes the object.
         try:
             async with contextlib.aclosing(self._make()) as thing:
                 while True:
@@ -129,7 +130,10 @@ class PerLoop(Generic[T]):
 
 
 def run_all(calls: Iterable[Awaitable[Any]], return_exceptions: bool = False) -> list[Any]:
-    """Make all calls at once in a new event loop, and return their results in order. The thread must have no loop."""
+    """Make all calls at once in a new event loop, and return their results in the order of the calls.
+
+    The calling thread must not run an event loop. With `return_exceptions`, exceptions are returned among the results.
+    """
 
     async def gather() -> list[Any]:
         return await asyncio.gather(*calls, return_exceptions=return_exceptions)
@@ -138,20 +142,20 @@ def run_all(calls: Iterable[Awaitable[Any]], return_exceptions: bool = False) ->
 
 
 class Wire:
-    """Connections to any number of servers. Tests replace the network by `transport`."""
+    """A client that sends requests to any number of servers. In tests, `transport` replaces the network."""
 
     def __init__(self, transport: httpx.MockTransport | None = None) -> None:
         self._transports: PerLoop[httpx.AsyncBaseTransport] = PerLoop(lambda: transport or StackTransport())
 
     async def call(self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
-        """Send `body` by POST, or GET if there is none, and return the parsed answer. Raises EngineError."""
+        """Send `body` by POST, or send a GET if `body` is None. Return the parsed answer. Raises EngineError."""
         async with contextlib.aclosing(self.stream(url, body, timeout)) as events:
             return [event async for event in events][-1]  # an answer that is not a stream has one event
 
     async def stream(self, url: str, body: Any, timeout: float) -> AsyncGenerator[dict[str, Any], None]:
-        """Send `body` as `call` does, and yield the parsed events of the answer while they arrive.
+        """Send `body` by POST, or a GET if `body` is None. Yield the parsed events of the answer while they arrive.
 
-        Of events that arrived together only the newest is yielded. An answer that is not a stream is yielded as one
+        If several events arrive together, only the newest is yielded. An answer that is not a stream is yielded as one
         event. Raises EngineError if the server is silent for `timeout` seconds, cannot be reached, or reports an error.
         """
         method, content = ("GET", None) if body is None else ("POST", orjson.dumps(body))

@@ -1,19 +1,22 @@
-"""Ranks, the processes that train together: how they join, share data, and end together.
+"""Ranks are the processes that train together. This module lets ranks join, share data, and end together.
 
-`torchrun --nproc-per-node=N train.py ...` starts N processes of one program, called ranks. Rank 0 also runs the
-rollouts; all others only train. In a collective operation, such as a sum of gradients, every rank waits for all others.
+`torchrun --nproc-per-node=N train.py ...` starts N processes of one program, called ranks. Rank 0 trains and runs the
+rollouts. All other ranks only train. In a collective operation, such as a sum of gradients, every rank waits for all
+other ranks.
 
-**The problem.** If a rank dies, a rank that waits for it may hang for hours (NCCL), or until its next operation (gloo).
+**The problem.** If a rank dies, a rank that waits for the dead rank may hang for hours (NCCL), or until its next
+operation (gloo).
 
-**The solution is a farewell.** Each rank awaits one small message in a thread: rank 0 from every other rank, and every
-other rank from rank 0. A rank sends the message only when its work is over. If a connection closes before the message
-has arrived, the peer has died. The waiting thread then prints a line and ends its own process.
+**The solution.** When a rank's work is over, the rank sends a small message, called a farewell. Rank 0 exchanges
+farewells with every other rank. For each peer a thread waits for the peer's farewell. If the connection closes before
+the farewell has arrived, the peer has died. The waiting thread then prints a line and ends its own process.
 
-**Example.** Rank 2 of 3 raises an error and dies. Rank 0 sees its connection close and ends within moments. Rank 1 then
-sees the connection to rank 0 close, and ends too. The error that rank 2 printed is the cause.
+**Example.** Rank 2 of 3 ranks raises an error and dies. Rank 0 sees that the connection to rank 2 closes, and rank 0
+ends within moments. Rank 1 then sees that the connection to rank 0 closes, and rank 1 ends too. The error that rank 2
+printed shows the cause.
 
-**Not promised.** A machine that disappears from the network without closing its connections is noticed only when an
-operation times out.
+**Not promised.** If a machine disappears from the network without closing its connections, the ranks notice the loss
+only when an operation times out.
 """
 
 import os
@@ -25,17 +28,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LIFETIME = timedelta(days=365)  # the longest time to wait for a farewell: longer than any run
-PATIENCE = timedelta(hours=2)  # the longest time that ranks wait in any other operation, for example for rollouts
+LIFETIME = timedelta(days=365)  # longest time to wait for a farewell; longer than any run
+PATIENCE = timedelta(hours=2)  # longest time to wait in all other operations, for example until the rollouts are done
 
 _group: Any = None  # the process group of the farewells
 _waiting: dict[int, threading.Thread] = {}  # for each peer, the thread that waits for its farewell
 
 
 def join_ranks() -> bool:
-    """Make the process group: all ranks of torchrun, or this process alone. Return False if there is a group already.
+    """Make torch's default process group of all ranks. Return False if the process group exists already.
 
-    A process group of one rank lives in this process and opens no port.
+    Without torchrun this process is the only rank, and its process group opens no port.
     """
     if dist.is_initialized():
         return False
@@ -51,7 +54,10 @@ def join_ranks() -> bool:
 
 
 def leave_ranks() -> None:
-    """Exchange farewells and end the process group. All ranks call it, and it returns when all have called it."""
+    """Exchange farewells with all peers, then end the process group. Every rank must call this function.
+
+    The function returns when every peer has called it too.
+    """
     for peer in _waiting:
         dist.send(torch.zeros(1), peer, _group)
     for thread in _waiting.values():
@@ -61,7 +67,7 @@ def leave_ranks() -> None:
 
 
 def share(thing: Any) -> Any:
-    """Return rank 0's `thing` on every rank. All ranks call it; it is pickled on the way."""
+    """Return rank 0's `thing` on every rank. Every rank must call this function. `thing` must be picklable."""
     if dist.get_world_size() == 1:
         return thing
     box = [thing]
@@ -70,7 +76,7 @@ def share(thing: Any) -> Any:
 
 
 def _await_farewells() -> None:
-    """Start one thread for each peer, which waits for the peer's farewell and ends this process if the peer dies."""
+    """Start a thread for each peer. The thread waits for the peer's farewell and ends this process if the peer dies."""
     global _group
     _group, rank = dist.new_group(backend="gloo", timeout=LIFETIME), dist.get_rank()
 
