@@ -1,36 +1,40 @@
 """Send new weights to running servers, in one of three ways.
 
-- **disk**: the trainer writes a Hugging Face directory, and each server reads it (POST /update_weights_from_disk). Both
-  sides only need a shared file system. The directory is also a checkpoint that `from_pretrained` can read. A model of
-  1.5B parameters in bf16 takes 3 GB. On one machine, /dev/shm makes this way as fast as memory.
-- **distributed**: trainer and servers join one NCCL or gloo group, and the trainer broadcasts the tensors.
+- **disk**: the trainer writes a Hugging Face directory, and each server reads the directory (POST
+  /update_weights_from_disk). Trainer and servers only need a shared file system. The directory is also a checkpoint
+  that `from_pretrained` can read. A model of 1.5B parameters in bf16 takes 3 GB. On one machine, a directory in
+  /dev/shm stays in memory.
+- **distributed**: the trainer and the servers join one NCCL or gloo group, and the trainer broadcasts the tensors.
 - **tensor**: the trainer and a server share a GPU. The trainer sends handles of its tensors (CUDA IPC), and the server
   copies the tensors. Without a GPU the request contains the tensors themselves.
 
 **The order of an update**, as the training loop calls it:
 
-    pause                          the servers stop generating; without a pause they would first finish every request
-    label "7-incomplete"           `send` begins: from now on no engine accepts a token of these servers
-    disk, distributed or tensor    every server takes the new weights and drops the KV cache of the old ones
-    label "7"                      `send` ends: every server has all of version 7
+    pause                          the servers stop generating (without a pause they would first finish all requests)
+    label "7-incomplete"           `send` begins: from now on every engine refuses the tokens of these servers
+    disk, distributed or tensor    every server loads the new weights and drops the KV cache of the old weights
+    label "7"                      `send` ends: every server has all weights of version 7
     set_version(7)                 the staleness gate admits rollouts that start with version 7
-    resume                         the servers go on; `destroy` does this if the trainer failed before
+    resume                         the servers continue; if the trainer fails before, `destroy` lets them continue
 
 In pause mode in_place the servers keep the KV cache (`flush_cache` is off), because their running requests use it.
 
-**If an update fails** half way, a server has parts of both versions, and SGLang would still report version 6. The label
-"7-incomplete" prevents that: the engine cannot read it as a number, so it refuses the server's tokens.
+**If an update fails** half way, a server has some weights of version 6 and some of version 7, and SGLang would still
+report version 6. The label "7-incomplete" prevents such a wrong report. The engine cannot read the label as a number,
+so the engine refuses the server's tokens.
 
-**Files.** A directory is written under a name that no server is given, and then renamed, so no server reads half of it.
-The next write deletes what a crash has left. Older versions are deleted when all servers have loaded the new one.
+**Files.** The trainer writes a directory under a temporary name, and renames the directory when all files are complete.
+No server can therefore read an incomplete directory. The next write deletes the remains of a crash. After all servers
+have loaded a version, the trainer deletes the directories of older versions.
 
 **Buckets.** In modes distributed and tensor, `named_buckets` gathers a sharded model in buckets of `bucket_mb` MiB. A
-larger tensor is a bucket by itself. Each bucket is freed before the next is gathered, so no rank holds the whole model.
+tensor larger than `bucket_mb` has its own bucket. `named_buckets` frees each bucket before it gathers the next, so no
+rank ever holds the whole model.
 
-**The group** of mode distributed is made for one update and dissolved after it, so a server that dies between two
-updates breaks nothing. Making it takes 20 ms over gloo on one machine.
+**The group** of mode distributed exists only during one update, so a server that dies between two updates breaks no
+group. Making a group takes 20 ms over gloo on one machine.
 
-**Not promised.** A file may be lost when the machine loses power. The trainer keeps a checkpoint of its own.
+**Not promised.** A file may be lost when the machine loses power. The trainer keeps a separate checkpoint.
 """
 
 import base64
@@ -55,23 +59,23 @@ PostAll = Callable[..., list[dict[str, Any]]]  # the type of Servers.post_all(pa
 Bucket = list[tuple[str, "torch.Tensor"]]  # tensors with their names in the Hugging Face checkpoint
 
 LOAD_TIMEOUT = 3600.0  # seconds that the slowest server may take to load a directory
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-PARTIAL = ".partial"  # suffix of a directory while it is being written
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")  # endings of files with weights
+PARTIAL = ".partial"  # suffix of a directory that is not complete yet
 
 
 @dataclass(frozen=True)
 class WeightUpdateMeta:
-    """Which version to send, and in which way."""
+    """The settings of one weight update: which version to send, and in which way."""
 
     mode: str = "disk"  # disk, distributed or tensor
-    path: str = ""  # the folder that holds a directory v{version} for each version (mode disk)
+    path: str = ""  # folder that contains the directories v{version} (mode disk)
     version: int = 0  # policy version of the new weights
-    bucket_mb: float = 512.0  # MiB to gather and send at once (modes distributed and tensor)
-    address: str = "127.0.0.1"  # address of trainer rank 0 for the servers (mode distributed)
+    bucket_mb: float = 512.0  # largest size of a bucket in MiB (modes distributed and tensor)
+    address: str = "127.0.0.1"  # address at which the servers reach rank 0 of the trainer (mode distributed)
     flush_cache: bool = True  # True if servers drop the KV cache of the old weights
 
     def with_version(self, version: int) -> "WeightUpdateMeta":
-        """Return a copy for another version."""
+        """Return a copy of these settings for version `version`."""
         return replace(self, version=version)
 
     @property
@@ -80,24 +84,24 @@ class WeightUpdateMeta:
         return Path(self.path).absolute() / f"v{self.version}"
 
 
-# The trainer's side: get the weights out of the sharded model.
+# The trainer's side: gather the weights of the sharded model, and write checkpoints.
 
 
 def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterator[Bucket]:
-    """Yield all weights of a model in buckets of at most `bucket_mb` MiB, each with its name in the checkpoint.
+    """Yield all weights of a model in buckets of at most `bucket_mb` MiB. Each tensor has its name in the checkpoint.
 
-    All ranks iterate together to the end, because they gather each sharded tensor together. Floating-point tensors
-    are converted to `dtype` before they are gathered. A bucket is emptied when the next one is asked for.
+    Every rank must iterate to the end, because all ranks together gather each sharded tensor. Floating-point tensors
+    are converted to `dtype` before they are gathered. A request for the next bucket empties the last bucket.
 
-    Names and shapes are those of the checkpoint files, since a server skips names that it does not know. transformers
-    fuses the experts of a mixture in memory, and `revert_weight_conversion` splits them again. FSDPEngine refuses
-    models for which this is impossible.
+    Tensors have the names and shapes of the checkpoint files, because a server skips unknown names. transformers fuses
+    the experts of a mixture in memory, and `revert_weight_conversion` splits the experts again. FSDPEngine refuses
+    models whose weights cannot be split.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
 
     state = model.state_dict()
-    tensors = [*model.named_parameters(), *model.named_buffers()]  # lists a tied tensor once
+    tensors = [*model.named_parameters(), *model.named_buffers()]  # a tied tensor is listed only one time
     names = [name for name, _ in tensors if name in state]
     bucket: Bucket = []
     size = 0.0
@@ -116,14 +120,14 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
 
 
 def write_checkpoint(state: Mapping[str, "torch.Tensor"], source_dir: str | Path, target: str | Path) -> Path:
-    """Write a Hugging Face directory at `target` and return its path. A reader sees all of it or nothing.
+    """Write a Hugging Face directory at `target` and return its path. The directory appears only when it is complete.
 
-    model.safetensors holds `state`, each tensor in its own dtype and under one name. Other files, such as the
-    configuration and the tokenizer, are copied from `source_dir`.
+    The file model.safetensors contains the tensors of `state`, each in its own dtype and under one name. The function
+    copies all files without weights, such as the configuration and the tokenizer, from `source_dir`.
     """
     from safetensors.torch import save_file
 
-    # 1. Write under a temporary name, after deleting what an earlier crash has left.
+    # 1. Delete incomplete directories of an earlier crash, and write under a temporary name.
     target = Path(target).absolute()
     for left in target.parent.glob(f"*{PARTIAL}"):
         shutil.rmtree(left)
@@ -135,22 +139,23 @@ def write_checkpoint(state: Mapping[str, "torch.Tensor"], source_dir: str | Path
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
 
-    # 2. Rename.
+    # 2. Rename the directory.
     if target.exists():  # a recovered run writes its last version again
         shutil.rmtree(target)
     partial.replace(target)
     return target
 
 
-# The servers' side: `send` is a whole update, and the three functions after it are its three ways.
+# The servers' side: `send` makes a whole update, and calls one of the three update_from_* functions.
 
 
 def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] | None = None) -> None:
-    """Bring all servers to version `meta.version`, from disk or from `buckets`.
+    """Send version `meta.version` to all servers, from disk or from `buckets`.
 
-    Raises RuntimeError that names each server that failed. No server then bears a version until an update succeeds.
+    Raises RuntimeError with the errors of all failed servers. After such an error, the engines refuse the tokens of all
+    servers until a later update succeeds.
     """
-    # 1. Check what can be checked before any server is asked.
+    # 1. Check the arguments before any server is called.
     if meta.mode not in SENDERS:
         raise ValueError(f"weight_update.mode is {meta.mode!r}, but the modes are: {', '.join(SENDERS)}")
     if meta.mode == "disk" and not meta.directory.is_dir():
@@ -158,21 +163,21 @@ def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] | 
     if meta.mode != "disk" and buckets is None:
         raise ValueError(f"weight_update.mode={meta.mode} sends tensors, but none were given: pass named_buckets(...)")
 
-    # 2. Until the update is complete, no engine accepts a token.
+    # 2. Send the weights. While a server has the label "-incomplete", every engine refuses its tokens.
     label(post_all, f"{meta.version}-incomplete")
     SENDERS[meta.mode](meta, post_all, buckets or ())
     label(post_all, str(meta.version))
 
 
 def label(post_all: PostAll, version: str, abort: bool = False) -> None:
-    """Set the version that all servers report for new tokens. With `abort` they also abort their running requests."""
+    """Set the version that all servers report for new tokens. With `abort`, the servers also abort all requests."""
     post_all("/update_weight_version", {"new_version": version, "abort_all_requests": abort})
 
 
 def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll, _: Iterable[Bucket]) -> None:
     """Let all servers load `meta.directory` at once, then delete the other versions.
 
-    If a server fails, nothing is deleted, because a server may still be loading.
+    If a server fails, no directory is deleted, because another server may still be loading.
     """
     body = {"model_path": str(meta.directory), "abort_all_requests": False, "flush_cache": meta.flush_cache}
     post_all("/update_weights_from_disk", body, timeout=LOAD_TIMEOUT)
@@ -182,10 +187,10 @@ def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll, _: Iterable[Buck
 
 
 def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]) -> None:
-    """Join a group with all GPUs of all servers, and broadcast every bucket. This process is rank 0."""
+    """Make a process group of this process (rank 0) and all GPUs of all servers, and broadcast every bucket in it."""
     import torch
 
-    # 1. Plan the group. The trainer has rank 0, and the ranks of each server start at its rank_offset.
+    # 1. Plan the group. The trainer has rank 0. The ranks of a server begin at the server's rank_offset.
     infos = post_all("/server_info")
     sizes = [info["tp_size"] for info in infos]
     on_gpus = torch.cuda.is_available() and all(info["device"] == "cuda" for info in infos)
@@ -196,13 +201,13 @@ def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: 
     meeting = {"master_address": meta.address, "master_port": port, "world_size": world, "group_name": group_name}
     bodies = [{**meeting, "backend": backend, "rank_offset": 1 + sum(sizes[:i])} for i in range(len(sizes))]
 
-    # 2. Join it. The servers are asked in a thread, because neither side returns before all ranks have joined.
+    # 2. Join the group. A thread calls the servers, because neither join returns before all ranks have joined.
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, "/init_weights_update_group", bodies, timeout=BUCKET_TIMEOUT)
         try:
             group = join_group(meta.address, port, 0, world, group_name, backend)
         finally:
-            asked.result()  # if a server refused, its own error is raised instead of the timeout of join_group
+            asked.result()  # if a server refused, raise its error instead of join_group's timeout
 
     # 3. Broadcast the buckets, and dissolve the group.
     body = {"group_name": group_name, "flush_cache": meta.flush_cache}
@@ -213,7 +218,7 @@ def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: 
 
 
 def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAll) -> None:
-    """Broadcast one bucket, and meanwhile tell the servers the names, dtypes and shapes of its tensors."""
+    """Broadcast the tensors of one bucket, and send their names, dtypes and shapes to the servers at the same time."""
     described = {
         "names": [name for name, _ in bucket],
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -226,9 +231,9 @@ def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAl
 
 
 def update_from_tensor(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]) -> None:
-    """Send every bucket to all servers, which copy its tensors.
+    """Send every bucket to all servers. The servers copy the tensors.
 
-    Each GPU of each server gets handles of its own, because CUDA counts how often a handle is opened.
+    Each GPU of each server gets separate handles, because CUDA counts how often a handle is opened.
     """
     infos = post_all("/server_info")
     with update_session(infos, post_all):
@@ -243,7 +248,7 @@ SENDERS = {"disk": update_from_disk, "distributed": update_from_distributed, "te
 
 @contextmanager
 def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> Iterator[None]:
-    """Tell the servers where an update begins and ends. SGLang has routes for it since version 0.5.20."""
+    """Tell the servers when an update begins and ends. Only SGLang 0.5.20 and newer has routes for these calls."""
     wanted = all(tuple(map(int, re.findall(r"\d+", info["version"])[:3])) >= (0, 5, 20) for info in infos)
     if wanted:
         post_all("/begin_weight_update", {})
@@ -255,12 +260,12 @@ def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> Iterator[N
 
 
 def serialise(bucket: Bucket) -> str:
-    """Return names and tensors in base64, as SGLang's MultiprocessingSerializer writes them.
+    """Return a bucket as base64 text in the format of SGLang's MultiprocessingSerializer.
 
-    The text holds handles of tensors on a GPU, and the bytes of tensors on a CPU.
+    For tensors on a GPU the text contains handles. For tensors on a CPU the text contains the bytes of the tensors.
     """
     if any(tensor.is_cuda for _, tensor in bucket):
         pickled = bytes(ForkingPickler.dumps(bucket))
-    else:  # pickling a view would also pickle the storage behind it, so each tensor is copied
+    else:  # pickling a view would also pickle its whole storage, so each tensor is copied
         pickled = pickle.dumps([(name, tensor.clone()) for name, tensor in bucket])
     return base64.b64encode(pickled).decode()
