@@ -257,10 +257,8 @@ def check_sglang() -> None:
     wanted = [match[1] for line in requires if (match := re.match(r"torch\s*\(?==\s*([\w.]+)", line))]
     here = metadata.version("torch").partition("+")[0]
     if wanted and here not in wanted:
-        raise ConfigError(
-            f"sglang {version} was built for torch {wanted[0]}, but torch {here} is installed: "
-            f"pip install torch=={wanted[0]}, {elsewhere}"
-        )
+        remedy = f"pip install torch=={wanted[0]}, {elsewhere}"
+        raise ConfigError(f"sglang {version} was built for torch {wanted[0]}, but torch {here} is installed: {remedy}")
 
 
 def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
@@ -273,8 +271,7 @@ def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
             urls = [url.rstrip("/") + path for path in ("/model_info", "/workers")]
             status = [httpx.get(each, timeout=10, trust_env=False).status_code for each in urls]
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            reason = f"{url} cannot be reached ({error}): start that server, or correct the address"
-            raise ConfigError(f"rollout.server_addrs: {reason}") from error
+            raise ConfigError(f"rollout.server_addrs: {url} cannot be reached ({error}); is it running?") from error
         if 200 not in status:
             raise ConfigError(f"rollout.server_addrs: {url} is no inference server: it answered {status[0]}")
     for process in planned:
@@ -325,9 +322,8 @@ def check_memory(needs: list[tuple[Planned, float]], gpus: list[str], have: floa
             each = ", ".join(f"{name} {gib:.1f}" for name, gib in here.items())
             raise ConfigError(
                 f"too little memory: about {sum(here.values()):.0f} GiB are needed ({each}) and "
-                f"{f'GPU {gpu}' if gpus else 'this machine'} has {have:.0f}. Turn down, in this order: "
-                "server.max_total_tokens, actor.mb_tokens, server.count; or set actor.gradient_checkpointing=true; "
-                "then take more ranks (torchrun --nproc-per-node), or a smaller model"
+                f"{f'GPU {gpu}' if gpus else 'this machine'} has {have:.0f}. Lower server.max_total_tokens, actor.mb_tokens "
+                "or server.count, set actor.gradient_checkpointing=true, take more ranks, or take a smaller model"
             )
 
 
