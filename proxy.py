@@ -1,40 +1,41 @@
-r"""The proxy: agents talk to it like to OpenAI or Anthropic, and it keeps every token that they cause for training.
+r"""The proxy answers agents in the protocols of OpenAI and Anthropic, and records all sampled tokens for training.
 
-Each episode is a session with an id that nobody can guess. An agent names its session in the URL, or gives the id as
-its API key. Requests marked "admin" need the admin key. `/v1` may be left out of a path.
+Each episode has a session at the proxy. The id of a session cannot be guessed, and an agent sends the id in the URL or
+as the API key. A request marked "admin" needs the admin key. A client may leave out `/v1` in a path.
 
-    POST /grant_capacity (admin)                  let one more session start; the dispatcher decides when
-    POST /rl/start_session (admin)                use one grant to start a session, and return its id
+    POST /grant_capacity (admin)                  let one more session start
+    POST /rl/start_session (admin)                use one grant to start a session, and return the session's id
     POST /{session_id}/v1/chat/completions        answer one call in the protocol of OpenAI's chat completions
     POST /{session_id}/v1/responses               answer one call in the protocol of OpenAI's Responses
     POST /{session_id}/v1/messages                answer one call in the protocol of Anthropic's Messages
-    POST /{session_id}/v1/messages/count_tokens   return the length of the prompt that this body would have
+    POST /{session_id}/v1/messages/count_tokens   return the number of prompt tokens for a body of /messages
     GET  /{session_id}/v1/models                  list the only model
-    POST /{session_id}/rl/set_reward              reward an interaction by its id, or the last interaction
-    POST /{session_id}/rl/end_session             end the session: running calls are stopped, new calls are refused
+    POST /{session_id}/rl/set_reward              set the reward of an interaction (given by id) or of the last one
+    POST /{session_id}/rl/end_session             end the session: stop its running calls and refuse new calls
     POST /export_trajectories (admin)             return the interactions of an ended session, then forget the session
-    GET  /health                                  return the number of sessions and of unused grants
+    GET  /health                                  return the number of sessions and the number of unused grants
 
-How a call becomes a prompt. The session already holds a turn that said "Hi!", and this body arrives:
+How a call becomes a prompt. A session already has one turn, in which the model answered "Hi!". Then a request with this
+body arrives:
 
     {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi!"},
                   {"role": "user", "content": "more"}], "temperature": 0.7}
 
-    1. calls/messages.py reads the body: three messages, and temperature 0.7.
-    2. calls/turn.py enters the call in the tree (cache.py). Its parent is the turn that said "Hi!".
-    3. calls/prompts.py takes the tokens of the parent and adds only <|im_start|>user\nmore<|im_end|> and so on.
-    4. `gconfig` completes the sampling: max_new_tokens is missing in the body, so the option `sampling` decides.
-    5. engine.py generates the tokens, and calls/replies.py writes the reply, whole or as a stream.
+    1. calls/messages.py reads three messages and the temperature 0.7 from the body.
+    2. calls/turn.py enters the call in the conversation tree (cache.py). The turn with "Hi!" is the call's parent.
+    3. calls/prompts.py takes the parent's tokens and appends \n<|im_start|>user\nmore<|im_end|>\n and further marks.
+    4. `Proxy.gconfig` chooses the sampling parameters. The body lacks max_new_tokens; the option `sampling` gives it.
+    5. engine.py requests the tokens from a server, and calls/replies.py writes the reply, whole or as a stream.
 
-Sampling. Options of the agent win over `sampling`, except the fields named in `fixed_sampling`. If an agent sets top_p
-or a penalty, training cannot reproduce the probabilities, so the tokens of this turn do not enter the loss.
+Sampling. An agent's parameter overrides the option `sampling`, unless the option `fixed_sampling` lists the parameter.
+If an agent sets top_p or a penalty, training cannot reproduce the probabilities, so the loss leaves this turn out.
 
-Errors. A mistake of an agent is answered with a 4xx in the form of its protocol. SDKs retry a 409, 429 or 500, so an
-agent's mistake is none of these. An engine's 4xx is passed on, and 503 says that no server answered. A call that
-arrives during a weight update waits and is answered after it.
+Errors. The proxy answers an agent's mistake with a 4xx status and an error in the agent's protocol. SDKs retry after
+status 409, 429 and 500, so the proxy never uses these for an agent's mistake. The proxy passes on a 4xx of a server.
+Status 503 means that no server answered. A call that arrives during a weight update is answered after the update.
 
-Several proxies share nothing, so a session stays at one proxy. The proxy does not promise repeatable tokens to an agent
-that makes several calls at once: the seed of a call depends on its place among the session's calls.
+Proxies share no state, so each session stays at one proxy. The proxy does not promise repeatable tokens to an agent
+that makes several calls at the same time: the seed of a call depends on the number of earlier calls in the session.
 """
 
 import argparse
@@ -68,27 +69,27 @@ from inference.io_struct import GenerationHyperparameters, ModelRequest, call_se
 from run.serve import listen, load_tokenizer, read_object, reply, serve
 
 ERRORS = (Refusal, ValueError, EngineError, HTTPException, ClientDisconnect)
-MAX_BODY = 64 * 2**20  # bytes of the longest request body
-LONG_BODY = 2**18  # bytes; the prompt of a longer body is built in a thread, because tokenising it may take seconds
+MAX_BODY = 64 * 2**20  # largest accepted request body, in bytes
+LONG_BODY = 2**18  # bytes; a thread builds the prompt of a longer body, because tokenising a long text takes seconds
 
 
 @dataclass(eq=False, repr=False)
 class Proxy:
-    """The endpoints in the order of a session's life, and the functions that they share."""
+    """The endpoints of the proxy, in the order in which a session uses them, and the functions that they share."""
 
     engine: Any
     tokenizer: Any
     admin_key: str
     _: KW_ONLY
-    seed: int | None = None  # makes the sampling of a run repeatable
-    sampling: dict[str, Any] = field(default_factory=dict)  # GenerationHyperparameters that an agent does not set
-    side_conversations: Collection[str] = PATTERNS  # regular expressions of calls/side_conversations.py
+    seed: int | None = None  # an integer makes the sampling of a run repeatable
+    sampling: dict[str, Any] = field(default_factory=dict)  # default values of GenerationHyperparameters
+    side_conversations: Collection[str] = PATTERNS  # regular expressions that calls/side_conversations.py explains
     fixed_sampling: Collection[str] = ()  # fields of `sampling` that an agent cannot change
-    session_timeout_seconds: float = 3600.0  # an idle session is forgotten after this time
-    chat_template_type: str = "concat"  # or "hf", as calls/prompts.py explains
-    tool_call_parser: str | None = None  # the form of tool calls, as calls/tools.py explains
-    reasoning_parser: str | None = None  # the form of reasoning, as calls/tools.py explains
-    clock: Callable[[], float] = time.monotonic  # the time in seconds
+    session_timeout_seconds: float = 3600.0  # seconds after which an idle session is forgotten
+    chat_template_type: str = "concat"  # "concat" or "hf", which calls/prompts.py explains
+    tool_call_parser: str | None = None  # form in which the model writes tool calls (calls/tools.py)
+    reasoning_parser: str | None = None  # form in which the model writes reasoning (calls/tools.py)
+    clock: Callable[[], float] = time.monotonic  # function that returns the time in seconds
 
     def __post_init__(self) -> None:
         self.prompts = PromptBuilder(self.tokenizer, self.chat_template_type)
@@ -100,15 +101,15 @@ class Proxy:
         self._fixed = {name: self.sampling[name] for name in self.fixed_sampling if name in self.sampling}
         self._stop_token_ids = [self.tokenizer.eos_token_id] if self.tokenizer.eos_token_id is not None else []
 
-    # Sessions start
+    # Endpoints that start a session
 
     async def grant_capacity(self, request: Request) -> Response:
-        """Let one more session start."""
+        """Add one grant, so that one more session may start. Reply with the number of unused grants."""
         self.check_admin(request)
         return reply({"capacity": self.sessions.grant()})
 
     async def start_session(self, request: Request) -> Response:
-        """Start a session for one grant. Replies 429 if there is no grant."""
+        """Use one grant to start a session. Raises Refusal 429 if there is no grant."""
         self.check_admin(request)
         task_id = (await read_json(request)).get("task_id")
         if not isinstance(task_id, str | int):
@@ -117,14 +118,14 @@ class Proxy:
         return reply({"session_id": session.session_id, "api_key": session.session_id})
 
     def start_own_session(self, task_id: str) -> Session:
-        """Start a session for the process that runs this proxy; nobody has to send a grant."""
+        """Add a grant and use it to start a session. The proxy's own process calls this without a request."""
         self.sessions.grant()
         return self.sessions.start(task_id)
 
-    # An agent calls
+    # Endpoints that an agent calls
 
     async def complete(self, protocol: Protocol, request: Request) -> Response:
-        """Answer one call with the reply of a new turn or, for a retry, of an earlier turn."""
+        """Answer one call. A new call starts a new turn, and a retry may get the reply of an earlier turn."""
         raw = await read_body(request)
         session = self.sessions.open(session_id_of(request))
         key = hashlib.blake2b(raw + protocol.id_prefix.encode()).digest()
@@ -133,13 +134,14 @@ class Proxy:
         if not turn.ask.stream:
             return reply(await turn.reply(request))
         frames = turn.events(request)
-        await anext(frames)  # an error before the first token is raised here and becomes an HTTP status
+        await anext(frames)  # raises an error from before the first token, which becomes an HTTP status
         return EventStream(frames, headers={"cache-control": "no-store"})
 
     async def begin(self, protocol: Protocol, session: Session, raw: bytes, key: bytes) -> Turn:
-        """Enter a new turn in the tree, build its prompt and start its generation; `key` is the hash of the body.
+        """Enter a new turn in the tree, build the turn's prompt and start its generation.
 
-        Raises Refusal and then removes the turn from the tree.
+        `key` is the hash of the body `raw`. Raises Refusal if the request is not valid or the session has ended. If the
+        prompt cannot be built, the turn is removed from the tree.
         """
         ask = protocol.parse(read_object(raw), session.finished)
         gconfigs = [self.gconfig(ask, session, k) for k in range(ask.n)]
@@ -161,14 +163,14 @@ class Proxy:
         return turn
 
     def prompt(self, ask: AgentRequest, parent: Interaction | None) -> tuple[list[int], str]:
-        """Return the prompt tokens of a call, and the text at their end that belongs to the answer. Raises Refusal."""
+        """Return the prompt tokens of a call, and the answer's opening, which the prompt ends with. Raises Refusal."""
         ids = self.prompts.prompt(ask, parent)
-        begun = self.parser.begun(self.tokenizer.decode(ids[-16:]))  # 16 tokens hold <think>, even letter by letter
+        begun = self.parser.begun(self.tokenizer.decode(ids[-16:]))  # 16 tokens can hold <think>, one letter a token
         opening = self.parser.opening(ask.tool_choice, ask.tools, begun)
         return ids + self.prompts.encode(opening), begun + opening
 
     def gconfig(self, ask: AgentRequest, session: Session, k: int) -> GenerationHyperparameters:
-        """Return the sampling of the k-th answer of a call. The engine limits max_new_tokens to the context."""
+        """Return the sampling parameters of a call's k-th answer. The engine limits max_new_tokens to the context."""
         chosen = self.sampling | ask.sampling | self._fixed
         chosen["stop_token_ids"] = [*self._stop_token_ids, *chosen.get("stop_token_ids", [])]
         if "seed" in ask.sampling.keys() - self._fixed.keys():
@@ -178,7 +180,7 @@ class Proxy:
         return GenerationHyperparameters(**chosen)
 
     async def count_tokens(self, request: Request) -> Response:
-        """Reply with the length of the prompt that this body would have (Anthropic's endpoint)."""
+        """Reply with the number of prompt tokens that a call with this body has (Anthropic's endpoint)."""
         body = await read_json(request)
         session = self.sessions.open(session_id_of(request))
         ask = PROTOCOLS["messages"].parse(body, session.finished)
@@ -186,16 +188,16 @@ class Proxy:
         return reply({"input_tokens": len(self.prompt(ask, parent)[0])})
 
     async def models(self, request: Request) -> Response:
-        """List the one model in the forms of OpenAI and Anthropic; a call may name any model and reaches this one."""
+        """List the only model in the forms of OpenAI and Anthropic. A call with any model name reaches this model."""
         openai: dict[str, Any] = {"id": "default", "object": "model", "created": 0, "owned_by": "nano-areal"}
         anthropic = {"type": "model", "display_name": "default", "created_at": "1970-01-01T00:00:00Z"}
         ends = {"has_more": False, "first_id": "default", "last_id": "default"}
         return reply({"object": "list", "data": [openai | anthropic]} | ends)
 
-    # An episode is rewarded, ended and exported
+    # Endpoints that set a reward, end a session and export a session
 
     async def set_reward(self, request: Request) -> Response:
-        """Set the reward of the interaction `interaction_id`, or of the last one if the body names none."""
+        """Set the reward of the interaction `interaction_id`, or of the last interaction if the body has no id."""
         body = await read_json(request)
         session = self.sessions.open(session_id_of(request))
         interaction_id, reward = body.get("interaction_id"), body.get("reward")
@@ -209,7 +211,7 @@ class Proxy:
         return reply({"message": "ok"})
 
     async def end_session(self, request: Request) -> Response:
-        """End a session; a second time is harmless. With {"discard": true} the session is forgotten, not exported."""
+        """End a session, even if it has ended before. With {"discard": true}, also forget the session at once."""
         body = await read_json(request)
         session = self.sessions.find(session_id_of(request))
         self.sessions.end(session)
@@ -232,12 +234,12 @@ class Proxy:
         return reply({"interactions": {key: exported_form(i) for key, i in exported.items()}})
 
     async def health(self, request: Request) -> Response:
-        """Reply with the number of sessions and of unused grants."""
+        """Reply with the number of sessions and the number of unused grants."""
         self.sessions.expire()
         return reply({"status": "ok", "sessions": len(self.sessions), "capacity": self.sessions.capacity})
 
     def check_admin(self, request: Request) -> None:
-        """Raises Refusal 401 if the request has no key, 403 if the key is not the admin key."""
+        """Check the admin key. Raises Refusal 401 if the request has no key, 403 if the key is not the admin key."""
         key = bearer(request)
         if not key:
             raise Refusal("Authorization: `Bearer <admin key>` is needed", 401)
@@ -246,20 +248,20 @@ class Proxy:
 
 
 def exported_form(interaction: Interaction) -> dict[str, Any]:
-    """Return an interaction as JSON for the trainer."""
+    """Return an interaction as the JSON object that the trainer receives."""
     parent = interaction.parent.interaction_id if interaction.parent else None
     row = {"tensors": interaction.to_lists(), "reward": interaction.reward, "parent": parent}
     return row | {"messages": interaction.messages, "output": interaction.output_message_list}
 
 
 def bearer(request: Request) -> str:
-    """Return the key of the header `Authorization: Bearer <key>`, or "" if there is none."""
+    """Return the key of the header `Authorization: Bearer <key>`, or "" if the request has no such header."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def session_id_of(request: Request) -> str:
-    """Return the session id of the path, else the caller's API key. Raises Refusal 401 if the request has neither."""
+    """Return the session id in the path or, if there is none, the API key. Raises Refusal 401 if both are missing."""
     named = request.path_params.get("session_id") or bearer(request) or request.headers.get("x-api-key")
     if not named:
         raise Refusal("api_key: the session's id is needed, as API key or in the path", 401)
@@ -267,7 +269,7 @@ def session_id_of(request: Request) -> str:
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the bytes of the body. Raises Refusal 413 if the body is longer than MAX_BODY."""
+    """Return the bytes of a request's body. Raises Refusal 413 if the body is longer than MAX_BODY."""
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
@@ -277,14 +279,14 @@ async def read_body(request: Request) -> bytes:
 
 
 async def read_json(request: Request) -> dict[str, Any]:
-    """Return the body as a JSON object. Raises Refusal."""
+    """Return a request's body as a JSON object. Raises Refusal if the body is too long or is no JSON object."""
     return read_object(await read_body(request))
 
 
 async def error_reply(request: Request, error: Exception) -> Response:
-    """Turn an error into a reply in the form of the protocol that the path belongs to."""
+    """Return the reply that reports an error, in the protocol to which the request's path belongs."""
     status, message = getattr(error, "status", None) or 500, str(error)
-    if isinstance(error, HTTPException):  # the web framework knows no such path or method
+    if isinstance(error, HTTPException):  # the web framework found no endpoint for this path and method
         status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}"
     is_anthropic = request.url.path.endswith(("/messages", "/messages/count_tokens"))
     return reply(PROTOCOLS["messages" if is_anthropic else "responses"].error(status, message), status)
@@ -300,7 +302,7 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
     app.add_route("/grant_capacity", proxy.grant_capacity, methods=["POST"])
     app.add_route("/rl/start_session", proxy.start_session, methods=["POST"])
     app.add_route("/export_trajectories", proxy.export_trajectories, methods=["POST"])
-    # The web framework takes the first route that fits, so "v1" is not read as the id of a session.
+    # The web framework takes the first matching route. "/v1" stands before "/{session_id}", so "v1" is no session id.
     for session in ("/{session_id}/v1", "/v1", "", "/{session_id}"):
         for name, protocol in PROTOCOLS.items():
             app.add_route(f"{session}/{name}", functools.partial(proxy.complete, protocol), methods=["POST"])
@@ -319,23 +321,23 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8100, help="port to listen on")
     given = os.environ.get("NANO_AREAL_ADMIN_KEY")
-    add("--admin-key", default=given, help="default: $NANO_AREAL_ADMIN_KEY, else a new key, which is printed")
-    add("--seed", type=int, help="makes the sampling of a run repeatable")
-    add("--sampling", type=orjson.loads, default={}, help='JSON: default sampling, like {"max_new_tokens": 500}')
-    add("--request-timeout", type=float, default=3600.0, help="seconds for one generation")
-    add("--request-retries", type=int, default=3, help="tries after a connection error or a 5xx")
-    add("--session-timeout-seconds", type=float, default=3600.0, help="an idle session is forgotten after this")
-    add("--chat-template-type", choices=["concat", "hf"], default="concat", help="hf: render every turn in full")
+    add("--admin-key", default=given, help="default: $NANO_AREAL_ADMIN_KEY, or a new key that the proxy prints")
+    add("--seed", type=int, help="an integer makes the sampling of a run repeatable")
+    add("--sampling", type=orjson.loads, default={}, help='default parameters as JSON, like {"max_new_tokens": 500}')
+    add("--request-timeout", type=float, default=3600.0, help="seconds that one generation may take")
+    add("--request-retries", type=int, default=3, help="number of retries after a connection error or a 5xx status")
+    add("--session-timeout-seconds", type=float, default=3600.0, help="seconds until an idle session is forgotten")
+    add("--chat-template-type", choices=["concat", "hf"], default="concat", help="hf: render every prompt in full")
     add("--side-conversations", type=orjson.loads, default=PATTERNS, help="JSON list of patterns of unrewarded calls")
     add("--fixed-sampling", action="append", default=[], help="a field of --sampling that agents cannot change")
-    add("--tool-call-parser", help="form of tool calls (calls/tools.py); default: the tokenizer's, or qwen")
+    add("--tool-call-parser", help="form of tool calls (calls/tools.py); default: the tokenizer's form, or qwen")
     add("--reasoning-parser", help="form of the reasoning; default: <think> ... </think>")
     add("--exit-with-parent", action="store_true", help="exit when standard input is closed")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal. Returns 2 and prints one line on stderr if the proxy cannot start."""
+    """Run the proxy until a signal stops the process. If the proxy cannot start, print one line and return 2."""
     args = parse_args(argv)
     key = args.admin_key or secrets.token_urlsafe(16)
     with contextlib.ExitStack() as stack:
@@ -354,10 +356,10 @@ def main(argv: list[str] | None = None) -> int:
         except (OSError, ValueError, TypeError, EngineError) as error:
             print("error:", " ".join(str(error).split())[:300], file=sys.stderr)
             return 2
-        hint = "" if args.admin_key else f", admin key {key}"  # a key that was given must not reach a log
+        hint = "" if args.admin_key else f", admin key {key}"  # only a new key is printed, never a key of the user
         url = f"http://{args.host}:{listener.getsockname()[1]}"
         print(f"proxy at {url}{hint}", flush=True)
-        if not args.exit_with_parent:  # a person started the proxy and gets a session to try an agent
+        if not args.exit_with_parent:  # a person has started the proxy, and needs a session to try an agent
             session = f"{url}/{app.state.proxy.start_own_session('by hand').session_id}"
             print(f"a session: OPENAI_BASE_URL={session}/v1 ANTHROPIC_BASE_URL={session}, any key", flush=True)
         serve(app, listener, args.exit_with_parent)
