@@ -3,41 +3,41 @@
 In asynchronous training the model that learns is newer than the model that wrote the training data. Three policies
 give a log-probability to every sampled token:
 
-    pi_behav   the behaviour policy: the weights that sampled the token. Its log-probability comes from the inference
-               server. A weight update may interrupt a completion, so each token keeps the version that sampled it.
-    pi_prox    the proximal policy: the weights at the start of the training step. Its log-probabilities come from one
-               forward pass over the batch.
+    pi_behav   the behaviour policy: the weights that sampled the token. The inference server reports its
+               log-probability. A weight update may interrupt a completion, so each token has a version of its own.
+    pi_prox    the proximal policy: the weights at the start of the training step. One forward pass over the batch
+               computes its log-probabilities.
     pi_theta   the current policy: the weights that the optimizer is changing. Only pi_theta receives a gradient.
 
-Standard PPO has one old policy with two jobs. It corrects for data that older weights sampled, and it is the centre of
-the clip, which limits how far one step moves. With data several versions old, such a clip pulls the new policy back
-towards old weights. Decoupled PPO (arXiv 2505.24298, equation 5) splits the jobs. With u = pi_theta / pi_prox,
+Standard PPO uses one old policy for two jobs: to correct for data that older weights sampled, and to be the centre of
+the clip, which limits how far one step moves the policy. If the data is several versions old, such a clip pulls the
+new policy back towards old weights. Decoupled PPO (arXiv 2505.24298, equation 5) uses one policy for each job. With
+u = pi_theta / pi_prox, its objective is
 
     J = mean over trained tokens of   pi_prox / pi_behav * min(u A, clip(u, 1 - eps, 1 + eps) A)
                                       behaviour weight     the clip, centred on pi_prox
 
 The behaviour weight is a constant: no gradient flows through it. If pi_prox equals pi_behav, the weight is 1 and J is
-the objective of standard PPO. So standard PPO runs through the same code, with one old policy in both places.
+the objective of standard PPO. The code therefore computes standard PPO with one old policy in both places.
 
 Example: a token has probability 0.2 under pi_behav, 0.3 under pi_prox and 0.45 under pi_theta, and A = 1. Then the
 behaviour weight is 1.5 and u is 1.5. With eps = 0.2 the clip lowers u to 1.2, so the token adds 1.5 * 1.2 = 1.8.
 
 Three guards limit what a single token can do:
-  cap           A token whose behaviour weight exceeds behave_imp_weight_cap is dropped from the sum. The mean still
-                counts it, so a batch of outliers makes a small step.
-  clip higher   The upper bound of u may be wider than the lower one (eps_clip_higher), so that rare tokens can grow.
-  dual clip     For A < 0 the term u A has no lower bound. With c_clip = c a token costs at most c |A|.
+  cap           A token whose behaviour weight exceeds behave_imp_weight_cap is left out of the sum. The mean still
+                divides by the number of all trained tokens, so a batch of such tokens makes a small step.
+  clip higher   The upper bound of u may be further from 1 (eps_clip_higher), so that rare tokens can become likelier.
+  dual clip     For A < 0 the term u A has no lower bound. Setting c_clip = c gives this term the lower bound c A.
 
-An advantage belongs to a turn, and all trained tokens of the turn get it (or a share of it, with GAE). The return of a
-turn is its reward after the conversation tree has passed rewards back to earlier turns (cache.py). A turn is compared
-with turns of the same group, which are found by group id, so rows may stand in any order.
+All trained tokens of a turn get the advantage of the turn, or a share of the advantage with GAE. The return of a turn
+starts from the turn's final reward, which includes discounted rewards of later turns (cache.py). A turn is compared
+with turns of its group. The tensor group_ids names the group of each row, so rows may be in any order.
 
-In every tensor, column t belongs to token t; nothing is shifted.
-What this does not promise: the clip does not keep u inside its bounds. A clipped token has no gradient, but gradients
-of other tokens still change its probability. The cap makes the correction biased. There is no critic.
+Limits: the clip does not keep u inside its bounds. A clipped token has no gradient, but gradients of other tokens
+still change its probability. The cap makes the correction biased. There is no critic.
 
 Variants are in training/advantages.py and training/proximal.py. docs/algorithm.md lists each equation.
-Shapes: B rows, T columns; in the whole batch N trained turns and M trained tokens.
+Shapes: a batch has B rows, T columns, N trained turns and M trained tokens. Column t of each tensor describes token t.
 """
 
 import torch
@@ -50,7 +50,7 @@ Batch = dict[str, Tensor]
 
 
 def describe_mode(config: PPOActorConfig) -> str:
-    """Return one line that names the objective and the source of each policy's logprobs (write-up, section 5.2)."""
+    """Return one line that states the objective and the source of each policy's logprobs (write-up, section 5.2)."""
     server, forward = "the inference server", "a forward pass before the update"
     theta = "pi_theta from each training pass"
     if not config.use_decoupled_loss:
@@ -67,9 +67,10 @@ def describe_mode(config: PPOActorConfig) -> str:
 
 
 def compute_cells(level: str, group_ids: Tensor, turn_ids: Tensor, per_turn: bool) -> Tensor:
-    """Return the number of each turn's cell, (N,). Turns are compared with the turns of the same cell.
+    """Return for each of N turns the number of its cell, (N,). The turns of a cell are compared with each other.
 
-    A cell is a group or the whole batch, as `level` says. With `per_turn` it holds only turns with the same turn id.
+    If `level` is "group", each group is a cell; for any other level the whole batch is one cell. `per_turn` splits each
+    cell, so that all turns of a cell have one turn id.
     """
     group = group_ids if level == "group" else torch.zeros_like(group_ids)
     turn = turn_ids if per_turn else torch.zeros_like(turn_ids)
@@ -95,7 +96,8 @@ def cell_std(x: Tensor, cell: Tensor, eps: float) -> Tensor:
 def normalise(returns: Tensor, group_ids: Tensor, turn_ids: Tensor, norm: NormConfig) -> Tensor:
     """Return the advantages (N,) of N turns, given their returns (N,).
 
-    The work is done in float64, where the sum of a few float32 numbers is exact, so equal returns give exactly 0.
+    The computation uses float64, in which the sum of a few float32 numbers is exact. Equal returns therefore have
+    advantages of exactly 0.
     """
     # A = (R - b) / s, with the baseline b and the spread s of the turn's cell
     R, b, s = returns.double(), torch.zeros(()), torch.ones(())
@@ -112,21 +114,22 @@ def normalise(returns: Tensor, group_ids: Tensor, turn_ids: Tensor, norm: NormCo
 def compute_advantages(batch: Batch, config: PPOActorConfig) -> Tensor:
     """Return the advantages (B, T) float32: each trained token has the advantage of its turn, all other tokens have 0.
 
-    Reads loss_mask, turn_ids and turn_rewards (B, T) and group_ids (B,); with a KL penalty in the reward also logprobs
-    and ref_logp (B, T). If gamma * gae_lambda is below 1, earlier tokens of a turn get a smaller share.
-    Turns without trained tokens take no part, and the baseline does not count them.
+    Reads loss_mask, turn_ids and turn_rewards (B, T) and group_ids (B,). A KL penalty in the reward also needs logprobs
+    and ref_logp (B, T). If gamma * gae_lambda is below 1, earlier tokens of a turn get a smaller share of A.
+    Turns without trained tokens get no advantage, and no baseline counts them.
     Raises ValueError if a trained token belongs to no turn or if its reward is not finite.
     """
     trained = batch["loss_mask"] > 0  # (B, T)
     at = trained.flatten().nonzero()[:, 0]  # (M,) positions of the trained tokens in the flattened batch
     turn_ids = batch["turn_ids"].flatten()[at].long()  # (M,)
-    rewards = batch["turn_rewards"].flatten()[at].float()  # (M,) all tokens of a turn carry the turn's reward
+    rewards = batch["turn_rewards"].flatten()[at].float()  # (M,) each token has the final reward of its turn
     if bool((turn_ids < 0).any()):
         raise ValueError("loss_mask is 1 on a token whose turn_ids is -1; every trained token belongs to a turn")
     if not bool(rewards.isfinite().all()):
         raise ValueError("turn_rewards is not finite on a trained token; check what the reward function returns")
 
-    # 1. Number the N trained turns. The tokens of a turn stand together, so a new turn starts where row or id changes.
+    # 1. Number the N trained turns. The tokens of a turn are neighbours in `at`, so a new turn starts where the row or
+    #    the turn id changes.
     row, starts = at // max(trained.shape[1], 1), torch.ones(len(at), dtype=torch.bool)  # (M,), (M,)
     starts[1:] = (row[1:] != row[:-1]) | (turn_ids[1:] != turn_ids[:-1])
     turn_of = starts.cumsum(0) - 1  # (M,) the number of each token's turn, from 0 to N - 1
@@ -145,7 +148,7 @@ def compute_advantages(batch: Batch, config: PPOActorConfig) -> Tensor:
         kl = kl_estimate(logp, ref_logp, config.kl_estimator)  # (M,)
         returns.index_add_(0, turn_of, kl, alpha=-config.kl_ctl)
 
-    # 4. A = (R - b) / s, and each token of the turn gets A, or with GAE a share of it
+    # 4. A = (R - b) / s. Each token of the turn gets A, or a share of A with GAE.
     A = normalise(returns, batch["group_ids"][row].long(), turn, config.adv_norm)  # (N,)
     credit = A[turn_of]  # (M,)
     if config.gamma * config.gae_lambda != 1:
@@ -164,27 +167,28 @@ def behaviour_weight(log_weight: Tensor, cap: float | None, action: str) -> tupl
 
 
 def sequence_mean(x: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Replace each entry of x by the mean of x over the trained tokens of its sequence, or by 0 if there are none.
+    """Return for each entry of x the mean of x over the trained tokens of its sequence, or 0 if there are none.
 
-    For log weights this is the log of the geometric mean of a sequence's weights, as in GSPO (arXiv 2507.18071).
+    If x holds log weights, the result is the log of the geometric mean of each sequence's weights, as in GSPO
+    (arXiv 2507.18071).
     """
     ids = sequence_ids.expand(x.shape)  # the sequence of each token
-    # One total and one count for each sequence.
+    # `total` and `count` have one number for each sequence.
     total = x.new_zeros(int(ids.max()) + 1 if ids.numel() else 0).index_add_(0, ids[mask], x[mask])
     count = torch.bincount(ids[mask], minlength=len(total)).clamp(min=1)
     return (total / count)[ids]
 
 
 def aggregation_weights(lengths: Tensor, how: str, constant: int | None) -> Tensor:
-    """Return the factor (B,) by which the tokens of each sequence count in the loss. L_it is the loss of token t.
+    """Return the factors (B,) that weight the sequences in the loss. L_it is the loss of token t of sequence i.
 
         how = "token"       sum_i sum_t L_it / sum_i n_i       every token counts equally
         how = "sequence"    1/S sum_i (1/n_i) sum_t L_it       every sequence counts equally (GRPO)
-        how = "constant"    1/S sum_i (1/C) sum_t L_it         a long failure costs more than a short one (Dr. GRPO)
+        how = "constant"    1/S sum_i (1/C) sum_t L_it         every token counts 1/C in any sequence (Dr. GRPO)
 
-    `lengths` (B,) are the numbers n_i of trained tokens of the sequences in the mini-batch, on all ranks. S counts the
-    sequences with n_i > 0, and C is `constant`. The loss is linear in the advantages, so the caller multiplies the
-    advantages by these factors.
+    `lengths` (B,) holds n_i, the number of trained tokens of each sequence of the mini-batch, on all ranks. S is the
+    number of sequences with n_i > 0, and C is `constant`. The loss is linear in the advantages, so the caller
+    multiplies the advantages by these factors.
     """
     if how == "token":
         return torch.ones(lengths.shape)
@@ -207,15 +211,15 @@ def ppo_actor_loss_fn(
     sequence_ids: Tensor | None = None,
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss, which is -J, and its metrics. All tensors have one shape: (B, T), or (N,) for flat tokens.
+    """Return the loss, which is -J, and its metrics. All tensors have the shape (B, T), or (N,) for N flat tokens.
 
     logp             log pi_theta, with a gradient
-    prox_logp        log pi_prox; not read in standard PPO (use_decoupled_loss=false)
-    old_logp         log pi_behav; in standard PPO the one old policy
-    loss_mask        1 for trained tokens; values at all other tokens are ignored, also NaN and infinity
+    prox_logp        log pi_prox; standard PPO (use_decoupled_loss=false) does not use this argument
+    old_logp         log pi_behav; in standard PPO the log-probability under the old policy
+    loss_mask        1 for trained tokens; values at all other tokens are ignored, even NaN and infinity
     sequence_ids     the row of each token, for a behaviour weight per sequence; default: the index of the first axis
-    denominator      the number of trained tokens by which loss and metrics are divided, so that the pieces of a
-                     mini-batch add up; default: the trained tokens of loss_mask
+    denominator      the number by which loss and metrics are divided: the trained tokens of the whole mini-batch, so
+                     that the losses of its pieces add up; default: the trained tokens of loss_mask
     """
     mask = loss_mask.bool()
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator
@@ -252,7 +256,7 @@ def ppo_actor_loss_fn(
             "behave_weight_mean": weight.sum(),
             "behave_weight_square": weight.square().sum(),
             "dropped_share": torch.count_nonzero(above_cap & mask),
-            "kl": log_ratio.clamp(-1e4, 1e4).square().sum() / 2,  # the estimator k2; the clamp keeps it finite
+            "kl": log_ratio.clamp(-1e4, 1e4).square().sum() / 2,  # the estimator k2; the clamp keeps the sum finite
         }
         stats = {name: x / denominator for name, x in sums.items()}
     return loss, stats

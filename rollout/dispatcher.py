@@ -1,36 +1,37 @@
-"""The dispatcher: which prompt group starts next, and which groups the next batch holds (write-up, section 3).
+"""The dispatcher decides which prompt group starts next, and which groups form the next batch (write-up, section 3).
 
 A training step needs B finished prompt groups, and an episode takes seconds to minutes. BatchTaskDispatcher keeps as
-many groups running as the staleness gate allows, and hands finished groups out in order of start.
+many groups running as the staleness gate allows, and returns finished groups in order of start.
 
 **Three parts.**
-- DispatchState decides. It knows which tasks are pending, started and finished. Its methods take an event (a task was
-  submitted, a task ended) and return what to do (start these tasks, here is the batch). It has no thread and no clock.
-- BatchTaskDispatcher acts. It takes the lock, reports the event to the state, and carries out the answer.
-- AsyncTaskRunner (runner.py) owns the thread, the event loop, the lock and the waiting.
+- DispatchState makes the decisions. It records which tasks are pending, running and finished. A method is called when
+  a task is submitted or ends, and returns for example the tasks that must start. It has no thread and no clock.
+- BatchTaskDispatcher carries out the decisions. It calls the methods of DispatchState while it holds the lock.
+- AsyncTaskRunner (runner.py) owns the thread, the event loop and the lock, and lets callers wait.
 
 **Producer and consumer.** In the write-up the producer and the consumer are threads that poll. Here they are methods:
-`_produce` starts the tasks that the gate admits, and `_consume` records the result of a task. Both run when an event
-arrives, in the thread that brings the event: a caller submits a task, a task ends in the loop's thread, or the trainer
-sets a new version. So every event that may open the gate starts the next tasks at once.
+`_produce` starts the tasks that the gate admits, and `_consume` records the result of a task. Events call these methods
+directly: a caller submits a task, a task ends in the event loop's thread, or the trainer sets a new version. Every
+event that may open the gate therefore starts the next tasks at once.
 
-**Order of start.** A batch is the oldest B groups by start. A slow group delays its batch, while younger groups run on
-and wait behind it. A rejected group leaves the order and frees its place, and active_submit_and_wait draws another
-task for it. staleness.py proves why this order keeps every age within max_head_offpolicyness. take() checks the age.
+**Order of start.** A batch consists of the B groups that started first and are not consumed yet. A slow group delays
+its batch; groups that finish earlier wait for it. A rejected group leaves the order and gives its place back, and
+active_submit_and_wait draws another task. staleness.py proves that this order keeps every age within
+max_head_offpolicyness, and take() checks each age.
 
 **Failure.** A task that returns None is rejected. A task that raises is rejected and also counted as failed. If
-max_failures tasks in a row raise, the run stops and reports the first exception. So a bug that hits every episode ends
-the run. max_failures rejections in a row only log a warning, because a strict filter may be right. fail() stops
-the run from outside, for example when a server died. An exception of the dispatcher's own code in the loop's thread
-stops the run, too. Once the run has stopped, every waiting and every later call raises RuntimeError.
+max_failures tasks in a row raise, the run stops and reports the first exception, because every episode may have the
+same bug. max_failures rejections in a row only log a warning, because a strict filter may reject many groups. A caller
+stops the run with fail(), for example when a server died. An exception of the dispatcher's own code in the event loop's
+thread also stops the run. After the run has stopped, every waiting and every later call raises RuntimeError.
 
 **Locks.** The dispatcher uses the runner's lock, which is re-entrant. While it holds this lock it takes the staleness
 manager's lock and the lock that get_version() uses. A caller must therefore not hold a lock that get_version() needs:
 set the version, release that lock, then call on_new_version(). Episodes and the task generator run without the lock.
-The callbacks trace and head_version run under the lock and must be short.
+The dispatcher calls trace and head_version while it holds the lock, so they must return quickly.
 
-**What is not promised.** The age bound holds only for batches of the gate's B groups. wait_for_task serves groups that
-belong to no batch.
+**What is not promised.** The age bound holds only if each batch has the gate's consumer_batch_size groups. Groups that
+wait_for_task returns belong to no batch, and their age is not checked.
 """
 
 import logging
@@ -67,19 +68,19 @@ class DispatchState(Generic[TInput, TResult]):
     """All decisions of the dispatcher, as plain methods without threads, locks or a clock."""
 
     manager: StalenessManager
-    head_version: Callable[[TResult], int | None]  # version of a result's oldest generated token; None: it has none
-    max_queue_size: int  # how many tasks the runner accepts at once
-    drop_stale: bool = False  # drop a group that is too old, instead of raising StalenessError
-    max_failures: int = 0  # failures in a row that end the run; 0: two batches of them, and at least eight
-    trace: Callable[[str, int], None] = untraced  # called at every submit, start, finish, accept, reject, fail, drop
-    # all mutable state of this object
-    pending: OrderedDict[int, TInput] = field(default_factory=OrderedDict)  # tasks that were submitted, not started
-    order: OrderedDict[int, TResult | None] = field(default_factory=OrderedDict)  # in order of start; None: running
+    head_version: Callable[[TResult], int | None]  # oldest version in a result; None: no generated tokens
+    max_queue_size: int  # largest number of tasks that run at once
+    drop_stale: bool = False  # whether a group that is too old is dropped instead of raising StalenessError
+    max_failures: int = 0  # failures in a row that stop the run; 0: max(8, 2 * consumer_batch_size)
+    trace: Callable[[str, int], None] = untraced  # called with the event and task id
+    # All fields below are mutable state.
+    pending: OrderedDict[int, TInput] = field(default_factory=OrderedDict)  # submitted tasks that have not started
+    order: OrderedDict[int, TResult | None] = field(default_factory=OrderedDict)  # by start; None: still running
     rejected: set[int] = field(default_factory=set)  # ids of rejected tasks, for wait_for_task
     paused: bool = False
-    failure: tuple[str, BaseException] | None = None  # why the run stopped: message and cause
+    failure: tuple[str, BaseException] | None = None  # message and cause of the stop; None: not stopped
     errors_in_a_row: int = 0
-    first_error: BaseException | None = None  # the exception that began errors_in_a_row
+    first_error: BaseException | None = None  # the first of the errors in a row
     rejected_in_a_row: int = 0
 
     def __post_init__(self) -> None:
@@ -92,28 +93,28 @@ class DispatchState(Generic[TInput, TResult]):
     # ---- questions
 
     def may_start(self) -> int:
-        """Return how many tasks may start now, whether or not so many are pending."""
+        """Return how many tasks may start now, regardless of how many are pending."""
         if self.paused or self.failure:
             return 0
         return max(0, min(self.manager.get_capacity(), self.max_queue_size - self.manager.get_stats().running))
 
     def is_stalled(self) -> bool:
-        """Return whether the dispatcher can only go on when a caller submits a task or sets a new version."""
+        """Return whether nothing can happen until a caller submits a task or sets a new version."""
         return not (self.manager.get_stats().running or self.paused or self.failure)
 
     def in_flight(self) -> set[int]:
-        """Return the ids of the tasks that may still be consumed: pending, running or finished."""
+        """Return the ids of the tasks that may still be consumed, which are pending, running or finished."""
         return {*self.pending, *self.order}
 
     def oldest(self, count: int) -> dict[int, TResult]:
-        """Return the `count` oldest groups by start, or nothing if one of them is not finished."""
+        """Return the results of the `count` tasks that started first, by task id, or {} if one is not finished."""
         finished = {task_id: data for task_id, data in islice(self.order.items(), count) if data is not None}
         return finished if len(finished) == count else {}
 
     # ---- events
 
     def enqueue(self, task: TInput) -> None:
-        """Add a pending task. Raises ValueError if its id is in use."""
+        """Add a pending task. Raises ValueError if the task's id is in use."""
         if task.task_id in self.pending or task.task_id in self.order:
             raise ValueError(f"task {task.task_id} is already in the dispatcher; give each task an id of its own")
         self.rejected.discard(task.task_id)
@@ -122,7 +123,7 @@ class DispatchState(Generic[TInput, TResult]):
         self.trace("submit", task.task_id)
 
     def start(self) -> list[TInput]:
-        """Return the tasks that must start now, in this order, and count them as running."""
+        """Return the tasks that must start now, in order of start, and count them as running."""
         started = []
         for _ in range(min(self.may_start(), len(self.pending))):
             task_id, task = self.pending.popitem(last=False)
@@ -143,7 +144,7 @@ class DispatchState(Generic[TInput, TResult]):
         else:
             del self.order[task_id]
             self.rejected.add(task_id)
-            failed = result.error is not None and self.failure is None  # destroy() cancels tasks; they did not fail
+            failed = result.error is not None and self.failure is None  # tasks cancelled by destroy() do not count
             self.manager.on_rollout_rejected(failed)
             if failed:
                 self.trace("fail", task_id)
@@ -151,10 +152,10 @@ class DispatchState(Generic[TInput, TResult]):
         self._count_in_a_row(result)
 
     def take(self, count: int) -> list[TResult]:
-        """Consume and return the `count` oldest groups by start, or [] while one of them is not finished.
+        """Consume and return the `count` groups that started first, or return [] if one of them is not finished.
 
         With drop_stale, groups that are too old are dropped, and the next groups in the order replace them. Without
-        it, such a group raises StalenessError, and nothing is consumed.
+        drop_stale, a group that is too old causes StalenessError, and no group is consumed.
         """
         while True:
             oldest = self.oldest(count)
@@ -171,7 +172,7 @@ class DispatchState(Generic[TInput, TResult]):
                 self.trace("drop", task_id)
 
     def take_task(self, task_id: int) -> list[TResult | None]:
-        """Take one task out of the order. Return [its result], [None] if it was rejected, or [] if it is not finished.
+        """Return [result] of one task and forget the task; [None] if it was rejected, [] if it is not finished.
 
         Raises ValueError if the task was never submitted, or if its result was already taken.
         """
@@ -188,11 +189,11 @@ class DispatchState(Generic[TInput, TResult]):
         return [data]
 
     def fail(self, message: str, cause: BaseException) -> None:
-        """Stop the run: no task starts any more. If this is called again, the first message and cause remain."""
+        """Stop the run, so that no task starts any more. A second call keeps the first message and cause."""
         self.failure = self.failure or (message, cause)
 
     def _count_in_a_row(self, result: TimedResult[TResult]) -> None:
-        """Count errors and rejections in a row. Many errors stop the run, many rejections log a warning."""
+        """Count errors and rejections in a row. max_failures errors stop the run; as many rejections log a warning."""
         if result.error is None:
             self.errors_in_a_row, self.first_error = 0, None
         else:
@@ -208,9 +209,10 @@ class DispatchState(Generic[TInput, TResult]):
 
 
 class BatchTaskDispatcher(Generic[TInput, TResult]):
-    """Submit tasks, and get their results back in order of start, within the age bound (write-up, section 3.1).
+    """Run submitted tasks and return their results in order of start, within the age bound (write-up, section 3.1).
 
-    task_factory(task) makes the coroutine of one task. Its result is one prompt group, or None, which rejects the task.
+    task_factory(task) makes the coroutine that runs one task. The coroutine returns one prompt group, or None to reject
+    the task.
     """
 
     def __init__(
@@ -225,7 +227,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         self.runner.on_done, self.runner.on_failure = self._consume, self.fail
 
     def submit_task_input(self, task: TInput) -> None:
-        """Enqueue a task, and start it as soon as the gate admits it. Raises ValueError if its id is in use.
+        """Enqueue a task, which starts as soon as the gate admits it. Raises ValueError if the task's id is in use.
 
         Any number of tasks may be pending.
         """
@@ -238,7 +240,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         """Wait for the `count` oldest tasks that are not rejected, and return their results in order of start.
 
         Raises TimeoutError after `timeout` seconds (None: wait for ever). Raises StalenessError if a result is too old
-        and drop_stale is off. Nothing is consumed when an error is raised.
+        and drop_stale is off. A call that raises consumes no result.
         """
         if count < 1:
             raise ValueError(f"count must be 1 or more, not {count}")
@@ -247,13 +249,13 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> TResult | None:
         """Wait for one task and return its result, or None if it was rejected.
 
-        The task leaves the order and gives its place back. Its age is not checked: the result is for evaluation, not
-        for training. Raises ValueError if the id is unknown, and TimeoutError after `timeout` seconds.
+        The task leaves the order and gives its place back. The age of the result is not checked, because the result
+        is for evaluation. Raises ValueError if the id is unknown, and TimeoutError after `timeout` seconds.
         """
         return self._wait(f"task {task_id}", lambda: self._state.take_task(task_id), timeout)[0]
 
     def active_submit_and_wait(self, task_generator: Iterator[TInput], batch_size: int) -> list[TResult]:
-        """Return a batch of accepted results, and draw as many tasks from the endless generator as that needs."""
+        """Return a batch of accepted results. The method draws as many tasks from the endless generator as it needs."""
         batch: list[TResult] = []
 
         def take_batch_or_run_dry() -> bool:
@@ -263,7 +265,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         while not batch:
             # 1. Draw tasks, so that the producer has something to start.
             self._top_up(task_generator)
-            # 2. Wait until the batch is complete, or until no task is pending. The second case needs more tasks.
+            # 2. Wait until the batch is complete or no task is pending. If no task is pending, draw more tasks.
             self._wait("a batch", take_batch_or_run_dry)
         # 3. Draw the tasks that will start while the trainer trains on this batch.
         self._top_up(task_generator)
@@ -283,16 +285,17 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
                 raise RuntimeError(message) from cause
 
     def restore(self, results: dict[int, TResult]) -> None:
-        """Put back finished results of an earlier process: task id -> result, in order of start.
+        """Add the finished results of an earlier process. `results` maps task ids to results, in order of start.
 
-        Call it before any task is submitted. The caller also calls on_version_recovered of the staleness manager.
+        Call this method before any task is submitted. The caller must also call on_version_recovered of the staleness
+        manager.
         """
         with self.runner.lock:
             assert not self._state.in_flight(), f"restore results before any task is submitted: {self._state}"
             self._state.order.update(results)
 
     def pause(self) -> None:
-        """Start no more tasks. Running tasks go on, and finished results can be taken."""
+        """Start no more tasks. Running tasks continue, and callers can still take finished results."""
         with self.runner.lock:
             self._state.paused = True
 
@@ -303,7 +306,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.on_new_version()
 
     def on_new_version(self) -> None:
-        """Start the tasks that the gate admits at the new version. Call this method after the version rose."""
+        """Start the tasks that the gate admits at the new version. Call this method after the version has increased."""
         with self.runner.lock:
             self._produce()
             self.runner.lock.notify_all()
@@ -320,7 +323,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         self.fail(RuntimeError(reason), reason)
         self.runner.destroy()
 
-    # ---- producer and consumer: called under the lock, in the thread that brings the event
+    # ---- producer and consumer: both are called while the lock is held, in the thread that reports the event
 
     def _produce(self) -> None:
         """Start every pending task that the gate admits now (the producer, write-up, section 3.2)."""
@@ -328,7 +331,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.runner.submit(self.task_factory, task, task_id=task.task_id)
 
     def _consume(self, result: TimedResult[TResult]) -> None:
-        """Record how a task ended, and let the producer use the freed place (the consumer, write-up, section 3.3)."""
+        """Record how a task ended, and start tasks in the freed place (the consumer, write-up, section 3.3)."""
         self._state.finish(result)
         self._produce()
 
@@ -337,8 +340,9 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def _top_up(self, task_generator: Iterator[TInput]) -> None:
         """Submit the tasks that the gate can admit before the next call. Raises RuntimeError if the generator ends.
 
-        The number of draws is fixed at the start. Otherwise, without a staleness limit, tasks could end as fast as
-        they are drawn, and the loop would never end. Drawing may be slow, so it happens without the lock.
+        The number of draws is fixed before the loop. If there is no staleness limit, tasks may end as fast as they are
+        drawn, and a loop that drew until the queue is full might never end. Drawing may be slow, so the caller does
+        not hold the lock.
         """
         limit = min(self._state.manager.get_pending_limit(), self._state.max_queue_size)
         for _ in range(limit - len(self._state.pending)):
@@ -348,12 +352,12 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.submit_task_input(task)
 
     def _wait(self, what: str, attempt: Callable[[], T], timeout: float | None = None) -> T:
-        """Call `attempt` after every event until it returns something true, and return that. Raises TimeoutError."""
+        """Call `attempt` after every event until its result is true, and return the result. Raises TimeoutError."""
 
         def attempt_while_alive() -> T:
             self.check_alive()
             result = attempt()
-            self._produce()  # the attempt may have dropped or withdrawn groups, which frees their places
+            self._produce()  # attempt() may have dropped or withdrawn groups, so their places are free
             if not result and timeout is None and self._state.is_stalled():
                 logger.warning("waiting for a new task, or at a closed gate for a new version: %s", self._state)
             return result

@@ -4,14 +4,14 @@ The problem
 ===========
 The last layer of a language model turns each token's hidden state into logits, one number per word of the vocabulary.
 The logits of a batch are a matrix of shape (tokens, vocabulary). With 16,384 tokens, a vocabulary of 151,936 and
-4 bytes a number, this matrix takes 9.3 GiB. Its softmax takes another 9.3 GiB, and its gradient does too. But training
-needs only two numbers per token: the log-probability of the sampled token, and the entropy of the distribution.
+4 bytes a number, this matrix takes 9.3 GiB. Its softmax and its gradient take 9.3 GiB each. But training needs only
+two numbers per token: the log-probability of the sampled token, and the entropy of the distribution.
 
 The idea
 ========
-In the last layer no token depends on another token, so a few tokens can go through it at a time. A chunk of 220
-tokens has 128 MiB of logits. The forward pass keeps the two numbers of each token and throws the chunk's logits away.
-The backward pass computes these logits a second time. The memory for logits no longer grows with the batch.
+In the last layer no token depends on another token, so the last layer can process a small chunk of tokens at a time.
+A chunk of 220 tokens has 128 MiB of logits. The forward pass keeps the two numbers of each token and discards the
+logits of the chunk. The backward pass computes these logits again. A larger batch needs no more memory for logits.
 
 Forward pass
 ============
@@ -21,7 +21,7 @@ Forward pass
     entropy    = - sum_j p_j log p_j
 
 Dividing by tau gives the distribution that the server sampled from. A temperature of 0 means that the server took the
-likeliest token and did not sample. Such a token is computed with tau = 1, and it should not be trained.
+likeliest token and did not sample. For such a token tau is set to 1, and the token should not be trained on.
 
 Backward pass
 =============
@@ -37,7 +37,7 @@ Costs and limits
 ================
 The last layer needs four matrix products instead of three, because the backward pass repeats the forward product.
 With 4,096 tokens, forward and backward need 651 MiB instead of 11,740 MiB (`python bench/loss.py`).
-The gradient of W is still one whole (V, D) matrix. Models that scale, cap or shift their logits are refused.
+The gradient of W is still one whole (V, D) matrix. `add_read_hidden` refuses models that scale, cap or shift logits.
 """
 
 from collections.abc import Callable
@@ -48,20 +48,21 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-CHUNK_ELEMENTS = 1 << 25  # logits that exist at one time: 128 MiB in float32
+CHUNK_ELEMENTS = 1 << 25  # the most logits that exist at one time: 128 MiB in float32
 
-# Shapes in this file: N tokens, hidden size D, vocabulary V, and c tokens in one chunk.
+# Shapes in this file: N tokens, hidden size D, vocabulary size V, and c tokens in one chunk.
 
 
 def chunks(n: int, size: int) -> list[slice]:
-    """Cut 0..n into slices of `size`; the last slice may be shorter."""
+    """Cut the range 0..n-1 into slices of length `size`; the last slice may be shorter."""
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
 def chunk_log_softmax(hidden: Tensor, weight: Tensor, temperatures: Tensor) -> Tensor:
     """Return the (c, V) log-probabilities of the whole vocabulary for one chunk of c tokens.
 
-    The matrix product uses the type of the weights (often bfloat16), as the server does. The softmax uses float32.
+    The matrix product is computed in the data type of the weights (often bfloat16), as on the server. The softmax is
+    computed in float32.
     """
     # z = W h / tau
     z = (hidden @ weight.t()).float()  # (c, D) @ (D, V) -> (c, V)
@@ -83,7 +84,7 @@ class TokenLogprobs(torch.autograd.Function):
             logp[part] = log_p.gather(1, ids[part, None])[:, 0]  # (c, V) -> (c, 1) -> (c,)
             # entropy = - sum_j p_j log p_j
             entropy[part] = -(log_p.exp() * log_p).sum(-1)  # (c, V) -> (c,)
-        # Everything saved here is small: no tensor has both N and V among its axes.
+        # No saved tensor has both axes N and V, so none of them is as large as the logits of the batch.
         ctx.save_for_backward(hidden, weight, ids, temperatures, entropy)
         ctx.set_materialize_grads(False)  # a result that the loss does not use gets the gradient None
         ctx.chunk = chunk
@@ -110,20 +111,20 @@ class TokenLogprobs(torch.autograd.Function):
             grad_hidden[part] = grad_z @ weight  # (c, V) @ (V, D) -> (c, D)
             # d loss / d W = sum over tokens of (d loss / d z) h^T / tau
             grad_weight += grad_z.t() @ hidden[part]  # (V, c) @ (c, D) -> (V, D)
-        # One gradient for each argument of forward; ids, temperatures and chunk have none.
+        # PyTorch expects one gradient for each argument of forward; ids, temperatures and chunk get None.
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
 def token_logprobs(
     hidden: Tensor, weight: Tensor, ids: Tensor, temperatures: Tensor, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each token, (N,), and the entropy of its distribution, (N,), both in nats.
+    """Return the log-probabilities (N,) of N tokens and the entropies (N,) of their distributions, in nats.
 
     hidden        (N, D)  the hidden state from which the model predicts each token
     weight        (V, D)  the matrix of the last layer
     ids           (N,)    the tokens that were sampled
-    temperatures  (N,)    float32, the temperature of each token
-    chunk                 tokens whose logits exist at one time; default: as many as fit into 128 MiB
+    temperatures  (N,)    float32, the temperature at which each token was sampled
+    chunk                 number of tokens whose logits exist at one time; default: as many as fit into 128 MiB
 
     Both results are float32. Gradients flow to `hidden` and `weight`.
     """
@@ -135,8 +136,8 @@ def token_logprobs(
 def read_hidden(self: Any, read: Callable[[Tensor, Tensor], Any], **inputs: Any) -> Any:
     """Run the model without its last layer and return read(hidden states, weight of the last layer).
 
-    The shapes are (b, t, D) and (V, D). `self` is a Hugging Face model, because `add_read_hidden` makes this function
-    a method of the model.
+    The hidden states have shape (b, t, D), and the weight has shape (V, D). `self` is a Hugging Face model, because
+    `add_read_hidden` makes this function a method of the model.
     """
     hidden = self.base_model(**inputs, use_cache=False).last_hidden_state  # (b, t, D)
     return read(hidden, self.get_output_embeddings().weight)
@@ -145,7 +146,7 @@ def read_hidden(self: Any, read: Callable[[Tensor, Tensor], Any], **inputs: Any)
 def add_read_hidden(model: Any) -> None:
     """Add the method `read_hidden` to a sharded model, so that FSDP gathers the parameters before the method runs.
 
-    Raises ValueError if the model's logits are more than hidden @ weight.T.
+    Raises ValueError if the model computes its logits in any other way than hidden @ weight.T.
     """
     config = model.config.get_text_config()
     keys = """final_logit_softcapping logits_soft_cap output_logit_soft_cap logits_scaling logit_scale
