@@ -302,7 +302,7 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
     app.add_route("/grant_capacity", proxy.grant_capacity, methods=["POST"])
     app.add_route("/rl/start_session", proxy.start_session, methods=["POST"])
     app.add_route("/export_trajectories", proxy.export_trajectories, methods=["POST"])
-    # The web framework takes the first matching route. "/v1" stands before "/{session_id}", so "v1" is no session id.
+    # The web framework takes the first matching route. "/v1" comes before "/{session_id}", so "v1" is no session id.
     for session in ("/{session_id}/v1", "/v1", "", "/{session_id}"):
         for name, protocol in PROTOCOLS.items():
             app.add_route(f"{session}/{name}", functools.partial(proxy.complete, protocol), methods=["POST"])
