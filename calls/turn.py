@@ -1,11 +1,11 @@
-"""A turn: one call of an agent, from its place in the conversation tree to the last byte of its reply.
+"""Answer one call of an agent, from the call's entry in the conversation tree to the last byte of the reply.
 
-    enter the call in the tree -> generate its answers -> finish it in the tree -> send the reply
+    enter the call in the tree -> generate the answers -> store the answers in the tree -> send the reply
 
-Order. An interaction is in the tree before the first byte of its reply leaves. It has its tokens and its message before
-the last byte leaves. So a client that has read a reply can continue from it or reward it at once.
+Order. The tree contains an interaction before the proxy sends the first byte of the reply. The interaction contains its
+tokens before the last byte is sent. A client that has read a reply can therefore continue or reward the turn at once.
 
-States. A turn is a task of its own, and connections listen to it: usually one, or two after a retry.
+States. Each turn runs as an asyncio task. A connection that waits for the turn's reply is a listener of the turn.
 
     state      | event                                       | next state
     -----------+---------------------------------------------+-----------
@@ -18,25 +18,25 @@ States. A turn is a task of its own, and connections listen to it: usually one, 
     abandoned  | the client sends the request again          | replaced
     abandoned  | the session ends before the abort is done   | failed
 
-The state decides what stays in the tree. A finished or unread turn stays. A failed turn is removed. An abandoned turn
-is aborted at the server. Its streamed tokens stay as a turn that ended there, because the client has read them. A
-replaced turn is removed, unless a later turn already continues it.
+The state decides what stays in the tree. A finished or unread turn stays. A failed turn is removed. When a turn is
+abandoned, the server stops generating. The tokens that were already streamed stay in the tree, because the client has
+read them. A replaced turn is removed, unless a later turn continues the replaced turn.
 
-Retries. A client repeats a request if its connection times out or the reply is a 5xx. The SDKs of OpenAI and Anthropic
-then send the header x-stainless-retry-count. Two turns are equal if they belong to one session and their requests have
-equal bodies, byte by byte. For a request that has equal turns, `match_retry` applies the first rule that fits:
+Retries. A client repeats a request if the connection times out or the reply has a 5xx status. The SDKs of OpenAI and
+Anthropic mark such a request with the header x-stainless-retry-count. Two turns are equal if they belong to one session
+and their requests have equal bodies, byte by byte. `match_retry` applies the first rule that fits a request:
 
     1. If an equal turn is unread, failed or abandoned, the request is a retry of that turn.
-    2. If the request says that it is a retry, it belongs to an equal turn that is running, else to the last equal turn.
-    3. Otherwise the request is a new call. An agent that sends one body twice on purpose gets two samples.
+    2. If the header marks a retry, the request is a retry of a running equal turn or, if none runs, of the last one.
+    3. In all other cases the request is a new call. An agent that sends one body twice on purpose gets two samples.
 
-A retry gets the reply of its turn. A failed or abandoned turn has no reply, so a new turn replaces it.
+A retry gets the reply of its turn. A failed or abandoned turn has no reply, so a new turn replaces the old turn.
 
-Example. An agent asks for one answer and hangs up after 10 seconds. The turn is abandoned, and the server stops. The
-agent sends the same body again: rule 1 finds the abandoned turn, it becomes replaced, and a new turn is generated.
-Training sees one turn and not two.
+Example. An agent sends a call and hangs up after 10 seconds. The turn is now abandoned, and the server stops. The agent
+sends an equal body again. By rule 1 the abandoned turn becomes replaced, and the proxy generates a new turn. Training
+sees one turn and not two.
 
-The module does not promise that a turn outlives its session: the end of a session stops all its turns.
+The module does not promise that a turn outlives its session: the end of a session stops all turns of the session.
 """
 
 import asyncio
@@ -60,12 +60,15 @@ from calls.tools import OutputParser
 from inference.io_struct import ModelRequest, ModelResponse
 from inference.wire import EngineError
 
-PING_SECONDS = 15.0  # a silent stream sends a comment after this time, so that the client keeps waiting
-State = Enum("State", "RUNNING FINISHED UNREAD FAILED ABANDONED REPLACED")  # the table above
+PING_SECONDS = 15.0  # seconds of silence after which a stream sends a comment, so that the client keeps waiting
+
+# Four functions change a turn's state: `_run` (to finished or failed), `end_with_session` (to failed), `_listening` (to
+# abandoned or unread) and `earlier_turn` (to finished or replaced).
+State = Enum("State", "RUNNING FINISHED UNREAD FAILED ABANDONED REPLACED")
 
 
 class Turn:
-    """A call that is being answered. The constructor enters the call in the tree and finds its `parent`."""
+    """A call that the proxy is answering. The constructor enters the call in the tree and sets the turn's `parent`."""
 
     def __init__(self, session: Session, protocol: Protocol, ask: AgentRequest, parser: OutputParser) -> None:
         self.session, self.protocol, self._parser = session, protocol, parser
@@ -76,25 +79,25 @@ class Turn:
             session.cache.enter(name, interaction)
         self.parent = session.cache[first].parent
         self.ask = dataclasses.replace(ask, messages=[])  # the tree keeps the messages
-        # All that changes:
+        # Only these attributes change:
         self.state = State.RUNNING
-        self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # set by `start`; its result: reply and answers
+        self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # set by `start`; returns reply and answers
         self.so_far: list[ModelResponse | None] = [None] * ask.n  # the streamed part of each answer
-        self.news = asyncio.get_running_loop().create_future()  # done, and replaced, when a stream has new tokens
-        self.listeners = 0  # connections that wait for the reply
-        self.retries = 0  # retries that this turn has answered
+        self.news = asyncio.get_running_loop().create_future()  # becomes done at new tokens; a new future follows
+        self.listeners = 0  # number of connections that wait for the reply
+        self.retries = 0  # number of retries that got this turn
 
     # Events
 
     def start(self, engine: Any, calls: list[ModelRequest], reader: Callable[[], TextReader]) -> None:
-        """Generate one answer for each of `calls`; `reader` makes the TextReader of an answer."""
-        self._reader, self.input_len = reader, len(calls[0].input_ids)  # number of prompt tokens
+        """Start to generate one answer for each of `calls`. `reader` returns a new TextReader for an answer."""
+        self._reader, self.input_len = reader, len(calls[0].input_ids)  # input_len: number of prompt tokens
         self.task = asyncio.ensure_future(self._run(engine, calls))
         self.session.running.add(self)
         self.task.add_done_callback(self._clean_up)
 
     def end_with_session(self) -> None:
-        """Stop the generation, because the session ends; nothing unfinished stays in the tree."""
+        """Stop the generation because the session ends. The turn's unfinished interactions leave the tree."""
         self.state = State.FAILED
         self.task.cancel()
 
@@ -104,16 +107,19 @@ class Turn:
             self.session.cache.discard(name)
 
     def _clean_up(self, task: asyncio.Task) -> None:
-        """Forget a task that is done. asyncio also calls this for a task that was cancelled before its first step."""
+        """Remove the turn from the session's running turns, and the unfinished interactions from the tree.
+
+        asyncio calls this method when the task is done, even if the task was cancelled before its first step.
+        """
         self.session.running.discard(self)
         self.forget()
         if not task.cancelled():
-            task.exception()  # asyncio warns about an exception that nobody has looked at
+            task.exception()  # asyncio would log a warning if no code read the task's exception
 
     # Generation
 
     async def _run(self, engine: Any, calls: list[ModelRequest]) -> tuple[dict[str, Any], list[Answer]]:
-        """Generate all answers and return the reply with them. If one answer fails, no interaction is finished."""
+        """Generate all answers. Return the reply and the answers. If one answer fails, no interaction is finished."""
         tasks = [asyncio.ensure_future(self._generate(engine, k, call)) for k, call in enumerate(calls)]
         try:
             answers = [self._finish(k, response) for k, response in enumerate(await asyncio.gather(*tasks))]
@@ -136,7 +142,7 @@ class Turn:
             raise
 
     async def _generate(self, engine: Any, k: int, call: ModelRequest) -> ModelResponse:
-        """Return the k-th answer of the engine. If the call streams, each new token is noted in `so_far` and `news`."""
+        """Return the engine's k-th answer. If the call streams, new tokens change `so_far` and `news` at once."""
 
         def on_tokens(response: ModelResponse) -> None:
             self.so_far[k] = response
@@ -146,7 +152,7 @@ class Turn:
         return await (engine.agenerate(call, on_tokens) if self.ask.stream else engine.agenerate(call))
 
     def _finish(self, k: int, response: ModelResponse) -> Answer:
-        """Parse the k-th answer and complete its interaction in the tree."""
+        """Parse the k-th answer and store the answer in the tree, which finishes the interaction."""
         reader = self._reader()
         parsed = self._parser.parse(reader.whole(response.output_tokens), self.ask.callable_tools)
         if parsed.calls and response.stop_reason == "stop":
@@ -160,9 +166,10 @@ class Turn:
 
     @contextlib.asynccontextmanager
     async def _listening(self, request: Request) -> AsyncIterator[asyncio.Future]:
-        """Count the caller as a listener; the future is done when the caller hangs up.
+        """Count the caller as a listener, and yield a future that is done when the caller hangs up.
 
-        When the last listener has left, a generation is stopped, and a finished reply may be unread.
+        When the last listener leaves, a running turn becomes abandoned and the generation stops. A finished turn
+        becomes unread if the last listener has hung up.
         """
         hangup = asyncio.ensure_future(request.receive())  # the body has been read, so only a disconnect can follow
         self.listeners += 1
@@ -175,8 +182,8 @@ class Turn:
                     self.state = State.ABANDONED
                 elif self.state is State.FINISHED and hangup.done():
                     self.state = State.UNREAD
-                if self.task.cancel():  # False if the task is done
-                    await asyncio.wait({self.task})  # until the engine has told the server
+                if self.task.cancel():  # returns False if the task is done
+                    await asyncio.wait({self.task})  # meanwhile the engine sends the abort to the server
             hangup.cancel()
 
     def result(self) -> tuple[dict[str, Any], list[Answer]]:
@@ -188,15 +195,16 @@ class Turn:
         return self.task.result()
 
     async def reply(self, request: Request) -> dict[str, Any]:
-        """Wait for the whole reply and return it. Raises Refusal or EngineError."""
+        """Wait for the whole reply and return the reply. Raises Refusal or EngineError if there is no reply."""
         async with self._listening(request) as hangup:
             await asyncio.wait({self.task, hangup}, return_when=asyncio.FIRST_COMPLETED)
             return self.result()[0]
 
     async def events(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """Yield b"" first and then the events of the reply while it grows.
+        """Yield b"", then the events of the reply while the answers are being generated.
 
-        An error before the first item is raised, so that it can be an HTTP status. A later error is an event.
+        An error before the first item is raised, so that the proxy can reply with an HTTP error status. After the first
+        item, the stream reports an error as an event.
         """
         streams = [self.protocol.stream(self.ask, self.ids[0], k) for k in range(len(self.ids))]
         readers = [self._reader() for _ in streams]
@@ -223,7 +231,7 @@ class Turn:
                     raise  # an unexpected error also goes to the log of the proxy
 
     def _new_events(self, streams: list[Stream], readers: list[TextReader]) -> bytes:
-        """Return the events for text that has become certain since the last call, b"" if there is none."""
+        """Return the events for text that has become certain since the last call, or b"" if no text has."""
         frames = b""
         for stream, reader, response in zip(streams, readers, self.so_far):
             if response is not None:
@@ -232,14 +240,15 @@ class Turn:
         return frames
 
     async def _wait(self, seconds: float, *others: asyncio.Future) -> None:
-        """Wait until the task or one of `others` is done, at most for `seconds`."""
+        """Wait until the task or one of `others` is done, but no longer than `seconds`."""
         await asyncio.wait({self.task, *others}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
 
 def match_retry(equal: list[Turn], says_so: bool) -> Turn | None:
-    """Return the turn that a request repeats, or None for a new call, by the three rules above.
+    """Return the turn that a request repeats, or None for a new call, by the three rules at the top of this module.
 
-    `equal` are the earlier turns of the session with the same body; `says_so`: the request says that it is a retry.
+    `equal` holds the session's earlier turns with an equal body. `says_so` is true if the request's header marks a
+    retry.
     """
     for turn in equal:
         if turn.state in (State.UNREAD, State.FAILED, State.ABANDONED):
@@ -247,11 +256,11 @@ def match_retry(equal: list[Turn], says_so: bool) -> Turn | None:
     if not equal or not says_so:
         return None
     running = [turn for turn in equal if turn.state is State.RUNNING]
-    return min(running or equal[-1:], key=lambda turn: turn.retries)  # two running turns get one retry each
+    return min(running or equal[-1:], key=lambda turn: turn.retries)  # if two turns are running, each gets one retry
 
 
 def earlier_turn(session: Session, body: bytes, says_so: bool) -> Turn | None:
-    """Return the turn that answers a retry, or None if the request needs a new turn; `body` is the body's hash."""
+    """Return the turn that answers a retry, or None if the request needs a new turn. `body` is the hash of the body."""
     equal: list[Turn] = session.turns.setdefault(body, [])
     turn = match_retry(equal, says_so)
     if turn is None:
@@ -269,10 +278,10 @@ def earlier_turn(session: Session, body: bytes, says_so: bool) -> Turn | None:
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events that closes its generator however the connection ends.
+    """A response of server-sent events that closes the generator of the events however the connection ends.
 
-    Starlette would cancel the generator at a hang-up. Here the turn listens for the hang-up, so the generator ends
-    by itself.
+    Starlette's own class cancels the generator when the client hangs up. Here the turn notices the hang-up, so the
+    generator ends without being cancelled.
     """
 
     media_type = "text/event-stream"
