@@ -42,8 +42,7 @@ run ends.
 import hashlib
 import logging
 import time
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 
@@ -68,17 +67,8 @@ def read_version(label: Any) -> int:
     return int(label) if str(label).isdecimal() else -1
 
 
-@dataclass
-class Server:
-    """This process's record of one server or router."""
-
-    state: Literal["living", "lost"] = "living"
-    reason: str = ""  # why the server was lost
-    look_at: float = 0.0  # time of the next test call to the server if it is lost (time.monotonic(), seconds)
-
-
 class Servers:
-    """One process's records of all servers of a run. `addresses` are the base URLs of servers or routers."""
+    """One process's record of all servers of a run. `addresses` are the base URLs of servers or routers."""
 
     def __init__(self, addresses: list[str], wire: Wire) -> None:
         self.addresses = [address.rstrip("/") for address in addresses]  # URLs for requests for tokens
@@ -86,7 +76,10 @@ class Servers:
         # The state that changes:
         self.workers_of = {address: [address] for address in self.addresses}  # for each address, URLs for control calls
         self.newest = 0  # newest version of all tokens received so far
-        self._records = {address: Server() for address in self.addresses}  # for each URL of an address or worker
+        # The lost servers and routers: for each URL, the reason of the loss. The trainer's thread and the rollout loop
+        # both change this dictionary, so a loop over it uses a copy.
+        self.lost: dict[str, str] = {}
+        self._look_at: dict[str, float] = {}  # for each lost URL, the time of its next test call (time.monotonic())
 
     # Questions
 
@@ -97,26 +90,20 @@ class Servers:
 
     def living(self) -> list[str]:
         """Return the URLs of all servers that are not lost."""
-        return [worker for worker in self.workers if self._records[worker].state == "living"]
-
-    @property
-    def lost(self) -> dict[str, str]:
-        """The lost servers and routers: a dictionary from URL to the reason of the loss."""
-        return {url: record.reason for url, record in self._records.items() if record.state == "lost"}
+        return [worker for worker in self.workers if worker not in self.lost]
 
     # Events: changes between the states living and lost
 
     def lose(self, url: str, why: Exception) -> None:
         """Mark server `url` as lost because of error `why`. The server gets no requests until `find` is called."""
-        record = self._records[url]
-        record.look_at = time.monotonic() + LOOK_AGAIN
-        if record.state == "living":
-            record.state, record.reason = "lost", str(why)
+        self._look_at[url] = time.monotonic() + LOOK_AGAIN
+        if url not in self.lost:
+            self.lost[url] = str(why)
             logger.warning("lost server %s (%s); %d of %d left", url, why, len(self.living()), len(self.workers))
 
     def find(self, url: str) -> None:
         """Mark lost server `url` as living, because the server answers again and its weights may be used."""
-        self._records[url].state = "living"
+        self.lost.pop(url, None)  # another thread may have removed the URL already
         logger.warning("server %s is back", url)
 
     def check_age(self, url: str, versions: list[int], sent_after: int) -> None:
@@ -138,16 +125,15 @@ class Servers:
         """
         ranking = rank_servers(self.addresses, key)
         for url in ranking:
-            if self._records[url].state == "living" or await self._look(url):
+            if url not in self.lost or await self._look(url):
                 return url
-        return min(ranking, key=lambda url: self._records[url].look_at)
+        return min(ranking, key=lambda url: self._look_at[url])
 
     async def _look(self, url: str) -> bool:
         """Return whether a lost server answers with current weights. Call it at most every LOOK_AGAIN seconds."""
-        record = self._records[url]
-        if time.monotonic() < record.look_at:
+        if time.monotonic() < self._look_at[url]:
             return False
-        record.look_at = time.monotonic() + LOOK_AGAIN
+        self._look_at[url] = time.monotonic() + LOOK_AGAIN
         try:
             info = await self._wire.call(url + "/model_info", timeout=LOOK_TIMEOUT)
         except EngineError:
@@ -165,7 +151,7 @@ class Servers:
         Such a server may have old weights, because a weight update follows. Raises EngineError if a router is silent.
         """
         # 1. Send all questions at once. An address that is no router answers /workers with status 404.
-        urls = [address + "/workers" for address in self.addresses] + [url + "/model_info" for url in self.lost]
+        urls = [address + "/workers" for address in self.addresses] + [url + "/model_info" for url in list(self.lost)]
         results = run_all((self._wire.call(url, timeout=LOOK_TIMEOUT) for url in urls), return_exceptions=True)
         answers = {url: result for url, result in zip(urls, results) if isinstance(result, dict)}
 
@@ -173,10 +159,8 @@ class Servers:
         for address in self.addresses:
             told = answers.get(address + "/workers", {}).get("workers")
             if told is not None:
-                workers = [(entry["url"] if isinstance(entry, dict) else entry).rstrip("/") for entry in told]
-                # The records come first, because requests that run at this moment may look up a new worker's record.
-                self._records = {url: Server() for url in workers} | self._records
-                self.workers_of[address] = workers
+                workers = [entry["url"] if isinstance(entry, dict) else entry for entry in told]
+                self.workers_of[address] = [worker.rstrip("/") for worker in workers]
             elif self.workers_of[address] != [address]:  # this address was a router before
                 raise EngineError(f"no answer from the router {address}", 503)
 
@@ -200,7 +184,7 @@ class Servers:
             raise EngineError(f"a server was lost during the update: {'; '.join(self.lost.values())}", 503)
         calls = [self._wire.call(server + path, one, timeout) for server, one in zip(living, bodies)]
         if lost:
-            calls += [self._wire.call(server + path, body, LOOK_TIMEOUT) for server in self.lost]
+            calls += [self._wire.call(server + path, body, LOOK_TIMEOUT) for server in list(self.lost)]
         answers = dict(zip(living, run_all(calls, return_exceptions=True)))
         failed = {server: answer for server, answer in answers.items() if isinstance(answer, Exception)}
         unreachable = [url for url, error in failed.items() if isinstance(error.__cause__, httpx.TransportError)]
