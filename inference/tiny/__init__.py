@@ -1,6 +1,6 @@
-"""An inference server that speaks SGLang's protocol on a machine without a GPU.
+"""An inference server that uses SGLang's protocol and runs on a machine without a GPU.
 
-Read server.py first (the routes and the thread that owns the model), then scheduler.py (which sequences the next step
-computes), model.py (one step of a batch over a cache of keys and values) and protocol.py (the bodies of requests and
-replies). From the clients' side, this room imports only the process group of a weight update (inference/group.py).
+Read server.py first (the routes and the thread that owns the model). Then read scheduler.py (the choice of the
+sequences for the next step), model.py (one step of a batch with a KV cache) and protocol.py (the bodies of requests and
+replies). From the client side of inference/, this room imports only group.py, the process group of a weight update.
 """

@@ -1,18 +1,18 @@
-"""One step of a batch: how a Hugging Face model decodes many sequences at once over a cache of keys and values.
+"""This module computes one step: a Hugging Face model processes a batch of sequences with a cache of keys and values.
 
-**The rule.** A step feeds each sequence the tokens whose keys and values are not in the cache yet, and returns the
-logits of its last token. Prefill, decode, a restart under new weights and the next turn of a conversation run the same
-code. They differ only in how many tokens are cached already.
+**The rule.** A step feeds to the model all tokens of each sequence whose keys and values are not in the cache yet. The
+step returns the logits of each sequence's last token. One function computes prefill, decoding, a restart with new
+weights and the next turn of a conversation. These cases differ only in the number of tokens that are already cached.
 
 **Three coordinates** locate a token:
 
-    slot      the row of the cache that belongs to its sequence; four spare slots follow the scheduler's slots
+    slot      the row of the cache that belongs to the token's sequence; four spare slots follow the scheduler's slots
     row       the row of the batch that feeds the token; row r belongs to slot first_slot + r
-    position  the place of the token in its sequence, from 0; its key and value are stored at (slot, position)
+    position  the place of the token in its sequence, from 0; the cache stores its key and value at (slot, position)
 
-An example with 6 + 4 slots: step(feeds=[[b0, b1, b2, b3], [c2, c3]], cached=[0, 2], first_slot=1). Rows end at the
-right edge, so the last column holds the last token of each sequence. Padding (--) is written to the last spare slot,
-which no step reads.
+An example with 6 + 4 slots: step(feeds=[[b0, b1, b2, b3], [c2, c3]], cached=[0, 2], first_slot=1). All rows end in the
+last column, so the last column contains the last token of each sequence. Padding (--) is written to the last spare
+slot, which no step reads.
 
     cache    position 0  1  2  3      batch    column 0  1  2  3      position       written to slot
     slot 0            a0 a1 a2 a3
@@ -21,21 +21,22 @@ which no step reads.
 
 The model is an unmodified transformers model, which calls `SlotCache.update` and `slot_attention` in each layer.
 
-**Bits.** A row's logits must not depend on its neighbours, or a run with a fixed seed would not repeat itself. A matrix
-product rounds differently if its shape makes the library choose another kernel. Measured with torch 2.13 and MKL on a
-CPU with AVX-512, logits are equal bit by bit as long as every product has at least four rows and the number of keys
-follows `key_length`. Then a row has the same logits alone and among 64 others, and prefill the same as decoding.
-Filling a decode step up to four rows makes a single stream of a larger model a quarter slower, so only `deterministic`
-asks for it. Other processors choose other kernels: their logits agree to about 1e-6, and their tokens almost always.
-bench/engine.py prints whether the bits are equal on the machine at hand.
+**Bits.** A row's logits must not depend on the other rows of the batch. Otherwise two runs with one seed would differ.
+A matrix product of a different shape may use a different kernel, which rounds differently. With torch 2.13 and MKL on a
+CPU with AVX-512, logits are equal bit by bit if every product has at least four rows and the number of keys follows
+`key_length`. Under these conditions a row has equal logits alone and in a batch of 65 rows, and equal logits in prefill
+and in decoding. Padding a decode step to four rows makes a single sequence of a larger model a quarter slower, so only
+`deterministic` does this padding. On processors with different kernels, logits agree to about 1e-6, and sampled tokens
+are almost always equal. bench/engine.py prints whether the bits are equal on your machine.
 
-**Randomness.** The uniform number that picks the token at position p of a request with seed s is a hash of (s, p). No
-generator keeps a state. An aborted request that is sent again with its partial output goes on with its own numbers.
+**Randomness.** The uniform number that chooses the token at position p of a request with seed s is a hash of (s, p). No
+random generator keeps a state. If a client sends an aborted request again together with its partial output, the new
+request continues with the random numbers of the aborted request.
 
 **Logprobs** are log_softmax(logits / T) over the whole vocabulary, in float32, after penalties and before top_p and
-top_k. At T = 0 they are log_softmax(logits). A trainer reproduces them by dividing its logits by T.
+top_k. At T = 0 the logprobs are log_softmax(logits). A trainer reproduces the logprobs by dividing its logits by T.
 
-Not supported: sliding windows, recurrent layers, soft-capped attention, paged memory, any precision but float32.
+**Not supported:** sliding windows, recurrent layers, soft-capped attention, paged memory, any precision except float32.
 """
 
 import base64
@@ -55,14 +56,14 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
 
-MIN_ROWS = 4  # a matrix product with fewer rows uses another kernel, which rounds differently; some CPUs need 8
+MIN_ROWS = 4  # with fewer rows a matrix product may use a kernel that rounds differently; some CPUs need 8
 
 
 class ModelError(ValueError):
-    """A model or a set of weights that cannot be used. The message is one line."""
+    """The error of a model folder or a set of weights that cannot be used. The message is one line."""
 
 
-# The cache, and the attention that reads it
+# The cache, and the attention function that reads the cache
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -71,17 +72,20 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def key_length(longest: int) -> int:
-    """Return how many keys every row attends to, if the longest row has `longest`. Multiples of 64 let shapes repeat.
-    The attention kernel works in blocks of 512 keys and sums 256 or 320 of them in another order: 384 replaces both."""
+    """Return the number of keys, at least `longest`, to which every row of a step attends. It is a multiple of 64.
+
+    The attention kernel works in blocks of 512 keys, and uses a different order of summation if the last block has 256
+    or 320 keys. In both cases the function returns a number with 384 keys in the last block.
+    """
     keys = round_up(longest, 64)
     return round_up(keys + 1, 128) if keys % 512 in (256, 320) else keys
 
 
 def slot_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **kwargs: Any):
-    """Compute softmax(q k' / sqrt(d) + mask) v, with all query heads that share a key head in one matrix product.
+    """Compute softmax(q k' / sqrt(d) + mask) v. Query heads that share a key head are stacked in one matrix product.
 
-    query (n, heads, q, d); key, value (n, groups, keys, d); mask (n, 1, q, keys), 0 or -inf. Returns (n, q, heads, d)
-    and, as transformers expects, None in place of the attention weights.
+    Shapes: query (n, heads, q, d); key and value (n, groups, keys, d); mask (n, 1, q, keys) with values 0 or -inf.
+    Returns the output (n, q, heads, d), and None because transformers expects attention weights as a second value.
     """
     n, heads, q, d = query.shape
     stacked = query.reshape(n, key.shape[1], -1, d)  # (n, groups, heads/groups * q, d)
@@ -100,20 +104,22 @@ AttentionInterface.register("slots", slot_attention)
 class SlotCache:
     """The keys and values of all slots, in one tensor `kv` (layers, 2, slots + 4, groups, positions, d).
 
-    The four spare slots fill up small batches. The last one, `discard`, takes the keys and values of padding.
+    The four spare slots serve as additional rows of small batches. The last spare slot, `discard`, receives the keys
+    and values of padding.
     """
 
     def __init__(self, layers: int, slots: int, groups: int, d: int) -> None:
         self.kv = torch.zeros(layers, 2, slots + MIN_ROWS, groups, 64, d)
         self.discard = slots + MIN_ROWS - 1
-        self.write: tuple[Tensor, ...] = ()  # index of the step's fed tokens in kv[layer, 0] and kv[layer, 1]
-        self.read: tuple[slice, ...] = ()  # index of what the step attends to
+        self.write: tuple[Tensor, ...] = ()  # index of the fed tokens in kv[layer, 0] and kv[layer, 1]
+        self.read: tuple[slice, ...] = ()  # index of the keys and values that the step reads
 
     def begin_step(self, slots: Tensor, positions: Tensor, read_slots: slice, n_keys: int) -> None:
-        """Make room for n_keys positions, and set which entries of the cache `update` writes and returns.
+        """Make room for n_keys positions, and choose the entries of the cache that `update` writes and returns.
 
-        slots, positions (rows, columns): the entry that each fed token is written to. read_slots: the slots whose
-        first n_keys positions are read, one for each row. The cache at least doubles when it grows.
+        `slots` and `positions`, both (rows, columns), tell where the key and value of each fed token are written.
+        `read_slots` has one slot for each row, and `update` returns the first n_keys positions of these slots. If the
+        cache is too short, its length at least doubles.
         """
         length = self.kv.shape[-2]
         if n_keys > length:
@@ -123,8 +129,11 @@ class SlotCache:
         self.read = (read_slots, slice(None), slice(n_keys))
 
     def update(self, k: Tensor, v: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store k, v (rows, groups, columns, d) of the fed tokens; return views (rows, groups, keys, d) of all keys and
-        values of these rows. transformers calls this in every layer."""
+        """Store the keys and values of the fed tokens, and return all keys and values of the step's rows.
+
+        transformers calls this method in every layer. k and v have the shape (rows, groups, columns, d). The returned
+        views have the shape (rows, groups, keys, d).
+        """
         keys, values = self.kv[layer]
         keys[self.write] = k
         values[self.write] = v
@@ -142,8 +151,11 @@ class TinyModel:
     """A causal language model and its cache. Only `step` runs the model, and only `replace_weights` changes it."""
 
     def __init__(self, path: str, slots: int, deterministic: bool = False) -> None:
-        """Read a Hugging Face folder. Raises ModelError if it holds no model, or one that the slot cache cannot serve.
-        transformers raises OSError or ValueError for other faults of the folder."""
+        """Load the model of a Hugging Face folder, with `slots` slots for sequences.
+
+        Raises ModelError if the folder contains no model, or a model that the slot cache cannot serve. transformers
+        raises OSError or ValueError for other errors of the folder.
+        """
         if not (Path(path) / "config.json").is_file():
             raise ModelError(f"no model in {path}: a Hugging Face directory with config.json is needed")
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="slots")
@@ -151,7 +163,7 @@ class TinyModel:
         heads = config.num_attention_heads
         self.model = model.eval()
         self.slots = slots
-        self.min_rows = MIN_ROWS if deterministic else 1  # rows of a decode step at least
+        self.min_rows = MIN_ROWS if deterministic else 1  # smallest number of rows of a decode step
         self.vocab_size: int = config.vocab_size
         self.context_length: int = config.max_position_embeddings
         eos = model.generation_config.eos_token_id
@@ -163,7 +175,7 @@ class TinyModel:
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Compare `step` with the model's own forward pass on six tokens. Raises ModelError if they disagree."""
+        """Compare the logits of `step` with the model's own forward pass. Raises ModelError if the logits differ."""
         kinds = set(getattr(self.model.config, "layer_types", None) or []) - {"full_attention"}
         if kinds:
             raise ModelError(f"layers of kind {', '.join(kinds)} are not supported, only full attention")
@@ -177,12 +189,12 @@ class TinyModel:
 
     @torch.inference_mode()
     def step(self, feeds: list[list[int]], cached: list[int], first_slot: int = 0, all_logits: bool = False) -> Tensor:
-        """Run one forward pass. Row r feeds the tokens feeds[r] to slot first_slot + r, which holds cached[r] tokens.
+        """Run one forward pass. Row r feeds the tokens feeds[r] to slot first_slot + r, which has cached[r] tokens.
 
-        Returns logits (n, k, vocab) of the last k columns, so [:, -1] are those of each row's last token. k is the
-        number of columns if all_logits is set, else at most four.
+        Returns the logits (n, k, vocab) of the last k columns. logits[:, -1] are the logits of each row's last token. k
+        is the number of columns if `all_logits` is set, and at most four otherwise.
         """
-        # 1. Fill up: prefill to a multiple of four columns, decode to at least min_rows rows.
+        # 1. Pad the batch: prefill has a multiple of four columns, and decode has at least min_rows rows.
         n, columns = len(feeds), max(map(len, feeds))
         if columns > 1:
             columns = round_up(columns, MIN_ROWS)
@@ -192,24 +204,24 @@ class TinyModel:
         rows = len(feeds)
         ids = torch.tensor([[0] * (columns - len(feed)) + feed for feed in feeds])  # (rows, columns)
 
-        # 2. Positions: each row counts up to its last token, in the last column; padding gets position 0.
+        # 2. Positions: in each row, positions increase up to the last token in the last column. Padding has position 0.
         begin = torch.tensor(cached)[:, None]  # (rows, 1)
         end = begin + torch.tensor([len(feed) for feed in feeds])[:, None]  # (rows, 1)
         positions = end + torch.arange(-columns, 0)  # (rows, columns)
         padding = positions < begin
         positions = positions.masked_fill(padding, 0)
 
-        # 3. Slots: what is fed is written to the row's own slot, padding to the discard slot.
+        # 3. Slots: fed tokens are written to the row's own slot, and padding to the discard slot.
         slots = torch.arange(first_slot, first_slot + rows)[:, None]  # (rows, 1)
         slots = slots.masked_fill(padding, self.cache.discard)  # (rows, columns)
         n_keys = key_length(int(positions.max()) + 1)
         self.cache.begin_step(slots, positions, slice(first_slot, first_slot + rows), n_keys)
 
-        # 4. Mask: a token attends to the positions 0 .. its own. 0 where it attends, -inf elsewhere.
+        # 4. Mask: a token at position p attends to positions 0 to p. The mask is 0 there and -inf elsewhere.
         hidden = torch.arange(n_keys) > positions[:, :, None]  # (rows, columns, keys)
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None]  # (rows, 1, columns, keys)
 
-        # 5. The forward pass. `update` writes the new keys and values, then attention reads all of them.
+        # 5. Run the model. In each layer, `update` stores the new keys and values, and attention reads all of them.
         kept = columns if all_logits else min(columns, MIN_ROWS)
         output = self.model(
             input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self.cache, logits_to_keep=kept
@@ -218,8 +230,11 @@ class TinyModel:
 
     @torch.inference_mode()
     def replace_weights(self, named: Mapping[str, Tensor], whole: bool = True) -> None:
-        """Copy new weights over the old ones. Raises ModelError, before the first copy, if a name or a shape does not
-        match, or if `whole` is set and a weight is missing."""
+        """Copy the tensors of `named` into the model's weights.
+
+        Raises ModelError, before any weight changes, if a name or a shape does not match, or if `whole` is set and a
+        weight is missing.
+        """
         own = self.model.state_dict()
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         if unknown := named.keys() - own.keys():
@@ -231,8 +246,8 @@ class TinyModel:
                 raise ModelError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}")
         for name, tensor in named.items():
             own[name].copy_(tensor)
-        # The mask adds -inf to the scores of a slot's old keys, and attention then weighs their values with 0. Neither
-        # removes a NaN or an infinity that bad weights have left in the cache, so they become 0 here.
+        # Bad weights may have left NaNs and infinities in the cache. The mask does not remove them: NaN + -inf is NaN,
+        # and 0 times NaN is NaN. They are therefore replaced by 0 here.
         self.cache.kv.nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -240,7 +255,7 @@ class TinyModel:
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
-    """Read all tensors of a folder's safetensors files. Raises ModelError if there are none or one is damaged."""
+    """Read all tensors of a folder's safetensors files. Raises ModelError if a file is damaged or there is no file."""
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
         raise ModelError(f"no *.safetensors in {path}")
@@ -260,11 +275,11 @@ def receive_weights(group: Any, names: list[str], dtypes: list[str], shapes: lis
 
 
 class TensorReader(pickle.Unpickler):
-    """Unpickle tensors and refuse everything else: a pickle from the network could call any function."""
+    """An unpickler that accepts only tensors, because a pickle from the network could call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the function or class of this name, if tensors need it. Raises ModelError otherwise."""
-        if (module, name) == ("torch.storage", "_load_from_bytes"):  # torch's own version would read any pickle
+        """Return the function or class with this name. Raises ModelError if a pickled tensor does not need it."""
+        if (module, name) == ("torch.storage", "_load_from_bytes"):  # torch's own function would read any pickle
             return lambda raw: torch.load(io.BytesIO(raw), weights_only=True)
         if (module, name) in {("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")}:
             return super().find_class(module, name)
@@ -272,7 +287,10 @@ class TensorReader(pickle.Unpickler):
 
 
 def unpack_weights(serialised: list[str]) -> dict[str, Tensor]:
-    """Read the tensors of /update_weights_from_tensor: one base64 text for each GPU of a server, here just one."""
+    """Return the tensors of an /update_weights_from_tensor body.
+
+    `serialised` has one base64 text for each GPU of a server, and this server reads only the first text.
+    """
     return dict(TensorReader(io.BytesIO(base64.b64decode(serialised[0]))).load())
 
 
@@ -280,7 +298,7 @@ def unpack_weights(serialised: list[str]) -> dict[str, Tensor]:
 
 
 def uniforms(seeds: list[int], positions: list[int]) -> Tensor:
-    """Return one number in [0, 1) for each row: the splitmix64 hash of (seed, position). (n,) float32, 23 bits."""
+    """Return n numbers in [0, 1), shape (n,): the first 23 bits of the splitmix64 hash of (seed, position)."""
     x = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
     for word in (np.array(positions, dtype=np.uint64), np.uint64(0)):
         x = (x ^ word) + np.uint64(0x9E3779B97F4A7C15)
@@ -291,9 +309,9 @@ def uniforms(seeds: list[int], positions: list[int]) -> Tensor:
 
 
 def truncate(weights: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Set the weights of the tokens that top_k and top_p exclude to 0, but never that of the most likely token.
+    """Set the weights of all tokens that top_k or top_p excludes to 0. The most likely token is never excluded.
 
-    weights (n, vocab). The result has this shape too, and its rows no longer sum to 1.
+    `weights` and the result have the shape (n, vocab). The rows of the result do not sum to 1.
     """
     ranked, order = weights.sort(dim=-1, descending=True)
     rank = torch.arange(weights.shape[1])
@@ -305,26 +323,26 @@ def truncate(weights: Tensor, params: list[SamplingParams]) -> Tensor:
 
 @torch.inference_mode()
 def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
-    """Draw the next token of each sequence from its row of logits (n, vocab). Return n tokens and their logprobs."""
+    """Sample the next token of each sequence from its row of logits (n, vocab). Return n tokens and n logprobs."""
     params = [sequence.params for sequence in sequences]
     vocab = logits.shape[1]
 
-    # 1. Penalties: logit_v -= penalty * (how often v was generated)
+    # 1. Penalties: logit_v -= penalty * (number of times that token v was generated)
     for i, sequence in enumerate(sequences):
         if penalty := params[i].frequency_penalty:
             logits[i] -= penalty * torch.bincount(torch.tensor(sequence.output, dtype=torch.int), minlength=vocab)
 
     # 2. Logprobs: log_softmax(logits / T)
     temperature = torch.tensor([p.temperature for p in params])[:, None]  # (n, 1)
-    greedy = temperature < 1e-6  # SGLang's limit, too: dividing by less would overflow
+    greedy = temperature < 1e-6  # SGLang's limit; a division by less would overflow
     logprobs = torch.log_softmax(logits / temperature.masked_fill(greedy, 1), dim=-1)  # (n, vocab)
 
-    # 3. top_k and top_p, applied only to the rows that ask for them, because the cut rounds a row's weights
+    # 3. Apply top_k and top_p only to rows that need them, because `truncate` rounds the weights of a row.
     weights = logprobs.exp()
     if cut := [i for i, p in enumerate(params) if p.top_p < 1 or p.top_k > 0]:
         weights[cut] = truncate(weights[cut], [params[i] for i in cut])
 
-    # 4. The draw: token = min { v : sum_{w <= v} p_w > u * sum_w p_w }
+    # 4. Draw a token: token = min { v : sum_{w <= v} p_w > u * sum_w p_w }
     cdf = weights.cumsum(-1)
     u = uniforms([p.sampling_seed for p in params], [len(sequence.tokens) for sequence in sequences])[:, None]  # (n, 1)
     token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=vocab - 1)  # (n, 1)
@@ -334,9 +352,9 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
 
 
 def score_prompt(prompt: list[int], logits: Tensor) -> list[float | None]:
-    """Return log p(token | tokens before it) at temperature 1 for each prompt token, and None for the first.
+    """Return log p(token | tokens before it) at temperature 1 for each prompt token, and None for the first token.
 
-    logits (k, vocab), k >= len(prompt): the last rows belong to the prompt.
+    `logits` has the shape (k, vocab) with k >= len(prompt). Its last len(prompt) rows belong to the prompt.
     """
     logprobs = torch.log_softmax(logits[-len(prompt) : -1], dim=-1)  # (len(prompt) - 1, vocab)
     return [None, *logprobs.gather(1, torch.tensor(prompt)[1:, None])[:, 0].tolist()]
@@ -344,7 +362,7 @@ def score_prompt(prompt: list[int], logits: Tensor) -> list[float | None]:
 
 @torch.inference_mode()
 def run_step(scheduler: Scheduler, model: TinyModel) -> bool:
-    """Plan one step, compute it, and give the scheduler the new tokens. Return False if there was nothing to do."""
+    """Plan one step, compute the step, and give the new tokens to the scheduler. Return False if the step is empty."""
     step = scheduler.plan()
     if not step.sequences:
         return False

@@ -1,18 +1,20 @@
-"""SGLang's wire format: a /generate body becomes sequences, and a sequence becomes the body of a reply.
+"""This module translates SGLang's wire format: it parses /generate bodies, and it writes the bodies of replies.
 
-**The rule.** A request that cannot be served is refused here, before anything is queued. The message names the field
-and says what it may hold. Every sequence that reaches the scheduler can therefore run to its end.
+**The rule.** `Protocol.parse` refuses a request that the server cannot serve, before the request enters the queue. The
+error message names the wrong field and describes the allowed values. Every sequence that reaches the scheduler can
+therefore run to its end.
 
-**How it works.** `Protocol.parse` reads a body, `Protocol.answer` writes one. The forms are those measured on SGLang:
+**How it works.** `Protocol.parse` reads the body of a request, and `Protocol.answer` writes the body of a reply. SGLang
+was observed to use these forms:
 
 - A logprob entry is [logprob, token id, null], and finish_reason is an object.
 - `weight_versions` lists spans of the output: {"version": "3", "start": 0, "end": 5} covers output tokens 0 to 4.
-- A stop token stays in `output_ids` and is cut from `text`.
-- A body with one prompt gets an object as its reply. A body with a list of prompts gets a list.
+- `output_ids` includes the stop token, and `text` does not.
+- The reply to one prompt is an object. The reply to a list of prompts is a list.
 
-Unknown fields at the top level of the body are ignored. Unknown or unimplemented sampling parameters are refused,
-because ignoring one would change what is sampled. Prompts are token ids and never text: a client that trains on tokens
-has the ids already.
+The server ignores unknown fields at the top level of the body. The server refuses unknown or unimplemented sampling
+parameters, because a wrong sampling parameter would change the distribution of the tokens. Prompts are token ids and
+never text, because a client that trains on tokens already has the ids.
 """
 
 import random
@@ -28,7 +30,7 @@ from run.fields import Refusal, as_object, get
 
 
 def parse_params(raw: Any, default_seed: int) -> SamplingParams:
-    """Read and check sampling_params; null counts as absent. Raises Refusal, which names the wrong fields."""
+    """Parse and check sampling_params. A null counts as a missing value. Raises Refusal with the wrong fields."""
     given = {name: value for name, value in as_object(raw, "sampling_params").items() if value is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
@@ -40,16 +42,16 @@ def parse_params(raw: Any, default_seed: int) -> SamplingParams:
 
 @dataclass
 class Protocol:
-    """Reads requests and writes replies for one model."""
+    """The parser of requests and the writer of replies for one model."""
 
     vocab_size: int
     max_length: int  # most tokens of prompt and output together
     eos: frozenset[int]  # token ids that end a text
-    decode: Callable[..., str]  # the tokenizer's method: token ids to text
-    seeds: random.Random  # gives a seed to each request that has none
+    decode: Callable[..., str]  # the tokenizer's method that turns token ids into text
+    seeds: random.Random  # generates the seeds of requests that have no seed
 
     def parse(self, body: dict[str, Any]) -> tuple[list[Sequence], bool]:
-        """Return the sequences of a /generate body, and whether input_ids was a list of prompts. Raises Refusal."""
+        """Return the sequences of a /generate body, and True if the body has a list of prompts. Raises Refusal."""
         ids = body.get("input_ids")
         if body.get("text") is not None or not isinstance(ids, list):
             raise Refusal("give the prompt as input_ids, a list of token ids, not as text")
@@ -57,11 +59,11 @@ class Protocol:
         rid = get(body, "rid", str) or uuid.uuid4().hex
         start = body.get("logprob_start_len", -1)
         if start not in (-1, 0):
-            raise Refusal("logprob_start_len must be 0, for logprobs of the whole prompt, or -1, for none of it")
+            raise Refusal("logprob_start_len must be 0 (logprobs of the whole prompt) or -1 (no prompt logprobs)")
         stream, return_logprob = bool(body.get("stream")), bool(body.get("return_logprob"))
         prompt_logprobs = return_logprob and start == 0
         if stream and batch:
-            raise Refusal("stream takes one prompt")
+            raise Refusal("stream needs a single prompt, not a list of prompts")
         sequences = []
         for i, prompt in enumerate(ids if batch else [ids]):
             params = parse_params(body.get("sampling_params") or {}, self.seeds.getrandbits(64))
@@ -72,7 +74,7 @@ class Protocol:
         return sequences, batch
 
     def check(self, prompt: Any, params: SamplingParams) -> None:
-        """Raise Refusal if the prompt is not a list of known token ids, or is too long together with its output."""
+        """Raise Refusal if the prompt is not a list of known token ids, or if prompt and output are too long."""
         if not isinstance(prompt, list) or not prompt:
             raise Refusal("input_ids must be a list of token ids, not empty")
         for token in prompt:
@@ -84,17 +86,18 @@ class Protocol:
             raise Refusal(f"prompt ({len(prompt)} tokens) and max_new_tokens make {total}, more than {limit}")
 
     def answer(self, sequence: Sequence) -> dict[str, Any]:
-        """Return the reply's body for the tokens that a sequence has now.
+        """Return the body of a reply that contains all tokens that the sequence has now.
 
-        The engine's thread may extend the sequence meanwhile. It appends to `tokens`, then to `logprobs`, and sets
-        `finish` last. This method therefore reads `finish` first, and takes as many tokens as there are logprobs.
+        The engine's thread may extend the sequence at the same time. The thread appends to `tokens`, then appends to
+        `logprobs`, and sets `finish` last. This method therefore reads `finish` first, and returns as many tokens as
+        there are logprobs.
         """
         finish, n = sequence.finish, len(sequence.logprobs)
         ids = sequence.output[:n]
         meta: dict[str, Any] = {"id": sequence.rid, "finish_reason": finish, "num_retractions": sequence.retractions}
         meta |= {"prompt_tokens": len(sequence.prompt), "cached_tokens": sequence.reused_tokens, "completion_tokens": n}
         meta |= {"weight_version": sequence.version_starts[-1][0], "weight_versions": sequence.spans(n)}
-        if sequence.return_logprob:  # prompt_logprobs is empty if the client did not ask for them
+        if sequence.return_logprob:  # prompt_logprobs is empty if the client requested none
             prompt_entries = zip(sequence.prompt_logprobs, sequence.prompt)
             meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in prompt_entries]
             meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in zip(sequence.logprobs, ids)]
@@ -102,6 +105,6 @@ class Protocol:
         return {"text": self.text(ids, matched), "output_ids": ids, "meta_info": meta}
 
     def text(self, ids: list[int], matched: int | str | None) -> str:
-        """Return the output as text, without the stop token or stop string (`matched`) that ended it."""
+        """Return the output tokens as text, without the stop token or stop string `matched` that ended the output."""
         text = self.decode(ids[:-1] if isinstance(matched, int) else ids, skip_special_tokens=True)
         return text.partition(matched)[0] if isinstance(matched, str) else text

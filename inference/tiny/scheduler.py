@@ -1,14 +1,16 @@
-"""The scheduler: it decides which sequences the next step feeds, and when new weights may be loaded.
+"""The scheduler chooses the sequences of the next step, and decides when new weights may be loaded.
 
 **The rule.** A request becomes a sequence. The sequence waits in a queue, runs in a *slot* (one row of the KV cache),
-and finishes once. Each step gives every sequence that it feeds one more token.
+and finishes one time. A step feeds running sequences to the model, and each sequence that is fed gets one new token.
 
-**How it works.** The engine's thread alternates between two calls, and `model.py` computes a forward pass in between.
+**How it works.** The engine's thread calls `plan` and `extend` in turn. Between these two calls, `model.py` computes a
+forward pass.
 
-    plan()      1. load new weights, if nothing runs or generation is paused
+    plan()      1. load new weights, if no sequence runs or generation is paused
                 2. admit waiting sequences into free slots
-                3. feed the sequences that were just admitted (prefill), or else all running ones (decode)
-    extend()    append one token to each sequence that was fed, and finish those that have reached their end
+                3. feed the sequences that were just admitted (prefill), or all running sequences if none was admitted
+                   (decode)
+    extend()    append one token to each sequence that was fed, and finish the sequences that have reached their end
 
 The running sequences occupy slots 0 to n-1, so a step reads one contiguous part of the cache. When a sequence
 finishes, the last running sequence moves into its slot. An example with three slots and four requests:
@@ -18,22 +20,23 @@ finishes, the last running sequence moves into its slot. An example with three s
     plan                D          A       B       C         prefill A, B and C
     plan                D          A       B       C         decode A, B and C; A reaches its end
     A finishes          D          C       B       (A)       C moved; slot 2 remembers the keys and values of A
-    plan                           C       B       D         prefill D, which reuses A's keys if its prompt begins alike
+    plan                           C       B       D         prefill D; D reuses A's keys of a common beginning
     plan                           C       B       D         decode C, B and D
 
 **What the scheduler guarantees.**
 
-- *Order.* Sequences start in the order of their arrival. If the first one does not fit, all others wait behind it.
-  A retracted sequence restarts before all sequences that have not started.
+- *Order.* Sequences start in the order of their arrival. If the first waiting sequence does not fit, all later
+  sequences wait too. A retracted sequence restarts before all sequences that have not started.
 - *Memory.* The prompts and max_new_tokens of all running sequences together never exceed max_total_tokens. A running
-  sequence therefore always has room for its next token, and is never evicted to make room for another.
-- *Retraction.* Only a pause in mode "retract" sends running sequences back to the queue. They keep their tokens, and
-  their keys and values are computed again when they restart.
-- *End.* Every sequence finishes exactly once, with the tokens that it has, for the reason stop, length or abort.
-- *Versions.* Every token is labelled with the version of the weights that computed it. Keys of old weights are never
-  given to another sequence. Only a sequence that was paused in mode "in_place" goes on with its own old keys.
+  sequence therefore always has room for its next token, and never has to leave its slot for a different sequence.
+- *Retraction.* Only a pause in mode "retract" sends running sequences back to the queue. A retracted sequence keeps its
+  tokens. When the sequence restarts, the model computes its keys and values again.
+- *End.* Every sequence finishes exactly one time, with reason stop, length or abort.
+- *Versions.* Every token is labelled with the version of the weights that computed the token. No sequence reuses keys
+  that old weights computed for a finished sequence. Only a sequence that was paused in mode "in_place" continues with
+  its own old keys.
 
-The scheduler does not promise fairness: a long request at the head of the queue delays the short ones behind it.
+The scheduler does not promise fairness. A long request at the head of the queue delays the short requests after it.
 """
 
 import asyncio
@@ -45,16 +48,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-PREFILL_TOKENS = 1024  # most tokens of one prefill step, padding included; larger steps overflow a CPU's cache
+PREFILL_TOKENS = 1024  # most tokens of one prefill step, with padding; larger steps overflow a CPU's cache
 
 
 class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
-    """SGLang's sampling_params and their limits. The last four are not implemented and accept only their default."""
+    """SGLang's sampling_params and their limits. The last four parameters accept only their default values."""
 
     max_new_tokens: int = Field(default=128, ge=1, lt=2**31)
-    temperature: float = Field(default=1.0, ge=0, lt=2**31)  # 0 takes the most likely token
+    temperature: float = Field(default=1.0, ge=0, lt=2**31)  # 0: take the most likely token
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] = -1  # -1 keeps all tokens
+    top_k: Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] = -1  # -1: keep all tokens
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     stop: list[Annotated[str, Field(min_length=1)]] = []
     stop_token_ids: list[int] = []
@@ -68,25 +71,25 @@ class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
 
 @dataclass(eq=False)
 class Sequence:
-    """A client's request and what has been generated for it so far."""
+    """A client's request together with the tokens that have been generated for the request so far."""
 
-    # What the client asked for, which never changes:
-    rid: str  # the request's id, which /abort_request names
+    # The client's request, which never changes:
+    rid: str  # the request's id, for /abort_request
     prompt: list[int]
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()  # token ids that end the output
-    stream: bool = False  # the client wants to see every token as it comes
-    return_logprob: bool = False  # the reply holds logprobs
-    wants_prompt_logprobs: bool = False  # the reply holds logprobs of the prompt, too
-    # What the steps compute:
+    stream: bool = False  # True if the client receives every token immediately
+    return_logprob: bool = False  # True if the reply contains logprobs
+    wants_prompt_logprobs: bool = False  # True if the reply also contains logprobs of the prompt
+    # The results of the steps:
     tokens: list[int] = field(init=False)  # prompt and output
     logprobs: list[float] = field(default_factory=list)  # one for each output token
     prompt_logprobs: list[float | None] = field(default_factory=list)  # one for each prompt token, if requested
-    finish: dict[str, Any] | None = None  # SGLang's finish_reason, as soon as the sequence has finished
-    # What only the reply needs:
+    finish: dict[str, Any] | None = None  # SGLang's finish_reason; None until the sequence has finished
+    # Fields that only the reply needs:
     version_starts: list[tuple[str, int]] = field(default_factory=list)  # (version, index of its first output token)
     retractions: int = 0  # how often a pause took the sequence out of its slot
-    reused_tokens: int = 0  # tokens whose keys were in the cache when the sequence started
+    reused_tokens: int = 0  # number of tokens whose keys were in the cache when the sequence started
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # set at the end; if streaming, at every token
 
     def __post_init__(self) -> None:
@@ -94,7 +97,7 @@ class Sequence:
 
     @property
     def reserved(self) -> int:
-        """The number of tokens that this sequence may fill in the cache at most."""
+        """The largest number of tokens that this sequence may store in the cache."""
         return len(self.prompt) + self.params.max_new_tokens
 
     @property
@@ -103,7 +106,10 @@ class Sequence:
         return self.tokens[len(self.prompt) :]
 
     def spans(self, n: int) -> list[dict[str, Any]]:
-        """Return SGLang's weight_versions: which version computed output tokens start .. end - 1, for the first n."""
+        """Return SGLang's weight_versions of the first n output tokens.
+
+        Each entry tells which version computed the output tokens start .. end - 1.
+        """
         starts = [(version, start) for version, start in self.version_starts if start < n]
         bounds = pairwise([*starts, ("", n)])
         return [{"version": version, "start": a, "end": b} for (version, a), (_, b) in bounds if a < b]
@@ -111,10 +117,10 @@ class Sequence:
 
 @dataclass
 class Slot:
-    """One row of the KV cache. A slot whose sequence has finished remembers its tokens for a later request."""
+    """One row of the KV cache. A slot keeps the tokens of a finished sequence for later requests."""
 
-    cached: list[int] = field(default_factory=list)  # the tokens whose keys and values it holds, from position 0 on
-    stale: bool = False  # some of these keys and values come from earlier weights
+    cached: list[int] = field(default_factory=list)  # tokens with keys and values in this slot, from position 0 on
+    stale: bool = False  # True if old weights computed some of these keys and values
     used: int = 0  # number of the last step that fed this slot
 
 
@@ -124,8 +130,8 @@ class Step:
 
     first_slot: int
     sequences: list[Sequence]
-    cached: list[int]  # how many tokens of each sequence have their keys and values in the cache
-    feeds: list[list[int]]  # the tokens after those: the input of the forward pass
+    cached: list[int]  # for each sequence, number of tokens with keys and values in the cache
+    feeds: list[list[int]]  # for each sequence, all tokens after the cached tokens: the input of the forward pass
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -137,19 +143,19 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 
 
 class Scheduler:
-    """The queue, the slots and the current version. It is not thread-safe: only the engine's thread calls it."""
+    """The queue, the slots and the current version. There is no lock: only the engine's thread calls this class."""
 
     def __init__(self, slots: int, max_total_tokens: int, version: str, decode: Callable[[list[int]], str]) -> None:
         self.max_total_tokens = max_total_tokens
-        self.decode = decode  # turns token ids into text, to search it for stop strings
-        # Everything below changes; nothing else does.
+        self.decode = decode  # turns token ids into text, for the search for stop strings
+        # The state that changes:
         self.version = version
-        self.paused: str | None = None  # the mode of the pause, or None
+        self.paused: str | None = None  # mode of the current pause, or None
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # running[i] computes in slots[i]
         self.slots = [Slot() for _ in range(slots)]
         self.moves: list[tuple[int, int]] = []  # pairs of slots that the cache must exchange before the next step
-        # Functions that load new weights and call `renew`, oldest first. While one waits here, no sequence starts.
+        # Functions that load new weights and call `renew`, oldest first. While a function waits, no sequence starts.
         self.updates: deque[Callable[[], None]] = deque()
         self.finished: list[Sequence] = []  # finished sequences that the server has not announced yet
         self.steps = 0  # steps computed so far
@@ -159,19 +165,19 @@ class Scheduler:
         return f"Scheduler(version={self.version!r}, paused={self.paused}, {queues})"
 
     def live(self) -> list[Sequence]:
-        """Return every sequence that has not finished, running or waiting."""
+        """Return all running and all waiting sequences."""
         return [*self.running, *self.waiting]
 
-    # What the server asks for between two steps
+    # Calls of the server between two steps
 
     def submit(self, sequence: Sequence) -> None:
-        """Append a sequence to the queue. The protocol has refused requests that could never fit."""
+        """Append a sequence to the queue. protocol.py has already refused requests that are larger than the cache."""
         assert sequence.reserved <= self.max_total_tokens, "the request is larger than max_total_tokens"
         sequence.version_starts.append((self.version, 0))
         self.waiting.append(sequence)
 
     def abort(self, matches: Callable[[Sequence], bool] = lambda _: True) -> None:
-        """Finish every sequence that matches, running or waiting, with the tokens that it has."""
+        """Finish every running or waiting sequence for which `matches` returns True. No sequence loses a token."""
         for sequence in self.live():
             if matches(sequence):
                 sequence.finish = {"type": "abort", "message": "Aborted"}
@@ -180,10 +186,10 @@ class Scheduler:
         self._release()
 
     def pause(self, mode: str) -> None:
-        """Plan no step until `resume`, so new requests wait.
+        """Plan only empty steps until `resume`, so new requests wait.
 
-        mode: running sequences finish ("abort"), keep their slots ("in_place"), or return to the head of the queue
-        without their keys and values ("retract").
+        In mode "abort" the running and waiting sequences finish. In mode "in_place" the running sequences keep their
+        slots. In mode "retract" they return to the head of the queue, and their keys and values are dropped.
         """
         self.paused = mode
         if mode == "abort":
@@ -196,17 +202,17 @@ class Scheduler:
             self.running = []
 
     def resume(self) -> None:
-        """Plan steps again."""
+        """End the pause, so that `plan` returns steps again."""
         self.paused = None
 
     def renew(self, version: str | None) -> None:
-        """Record that the weights have changed, so all cached keys are stale. None keeps the version's label."""
+        """Mark all cached keys as stale after a weight update. Label new tokens with `version` if it is not None."""
         self.relabel(version or self.version)
         for slot in self.slots:
             slot.stale = True
 
     def relabel(self, version: str) -> None:
-        """Label all tokens from now on with this version."""
+        """Label all tokens that are generated from now on with `version`."""
         if version != self.version:
             for sequence in self.live():
                 sequence.version_starts.append((version, len(sequence.logprobs)))
@@ -215,21 +221,24 @@ class Scheduler:
     # The two halves of a step
 
     def plan(self) -> Step:
-        """Load new weights if allowed, admit the sequences that fit, and return the next step, empty if none is due."""
+        """Load new weights if allowed, admit waiting sequences that fit, and return the next step.
+
+        The step is empty if generation is paused or there is no sequence to compute.
+        """
         while self.updates and (self.paused or not self.running):
             load = self.updates.popleft()
             load()
         if self.paused:
             return Step(0, [], [], [])
         started = 0 if self.updates else self._admit()
-        first = len(self.running) - started if started else 0  # prefill the new sequences alone, else decode all
+        first = len(self.running) - started if started else 0  # prefill only new sequences, or decode all
         sequences = self.running[first:]
         cached = [len(slot.cached) for slot in self.slots[first : len(self.running)]]
         feeds = [sequence.tokens[n:] for sequence, n in zip(sequences, cached, strict=True)]
         return Step(first, sequences, cached, feeds)
 
     def extend(self, step: Step, tokens: list[int], logprobs: list[float]) -> None:
-        """Append to each sequence of the step its new token, and finish the sequences that have reached their end."""
+        """Append the new tokens to the sequences of the step, and finish the sequences that have reached their end."""
         self.steps += 1
         for slot, feed in zip(self.slots[step.first_slot :], step.feeds):
             slot.cached += feed
@@ -244,8 +253,10 @@ class Scheduler:
     # Admit
 
     def _admit(self) -> int:
-        """Start waiting sequences in order, as many as fit into the slots, the memory and one prefill step. Return how
-        many started."""
+        """Start waiting sequences in order, and return how many started.
+
+        The method stops at the first sequence that does not fit into the slots, the memory or one prefill step.
+        """
         reserved = sum(sequence.reserved for sequence in self.running)
         started, longest = 0, 0
         while self.waiting and len(self.running) < len(self.slots):
@@ -255,7 +266,7 @@ class Scheduler:
                 break
             slot, reused = self._best_slot(sequence)
             longest = max(longest, len(sequence.tokens) - reused)
-            if started and (started + 1) * longest > PREFILL_TOKENS:  # each row is padded to the longest
+            if started and (started + 1) * longest > PREFILL_TOKENS:  # all rows are padded to the longest
                 break
             self.waiting.popleft()
             self._exchange(slot, len(self.running))
@@ -266,9 +277,11 @@ class Scheduler:
         return started
 
     def _best_slot(self, sequence: Sequence) -> tuple[int, int]:
-        """Return the idle slot that caches most of the sequence, and how many tokens of it can be reused. Among equals,
-        return the slot that has been idle for longest."""
-        # The last token is fed in any case, because its logits give the next token. Prompt logprobs need all logits.
+        """Return the idle slot with the longest cached beginning of the sequence, and the number of reusable tokens.
+
+        If several slots are equal, the method returns the slot that has been idle for the longest time.
+        """
+        # The last token is always fed, because its logits give the next token. Prompt logprobs need all logits.
         reusable = 0 if sequence.wants_prompt_logprobs else len(sequence.tokens) - 1
         ranked = []
         for i, slot in enumerate(self.slots[len(self.running) :], len(self.running)):
@@ -278,7 +291,7 @@ class Scheduler:
         return best, reused
 
     def _exchange(self, i: int, j: int) -> None:
-        """Exchange two slots, and have the cache exchange their keys and values before the next step."""
+        """Exchange two slots, and record that the cache must exchange their keys and values before the next step."""
         if i != j:
             self.slots[i], self.slots[j] = self.slots[j], self.slots[i]
             self.moves.append((i, j))
@@ -286,12 +299,12 @@ class Scheduler:
     # Finish
 
     def _finish_reason(self, sequence: Sequence) -> dict[str, Any] | None:
-        """Return why the sequence ends with its last token, as SGLang's finish_reason, or None if it goes on."""
+        """Return SGLang's finish_reason if the last token ends the sequence, or None if the sequence continues."""
         token, params = sequence.tokens[-1], sequence.params
         if token in sequence.stop_ids:
             return {"type": "stop", "matched": token}
         if params.stop:
-            tail = max(len(stop.encode()) for stop in params.stop) + 8  # every token holds at least one byte
+            tail = max(len(stop.encode()) for stop in params.stop) + 8  # a token has at least one byte
             text = self.decode(sequence.output[-tail:])
             for stop in params.stop:
                 if stop in text:
@@ -301,7 +314,7 @@ class Scheduler:
         return None
 
     def _release(self) -> None:
-        """Free the slots of finished sequences: the last running sequence moves into each hole."""
+        """Free the slots of finished sequences. The last running sequence moves into each slot that becomes free."""
         for i in reversed(range(len(self.running))):
             if self.running[i].finish is not None:
                 self.running[i] = self.running[-1]

@@ -1,21 +1,24 @@
-"""A small inference server for a CPU. It speaks SGLang's HTTP protocol, so its clients need no second code path.
+"""A small inference server for a CPU. The server uses SGLang's HTTP protocol, so clients treat both servers alike.
 
     python -m inference.tiny.server --model-path DIR --port 30000
 
-**The rule.** One thread owns the model and the scheduler. The HTTP routes run in an asyncio loop, and never touch
-either of them directly: they send function calls to the thread, and the thread wakes them when a sequence has news.
+**The rule.** One thread, the engine's thread, owns the model and the scheduler. The HTTP routes run in an asyncio loop
+and use neither directly. A route sends a function call to the engine's thread. The thread wakes the route when the
+route's sequence has new tokens or has finished.
 
     asyncio loop (Server)                               engine's thread (Engine)
     POST /generate  -- call(scheduler.submit, ..) -->   queue: event, event, step, event, step ..
     waits for sequence.changed  <------- announce --    after each step: finished and streaming sequences
 
-The thread takes one entry of its queue at a time. An entry is an event from a route, or a step. A step queues the next
-step behind the events that have arrived meanwhile, so events happen between two steps and the scheduler needs no lock.
-When nothing is left to compute, no step is queued, until the next event.
+The engine's thread takes one entry of its queue at a time. An entry is either an event (a function call of a route) or
+a step. At its end a step puts the next step into the queue, after the events that arrived during the step. Events
+therefore happen between two steps, and the scheduler needs no lock. If there is nothing to compute, the thread waits
+for the next event.
 
-**The files.** scheduler.py decides what the next step feeds, model.py computes it, protocol.py reads and writes bodies.
+**The files.** scheduler.py chooses the sequences of the next step, model.py computes the step, and protocol.py
+translates the bodies of requests and replies.
 
-    POST /generate                     tokens for input_ids, one prompt or several; `stream` for server-sent events
+    POST /generate                     generates tokens for the prompts in `input_ids`; `stream` for server-sent events
     POST /abort_request                {"rid"}
     POST /pause_generation             {"mode": "abort" | "retract" | "in_place"}
     POST /continue_generation
@@ -28,12 +31,12 @@ When nothing is left to compute, no step is queued, until the next event.
     POST /update_weight_version        {"new_version", "abort_all_requests"}
     GET  /server_info /model_info /health /ready
 
-With `--seed` a request's tokens and logprobs depend only on its seed, its prompt and the weights (model.py, "Bits").
-An update without a pause waits until all running sequences have finished. A client that disconnects does not end its
-request: it must send /abort_request.
+With `--seed`, a request's tokens and logprobs depend only on the request's seed, the prompt and the weights (model.py,
+"Bits"). A weight update without a pause waits until all running sequences have finished. To end a request, a client
+must send /abort_request. Disconnecting does not end the request.
 
-**Not promised:** more speed than model.generate (bench/engine.py compares the two), authentication, text prompts,
-several samples of one prompt, grammars, LoRA, and weight updates of a mixture of experts.
+**Not promised.** The server may be slower than model.generate (bench/engine.py compares both). It has no
+authentication, text prompts, several samples of one prompt, grammars, LoRA or weight updates of a mixture of experts.
 """
 
 import argparse
@@ -63,15 +66,15 @@ from inference.tiny.scheduler import Scheduler, Sequence
 from run.fields import Refusal, get
 from run.serve import listen, load_tokenizer, read_object, reply, serve
 
-MODES = ("abort", "retract", "in_place")
-SPEAKS = "0.5.23"  # the version of SGLang that tests/inference/test_contract.py compares with
+MODES = ("abort", "retract", "in_place")  # the pause modes
+SPEAKS = "0.5.23"  # the SGLang version that tests/inference/test_contract.py compares this server with
 
 # The thread that owns the model
 
 
 @contextlib.contextmanager
 def supervised() -> Iterator[None]:
-    """End the process if a bug raises an error in the engine's thread, because its clients would wait forever."""
+    """End the process if a bug raises an error in the engine's thread. Otherwise all clients would wait forever."""
     try:
         yield
     except BaseException:
@@ -80,34 +83,37 @@ def supervised() -> Iterator[None]:
 
 
 def announce(sequences: list[Sequence]) -> None:
-    """Wake the routes that wait for these sequences. Runs in the asyncio loop."""
+    """Wake the routes that wait for these sequences. The asyncio loop calls this function."""
     for sequence in sequences:
         sequence.changed.set()
 
 
 class Engine:
-    """The one thread that touches the scheduler and the model: the only worker of an executor, whose queue holds events
-    from the routes and at most one step."""
+    """The only thread that uses the scheduler and the model.
+
+    The thread is the single worker of a ThreadPoolExecutor. The executor's queue contains events from the routes and at
+    most one step.
+    """
 
     def __init__(self, model: TinyModel, scheduler: Scheduler) -> None:
         self.model = model
         self.scheduler = scheduler
         self.thread = ThreadPoolExecutor(1, "engine", initializer=torch.set_num_threads, initargs=(1,))
-        # Everything below changes; nothing else does.
-        self.stepping = False  # a step is queued or running
-        self.loop: asyncio.AbstractEventLoop  # the loop of the routes, set when the server starts
+        # The state that changes:
+        self.stepping = False  # True while a step is queued or running
+        self.loop: asyncio.AbstractEventLoop  # the event loop of the routes, set when the server starts
 
     # Called in the asyncio loop
 
     def call(self, function: Callable[..., None], *arguments: Any) -> asyncio.Future:
-        """Queue a call of `function` between two steps. Return a future that is done after the call."""
+        """Put a call of `function` into the thread's queue. Return a future that is done after the call."""
         return self.loop.run_in_executor(self.thread, self._event, function, *arguments)
 
     # Called in the thread
 
     @supervised()
     def _event(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call the function of a route, and queue a step if none is queued."""
+        """Call `function` for a route, and put a step into the queue if no step is queued."""
         function(*arguments)
         if not self.stepping:
             self.stepping = True
@@ -115,7 +121,7 @@ class Engine:
 
     @supervised()
     def _step(self) -> None:
-        """Compute one step, announce its news to the routes, and queue the next step if there was something to do."""
+        """Compute one step, wake the routes whose sequences changed, and queue the next step unless this one was empty."""
         self.stepping = run_step(self.scheduler, self.model)
         news, self.scheduler.finished = self.scheduler.finished, []
         if self.stepping:
@@ -129,26 +135,26 @@ class Engine:
 
 
 def outcome(problem: str | None) -> Response:
-    """Return SGLang's reply to a change of the weights: 200 for success, 400 with the problem as its message."""
+    """Return SGLang's reply to a weight update: status 200, or status 400 with `problem` as the message."""
     return reply({"success": not problem, "message": problem or "Succeeded."}, 400 if problem else 200)
 
 
 async def refuse(_: Request, refusal: Exception) -> Response:
-    """Reply 400 with the message of a Refusal. FastAPI calls this."""
+    """Reply with status 400 and the message of a Refusal. FastAPI calls this function."""
     return reply({"error": {"message": str(refusal), "type": "invalid_request_error"}}, 400)
 
 
 class Server:
-    """The routes: each public coroutine serves the path of its name."""
+    """The HTTP routes. Each public coroutine serves the path that has the coroutine's name."""
 
     def __init__(self, engine: Engine, protocol: Protocol, model_path: str) -> None:
         self.engine = engine
         self.scheduler = engine.scheduler
         self.protocol = protocol
         self.model_path = model_path  # folder of the first weights and the tokenizer
-        # Everything below changes; nothing else does.
-        self.groups: dict[str, Any] = {}  # process groups by name; new weights arrive through them
-        self.in_session = False  # between begin_weight_update and end_weight_update
+        # The state that changes:
+        self.groups: dict[str, Any] = {}  # for each name, the process group that receives new weights
+        self.in_session = False  # True between begin_weight_update and end_weight_update
 
     def app(self) -> FastAPI:
         """Return the web application, with one path for each public coroutine of this class."""
@@ -157,7 +163,7 @@ class Server:
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             self.engine.loop = asyncio.get_running_loop()
             yield
-            # At shutdown: drop the waiting updates, which the pause would start, then stop planning steps.
+            # At shutdown, first drop the waiting weight updates, because a pause would start them. Then stop the steps.
             self.engine.call(self.scheduler.updates.clear)
             paused = self.engine.call(self.scheduler.pause, "in_place")
             await asyncio.wait({paused}, timeout=10)
@@ -171,11 +177,11 @@ class Server:
         return app
 
     async def _body(self, request: Request, **kinds: type) -> dict[str, Any]:
-        """Return the request's JSON object. Raises Refusal if a field in `kinds` is missing or has another type."""
+        """Return the request's JSON object. Raises Refusal if a field of `kinds` is missing or has a wrong type."""
         body = read_object(await request.body())
         for name, kind in kinds.items():
             if not isinstance(body.get(name), kind):
-                raise Refusal(f"{name} must be given, as {kind.__name__}")
+                raise Refusal(f"{name} must be given and have type {kind.__name__}")
         return body
 
     # Generation
@@ -192,7 +198,7 @@ class Server:
         return reply(answers if batch else answers[0])
 
     async def _stream(self, sequence: Sequence) -> AsyncIterator[bytes]:
-        """Yield server-sent events until the sequence has finished. Each event holds all tokens generated so far."""
+        """Yield server-sent events until the sequence has finished. Each event contains all tokens generated so far."""
         ended = False
         while not ended:
             await sequence.changed.wait()
@@ -236,7 +242,11 @@ class Server:
         return await self._load(body, lambda: unpack_weights(body["serialized_named_tensors"]))
 
     async def _load(self, body: dict[str, Any], read: Callable[[], dict[str, Tensor]], whole: bool = False) -> Response:
-        """Have the scheduler load the weights that `read` returns: all of them, or a part inside a session."""
+        """Load the weights that `read` returns when the scheduler allows it, and return the reply.
+
+        If `whole` is set, `read` must return all weights. Otherwise `read` returns a part of the weights, and the call
+        must come between begin_weight_update and end_weight_update.
+        """
         version = get(body, "weight_version", str)
         if not (whole or self.in_session):
             return outcome("a part of the weights must come between begin_weight_update and end_weight_update")
@@ -248,7 +258,7 @@ class Server:
             problem = None
             try:
                 self.engine.model.replace_weights(read(), whole)
-            except Exception as error:  # a broken file, pickle or peer raises any type; nothing has been copied
+            except Exception as error:  # a broken file, pickle or peer raises any type; no weight was changed
                 problem = f"The old weights stay: {type(error).__name__}: {error}"
             else:
                 self.scheduler.renew(version)
@@ -272,7 +282,7 @@ class Server:
         try:
             self.groups[name] = await asyncio.to_thread(join_group, address, port, rank, world, name, "gloo")
         except asyncio.CancelledError:
-            os._exit(1)  # the server is ending, and its helper thread would still wait for the group
+            os._exit(1)  # the server is shutting down, and the thread of join_group would keep it alive
         except Exception as error:  # torch raises errors of any type for a bad port or a missing peer
             return outcome(f"the process group was not formed: {error}")
         return outcome(None)
@@ -291,7 +301,7 @@ class Server:
     # Questions
 
     async def server_info(self, _: Request) -> Response:
-        """Reply with SGLang's fields that clients read, the scheduler's state, and the seconds of CPU time used."""
+        """Reply with the fields that clients of SGLang read, the scheduler's state, and the used CPU seconds."""
         known = {"model_path": self.model_path, "max_req_input_len": self.protocol.max_length}
         known |= {"weight_version": self.scheduler.version, "version": SPEAKS, "device": "cpu", "tp_size": 1}
         return reply({**known, "state": repr(self.scheduler), "cpu_seconds": time.process_time()})
@@ -309,17 +319,17 @@ class Server:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line. Exits with a message if it is wrong."""
+    """Parse the command line. If it is wrong, print a message and exit."""
     parser = argparse.ArgumentParser(description="A small inference server with SGLang's HTTP protocol.")
     add = parser.add_argument
     add("--model-path", required=True, help="a Hugging Face folder with model and tokenizer")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=30000, help="port to listen on")
-    add("--weight-version", default="0", help="the version of the weights at start")
-    add("--max-running-requests", type=int, default=64, help="most sequences that run at the same time")
-    add("--max-total-tokens", type=int, default=65536, help="most tokens that all running sequences may reach")
-    add("--seed", type=int, help="seeds the requests that bring no sampling_seed; makes runs repeat bit by bit")
-    add("--exit-with-parent", action="store_true", help="end when standard input is closed")
+    add("--weight-version", default="0", help="version of the weights at start")
+    add("--max-running-requests", type=int, default=64, help="largest number of sequences that run at the same time")
+    add("--max-total-tokens", type=int, default=65536, help="most tokens of all running sequences together")
+    add("--seed", type=int, help="seed for requests without a sampling_seed; makes results equal bit by bit")
+    add("--exit-with-parent", action="store_true", help="end this server when its standard input is closed")
     args = parser.parse_args(argv)
     if min(args.max_running_requests, args.max_total_tokens) < 1:
         parser.error("--max-running-requests and --max-total-tokens must be at least 1")
@@ -327,7 +337,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until the process is told to end. Return 2, after one line on stderr, if the server cannot start."""
+    """Run the server until a signal ends it. If the server cannot start, print one line on stderr and return 2."""
     args = parse_args(argv)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
