@@ -323,7 +323,7 @@ def check_memory(needs: list[tuple[Planned, float]], gpus: list[str], have: floa
             raise ConfigError(
                 f"too little memory: about {sum(here.values()):.0f} GiB are needed ({each}) and "
                 f"{f'GPU {gpu}' if gpus else 'this machine'} has {have:.0f}. Lower server.max_total_tokens, actor.mb_tokens "
-                "or server.count, set actor.gradient_checkpointing=true, take more ranks, or take a smaller model"
+                "or server.count, set actor.gradient_checkpointing=true, raise --nproc-per-node, or take a smaller model"
             )
 
 
