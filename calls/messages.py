@@ -1,40 +1,41 @@
-"""Read a request in one of three protocols, and bring its messages into one normal form.
+"""Read a request in one of three protocols, and convert the request's messages to one normal form.
 
-Agents speak chat completions, Responses or Anthropic's Messages. Each protocol has one parser here: `parse_chat`,
-`parse_responses` and `parse_anthropic` turn the JSON body of a request into an `AgentRequest`. The conversation tree,
-the chat template and the engine therefore read one form of message, the normal form. `normalise` makes it:
+Agents use the protocol of chat completions, Responses or Anthropic's Messages. `parse_chat`, `parse_responses` and
+`parse_anthropic` each turn a JSON body of one protocol into an `AgentRequest`. The conversation tree, the chat template
+and the engine read messages only in the normal form. `normalise` returns the normal form of a message:
 
     {"role": "assistant", "content": "Let me see.", "reasoning_content": "I need the weather.",
      "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
     {"role": "tool", "content": "21 degrees", "tool_call_id": "call_1"}
 
-Responses and Messages split such a message into several items or blocks (reasoning, text, tool calls). Their parsers
-join the pieces again. Each tool result becomes a message of its own.
+Responses and Messages split such a message into several items or blocks (reasoning, text, tool calls). The parsers of
+these protocols join the pieces again. Each tool result becomes a separate message.
 
-Why messages are compared. An agent sends the whole history with every request. The conversation tree (`cache.py`) has
-to see that this history begins with an earlier request and its reply. Clients do not send a reply back as they got it.
-For example, `content: null` comes back as `""`, and the arguments of a tool call come back with other spaces. For two
-messages, `canonical` returns equal values when these four are equal:
+Why messages are compared. An agent sends the whole history with every request. The conversation tree (`cache.py`) must
+find the earlier request and reply with which this history begins. However, clients change a reply before they send the
+reply back. For example, `content: null` becomes `""`, and the arguments of a tool call have different spaces. For two
+messages, `canonical` returns equal values if these four fields are equal:
 
     role            `developer` is the newer name of `system`
     text            null, "" and an absent key are equal; a list of text parts equals its concatenation
     tool calls      id, name and arguments, in order; arguments are compared as JSON: '{"a": 2.0}' equals '{ "a":2 }'
     tool_call_id    for the result of a tool; some clients call this key `id`
 
-Every other key (`name`, reasoning, annotations, cache markers, ids of items) is ignored. Among 150 pairs of consecutive
-requests by real clients, plain equality finds the parent in 52 %, this rule in 91 %. In the other 9 % the client has
-changed the history itself. Two equal messages may have different tokens. The comparison therefore only finds the parent
-of a turn, and the sampled tokens of the parent are used unchanged.
+Every other key (`name`, reasoning, annotations, cache markers, ids of items) is ignored. In 150 pairs of consecutive
+requests by real clients, plain equality finds the parent in 52 % of the pairs, and this rule in 91 %. In the remaining
+9 % the client had changed the history. Two equal messages may have different tokens. The comparison therefore only
+finds the parent of a turn, and the prompt contains the parent's sampled tokens unchanged.
 
-References. Some clients send an id instead of the history: `previous_response_id`, `item_reference`, or a `thread` of
-Anthropic's. `find` looks this id up among the finished interactions of the session, and the parser puts the messages
-in. The conversation keeps its instructions unless the request brings new ones. A thread also keeps its tools.
+References. Some clients send an id in place of the history: `previous_response_id`, `item_reference`, or Anthropic's
+`thread`. The parser calls `find` with this id to get the messages of a finished interaction of the session. The
+conversation keeps its instructions unless the request contains new instructions. A thread also keeps its tools.
 
-Parameters. A parameter that changes the answer is honoured or refused, and the `Refusal` names it. `NEUTRAL` lists the
-parameters that are not supported, with the values that change nothing. Unknown keys (`user`, `metadata`) and hints that
-a model may ignore (`thinking`, `strict`, `parallel_tool_calls`) are accepted. Reasoning effort goes to the template.
+Parameters. A parameter that changes the answer is used or refused. A `Refusal` contains the parameter's name. `NEUTRAL`
+lists the unsupported parameters, with the values that change nothing. Unknown keys (`user`, `metadata`) are accepted,
+and so are hints that a model may ignore (`thinking`, `strict`, `parallel_tool_calls`). The template receives the
+reasoning effort.
 
-What it does not promise: if a client has rewritten the texts of its history, the request starts a new conversation.
+If a client has rewritten the texts of the history, the request starts a new conversation.
 """
 
 import contextlib
@@ -47,12 +48,12 @@ from typing import Any
 from run.fields import NOUN, Refusal, as_object, get, read_json, write_json
 
 Message = dict[str, Any]
-Found = tuple[list[Message], list[dict[str, Any]]]  # a finished interaction: its messages and its reply; its tools
-Find = Callable[[str], Found | None]  # looks up a finished interaction of the session by its id
-NOTHING: Find = dict[str, Found]().get  # finds nothing, for a request without a session
+Found = tuple[list[Message], list[dict[str, Any]]]  # messages (with the reply) and tools of a finished interaction
+Find = Callable[[str], Found | None]  # function that returns the session's finished interaction with an id
+NOTHING: Find = dict[str, Found]().get  # the `find` of a request without a session, which always returns None
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of parts that hold a text
-BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")  # the last one is left out
+BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")  # accepted types of Anthropic's blocks
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # unsupported parameters, each with the values that change nothing
     **dict.fromkeys(("functions", "mcp_servers"), ([],)),
     **dict.fromkeys(("top_logprobs", "min_p", "min_tokens"), (0,)),
@@ -66,8 +67,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # unsupported parameters, each with the
     **dict.fromkeys(("chat_template", "audio", "web_search_options", "conversation", "prompt", "container"), ()),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "compaction"), ()),
 }
-LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # three names of max_new_tokens
-NUMBERS: dict[str, tuple[type, float, float]] = {  # numeric parameters of sampling: type, least value, greatest value
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # the protocols' names for max_new_tokens
+NUMBERS: dict[str, tuple[type, float, float]] = {  # numeric sampling parameters: type, least value, greatest value
     "temperature": (float, 0, 2**31),
     "top_p": (float, 1e-9, 1),
     "top_k": (int, -1, 2**31 - 1),
@@ -81,23 +82,23 @@ NUMBERS: dict[str, tuple[type, float, float]] = {  # numeric parameters of sampl
 
 @dataclass(frozen=True)
 class AgentRequest:
-    """One request of an agent, in a form that no longer depends on its protocol."""
+    """One request of an agent, in a form that does not depend on the protocol."""
 
-    messages: list[Message]  # the whole conversation in normal form, including what the request only refers to
+    messages: list[Message]  # the whole conversation in normal form, including messages that the request refers to
     model: str = "default"
     sampling: dict[str, Any] = field(default_factory=dict)  # the GenerationHyperparameters that the agent set
-    tools: list[dict[str, Any]] = field(default_factory=list)  # in the form of chat completions; functions only
-    tool_choice: str = "auto"  # auto, none, required or the name of one of `tools`
-    template_kwargs: dict[str, Any] = field(default_factory=dict)  # further variables of the chat template
+    tools: list[dict[str, Any]] = field(default_factory=list)  # functions, in the form of chat completions
+    tool_choice: str = "auto"  # "auto", "none", "required" or the name of one of `tools`
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # additional variables of the chat template
     n: int = 1  # number of answers
-    logprobs: bool = False  # the reply holds the logprobs of the sampled tokens
+    logprobs: bool = False  # whether the reply contains the logprobs of the sampled tokens
     store: bool = True  # False keeps this turn out of training
-    stream: bool = False  # the reply is a stream of events
-    stream_usage: bool = False  # chat completions: the stream ends with a chunk that holds the usage
+    stream: bool = False  # whether the reply is a stream of events
+    stream_usage: bool = False  # whether a stream of chat completions ends with a chunk of token counts
 
     @cached_property
     def template_key(self) -> str:
-        """Return as text what the prompt depends on besides the messages: the template's variables and the tools.
+        """Return the template's variables and the tools as one text. The prompt depends on this text and the messages.
 
         All turns of one conversation have equal keys. Raises Refusal if a value is nested too deeply.
         """
@@ -105,7 +106,7 @@ class AgentRequest:
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
-        """Return the tools that the reply may call; with tool_choice "none" there are none."""
+        """Return the tools that the reply may call, or [] if tool_choice is "none"."""
         return [] if self.tool_choice == "none" else self.tools
 
 
@@ -113,10 +114,10 @@ class AgentRequest:
 
 
 def normalise(raw: Any, where: str = "message") -> Message:
-    """Return the normal form of a message that has the form of chat completions.
+    """Return the normal form of a message in the form of chat completions.
 
-    `where` is the path of the message in the request, as "messages[0]". Raises Refusal, which names that path, if the
-    role, the text or a tool call is not valid.
+    `where` is the path of the message in the request, such as "messages[0]". Raises Refusal, with this path in its
+    message, if the role, the text or a tool call is not valid.
     """
     role = as_object(raw, where).get("role")
     if role not in ROLES:
@@ -136,10 +137,10 @@ def normalise(raw: Any, where: str = "message") -> Message:
 
 
 def canonical(message: Message) -> tuple:
-    """Return a hashable value that is equal for two messages exactly when they mean the same.
+    """Return a hashable value that is equal for two messages exactly when the messages have the same meaning.
 
-    The tree asks this for every message of every request, so a message in normal form is not normalised again.
-    Raises Refusal if `message` has no valid role, text or tool calls.
+    The conversation tree calls `canonical` for every message of every request. To save time, `canonical` does not
+    normalise a message that is in normal form. Raises Refusal if the role, text or tool calls are not valid.
     """
     calls = message.get("tool_calls") or ()
     has_objects = all(isinstance(call["function"].get("arguments"), dict) for call in calls)
@@ -152,9 +153,9 @@ def canonical(message: Message) -> tuple:
 
 
 def _tool_call(raw: Any, where: str) -> dict[str, Any]:
-    """Return a tool call in normal form: its arguments are an object, or the original text if that is no JSON.
+    """Return a tool call in normal form, with arguments as an object, or as the original text if it is not JSON.
 
-    Raises Refusal if the call has no name, or an id that is no string.
+    Raises Refusal if the name of the function is missing or the call's id is not a string.
     """
     function = as_object(as_object(raw, where).get("function"), where)
     call_id, name, arguments = raw.get("id"), function.get("name"), function.get("arguments")
@@ -162,17 +163,17 @@ def _tool_call(raw: Any, where: str) -> dict[str, Any]:
         raise Refusal(f"{where}: a call has an id and the name of a function, both strings")
     if arguments is None or arguments == "":
         arguments = "{}"
-    elif not isinstance(arguments, str):  # an object: reading its text below turns 2.0 into 2
+    elif not isinstance(arguments, str):  # write the object as text, because `read_json` turns 2.0 into 2
         arguments = write_json(arguments, where)
-    with contextlib.suppress(ValueError):  # a model may write arguments that are no JSON
+    with contextlib.suppress(ValueError):  # a model may write arguments that are not JSON
         arguments = read_json(arguments)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _text(raw: dict[str, Any], name: str, where: str = "") -> str:
-    """Return the field `name` as one text: "" if it is null or absent, the concatenation if it is a list of text parts.
+    """Return the field `name` as one text: "" for null or an absent field, the concatenation for a list of text parts.
 
-    Raises Refusal if the field holds anything else.
+    Raises Refusal if the field holds a value of a different type.
     """
     content = raw.get(name)
     if isinstance(content, str | None):
@@ -183,7 +184,7 @@ def _text(raw: dict[str, Any], name: str, where: str = "") -> str:
 
 
 def _is_text_part(part: Any) -> bool:
-    """Return whether a part of a content list holds a text, as {"type": "input_text", "text": "hello"} does."""
+    """Return whether a part of a content list is a text part, such as {"type": "input_text", "text": "hello"}."""
     return isinstance(part, dict) and part.get("type", "text") in TEXTS and isinstance(part.get("text"), str)
 
 
@@ -191,7 +192,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def parse_chat(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
-    """Read the body of POST /v1/chat/completions, which always holds the whole history. Raises Refusal."""
+    """Read the body of POST /v1/chat/completions, which always contains the whole history. Raises Refusal."""
     messages = [normalise(raw, f"messages[{i}]") for i, raw in enumerate(get(body, "messages", list, []))]
     form, effort = get(body, "response_format", dict, {}), get(body, "reasoning_effort", str)
     shared = _shared(body, _tools(body, "function"), form, effort, most_answers=128)
@@ -216,7 +217,7 @@ def parse_anthropic(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
     for i, raw in enumerate(get(body, "messages", list, [])):
         new += _split_blocks(raw, f"messages[{i}]")
     if new and new[-1]["role"] == "assistant":
-        raise Refusal("messages: the last one is the assistant's; a text that it should go on from is not supported")
+        raise Refusal("messages: the last message must not be the assistant's; prefilled answers are not supported")
     thread, previous = get(body, "thread.type", str), get(body, "thread.previous_message_id", str)
     if thread not in (None, "create", "continue") or (thread == "continue") != bool(previous):
         raise Refusal("thread: type create, or continue with a previous_message_id, is needed")
@@ -230,8 +231,8 @@ def parse_anthropic(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
 def _conversation(name: str, new: list[Message], system: str = "", history: Iterable[Message] = ()) -> list[Message]:
     """Return the instructions, the history and the new messages as one list.
 
-    `system` holds the request's instructions; if it is empty, the instructions in the history stay. `name` is the
-    request's field with the new messages. Raises Refusal if there are none.
+    `system` contains the request's instructions. If `system` is empty, the instructions in the history stay. `name` is
+    the request's field with the new messages. Raises Refusal if there are no new messages.
     """
     if not new:
         raise Refusal(f"{name}: a list of at least one message is needed")
@@ -244,10 +245,10 @@ def _conversation(name: str, new: list[Message], system: str = "", history: Iter
 def _shared(
     body: dict[str, Any], tools: list[dict[str, Any]], form: dict[str, Any], effort: str | None, most_answers: int = 1
 ) -> dict[str, Any]:
-    """Return the fields of an AgentRequest that are read in one way in all protocols.
+    """Return the fields of an AgentRequest that have the same names in the bodies of all protocols.
 
-    `form` describes structured output, and `effort` is the reasoning effort; their names in the body depend on the
-    protocol. Raises Refusal for a parameter that is not valid or not supported.
+    The body's keys for the structured output (`form`) and the reasoning effort (`effort`) depend on the protocol, so
+    the caller passes these values. Raises Refusal for a parameter that is not valid or not supported.
     """
     for name, neutral in NEUTRAL.items():
         value = body.get(name)
@@ -282,19 +283,19 @@ def _sampling(body: dict[str, Any]) -> dict[str, Any]:
         if type(value) not in (int, kind) or not least <= value <= most:  # type() because isinstance(True, int) holds
             raise Refusal(f"{name}: {NOUN[kind]} from {least} to {most} is needed, not {write_json(value, name)}")
         if sampling.setdefault("max_new_tokens" if name in LIMITS else name, kind(value)) != value:
-            raise Refusal(f"max_tokens: {', '.join(LIMITS)} are names of one limit; give one of them")
+            raise Refusal(f"max_tokens: {', '.join(LIMITS)} set the same limit; give only one of them")
     for name, kind, word in (("stop", str, "string"), ("stop_sequences", str, "string"), ("stop_token_ids", int, "id")):
         given = body.get(name) or []
         given = [given] if isinstance(given, str) else given
         if not isinstance(given, list) or not all(type(item) is kind and item != "" for item in given):
-            raise Refusal(f"{name}: a list is needed, each of it {word}, none empty")
+            raise Refusal(f"{name}: a list of {word}s is needed, and no {word} may be empty")
         if given:
             sampling.setdefault(name.removesuffix("_sequences"), []).extend(given)
     return sampling
 
 
 def _schema(form: dict[str, Any]) -> dict[str, str]:
-    """Return the structured output that the request asks for as {"json_schema": text}, or {} for plain text."""
+    """Return the requested form of structured output as {"json_schema": text}, or {} for plain text."""
     kind = form.get("type", "text")
     if kind == "text":
         return {}
@@ -302,21 +303,21 @@ def _schema(form: dict[str, Any]) -> dict[str, str]:
     schema = {"type": "object"} if kind == "json_object" else holder.get("schema")
     if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
         raise Refusal("response_format: type text, json_object, or json_schema with a schema is needed")
-    write_json(schema, "response_format.schema")  # raises if it is nested too deeply
-    return {"json_schema": json.dumps(schema)}  # keeps the caller's order of keys, in which a grammar generates them
+    write_json(schema, "response_format.schema")  # raises Refusal if the schema is nested too deeply
+    return {"json_schema": json.dumps(schema)}  # keys stay in the caller's order, in which a grammar generates them
 
 
 def _tools(body: dict[str, Any], tool_type: str) -> list[dict[str, Any]]:
     """Return the body's functions in the form of chat completions; `tool_type` is the protocol's type of a function.
 
-    Responses and Messages name a tool directly, as {"name": "f", "input_schema": {...}}; chat completions put these
-    keys into {"function": {...}}. Raises Refusal if a tool has no name.
+    In Responses and Messages, the keys of a function are in the tool itself, as in {"name": "f", "input_schema": {}}.
+    In chat completions, these keys are in {"function": {...}}. Raises Refusal if a tool has no name.
     """
     tools = []
     for i, raw in enumerate(get(body, "tools", list, [])):
         where = f"tools[{i}]"
         if as_object(raw, where).get("type") not in (None, tool_type):
-            continue  # `web_search` and its like are left out
+            continue  # a tool that is not a function, such as `web_search`, is left out
         given = as_object(raw.get("function", raw), where)
         name, description = given.get("name"), given.get("description") or ""
         parameters = given.get("parameters", given.get("input_schema")) or {"type": "object", "properties": {}}
@@ -328,10 +329,10 @@ def _tools(body: dict[str, Any], tool_type: str) -> list[dict[str, Any]]:
 
 
 def _tool_choice(raw: Any, tools: list[dict[str, Any]]) -> str:
-    """Return auto, none, required or the name of a tool, from any of the protocols' forms.
+    """Return "auto", "none", "required" or the name of a tool, for a tool_choice of any protocol.
 
-    The forms: "auto", {"type": "any"}, {"type": "tool", "name": "f"}, {"type": "function", "function": {"name": "f"}}.
-    Raises Refusal if there is no such tool.
+    Examples of `raw` are "auto", {"type": "any"}, {"type": "tool", "name": "f"} and {"type": "function", "function":
+    {"name": "f"}}. Raises Refusal if `tools` has no tool of that name.
     """
     choice = "auto" if raw is None else raw
     if isinstance(raw, dict) and raw.get("type") in ("auto", "none", "any"):
@@ -340,8 +341,8 @@ def _tool_choice(raw: Any, tools: list[dict[str, Any]]) -> str:
         choice = get(raw, "function", dict, raw, "tool_choice").get("name")
     names = [tool["function"]["name"] for tool in tools]
     if choice not in ("auto", "none", *names) and not (choice in ("required", "any") and names):
-        raise Refusal("tool_choice: auto, none, or where there are tools, required or a tool's name, is needed")
-    return "required" if choice == "any" else choice  # "any" is Anthropic's word
+        raise Refusal("tool_choice: auto or none is needed or, if there are tools, required or a tool's name")
+    return "required" if choice == "any" else choice  # Anthropic's word for "required" is "any"
 
 
 # Responses: the items of a reply
@@ -350,7 +351,7 @@ def _tool_choice(raw: Any, tools: list[dict[str, Any]]) -> str:
 def _item(raw: Any, where: str, find: Find) -> Message:
     """Return one item of a Responses input as a message. Raises Refusal for an unknown type of item.
 
-    A message of the assistant may consist of several items; `_join_items` puts them together.
+    If an assistant's message consists of several items, `_join_items` joins the results.
     """
     kind = (raw.get("type") or "message") if isinstance(raw, dict) else None
     if kind == "function_call":
@@ -370,8 +371,8 @@ def _item(raw: Any, where: str, find: Find) -> Message:
 def _join_items(pieces: list[Message]) -> list[Message]:
     """Join the items of each reply (reasoning, then text, then tool calls) into one message.
 
-    An assistant's item continues the reply before it if the item only adds tool calls, or if that reply consists of
-    nothing but reasoning so far.
+    An assistant's item continues the previous reply in two cases: the item only adds tool calls, or the previous reply
+    contains only reasoning so far.
     """
     messages: list[Message] = []
     for piece in pieces:
@@ -379,7 +380,7 @@ def _join_items(pieces: list[Message]) -> list[Message]:
         only_adds_calls = "tool_calls" in piece and not piece["content"] and "reasoning_content" not in piece
         only_reasoning_so_far = not last.get("content") and "tool_calls" not in last
         if last["role"] == piece["role"] == "assistant" and (only_adds_calls or only_reasoning_so_far):
-            for key in piece.keys() - {"role"}:  # texts and lists of tool calls
+            for key in piece.keys() - {"role"}:  # the values are texts and lists of tool calls
                 last[key] = last[key] + piece[key] if key in last else piece[key]
         else:
             messages.append(piece)
@@ -390,10 +391,10 @@ def _join_items(pieces: list[Message]) -> list[Message]:
 
 
 def _split_blocks(raw: Any, where: str) -> list[Message]:
-    """Return the messages that one Anthropic message holds: one for each tool_result, one for all other blocks."""
+    """Return one message for each tool_result block of an Anthropic message, and one for all the remaining blocks."""
     if not isinstance(as_object(raw, where).get("content"), list):
         return [normalise(raw, where)]
-    # A redacted_thinking block is encrypted, so nothing reads it.
+    # A redacted_thinking block is encrypted, so its content is left out.
     blocks: dict[Any, list[dict[str, Any]]] = {kind: [] for kind in BLOCKS}
     for i, block in enumerate(raw["content"]):
         kind = as_object(block, f"{where}.content[{i}]").get("type")
@@ -404,7 +405,8 @@ def _split_blocks(raw: Any, where: str) -> list[Message]:
     calls = [{"id": b.get("id"), "function": b | {"arguments": b.get("input")}} for b in blocks["tool_use"]]
     thoughts = [{"text": block.get("thinking")} for block in blocks["thinking"]]
     others = {"role": raw.get("role"), "content": blocks["text"], "tool_calls": calls, "reasoning_content": thoughts}
-    messages = [*results, others] if blocks["text"] or not results else results  # results alone need no second message
+    # A message that contains only tool results needs no message for the other blocks.
+    messages = [*results, others] if blocks["text"] or not results else results
     return [normalise(message, where) for message in messages]
 
 
@@ -412,20 +414,20 @@ def _split_blocks(raw: Any, where: str) -> list[Message]:
 
 
 def _look_up(previous: str | None, name: str, find: Find) -> Found:
-    """Return the messages and the tools of the interaction `previous`, which the field `name` refers to.
+    """Return the messages and the tools of the interaction with the id `previous`, the value of the field `name`.
 
-    Returns two empty lists if the request refers to none. Raises Refusal if the session has no such interaction.
+    Returns two empty lists if `previous` is None or empty. Raises Refusal if the session has no such interaction.
     """
     found = find(previous) if previous else ([], [])
     if found is None:
-        raise Refusal(f"{name}: no finished response {previous!r} in this session")
+        raise Refusal(f"{name}: this session has no finished response {previous!r}")
     return found
 
 
 def _referred(item_id: str, find: Find) -> Message:
-    """Return the piece of an earlier reply that an item_reference names.
+    """Return the piece of an earlier reply to which an item_reference refers. Raises Refusal for an unknown id.
 
-    The reply resp_<x> has the items rs_<x> (reasoning), msg_<x> (text) and fc_<x>_<k> (its k-th tool call).
+    The reply resp_<x> has the items rs_<x> (reasoning), msg_<x> (text) and fc_<x>_<k> (the k-th tool call).
     """
     kind, _, rest = item_id.partition("_")
     x, _, k = rest.partition("_")
@@ -436,5 +438,5 @@ def _referred(item_id: str, find: Find) -> Message:
     if key == "tool_calls" and value:
         value = [call for call in value if call["id"] == f"call_{x}_{k}"]
     if not value:
-        raise Refusal(f"input: item_reference: there is no item {item_id!r} in this session")
+        raise Refusal(f"input: item_reference: this session has no item {item_id!r}")
     return {"role": "assistant", "content": "", key: value}
