@@ -1,13 +1,13 @@
-"""Workflows: what one episode does, and what it returns.
+"""Workflows define what one episode does and what it returns.
 
 An **episode** is one run of `arun_episode(engine, data)`, a coroutine that turns one sample of the dataset into rows to
-train on. The executor decides when an episode starts and what becomes of its result (rollout/executor.py).
+train on. The executor decides when an episode starts and what happens to its result (rollout/executor.py).
 
 **What a workflow may return** (Rollout Workflow, "Return Types"):
 - a dict of tensors, which is a trajectory (rollout/trajectory.py);
 - a dict of interactions: the calls of an agent, with their tokens and rewards (cache.py);
 - None, which rejects the sample.
-An exception rejects the sample, too, and is counted as a failure.
+If a workflow raises, the sample is rejected and also counted as failed.
 
 **The workflows here:**
 
@@ -22,18 +22,18 @@ An exception rejects the sample, too, and is counted as a failure.
 returns a number (the reward of its last completion), or a dict {completion id: reward}, or None if it has already sent
 its rewards to the proxy over HTTP. An episode in which no reward was set is rejected.
 
-**Where agents run** (Agent Workflow, "Execution Modes"). In mode inline all agents run in the event loop of all
-episodes. One agent object serves many episodes at once, so `run` must keep what belongs to an episode in local
-variables. A blocking call (a synchronous client, time.sleep) stops every episode. In mode subproc each episode has a
-process of its own with a copy of the agent (rollout/workers.py). Synchronous code is allowed there. The agent must be
-picklable, and each process takes some 50 MB.
+**Where agents run** (Agent Workflow, "Execution Modes"). In mode inline all agents run in one event loop. One agent
+object serves many episodes at once, so `run` must keep the state of an episode in local variables. A blocking call (a
+synchronous client, time.sleep) delays every episode. In mode subproc each episode has a process of its own with a copy
+of the agent (rollout/workers.py), so agents may use synchronous code. The agent must be picklable, and each process
+takes about 50 MB.
 
 **Groups** (Rollout Workflow, "Grouped Rollout"). The members of a group run concurrently, each with its own copy of
 `data`. A member that returns None or raises is left out, and the other members are kept. Example: of four members one
 raises and one returns None; the group then has two rows. If all members raise, the group raises the first exception.
 
-**Seeds.** If the run has a seed, the sampling seed of each request depends only on (seed, task, member, turn). It does
-not depend on which episodes run at the same time.
+**Seeds.** If the run has a seed, the sampling seed of each request depends only on (seed, task, member, turn). Other
+episodes that run at the same time do not change the sampling seed.
 """
 
 import asyncio
@@ -69,15 +69,15 @@ EpisodeResult = Trajectory | dict[str, InteractionWithTokenLogpReward] | None
 
 @dataclass(frozen=True)
 class WorkflowContext:
-    """Where an episode belongs (Rollout Workflow, "Workflow Context")."""
+    """The task and the member that an episode belongs to (Rollout Workflow, "Workflow Context")."""
 
     is_eval: bool = False  # whether the episode belongs to an evaluation
-    task_id: int | None = None  # the dispatcher's task; None outside of an executor
+    task_id: int | None = None  # the dispatcher's task; None if no executor runs the episode
     sample_idx: int = 0  # the index of this member in its group
 
     @property
     def name(self) -> str:
-        """The episode's name in the run. The sampling seeds and the choice of the inference server depend on it."""
+        """The episode's name in the run. Sampling seeds and the choice of the inference server depend on this name."""
         return f"{'eval-' if self.is_eval else ''}{self.task_id}-{self.sample_idx}"
 
 
@@ -85,13 +85,13 @@ _context: ContextVar[WorkflowContext] = ContextVar("workflow_context", default=W
 
 
 class workflow_context:
-    """The context of the running episode, for example `workflow_context.get().is_eval`. Each episode has its own."""
+    """Gives access to the context of the running episode, for example `workflow_context.get().is_eval`."""
 
     get, set = _context.get, _context.set
 
     @staticmethod
     def stat_scope() -> str:
-        """Return "rollout" or "eval-rollout", the name under which this episode is counted and dumped."""
+        """Return "rollout" or "eval-rollout", the name under which the running episode is counted and dumped."""
         return "eval-rollout" if _context.get().is_eval else "rollout"
 
 
@@ -110,7 +110,7 @@ def is_interactions(result: Any) -> bool:
 
 
 def to_tensors(result: Any) -> Trajectory:
-    """Return an episode's result as tensors, one row per interaction. `parents` holds the index of the parent's row."""
+    """Return an episode's result as tensors, one row per interaction. `parents` holds each row's parent."""
     if not is_interactions(result):
         return result
     places = {interaction: k for k, interaction in enumerate(result.values())}
@@ -120,7 +120,7 @@ def to_tensors(result: Any) -> Trajectory:
 
 
 def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
-    """Return one row [1, L] for a conversation in which each prompt begins with all tokens before it.
+    """Return one row [1, L] for a conversation in which each prompt begins with all earlier tokens.
 
     Every turn gets the reward `reward`. The row looks like a row of an agent in export style concat (cache.py).
     """
@@ -136,7 +136,7 @@ class RLVRWorkflow(RolloutWorkflow):
     """Sample one completion for the chat `data["messages"]`, and compute its reward.
 
     `reward_fn(prompt, completion, prompt_ids, completion_ids, **data)` returns a number. It may be a function, a
-    coroutine function, or a string "module.function". The function gets texts and token ids.
+    coroutine function, or a string "module.function". `prompt` and `completion` are texts.
     """
 
     reward_fn: Callable[..., Any] | str
@@ -156,7 +156,7 @@ class RLVRWorkflow(RolloutWorkflow):
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
     async def turn(self, engine: Any, input_ids: list[int], turn: int) -> ModelResponse:
-        """Send one request. Its sampling seed and its server depend only on the episode and the turn."""
+        """Send one request. The request's sampling seed and server depend only on the episode and the turn."""
         seed = None if self.gconfig.seed is None else call_seed(self.gconfig.seed, _context.get().name, turn)
         gconfig = self.gconfig.new(n_samples=1, seed=seed)
         request = ModelRequest(input_ids, gconfig=gconfig, tokenizer=self.tokenizer, session=_context.get().name)
@@ -171,14 +171,15 @@ class RLVRWorkflow(RolloutWorkflow):
 
 @dataclass(eq=False, repr=False)
 class MultiTurnWorkflow(RLVRWorkflow):
-    """Answer, and while the reward is not positive, add `reflection_message` and answer again in one conversation.
+    """Sample an answer. While its reward is not positive, add `reflection_message` and sample another answer.
 
-    An answer that is right at the k-th try (k = 1, 2, ...) is worth turn_discount^(k-1) of its reward. The next prompt
-    is the last prompt, the sampled tokens, and the reflection message. Sampled tokens are not tokenised again
-    (calls/prompts.py). A conversation that fills the context ends with the reward of its last answer.
+    If the k-th answer is the last one (k = 1, 2, ...), the episode's reward is turn_discount^(k-1) times the reward of
+    this answer. Each new prompt consists of the last prompt, the sampled tokens, and the reflection message. Sampled
+    tokens are not tokenised again (calls/prompts.py). A conversation that fills the context ends with the reward of
+    its last answer.
     """
 
-    max_turns: int = 3  # answers at most
+    max_turns: int = 3  # the largest number of answers
     turn_discount: float = 0.9  # factor on the reward for each further answer
     reflection_message: str = "That is not right. Think about what went wrong, then answer again."
 
@@ -194,7 +195,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
         context = getattr(engine, "context_length", None) or math.inf  # tokens
         messages, prompt_ids, reward = data["messages"], self.prompt_ids(data["messages"]), 0.0
         turns: list[ModelResponse] = []
-        # The first prompt is sent even if it fills the context: then the engine raises an error that says so.
+        # The first prompt is sent even if it fills the context, because the engine then raises a clear error.
         while len(turns) < self.max_turns and reward <= 0 and (not turns or len(prompt_ids) < context):
             turns.append(await self.turn(engine, prompt_ids, turn=len(turns)))
             reward = await self.reward(turns[-1], data)
@@ -212,7 +213,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
     workflow: RolloutWorkflow
     group_size: int
-    on_failures: Callable[[int], Awaitable[None]] | None = None  # called with how many members raised, if not all did
+    on_failures: Callable[[int], Awaitable[None]] | None = None  # gets the number of failed members, unless all failed
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         members = (self._run_member(i, engine, data) for i in range(self.group_size))
@@ -229,7 +230,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
             return None
         if not all(map(is_interactions, episodes)):
             rows = [to_tensors(episode) for episode in episodes]
-            # `parents` counts the rows of one member, so it would be wrong for the rows of the group.
+            # `parents` holds row numbers within one member, which would be wrong within the group.
             return concat_padded_tensors([{k: x for k, x in row.items() if k != "parents"} for row in rows])
         merged = {key: value for episode in episodes for key, value in episode.items()}
         if len(merged) < sum(map(len, episodes)):
@@ -237,7 +238,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         return merged
 
     async def _run_member(self, i: int, engine: Any, data: dict[str, Any]) -> EpisodeResult:
-        """Run the i-th member in a context and with a sample of its own. Raises ValueError for a malformed result."""
+        """Run the i-th member, with its own context and copy of `data`. Raises ValueError for a malformed result."""
         workflow_context.set(replace(_context.get(), sample_idx=i))
         try:
             result = await self.workflow.arun_episode(engine, copy.deepcopy(data))
@@ -249,7 +250,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 def make_agents_client() -> Any:
-    """Return an HTTP client for agents that use the openai SDK. No request has a time limit, but each episode has."""
+    """Return an HTTP client for agents that use the openai SDK. No request has a time limit; each episode has one."""
     transport: Any = StackTransport(sdk_http)
     return openai.DefaultAsyncHttpxClient(transport=transport, timeout=None, trust_env=False)
 
@@ -272,10 +273,10 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
 
     agent: Any
     proxy_addr: str | tuple[str, ...]  # with several proxies, each episode uses one of them
-    admin_key: str  # opens the proxy's management endpoints
+    admin_key: str  # key of the proxy's management endpoints
     mode: str = "inline"  # where agents run: inline or subproc
     subproc_max_workers: int = 4  # agents that run at once in mode subproc
-    discount: float = 1.0  # share of a turn's reward that reaches the turn before it (gamma)
+    discount: float = 1.0  # gamma: share of a turn's final reward that its parent receives
     export_style: str = "individual"  # individual: one row per turn; concat: one row per conversation
     episode_timeout: float = 3600.0  # seconds; a longer episode is cancelled and counted as failed
 
@@ -289,11 +290,11 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             http_client = await _agents_client.get()
             return await self._episode(functools.partial(self.agent.run, data, http_client=http_client))
         pool = await agents_pool(self.subproc_max_workers).get()
-        async with pool.worker() as worker:  # before the session starts: waiting agents hold no session
+        async with pool.worker() as worker:  # an agent that waits for a worker has no session yet
             return await self._episode(functools.partial(worker.call, run_agent, self.agent, data))
 
     async def _episode(self, run: Callable[..., Awaitable[Any]]) -> EpisodeResult:
-        """Open a session, call `run(base_url=..., api_key=...)`, set its rewards, and export the interactions."""
+        """Open a session, call `run(base_url=..., api_key=...)`, set the rewards, and export the interactions."""
         transport = await _rl_transport.get()
         client = OpenAIProxyClient(transport, self._choose_proxy(), self.admin_key, _context.get().name)
         limit = f"{self.episode_timeout:g} s (rollout.openai.episode_timeout_seconds)"
@@ -307,8 +308,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
                 elif rewards is not None:
                     await client.set_last_reward(rewards)
         interactions = await client.export_interactions(discount=self.discount, style=self.export_style)
-        # Interactions without a reward are side conversations (calls/side_conversations.py). They come first, so that
-        # the last row holds the reward of the episode.
+        # Interactions without a reward are side conversations (calls/side_conversations.py). The result begins with
+        # the side conversations, so that its last row holds the reward of the episode.
         side = {key: value for key, value in interactions.items() if value.reward is None}
         return side | interactions if client.rewarded_count else None
 
@@ -320,7 +321,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
 
 
 def import_string(path: str) -> Any:
-    """Return the object at the import path "module.Name". Raises ImportError that says which part is missing."""
+    """Return the object at the import path "module.Name". Raises ImportError that names the missing part."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise ImportError(f"{path!r}: a path like 'my_module.MyClass' is needed")
@@ -336,7 +337,7 @@ def import_string(path: str) -> Any:
 
 
 def _instantiate(cls: type, kwargs: dict[str, Any], defaults: dict[str, Any]) -> Any:
-    """Return `cls(**kwargs)`, with those `defaults` that its __init__ names and kwargs lack."""
+    """Return `cls(**kwargs)`, after adding each of `defaults` that the class accepts and kwargs lack."""
     signature = inspect.signature(cls)
     kwargs = {key: value for key, value in defaults.items() if key in signature.parameters} | kwargs
     try:
@@ -355,13 +356,15 @@ def resolve_workflow(
     defaults: dict[str, Any] | None = None,
     on_failures: Callable[[int], Awaitable[None]] | None = None,
 ) -> RolloutWorkflow:
-    """Return a RolloutWorkflow for what the user gave (Rollout Workflow, "Workflow Resolution").
+    """Return the RolloutWorkflow that runs the given workflow or agent (Rollout Workflow, "Workflow Resolution").
 
     workflow: a workflow object, an agent object, a class of either, or an import path "module.Name" of any of them.
-    workflow_kwargs: the arguments of a class. group_size: more than 1 wraps the workflow in GroupedRolloutWorkflow.
-    proxy: the arguments of OpenAIProxyWorkflow (proxy_addr, admin_key, ...), needed for agents. defaults: arguments
-    (gconfig, tokenizer) for a workflow's class whose __init__ names them, if workflow_kwargs do not hold them.
-    Raises ImportError, TypeError or ValueError, and says what to change.
+    workflow_kwargs: the arguments of a class.
+    group_size: the number of episodes per prompt; above 1 the workflow is wrapped in GroupedRolloutWorkflow.
+    proxy: the arguments of OpenAIProxyWorkflow (proxy_addr, admin_key, ...), needed for agents.
+    defaults: arguments (gconfig, tokenizer) for a workflow class that accepts them, if workflow_kwargs lack them.
+    on_failures: the argument of GroupedRolloutWorkflow.
+    Raises ImportError, TypeError or ValueError with a message that says what to change.
     """
     resolved = import_string(workflow) if isinstance(workflow, str) else workflow
     cls = resolved if inspect.isclass(resolved) else type(resolved)

@@ -1,38 +1,38 @@
-"""WorkflowExecutor: the joint between the dataloader, the workflows, the staleness gate and the training step.
+"""WorkflowExecutor connects the dataloader, the workflows, the staleness gate and the training step.
 
 `prepare_batch` returns the B oldest prompt groups that were not rejected, in order of start, as one padded dict of
-tensors (trajectory.py). Meanwhile as many groups as the gate allows keep running, so the next batches are generated
-while the trainer trains on this one. Example: with B = 4 and eta = 1 eight groups start at version 0. The first call
-returns four of them, and the other four go on.
+tensors (trajectory.py). As many groups as the gate allows keep running, so the next batches are generated while the
+trainer trains on this one. Example: with B = 4 and eta = 1 eight groups start at version 0. The first call returns
+four of these groups, and the other four continue to run.
 
-What a prompt group goes through, in order:
+Each prompt group goes through these steps:
 
  1. A sample is drawn from the dataloader and gets a task id (DataCursor).
  2. The dispatcher starts the task when the gate allows it (dispatcher.py).
  3. `workflow.arun_episode(engine, data)` runs in the event loop's thread. It runs all members of a group (workflow.py).
- 4. Interactions become tensors, and check_trajectory_format looks for mistakes in them.
+ 4. Interactions become tensors, and check_trajectory_format checks these tensors.
  5. `complete` adds the tensors that the workflow left out.
  6. should_accept_fn accepts or rejects the group.
  7. With dump_to_file each row is written as one line of text, whether or not the group was accepted, to
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl.
- 8. An accepted group is written to a file that outlives the process (`keep`), and then counts as accepted.
+ 8. `keep` writes an accepted group to a file, so that the group survives a crash. Then the group counts as accepted.
  9. The group waits for its turn in the order of start. prepare_batch consumes it.
 
 A workflow that returns None rejects the group, and the next sample takes its place. An exception in steps 3 to 8
-rejects the group, too, and counts it as failed. The same failure again and again stops the run (dispatcher.py).
+also rejects the group, and counts it as failed. Many failures in a row stop the run (dispatcher.py).
 
 **Arguments.** Every call of prepare_batch uses its own workflow and should_accept_fn for the samples that it draws. A
 sample that an earlier call drew keeps the workflow of that call. A workflow given as a class is instantiated in every
-call. Give an instance if something must outlive the call.
+call. Pass an instance if the workflow must keep state from call to call.
 
 **Recovery.** A task is open from the draw of its sample until its group is consumed or rejected. A checkpoint holds the
 open tasks, and after a crash the unfinished ones start again under their old ids (DataCursor, run/recover.py).
 
-**Evaluation.** `for_evaluation()` makes a second executor on this engine and proxy. The second executor has no
+**Evaluation.** `for_evaluation()` makes a second executor that uses this engine and proxy. The second executor has no
 staleness gate, and it counts its task ids from 0.
 
-**What is not promised.** rollout_batch on an executor with a gate can wait for ever: if groups that wait for training
-hold all places, only a new version makes room. Evaluate on the executor that for_evaluation() made.
+**What is not promised.** rollout_batch on an executor with a gate can wait for ever. If groups that wait for training
+hold all places, only a new version frees a place. Evaluations should use the executor that for_evaluation() made.
 """
 
 import asyncio
@@ -53,18 +53,18 @@ from staleness import RolloutStat, StalenessManager
 
 logger = logging.getLogger("nano_areal.executor")
 
-NO_LIMIT = 10**12  # the largest age and the largest number of failures in a row in an evaluation
+NO_LIMIT = 10**12  # an evaluation's limit for ages and for failures in a row
 AcceptFn = Callable[[Trajectory], bool]
 Sample = dict[str, Any]
-NumberedSample = tuple[int, Sample]  # with its task id
+NumberedSample = tuple[int, Sample]  # (task id, sample)
 
 
 @dataclass(frozen=True)
 class ProxyAddress:
-    """The address at which agents reach the policy, and its key."""
+    """The URLs of the proxies, through which agents reach the policy, and their admin key."""
 
     proxy_addr: str | tuple[str, ...]  # the URL of each proxy
-    admin_key: str  # opens the proxies' management endpoints
+    admin_key: str  # key of the proxies' management endpoints
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class RolloutTask:
 
 @dataclass
 class DataCursor:
-    """Where the run stands in its data: which samples were drawn, under which task ids, and which tasks are open.
+    """The position of the run in its data: the drawn samples, their task ids, and the open tasks.
 
     A checkpoint saves next_id, drawn and open. After a crash, the open tasks that were not finished start again, each
-    under its old task id. Then the dataloader passes over the samples that were drawn before, and new samples get the
-    ids from next_id on.
+    under its old task id. Then the dataloader skips the samples that were drawn before the crash, and new samples get
+    the ids next_id, next_id + 1, and so on.
 
     Example: the samples of tasks 0 to 7 were drawn, tasks 0 to 3 were trained on, and task 5 is finished. Then the
     checkpoint holds next_id = 8, drawn = 8 and the samples of tasks 4 to 7. After a crash tasks 4, 6 and 7 start again,
@@ -95,7 +95,7 @@ class DataCursor:
     drawn: int = 0  # how many samples were drawn from dataloaders
     open: dict[int, Sample] = field(default_factory=dict)  # task id -> sample: drawn, not yet consumed or rejected
     restart: list[int] = field(default_factory=list)  # open tasks that must start again after a crash, oldest first
-    skip: int = 0  # how many samples the dataloader must pass over after a crash
+    skip: int = 0  # how many samples of the dataloader to skip after a crash
     streams: dict[Any, Iterator[Sample]] = field(default_factory=dict)  # dataloader -> iterator over its samples
 
     def number(self, samples: Iterable[Sample]) -> Iterator[NumberedSample]:
@@ -105,7 +105,7 @@ class DataCursor:
             yield self.next_id - 1, sample
 
     def draw(self, dataloader: Any) -> Iterator[NumberedSample]:
-        """Yield samples without end: first those of tasks that start again, then new ones from `dataloader`."""
+        """Yield samples without end: first samples of tasks that start again, then new samples of `dataloader`."""
         while self.restart:
             task_id = self.restart.pop(0)
             yield task_id, self.open[task_id]
@@ -117,12 +117,12 @@ class DataCursor:
                 self.drawn += 1
                 self.open[task_id] = sample
                 yield task_id, sample
-        except (Exception, KeyboardInterrupt):  # the dataloader raised; the next call begins it anew
+        except (Exception, KeyboardInterrupt):  # the dataloader raised; the next call makes a new iterator
             del self.streams[dataloader]
             raise
 
     def forget_closed(self, in_flight: set[int]) -> None:
-        """Forget the samples of tasks that were consumed or rejected: neither in flight nor waiting to start again."""
+        """Forget the samples of closed tasks. A closed task is not in flight and does not wait to start again."""
         still_open = in_flight.union(self.restart)
         self.open = {task_id: sample for task_id, sample in self.open.items() if task_id in still_open}
 
@@ -131,7 +131,7 @@ class DataCursor:
         return {"next_id": self.next_id, "drawn": self.drawn, "open": dict(self.open)}
 
     def load_state_dict(self, state: dict[str, Any], finished: Iterable[int]) -> None:
-        """Go on from `state`. The open tasks that are not in `finished` start again."""
+        """Continue from `state`. The open tasks that are not in `finished` start again."""
         self.next_id, self.drawn, self.open = state["next_id"], state["drawn"], dict(state["open"])
         self.skip = self.drawn
         self.restart = [task_id for task_id in self.open if task_id not in finished]
@@ -139,21 +139,21 @@ class DataCursor:
 
 @dataclass(eq=False, repr=False)
 class WorkflowExecutor:
-    """Gives an engine its rollout methods: submit, wait, wait_for_task, rollout_batch, prepare_batch.
+    """Provides the rollout methods of an engine: submit, wait, wait_for_task, rollout_batch, prepare_batch.
 
-    The executor of training attaches itself to the engine as `engine.executor`.
+    An executor for training stores itself in `engine.executor`.
     """
 
     engine: Any
     config: RolloutConfig
-    tokenizer: Any = None  # given to workflow classes that ask for it, and used for dumps
-    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # its seed is the run's
+    tokenizer: Any = None  # used for dumps, and passed to workflow classes that accept a tokenizer
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # holds the run's seed
     proxy: ProxyAddress | None = None  # needed for agents
     dump_dir: Path | None = None  # the run's folder; None: no dumps
     trace: Callable[[str, int], None] = untraced  # called with (event, task_id), see DispatchState
     keep: Callable[[int, Trajectory], None] | None = None  # called in a thread before a group counts as accepted
-    hold_failures: float = 0.0  # seconds before a failure counts: time for a watcher to call `fail` first
-    evaluation: bool = False  # no staleness gate
+    hold_failures: float = 0.0  # seconds to wait before a failed task counts as failed
+    evaluation: bool = False  # whether to run without a staleness gate
 
     def __post_init__(self) -> None:
         config = self.config
@@ -168,14 +168,14 @@ class WorkflowExecutor:
             self.staleness_manager, head_version, max_queue_size, config.drop_stale, max_failures, self.trace
         )
         self.dispatcher = BatchTaskDispatcher(self._run_episode, decisions)
-        # All mutable state of this object, beside the dispatcher's and the staleness manager's:
+        # All mutable state of this object. The dispatcher and the staleness manager have state of their own.
         self._cursor = DataCursor()
-        self._keys: dict[type, frozenset[str]] = {}  # kind of workflow -> the keys of its first trajectory
+        self._keys: dict[type, frozenset[str]] = {}  # workflow class -> the keys of its first trajectory
         if not self.evaluation:
             self.engine.executor = self
 
     def for_evaluation(self) -> "WorkflowExecutor":
-        """Return an executor without a staleness gate, for evaluation. Destroy it before this one."""
+        """Return a second executor, without a staleness gate. Destroy the second executor before this one."""
         return replace(self, trace=untraced, keep=None, evaluation=True)
 
     @property
@@ -188,8 +188,8 @@ class WorkflowExecutor:
     def submit(self, data: Sample, *args: Any, **kwargs: Any) -> int:
         """Enqueue one prompt, which starts when the gate allows. Return its task id, for wait_for_task.
 
-        The arguments after `data` are those of `make_tasks` after `samples`: workflow, workflow_kwargs,
-        should_accept_fn, group_size and is_eval.
+        The arguments after `data` are passed to `make_tasks`: workflow, workflow_kwargs, should_accept_fn, group_size
+        and is_eval.
         """
         [task] = self.make_tasks(self._cursor.number([data]), *args, **kwargs)
         self.dispatcher.submit_task_input(task)
@@ -215,9 +215,9 @@ class WorkflowExecutor:
         return concat_padded_tensors(groups)
 
     def rollout_each(self, data: Iterable[Sample], *args: Any, **kwargs: Any) -> list[Trajectory | None]:
-        """Roll out all prompts of `data`, and return the group of each prompt in order, or None if it was rejected.
+        """Roll out all prompts of `data`. Return one group for each prompt, in order, with None for a rejected group.
 
-        The arguments after `data` are those of `submit`.
+        The arguments after `data` are passed to `make_tasks`.
         """
         tasks = list(self.make_tasks(self._cursor.number(data), *args, **kwargs))
         for task in tasks:
@@ -227,7 +227,7 @@ class WorkflowExecutor:
     def prepare_batch(self, dataloader: Any, *args: Any, **kwargs: Any) -> Trajectory:
         """Return the next training batch: dataloader.batch_size groups in order of start.
 
-        The arguments after `dataloader` are those of `submit` after `data`.
+        The arguments after `dataloader` are passed to `make_tasks`.
         Raises ValueError if the dataloader's batch size is not the gate's consumer_batch_size, because the gate admits
         as many groups per version as a step consumes.
         """
@@ -242,19 +242,20 @@ class WorkflowExecutor:
     # ---- recovery (run/recover.py); call these two in the thread that calls prepare_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the run stands in its data: next_id, drawn, and open (see DataCursor).
+        """Return the position of the run in its data: next_id, drawn, and open (see DataCursor).
 
-        Raises RuntimeError if the run has stopped, because the open tasks are no longer known then.
+        Raises RuntimeError if the run has stopped, because it is then unknown which tasks are open.
         """
         self._cursor.forget_closed(self.dispatcher.in_flight())
         return self._cursor.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], finished: dict[int, Trajectory], version: int) -> None:
-        """Go on from `state`, the state_dict after the step that made `version`. Nothing may be submitted before.
+        """Continue from `state`, the state_dict after the step that made `version`. Call this before any submit.
 
-        `finished` holds the groups of open tasks that an earlier process had finished, by task id. These groups are
-        consumed first. All other open tasks start again under their ids. A finished group starts again, too, if it
-        would be too old at its turn, because eta or the batch is smaller now. A recovered run has only one dataloader.
+        `finished` maps task ids to the groups of open tasks that an earlier process had finished. These groups are
+        consumed first. All other open tasks start again under their ids. A finished group also starts again if it
+        would be too old when a step consumes it, which can happen if eta or the batch size is smaller now. A recovered
+        run has only one dataloader.
         """
         gate, kept = self.staleness_manager, dict[int, Trajectory]()
         for task_id, group in finished.items():
@@ -277,7 +278,7 @@ class WorkflowExecutor:
     ) -> Iterator[RolloutTask]:
         """Return a task for each sample. All tasks share one workflow object.
 
-        workflow, workflow_kwargs: what to run; `resolve_workflow` (workflow.py) says what may be given.
+        workflow, workflow_kwargs: the workflow or agent, in any form that `resolve_workflow` (workflow.py) accepts.
         should_accept_fn: a function of a group, or its import path. If it returns False, the group is rejected.
         group_size: how many episodes each sample gets; default rollout.group_size, or gconfig.n_samples.
         is_eval: whether the episodes are named, counted and dumped as an evaluation.
@@ -311,7 +312,7 @@ class WorkflowExecutor:
     # ---- events
 
     def pause(self) -> None:
-        """Start no more groups. Running groups go on."""
+        """Start no more groups. Running groups continue."""
         self.dispatcher.pause()
 
     def resume(self) -> None:
@@ -327,7 +328,7 @@ class WorkflowExecutor:
         self.dispatcher.fail(error)
 
     def destroy(self) -> None:
-        """Cancel the running groups, join the thread, and detach from the engine. It may be called twice."""
+        """Cancel the running groups, join the thread, and detach from the engine. A second call is harmless."""
         self.dispatcher.destroy()
         if self.engine.executor is self:
             self.engine.executor = None
@@ -335,7 +336,7 @@ class WorkflowExecutor:
     # ---- one prompt group, in the event loop's thread
 
     async def _run_episode(self, task: RolloutTask) -> Trajectory | None:
-        """Run one task, steps 3 to 8 of the essay. Return its group, or None if it is rejected."""
+        """Run steps 3 to 8 (see the top of this file) for one task. Return its group, or None to reject the task."""
         version = self.engine.get_version()
         workflows.workflow_context.set(workflows.WorkflowContext(task.is_eval, task.task_id))
         try:
@@ -361,7 +362,7 @@ class WorkflowExecutor:
         return trajectory if accepted else None
 
     def _check(self, trajectory: Trajectory, workflow: workflows.RolloutWorkflow) -> None:
-        """Raise ValueError if the trajectory is malformed, or has other keys than this kind of workflow had before."""
+        """Raise ValueError if the trajectory is malformed, or has other keys than its workflow's first trajectory."""
         kind = type(workflow.workflow if isinstance(workflow, workflows.GroupedRolloutWorkflow) else workflow)
         check_trajectory_format(trajectory, self._keys.get(kind))
         if kind not in self._keys and "loss_mask" in trajectory and "logprobs" not in trajectory:
@@ -369,22 +370,22 @@ class WorkflowExecutor:
         self._keys.setdefault(kind, frozenset(trajectory))
 
     async def _count_members(self, failed: int) -> None:
-        """Count the members that raised in a group whose other members did not."""
+        """Count the members that raised in a group in which at least one member did not raise."""
         await self._hold_failure()
         self.staleness_manager.on_members_failed(failed)
 
     async def _hold_failure(self) -> None:
         """Wait `hold_failures` seconds before a failure counts. Raises RuntimeError if the run has stopped meanwhile.
 
-        When the proxy or a server dies, every episode raises. The run must stop then, before a sample counts as failed
-        and is replaced.
+        When the proxy or a server dies, every episode raises. The wait gives `fail` time to stop the run, before
+        samples count as failed and are replaced.
         """
         await asyncio.sleep(self.hold_failures)
         self.dispatcher.check_alive()
 
 
 def cycle(dataloader: Iterable[list[Sample]]) -> Iterator[Sample]:
-    """Yield the samples of the dataloader's batches, epoch after epoch. Raises ValueError if there are none."""
+    """Yield the samples of the dataloader's batches, epoch after epoch. Raises ValueError if there is no sample."""
     while True:
         batch = None
         for batch in dataloader:

@@ -1,6 +1,6 @@
-"""The trainer's model: it computes log-probabilities, learns by PPO, and sends its weights to the servers.
+"""The trainer's model computes log-probabilities, learns by PPO, and sends its weights to the servers.
 
-One training step, in the order in which train.py calls the actor:
+In each training step train.py calls the actor in this order:
 
     batch = actor.prepare_batch(...)                    the trajectories that the rollout side has finished
     batch["prox_logp"] = actor.compute_logp(batch)      log pi_prox: the weights at the start of the step
@@ -12,25 +12,25 @@ One training step, in the order in which train.py calls the actor:
 FSDPEngine is a frozen model that computes log-probabilities. The reference model is an FSDPEngine. FSDPPPOActor is the
 policy: an FSDPEngine with an optimizer, learning rate schedule, policy version, and connection to the servers.
 
-**A batch is cut twice.** First its B rows are dealt to mini-batches, and each mini-batch makes one optimizer step. Rows
-are dealt by length, so that all mini-batches have about equally many tokens. Then the rows of a mini-batch are cut
-into pieces, and each piece makes one forward and one backward pass of at most `mb_tokens` tokens. The gradients of the
-pieces add up, because each piece divides its loss by the trained tokens of the whole mini-batch on all ranks. So the
-size of the pieces changes time and memory only. Example: 64 rows of 1,000 tokens, 4 mini-batches and mb_tokens=4096
-give 4 optimizer steps, each with 16 rows in 4 pieces.
+**A batch is cut twice.** First the B rows of the batch are dealt to mini-batches, and each mini-batch makes one
+optimizer step. Rows are dealt by length, so that all mini-batches have about equally many tokens. Then the rows of a
+mini-batch are cut into pieces, and each piece makes one forward and one backward pass of at most `mb_tokens` tokens.
+Each piece divides its loss by the number of trained tokens in the whole mini-batch on all ranks, so the gradients of
+the pieces add up. The size of the pieces therefore changes only time and memory. Example: 64 rows of 1,000 tokens, 4
+mini-batches and mb_tokens=4096 give 4 optimizer steps, each with 16 rows in 4 pieces.
 
-**Layouts and logits.** A layout decides how rows stand in a piece: padded, packed, or as a tree (`layout.py`).
-Log-probabilities are read from hidden states, a chunk of tokens at a time (`logprobs.py`).
+**Layouts and logits.** A layout arranges the rows of a piece: padded, packed, or as a tree (`layout.py`).
+Log-probabilities are computed from hidden states, a chunk of tokens at a time (`logprobs.py`).
 
-**Ranks.** FSDP2 shards the model over all ranks. Without torchrun there is one rank, which runs this code too. Every
-rank has the whole batch, and rank 0 gets it from the rollout side. Each rank computes advantages and mini-batches from
-the whole batch, so all ranks agree on them. Only the model's work is divided: each rank passes its own rows of a
+**Ranks.** FSDP2 shards the model over all ranks. Without torchrun one rank runs this code alone. Rank 0 gets each
+batch from the rollout side and sends the whole batch to every rank. Each rank computes advantages and mini-batches
+from the whole batch, so all ranks agree on them. Only the model's work is divided: each rank passes its own rows of a
 mini-batch through the model. The sum over ranks then gives the gradient that one rank alone would compute.
 
 **Temperature.** A token's log-probability is computed at the temperature that the token was sampled at, so that
 pi_theta, pi_prox and pi_behav are comparable.
 
-**Not here:** tensor, pipeline and context parallelism, LoRA, critics. Results of different layouts and rank counts
+**Not supported:** tensor, pipeline and context parallelism, LoRA, critics. Results of different layouts and rank counts
 agree up to rounding, not bit for bit.
 """
 
@@ -66,8 +66,8 @@ from training.tree_attention import TREES
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
     """Return the learning rate of training step `step`, counted from 0, as a share of the peak learning rate.
 
-    The share rises in equal parts during the warm-up. Afterwards "constant" stays at 1, while "linear" and "cosine"
-    fall to min_lr_ratio, which they reach at step max_steps.
+    During the warm-up the share rises linearly to 1. After the warm-up the share stays at 1 for "constant". For
+    "linear" and "cosine" the share falls, and reaches min_lr_ratio at step max_steps.
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
@@ -77,7 +77,7 @@ def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
 
 
 def step_means(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Return the metrics of a training step from those of its mini-batches: means weighted by trained tokens."""
+    """Return the metrics of a training step: means over its mini-batches, weighted by their trained tokens."""
     tokens = sum(part["tokens"] for part in parts)
     mean = {key: sum(part[key] * part["tokens"] for part in parts) / tokens for key in parts[0] if key != "tokens"}
     # effective sample size as a share of the n tokens: (sum w)^2 / (n sum w^2) = (mean w)^2 / mean of w^2
@@ -106,13 +106,13 @@ class FSDPEngine:
         return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
 
     def create_process_group(self) -> None:
-        """Join the ranks of torchrun, or make a process group of one rank; do nothing if a group exists."""
+        """Join the ranks of torchrun, or make a process group of one rank. Do nothing if there is a process group."""
         self.owns_process_group = join_ranks() or self.owns_process_group
 
     def initialize(self) -> None:
-        """Make the sharded model and load its weights. All ranks call it; only rank 0 reads the model's files."""
+        """Make the sharded model and load its weights. All ranks call this method; only rank 0 reads the files."""
         config, attention = AutoConfig.from_pretrained(self.model_path), self.layout.attention
-        with torch.device("meta"):  # the structure only: tensors on this device have shapes and no numbers
+        with torch.device("meta"):  # only the structure: tensors on this device have shapes but no values
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
         if self.layout is not LAYOUTS["padded"]:
             refuse_layers(model)
@@ -121,7 +121,7 @@ class FSDPEngine:
         self.load(model)
         model.eval()  # no dropout
         if self.config.gradient_checkpointing:
-            # transformers' own switch works only in training mode, in which some models apply dropout.
+            # The switch of transformers works only in training mode, in which some models apply dropout.
             for layer in layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         add_read_hidden(model)
@@ -141,8 +141,8 @@ class FSDPEngine:
         if self.rank == 0:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
-            # inference/weights.py needs these rules to turn tensors in memory back into the tensors of the files. It
-            # sends one tensor at a time, so it cannot undo a rule that splits a tensor.
+            # inference/weights.py uses these rules to turn the model's tensors back into the tensors of the files. A
+            # rule that splits a tensor cannot be undone, because weights.py handles one tensor at a time.
             model._weight_conversions = whole._weight_conversions
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
                 raise ValueError(f"{type(model).__name__} splits its files' tensors, which cannot be undone")
@@ -158,14 +158,14 @@ class FSDPEngine:
     def compute_logp(self, batch: Batch) -> Tensor:
         """Return log p(token t | tokens before t), (B, T) float32, at each token's temperature.
 
-        Position 0 and padding have the value 0. All ranks call it with the same batch and get the same result.
+        Position 0 and padding have the value 0. All ranks call this method with equal batches and get equal results.
         """
         logp = torch.zeros(batch["input_ids"].shape)  # (B, T)
         with torch.no_grad():
             for piece in self.passes(batch, range(len(logp))):
                 index, piece_logp, _ = self.forward(batch, piece, batch["attention_mask"])
                 logp[index] = piece_logp.cpu()  # (N,)
-        return self.all_reduce(logp)  # each token is computed by one rank and is 0 on all others
+        return self.all_reduce(logp)  # one rank computed each token, and all other ranks have 0 there
 
     def forward(self, batch: Batch, piece: Piece, mask: Tensor) -> tuple[TokenIndex, Tensor, Tensor]:
         """Run one forward pass and compute log p and entropy of the N tokens of the piece at which `mask` is set.
@@ -194,7 +194,7 @@ class FSDPEngine:
         """Deal `rows` to the ranks by their lengths and return this rank's share, cut into pieces.
 
         In FSDP all ranks gather each layer together, so all ranks must make equally many forward passes. A rank with
-        fewer pieces gets extra ones from which no token is read.
+        fewer pieces gets extra pieces, from which no token is read.
         """
         lengths = row_lengths(batch)
         shares = split_minibatches([lengths[row] for row in rows], dist.get_world_size())
@@ -207,12 +207,12 @@ class FSDPEngine:
         return pieces[:count] + [extra] * (most - count)
 
     def full_state(self) -> dict[str, Tensor]:
-        """Return the whole model on the CPU of rank 0, and {} on all other ranks. All ranks call it."""
+        """Return the whole model on the CPU of rank 0, and {} on all other ranks. All ranks call this method."""
         buckets = weights.named_buckets(self.model, torch.float32, bucket_mb=0)  # 0: one tensor in each bucket
         return {name: tensor.cpu() for bucket in buckets for name, tensor in bucket if self.rank == 0}
 
     def save(self, path: str | Path) -> None:
-        """Write the model, its configuration and its tokenizer as a Hugging Face directory. All ranks call it."""
+        """Write model, configuration and tokenizer as a Hugging Face directory. All ranks call this method."""
         state = self.full_state()
         if self.rank == 0:
             weights.write_checkpoint(state, self.model_path, path)
@@ -231,15 +231,15 @@ class FSDPPPOActor(FSDPEngine):
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         super().__init__(config, model_path)
-        # All mutable state beside the model.
+        # All mutable state in addition to the model.
         self.optimizer: Any = None
-        self.steps, self.max_steps = 0, 1  # training steps done, and in the whole run
+        self.steps, self.max_steps = 0, 1  # finished training steps, and training steps of the whole run
         self.version = 0
-        self.rollout: Any = None  # the rollout engine; rank 0 alone uses it
+        self.rollout: Any = None  # the rollout engine, which only rank 0 uses
         self.weight_update_meta = weights.WeightUpdateMeta()
 
     def initialize(self, max_steps: int) -> None:  # type: ignore[override]
-        """Load the model and make the optimizer; `max_steps` is the length of the schedules, in training steps."""
+        """Load the model and make the optimizer; the schedules are `max_steps` training steps long."""
         super().initialize()
         self.max_steps = max_steps
         o = self.config.optimizer
@@ -257,8 +257,8 @@ class FSDPPPOActor(FSDPEngine):
     def policies(self) -> tuple[str, str]:
         """Return the keys of the batch that hold log pi_prox and log pi_behav.
 
-        Standard PPO has one old policy, pi_old, so both keys are the same. With prox_logp_method=loglinear the batch
-        does not hold log pi_prox, and both keys name log pi_behav.
+        Standard PPO has one old policy, pi_old, whose key is returned twice. With prox_logp_method=loglinear the batch
+        does not hold log pi_prox, so the key of log pi_behav is returned twice.
         """
         if self.config.use_decoupled_loss:
             return "logprobs" if self.config.prox_logp_method == "loglinear" else "prox_logp", "logprobs"
@@ -275,17 +275,17 @@ class FSDPPPOActor(FSDPEngine):
         return self.config.use_decoupled_loss and self.config.prox_logp_method != "recompute"
 
     def compute_advantages(self, batch: Batch) -> None:
-        """Write batch["advantages"] (B, T)."""
+        """Write batch["advantages"], (B, T), with the KL coefficient of this training step."""
         config = replace(self.config, kl_ctl=self.annealed(self.config.kl_ctl))
         batch["advantages"] = compute_advantages(batch, config)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """Make ppo_epochs * ppo_n_minibatches optimizer steps and return the metrics of the training step.
 
-        Writes batch["theta_logp"] (B, T), log pi_theta of each trained token in its last training forward pass, and
-        batch["step_fraction"] (B,), the share of this step's mini-batches that were done before that pass.
-        Raises ValueError if the batch lacks a key or has no trained token, and FloatingPointError if a loss or a
-        gradient is not finite; the optimizer then does not make this step.
+        Writes batch["theta_logp"] (B, T): log pi_theta of each trained token in the last training pass over the token.
+        Writes batch["step_fraction"] (B,): the share of this step's mini-batches that were done before that pass.
+        Raises ValueError if the batch lacks a key or has no trained token. Raises FloatingPointError if a loss or a
+        gradient is not finite, before the optimizer changes the weights.
         """
         needed = {"advantages", *self.policies()}
         if self.guesses:
@@ -317,10 +317,10 @@ class FSDPPPOActor(FSDPEngine):
     def minibatch_step(self, batch: Batch, rows: list[int], fraction: float) -> dict[str, float]:
         """Make one optimizer step on `rows` and return its metrics, or {} if no token of the rows is trained.
 
-        `fraction` is the share of this training step's mini-batches that are done already.
+        `fraction` is the share of this training step's mini-batches that are already done.
         """
         c = self.config
-        trained = torch.zeros(len(batch["loss_mask"]), dtype=torch.int64)  # (B,) trained tokens, 0 for other rows
+        trained = torch.zeros(len(batch["loss_mask"]), dtype=torch.int64)  # (B,) trained tokens of `rows`, else 0
         trained[rows] = (batch["loss_mask"][rows, 1:] > 0).sum(1)
         tokens = int(trained.sum())
         if tokens == 0:
@@ -328,7 +328,7 @@ class FSDPPPOActor(FSDPEngine):
         batch["step_fraction"][rows] = fraction
         shares = aggregation_weights(trained, c.loss_aggregation, c.max_new_tokens)  # (B,)
 
-        # 1. Gradients of all pieces add up. FSDP averages over the ranks, and the factor turns the mean into a sum.
+        # 1. Add up the gradients of all pieces. FSDP averages over ranks, and the world size turns the mean into a sum.
         self.optimizer.zero_grad()
         parts = []
         for piece in self.passes(batch, rows):
@@ -339,29 +339,29 @@ class FSDPPPOActor(FSDPEngine):
                 part["tree_token_ratio"] = computed / batch["attention_mask"][rows].sum()
             parts.append(part)
 
-        # 2. Clip the gradient, check that everything is finite, make the step.
+        # 2. Clip the gradient, check that loss and gradient are finite, and make the optimizer step.
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.optimizer.gradient_clipping or math.inf)
         grad_norm = float(norm.full_tensor())
         stats = {key: float(self.all_reduce(torch.stack([part[key] for part in parts]).sum())) for key in parts[0]}
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
             problem = f"loss {stats['loss']}, gradient norm {grad_norm} in training step {self.steps + 1}"
             hint = "look for a logprob or a reward that is not finite, or lower actor.optimizer.lr"
-            raise FloatingPointError(f"{problem}; the weights were not changed by it; {hint}")
+            raise FloatingPointError(f"{problem}; this step did not change the weights; {hint}")
         self.optimizer.step()
         return stats | {"grad_norm": grad_norm, "tokens": tokens}
 
     def piece_loss(self, batch: Batch, piece: Piece, tokens: int, shares: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the part of the mini-batch's loss that comes from this piece, with its graph, and its metrics.
+        """Return this piece's part of the mini-batch's loss, with a graph for the backward pass, and its metrics.
 
         The mini-batch has `tokens` trained tokens, N of them in this piece. `shares` (B,) are the aggregation weights
-        of the rows. Loss and metrics are divided by `tokens`, so those of all pieces add up.
+        of the rows. Loss and metrics are divided by `tokens`, so the losses and metrics of all pieces add up.
         """
         c = self.config
         # 1. pi_theta
         index, logp, entropy = self.forward(batch, piece, batch["loss_mask"])  # ((N,), (N,)), (N,), (N,)
         theta_logp, rows = logp.detach(), index[0]  # (N,), (N,)
         batch["theta_logp"][index] = theta_logp.cpu()
-        means = {"entropy": entropy}  # metrics that are means over the trained tokens
+        means = {"entropy": entropy}  # metrics whose means over the trained tokens are reported
 
         # 2. pi_prox and pi_behav
         prox_logp, old_logp = (batch[key][index].to(self.device) for key in self.policies())  # (N,), (N,)
@@ -387,7 +387,7 @@ class FSDPPPOActor(FSDPEngine):
         return loss, stats | {"loss": loss.detach()} | {key: x.detach().sum() / tokens for key, x in means.items()}
 
     def annealed(self, coefficient: float) -> float:
-        """Return the coefficient of entropy or KL in this training step; with `anneal` it falls linearly to 0."""
+        """Return the coefficient for this training step. With `anneal` the coefficient falls linearly to 0."""
         return coefficient * (max(1 - self.steps / self.max_steps, 0) if self.config.anneal else 1)
 
     def step_lr_scheduler(self) -> None:
@@ -400,7 +400,7 @@ class FSDPPPOActor(FSDPEngine):
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
 
     def load_state(self, path: Path) -> None:
-        """Read what save_state wrote; the number of ranks may have changed.
+        """Load a checkpoint that save_state wrote. The number of ranks may have changed since.
 
         Learning rate, betas, eps and weight decay come from this run's configuration, not from the checkpoint.
         """
@@ -409,16 +409,16 @@ class FSDPPPOActor(FSDPEngine):
         sharded.set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def update_weights(self, meta: weights.WeightUpdateMeta) -> None:
-        """Send the weights to the servers as version meta.version. Call it between rollout.pause and rollout.resume.
+        """Send the weights to the servers as version meta.version. Call this between rollout.pause and rollout.resume.
 
-        Raises RuntimeError on rank 0 if the update fails; all other ranks then end, too.
+        Raises RuntimeError on rank 0 if the update fails; rank 0 then ends, and so do all other ranks.
         """
         if meta.mode == "disk":
             self.save(meta.directory)
         buckets = () if meta.mode == "disk" else weights.named_buckets(self.model, self.dtype, meta.bucket_mb)
         if self.rank == 0:
             self.rollout.update_weights(meta, buckets)
-        for _ in buckets:  # gathering a bucket needs all ranks, so ranks that send nothing also go through the buckets
+        for _ in buckets:  # gathering a bucket needs all ranks, so every rank goes through the buckets
             pass
         dist.barrier()
 

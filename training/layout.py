@@ -1,30 +1,30 @@
-"""Layouts: how the rows of a batch become the input of a forward pass.
+"""A layout turns the rows of a batch into the inputs of forward passes.
 
 A layout cuts rows into pieces. A piece is the input of one forward pass, together with an index that says which hidden
-state of that pass predicts which token of the batch. The actor (`actor.py`) needs nothing else: it runs the model on
-the piece's input, picks the hidden states of the wanted tokens, and computes log-probabilities from them.
+state of that pass predicts which token of the batch. The actor (`actor.py`) runs the model on the input of the piece,
+picks the hidden states of the wanted tokens, and computes log-probabilities from these states.
 
 **The rule.** In every layout each token has the log-probability that it has when its row goes through the model alone.
-So a layout changes time and memory and never what is learned, and a run may change its layout between two steps.
+A layout therefore changes only time and memory, and a run may change its layout between two steps.
 
-**padded** puts rows of similar length one under another and fills the shorter ones up on the right. In a causal model
-no token sees the padding behind it, so padded rows need no attention mask. This layout is simple, and it is the fastest
-one when rows are equally long.
+**padded** stacks rows of similar length and pads the shorter rows on the right. In a causal model no token sees the
+padding after it, so padded rows need no attention mask. This layout is simple, and it is the fastest layout if all
+rows are equally long.
 
-**packed** puts rows end to end into one long row, so that no padding is computed. position_ids start at 0 again in each
-sequence. The attention function cuts the queries, keys and values of the long row into sequences and computes
-attention for one sequence at a time. It builds no mask, and so no (t, t) matrix.
+**packed** puts rows end to end into one long row, so that no padding is computed. position_ids start at 0 again in
+each sequence. The attention function cuts the queries, keys and values of the long row into sequences and computes
+attention for one sequence at a time. The function builds no mask of t * t numbers.
 
-**tree** is the third layout. It computes a prefix that several rows share only once (`tree_attention.py`).
+**tree** computes a prefix only one time if several rows share the prefix (`tree_attention.py`).
 
-**Example.** Two rows of tokens, [a b c] and [d e], have three tokens that a model can predict: b, c and e. As a padded
-piece they have 6 hidden states, numbered a 0, b 1, c 2, d 3, e 4, padding 5. As a packed piece they have the first 5
-of these. In both pieces state 0 predicts b, state 1 predicts c, and state 3 predicts e.
+**Example.** Two rows of tokens, [a b c] and [d e], have three tokens that a model can predict: b, c and e. A padded
+piece of these rows has 6 hidden states, numbered a 0, b 1, c 2, d 3, e 4, padding 5. A packed piece has only the first
+5 hidden states. In both pieces state 0 predicts b, state 1 predicts c, and state 3 predicts e.
 
 **Why packed rows need an attention function.** A model may take position_ids that start over as a hint that its row
 holds several sequences, but not every attention kernel follows the hint. If a kernel ignores it, tokens attend to
-tokens of other sequences, and no error is raised. A dense mask would be correct, but it takes t * t numbers that are
-nearly all zero.
+tokens of other sequences, and no error is raised. A dense mask would be correct, but most of its t * t numbers would
+be zero.
 
 **Limits.** In packed rows and trees only the attention function keeps sequences apart. Models with sliding windows,
 capped attention, attention sinks, convolutions or recurrent states are therefore refused in these two layouts.
@@ -49,9 +49,9 @@ BEYOND_CAUSAL = ("sliding_window", "softcap", "s_aux")
 
 @dataclass(frozen=True)
 class Piece:
-    """The input of one forward pass, and where its n predictable tokens stand in the batch.
+    """The input of one forward pass, and the places of its n predictable tokens in the batch.
 
-    The first token of a row has nothing before it, so no hidden state predicts it and it is not among the n tokens.
+    The first token of a row is not among the n tokens, because no hidden state predicts a row's first token.
     """
 
     inputs: dict[str, Any]  # the model's arguments: input_ids (b, t) int64, and what the attention function needs
@@ -81,7 +81,7 @@ def row_lengths(batch: Batch) -> list[int]:
 
 
 def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Deal rows to `n` mini-batches: the longest row first, each to the mini-batch that has the fewest tokens.
+    """Deal rows to `n` mini-batches, longest row first. Each row goes to the mini-batch with the fewest tokens.
 
     No mini-batch is empty, so fewer than `n` rows give fewer than `n` mini-batches.
     """
@@ -112,9 +112,9 @@ def split_microbatches(rows: Sequence[int], lengths: Sequence[int], mb_tokens: i
 
 
 def split_packs(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> list[list[int]]:
-    """Cut rows into pieces by first-fit decreasing: the longest row first, each into the first piece with enough room.
+    """Cut rows into pieces by first-fit decreasing: longest row first, each row into the first piece with room.
 
-    A piece has room for `mb_tokens` tokens. A row that is longer becomes a piece of its own.
+    A piece has room for `mb_tokens` tokens. A row of more than `mb_tokens` tokens becomes a piece of its own.
     """
     pieces: list[list[int]] = []
     room: list[int] = []  # tokens that each piece can still take
@@ -130,7 +130,7 @@ def split_packs(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> 
 
 
 def cut_padded(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
-    """Cut rows into padded pieces: b rows one under another, padded on the right to the longest of them."""
+    """Cut rows into padded pieces. A piece has b rows, padded on the right to the length of the longest row."""
     pieces = []
     for part in split_microbatches(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][part].bool()  # (b, T)
@@ -148,15 +148,15 @@ def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]
         real = batch["attention_mask"][part].bool()  # (b, T)
         row, column = real.nonzero(as_tuple=True)  # (t,), (t,): all tokens, row after row
         ids = batch["input_ids"][part][real].long()[None]  # (1, t)
-        lengths = real.sum(1).tolist()  # (b,), read by attend_apart
+        lengths = real.sum(1).tolist()  # b numbers, for attend_apart
         inputs = {"input_ids": ids, "position_ids": column[None], "sequence_lengths": lengths}
-        later = column.nonzero()[:, 0]  # (n,) where in the long row all but the first tokens of the sequences stand
+        later = column.nonzero()[:, 0]  # (n,) places in the long row of all tokens but the first of each row
         pieces.append(Piece(inputs, torch.tensor(part)[row[later]], column[later], predicted_by=later - 1))
     return pieces
 
 
 def refuse(features: Iterable[str]) -> None:
-    """Raise ValueError if there are `features` of a model that packed rows and trees cannot compute."""
+    """Raise ValueError if a model has any `features`, which are those that packed rows and trees do not support."""
     names = ", ".join(sorted(features))
     if names:
         raise ValueError(f"packed rows and trees allow no {names}; set actor.layout=padded, enable_tree_training=false")
@@ -165,7 +165,7 @@ def refuse(features: Iterable[str]) -> None:
 def refuse_layers(model: Any) -> None:
     """Raise ValueError at the start of a run if the model has layers that packed rows and trees cannot compute.
 
-    The attention function alone could not notice convolutions and recurrent states, because it is never called there.
+    The attention function cannot detect convolutions and recurrent states, because such layers do not call it.
     """
     if not model._supports_sdpa:
         raise ValueError(f"{type(model).__name__} has attention of its own, so no layout here can train it")
