@@ -1,39 +1,40 @@
-"""Take the text of a model apart: its reasoning, its text for the user, and its tool calls.
+"""Split the text of a model into reasoning, text for the user, and tool calls.
 
-A model writes one text; an agent wants a message with `tool_calls` and perhaps reasoning. The default form is the one
-of Qwen and Hermes:
+A model writes one text. An agent needs a message with separate reasoning, text and `tool_calls`. By default, the parser
+expects the form of Qwen and Hermes:
 
     <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
-What is a call. The JSON between <tool_call> and the next </tool_call> is a call if it names a tool that the agent has
-offered and its arguments are an object. Everything else is text: a call without its end mark, broken JSON, an unknown
-tool. A request therefore never fails because of what the model wrote, and the agent sees the mistake. Blank space
-around the reasoning and before a call belongs to the form and is dropped. A text without calls is kept unchanged,
-because the agent sends it back in its next request.
+Tool calls. The JSON between <tool_call> and the next </tool_call> is a call if the JSON contains the name of an offered
+tool, and arguments that are an object. Everything else is text: a call without an end mark, broken JSON, an unknown
+tool. A model's mistake therefore never makes a request fail, and the agent sees the mistake. The parser drops blank
+space around the reasoning and before a call. A text without calls stays unchanged, because the agent sends the text
+back in the next request, where the text must match.
 
-What a stream holds back. `certain` returns the part of an unfinished text that no continuation can change:
+Streams. `certain` returns the part of an unfinished text that no continuation can change:
 
     "1 <tools"      -> "1 <tools"
     "1 <tool"       -> "1"          <tool may become <tool_call>, and the blank before a call is dropped
     "Hello \\n"      -> "Hello"      a call may follow
     "<think>so </t" -> reasoning "so"
 
-With every new token the certain part stays or grows, and it is always the beginning of what `parse` returns for the
-whole text. The calls are sent when the text is complete.
+With every new token the certain part stays unchanged or grows. The text that `parse` returns for the whole answer
+begins with the certain part. The calls are sent when the answer is complete.
 
-Reasoning in the prompt. Some chat templates end the prompt with <think>. `begun` looks at the end of each prompt, and a
-<think> found there is put before the model's text.
+Reasoning in the prompt. Some chat templates end the prompt with <think>. `begun` finds such a <think>, and the caller
+puts it before the model's text.
 
-Forced calls. If tool_choice demands a call, `opening` returns the first words of one. They are added to the prompt,
-untrained, and put before the model's text when it is parsed. The model writes the arguments, and also the name if there
-are several tools. This needs no grammar, so the model may still write broken JSON, which stays text.
+Forced calls. If tool_choice demands a call, `opening` returns the first words of a call. The prompt ends with these
+words, which are not trained, and the caller puts them before the model's text. The model writes the arguments, and also
+the name if there are several tools. No grammar is used, so the model may still write broken JSON, which stays text.
 
-Other forms. A tokenizer with a response template (transformers) reads its own model's form. A `tool_call_parser` that
-is not in `HERMES` names a parser of SGLang, which must be installed. If tools are offered, nothing in these forms is
-certain before the end, and a call cannot be forced. A response template is read as if every prompt ended like a first
-one. If the model has an end token that is not the tokenizer's, stop_token_ids must name it.
+Other forms. If the tokenizer has a response template (transformers), this template parses the text. A
+`tool_call_parser` that is not in `HERMES` is the name of a parser of SGLang, which must be installed. In these forms, a
+call cannot be forced, and if tools are offered, no text is certain before the end. A response template parses every
+answer as the answer to a first message. If a model has an end token that the tokenizer does not have, stop_token_ids
+must contain the end token.
 
-What it does not promise: it repairs nothing that the model wrote.
+The module does not promise to repair mistakes in a model's text.
 """
 
 import functools
@@ -48,13 +49,13 @@ from run.fields import Refusal, read_json
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 PAIR = re.compile(f"{CALL}(.*?){END_OF_CALL}", re.DOTALL)
 THINK, END_OF_THINK = "<think>", "</think>"
-HERMES = (None, "hermes", "qwen", "qwen25", "qwen3")  # values of tool_call_parser that mean the form above
+HERMES = (None, "hermes", "qwen", "qwen25", "qwen3")  # values of tool_call_parser that mean the default form
 THINKERS = (None, "qwen3", "qwen3-thinking", "deepseek-r1", "glm45")  # reasoning parsers for <think> ... </think>
-Tools = list[dict[str, Any]]  # in the form of chat completions
+Tools = list[dict[str, Any]]  # the offered tools, in the form of chat completions
 
 
 class Call(NamedTuple):
-    """A tool call; `arguments` is a JSON object as text."""
+    """A tool call. `arguments` is the text of a JSON object."""
 
     name: str
     arguments: str
@@ -70,14 +71,14 @@ class Parsed:
 
 
 def without_partial(text: str, marks: list[str]) -> str:
-    """Return `text` without an end that may be the beginning of a mark: "1 <to" becomes "1 " for the mark "<tool>"."""
+    """Return `text` without the beginning of a mark at the end: "1 <to" becomes "1 " for the mark "<tool>"."""
     beginnings = [mark[:n] for mark in marks for n in range(1, len(mark))]
     held_back = max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
     return text[: len(text) - held_back]
 
 
 def split_thinking(text: str) -> tuple[str, str, bool]:
-    """Return the reasoning, the text after it, and whether the reasoning has ended."""
+    """Return the reasoning, the text after the reasoning, and whether the reasoning has ended."""
     bare = text.lstrip()
     if not bare.startswith(THINK):
         return "", text, True
@@ -86,12 +87,14 @@ def split_thinking(text: str) -> tuple[str, str, bool]:
 
 
 def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """Return the text beside the calls, and the calls."""
+    """Return the text outside the calls, and the calls."""
     names = frozenset(tool["function"]["name"] for tool in tools)
     pieces: list[str] = []
     calls: list[Call] = []
     piece_begin = 0  # where the next piece of text begins
-    last = text.rfind(END_OF_CALL) + len(END_OF_CALL)  # there is no pair behind the last end mark
+    # There is no pair after the last end mark. The search limit `last` keeps a run of unclosed `<tool_call>` marks from
+    # making the search quadratic: without the limit, the search would scan to the end of the text for each such mark.
+    last = text.rfind(END_OF_CALL) + len(END_OF_CALL)
     for pair in PAIR.finditer(text, 0, last):
         call = read_call(pair[1], names)
         if call is not None:
@@ -102,9 +105,9 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     return "".join(pieces), calls
 
 
-@functools.lru_cache(4096)  # a stream parses its text again at each token, and reads each call once
+@functools.lru_cache(4096)  # a stream parses its text again at each new token, but decodes the JSON of a call only once
 def read_call(body: str, names: frozenset[str]) -> Call | None:
-    """Return the call in the text between two marks, or None if it is no call of one of the named tools."""
+    """Return the call that `body` contains, or None if `body` is not a valid call of a tool in `names`."""
     try:
         call = read_json(body)
         name, arguments = call["name"], call["arguments"]
@@ -116,9 +119,9 @@ def read_call(body: str, names: frozenset[str]) -> Call | None:
 
 
 class OutputParser:
-    """Parse the texts of one model. A parser keeps nothing about a text: a stream passes all of its text each time.
+    """Parses the texts of one model. A parser keeps no text between calls: a stream passes its whole text each time.
 
-    Raises ValueError if there is no parser of the given name.
+    Raises ValueError if there is no parser with the given name.
     """
 
     def __init__(
@@ -128,30 +131,30 @@ class OutputParser:
             raise ValueError(f"reasoning_parser: one of {', '.join(filter(None, THINKERS))} is needed")
         self._tokenizer = tokenizer
         self._sglang = None if tool_call_parser in HERMES else sglang_parser(str(tool_call_parser))
-        # Whether the tokenizer's response template parses the text, which must then contain the special tokens.
+        # If the tokenizer's response template parses the texts, the texts must contain the special tokens.
         self.special_tokens = tool_call_parser is None and getattr(tokenizer, "response_template", None) is not None
-        if self.special_tokens:  # a response template also wants a prompt, for the marks at its end
+        if self.special_tokens:  # a response template also needs a prompt, for the marks at the prompt's end
             talk = [{"role": "user", "content": "x"}]
             self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
 
     def foreign(self, tools: Tools) -> bool:
-        """Return whether the text has another form than the default; then it must contain the special tokens."""
+        """Return whether the text has a form other than the default. Such a text must contain the special tokens."""
         return self.special_tokens or (self._sglang is not None and bool(tools))
 
     def parse(self, text: str, tools: Tools) -> Parsed:
-        """Return the parts of a whole text. Only `tools` can be called. Never raises."""
+        """Return the parts of a whole text. A call of a tool that is not in `tools` stays text. Never raises."""
         if self.foreign(tools):
             try:
                 return self._parse_foreign(text, tools)
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-                return Parsed(text)  # the model has not kept to the form
+                return Parsed(text)  # the text does not have the expected form
         reasoning, rest, _ = split_thinking(text)
         rest, calls = split_calls(rest, tools)
         return Parsed(rest, reasoning, calls)
 
     def certain(self, text: str, tools: Tools) -> Parsed:
-        """Return the beginnings of the text and the reasoning that no continuation of `text` can change; no calls."""
-        text = text.rstrip("\ufffd")  # stands for the bytes of a character that is not yet complete
+        """Return the text and reasoning that no continuation of `text` can change. The result contains no calls."""
+        text = text.rstrip("\ufffd")  # a decoder writes U+FFFD for the bytes of an incomplete character
         if self.foreign(tools) or THINK.startswith(text.lstrip()):
             return Parsed("")
         reasoning, rest, has_ended = split_thinking(text)
@@ -166,14 +169,14 @@ class OutputParser:
         return Parsed(beside_calls.rstrip(), reasoning)
 
     def begun(self, prompt: str) -> str:
-        """Return <think> if the prompt ends with it, else "". The text for `parse` must begin with this."""
+        """Return <think> if the prompt ends with <think>, else "". The text for `parse` must begin with the result."""
         return THINK if prompt.rstrip().endswith(THINK) and not self.special_tokens else ""
 
     def opening(self, tool_choice: str, tools: Tools, begun: str) -> str:
         """Return the first words of a forced call, or "" if tool_choice forces none.
 
-        For the tool f they are '<tool_call>\\n{"name": "f", "arguments": '. `parse` gets `begun`, this opening
-        and the model's text. Raises Refusal if a call in this model's form cannot be forced.
+        For the tool f, the first words are '<tool_call>\\n{"name": "f", "arguments": '. The text for `parse` consists
+        of `begun`, the opening and the model's text. Raises Refusal if a call in this model's form cannot be forced.
         """
         if tool_choice in ("auto", "none"):
             return ""
@@ -181,7 +184,7 @@ class OutputParser:
             raise Refusal("tool_choice: this model's form of tool calls cannot be forced; use auto")
         names = [tool["function"]["name"] for tool in tools] if tool_choice == "required" else [tool_choice]
         end_of_reasoning = f"{END_OF_THINK}\n\n" if begun else ""
-        name = f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"'  # else the model writes the name
+        name = f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"'  # the model chooses among several
         return f'{end_of_reasoning}{CALL}\n{{"name": {name}'
 
     def _parse_foreign(self, text: str, tools: Tools) -> Parsed:
@@ -202,10 +205,10 @@ class OutputParser:
 
 
 def sglang_parser(name: str) -> Callable[[str, Tools], tuple[str, list[dict[str, Any]]]]:
-    """Return SGLang's parser of that name as a function of a text and the tools.
+    """Return SGLang's parser with the given name, as a function of a text and the tools.
 
-    The function returns the text beside the calls, and the calls as {"name", "arguments"}. Raises ValueError if SGLang
-    is not installed or has no such parser.
+    The function returns the text outside the calls, and the calls as {"name": ..., "arguments": ...}. Raises ValueError
+    if SGLang is not installed or has no parser with this name.
     """
     try:
         from sglang.srt.entrypoints.openai.protocol import Tool
