@@ -1,17 +1,19 @@
-"""Rewards: what counts as a reward, and how a reward function runs without delaying other episodes.
+"""Rewards: which values are rewards, and how a reward function runs without delaying other episodes.
 
-`parse_rewards` reads what an agent returned. `AsyncRewardWrapper` runs the reward function of the other workflows.
+`parse_rewards` checks the rewards that an agent returned. `AsyncRewardWrapper` runs the reward function of a workflow
+that is not an agent.
 
-All episodes of a run share one event loop, so a function that computes for one second there would stop every agent for
-one second. AsyncRewardWrapper therefore runs a plain function in a worker process (workers.py) and awaits the result.
-A coroutine function is awaited in the event loop.
+All episodes of a run share one event loop. If a function computed for one second in the event loop, every agent would
+stop for one second. AsyncRewardWrapper therefore runs a plain function in a worker process (workers.py) and awaits the
+result. A coroutine function is awaited in the event loop.
 
-Both have a time limit. A call that takes too long is ended by killing its process. The clock starts when a worker takes
-the call, so the time in the queue does not count. Example: with timeout_seconds=15 and four workers, the fifth call
-waits until a worker is free, and then has its 15 s. If an episode is cancelled, its reward computation ends as well.
+Both kinds of function have a time limit. If a plain function takes too long, its process is killed. If a coroutine
+function takes too long, it is cancelled. The clock starts when a worker takes the call, so the time in the queue does
+not count. Example: with timeout_seconds=15 and four workers, the fifth call waits until a worker is free, and then has
+15 s. If an episode is cancelled, its reward computation ends as well.
 
-A reward function that raises, or that takes too long, fails its episode. The episode does not get a reward of 0,
-because the policy would learn from that wrong number.
+If a reward function raises or takes too long, its episode fails. The episode does not get a reward of 0, because the
+policy would learn from that wrong number.
 """
 
 import inspect
@@ -37,7 +39,7 @@ def parse_rewards(value: Any) -> dict[str, float] | float | None:
 
 def _number(value: Any) -> float:
     """Return a Python, numpy or torch scalar as a float. Raises TypeError or ValueError."""
-    scalar = value.item() if getattr(value, "shape", None) == () else value  # of numpy or torch
+    scalar = value.item() if getattr(value, "shape", None) == () else value  # a scalar of numpy or torch
     if not isinstance(scalar, numbers.Real):
         hint = "an agent may also return {completion id: number}, or None"
         raise TypeError(f"a reward is a number, not {type(value).__name__} ({value!r:.80}); {hint}")
@@ -50,8 +52,8 @@ _pool = PerLoop(lambda: WorkerPool(min(4, os.cpu_count() or 1)))  # all wrappers
 class AsyncRewardWrapper:
     """Makes any reward function awaitable: `await wrapper(prompt, completion, prompt_ids, completion_ids, **data)`.
 
-    A call raises what the function raises, or TimeoutError after `timeout_seconds`. The wrapper itself raises
-    ValueError at once for a plain function that another process cannot import.
+    A call raises what the function raises, or TimeoutError after `timeout_seconds`. The constructor raises ValueError
+    for a plain function that another process cannot import.
     """
 
     def __init__(self, reward_fn: Callable[..., Any], timeout_seconds: float = 15.0) -> None:

@@ -1,7 +1,7 @@
 """AsyncTaskRunner: one thread, one event loop and one lock for all episodes (write-up, section 3.1).
 
 Episodes are coroutines, and hundreds of episodes wait for tokens at once. One event loop in one daemon thread runs all
-of them.
+episodes.
 
     runner.submit(async_fn, *args, task_id=7)   starts async_fn(*args) in the loop
     runner.on_done(result)                      is called in the loop's thread when the task has ended
@@ -10,16 +10,15 @@ of them.
 then, so no thread polls. Example: three tasks run and the trainer waits for two results. The runner calls `attempt`
 when the first task ends, and again when the second one ends.
 
-**The seam.** The dispatcher knows threads and time only through the public names of this class. A subclass with a
-virtual clock, or one that chooses which task ends next, runs the same dispatcher (tests/rollout/test_dispatcher.py:
-VirtualRunner).
+**Replacing the runner.** The dispatcher uses threads and time only through the public names of this class. The tests
+therefore run the dispatcher on a subclass with a virtual clock (tests/rollout/test_dispatcher.py: VirtualRunner).
 
-**Errors.** An exception of a task is the result of that task. An exception of our own code in the thread goes to
-`on_failure`, and the dispatcher then stops the run. destroy() cancels the running tasks, lets them clean up, and joins
-the thread.
+**Errors.** An exception of a task becomes the result of the task. An exception of the runner's or the dispatcher's own
+code in the thread goes to `on_failure`, and the dispatcher then stops the run. destroy() cancels the running tasks,
+lets them clean up, and joins the thread.
 
 **What is not promised.** A task that blocks the loop blocks all tasks. A task that ignores its cancellation outlives
-destroy(), which names the task in the log.
+destroy(), which writes the task's id to the log.
 """
 
 import asyncio
@@ -67,7 +66,7 @@ class AsyncTaskRunner:
         self.on_done: Callable[[TimedResult], None] = lambda result: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         # all mutable state of this object; `lock` guards _active
-        self._active: dict[int, asyncio.Task | None] = {}  # submitted and not finished; None: not started yet
+        self._active: dict[int, asyncio.Task | None] = {}  # unfinished tasks; None: not started yet
         self._stop = asyncio.Event()
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)  # faster than asyncio's own loop
         self._loop = self._runner.get_loop()
@@ -75,7 +74,7 @@ class AsyncTaskRunner:
         self._thread.start()
 
     def submit(self, async_fn: AsyncFn, *args: Any, task_id: int) -> None:
-        """Start async_fn(*args) in the loop, under an id that no running task has.
+        """Start async_fn(*args) in the loop. No unfinished task may have the id `task_id`.
 
         Raises TaskQueueFullError if max_queue_size tasks are already submitted and not finished.
         """
@@ -83,20 +82,20 @@ class AsyncTaskRunner:
             if len(self._active) >= self.max_queue_size:
                 raise TaskQueueFullError(f"max_queue_size={self.max_queue_size} tasks are submitted and not finished")
             self._active[task_id] = None
-            # The task gets a fresh context, so it cannot see the context variables of the task that ended before it.
+            # The task gets a new context, because the code that calls submit may have set context variables of its own.
             self._loop.call_soon_threadsafe(self._start, task_id, async_fn, args, context=contextvars.Context())
 
     def wait_for(self, attempt: Callable[[], T], timeout: float | None) -> T:
-        """Call attempt() under the lock, now and after every `lock.notify_all()`, until it returns something true.
+        """Call attempt() under the lock, now and after every `lock.notify_all()`, until its result is true.
 
-        Returns the last value of attempt(), which is false if `timeout` seconds have passed (None: wait for ever). An
-        exception of attempt() is passed on. Ctrl-C ends the wait of the main thread at once.
+        Returns the last result of attempt(), which is false if `timeout` seconds have passed (None: wait for ever).
+        Raises what attempt() raises. Ctrl-C ends the wait of the main thread at once.
         """
         with self.lock:
             return self.lock.wait_for(attempt, timeout)
 
     def destroy(self, timeout: float = 10.0) -> None:
-        """Cancel the running tasks, let them clean up, and join the thread. It may be called twice."""
+        """Cancel the running tasks, let them clean up, and join the thread. A second call is harmless."""
         with suppress(RuntimeError):  # the loop is already closed
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout)
@@ -106,7 +105,7 @@ class AsyncTaskRunner:
     # ---- the thread
 
     def _thread_main(self) -> None:
-        with self._runner:  # leaving this block cancels tasks that are left over, and closes the loop
+        with self._runner:  # leaving this block cancels all remaining tasks and closes the loop
             try:
                 self._runner.run(self._main())
             except BaseException as error:
@@ -115,7 +114,7 @@ class AsyncTaskRunner:
     async def _main(self) -> None:
         """Keep the loop running until destroy() is called, then cancel the running tasks."""
         await self._stop.wait()
-        # The episodes end before the loop does, because they may have to tell a server that they end.
+        # Wait for the episodes, because a cancelled episode may have to send its server a request.
         episodes = [task for task in self._active.values() if task]
         for episode in episodes:
             episode.cancel()
@@ -125,13 +124,13 @@ class AsyncTaskRunner:
         self._active[task_id] = self._loop.create_task(self._supervise(task_id, async_fn, args))
 
     async def _supervise(self, task_id: int, async_fn: AsyncFn, args: tuple) -> None:
-        """Run one task to its end and report its result. An exception of our own code goes to on_failure."""
+        """Run one task to its end and report its result. An exception of on_done goes to on_failure."""
         create_time = time.monotonic_ns()
         try:
             result = TimedResult(task_id, create_time, await async_fn(*args))
-        except (KeyboardInterrupt, GeneratorExit):  # raised by the interpreter: the loop ends
+        except (KeyboardInterrupt, GeneratorExit):  # the interpreter raised this, and the loop must end
             raise
-        except BaseException as error:  # also SystemExit, and errors of libraries that are no Exception
+        except BaseException as error:  # also SystemExit, and errors that do not derive from Exception
             result = TimedResult(task_id, create_time, None, error)
         with self.lock:
             del self._active[task_id]

@@ -1,8 +1,8 @@
-"""The trajectory: one dict of tensors, which a rollout hands to the trainer.
+"""A trajectory is a dict of tensors that the rollout side passes to the trainer.
 
-A row is one sequence. B rows are padded to L tokens. **Position t always describes token t**: its id, whether it is
-trained on, the log-probability it was sampled with, and the version of the weights that computed it. No tensor is
-shifted by one position, so all tensors of a trajectory agree about the token that they describe.
+A row is one sequence. B rows are padded to L tokens. **Position t of every [B, L] tensor describes token t.** For
+example, input_ids[b, t] is the id of a token, and versions[b, t] is the version that computed this token. No tensor is
+shifted by one position.
 
 | key | type, shape | meaning | padding |
 |---|---|---|---|
@@ -13,23 +13,23 @@ shifted by one position, so all tensors of a trajectory agree about the token th
 | versions | int32 [B, L] | policy version that computed the token; -1 for a token that the policy did not sample | -1 |
 | turn_ids | int32 [B, L] | k for a token of the k-th generated turn of its row (k = 0, 1, ...); else -1 | -1 |
 | turn_rewards | float32 [B, L] | the final, discounted reward of the token's turn; 0 outside of turns | 0 |
-| temperatures | float32 [B, L] | temperature the token was sampled at; 1 outside of turns | 1 |
+| temperatures | float32 [B, L] | temperature at which the token was sampled; 1 outside of turns | 1 |
 | rewards | float32 [B] | the final reward of the row's last turn | |
-| truncated | int32 [B] | 1 = the last turn ended because its token budget was used up | |
+| truncated | int32 [B] | 1 = the last turn ended because it reached its token limit | |
 | regenerated | int32 [B] | how many segments were requested again because a server failed | |
-| side_conversations | int32 [B] | 1 for a side conversation, which is not trained (calls/side_conversations.py) | |
-| parents | int32 [B] | index, in its task, of the row that this row continues; -1: this row continues none | |
-| group_ids | int32 [B] | rows with equal ids answer the same prompt: the group of a group baseline | |
-| task_ids | int32 [B] | the dispatcher's task that made the row | |
+| side_conversations | int32 [B] | 1 for a side conversation, which is not trained on (calls/side_conversations.py) | |
+| parents | int32 [B] | index within the task of the row that this row continues; -1 = no such row | |
+| group_ids | int32 [B] | rows with equal ids belong to one prompt group | |
+| task_ids | int32 [B] | id of the dispatcher's task that made the row | |
 
 Example: a prompt of two tokens and an answer of two tokens, sampled by versions 3 and 4, and one position of padding:
 
     input_ids 10 11 12 13 0    loss_mask 0 0 1 1 0    versions -1 -1 3 4 -1    turn_ids -1 -1 0 0 -1
 
-A workflow must return the first two keys, and returns the other keys that it knows. `check_trajectory_format` raises an
-error that says what is wrong with a trajectory. `complete` adds the missing keys with the plainest guess: without
-`loss_mask` nothing is trained on, without `turn_ids` every unbroken run of trained tokens is one turn, and without
-`temperatures` every token was sampled at 1. A completed trajectory has every key, so trajectories can be concatenated.
+A workflow must return the first two keys. It may return any other key. `check_trajectory_format` raises an error that
+describes what is wrong with a trajectory. `complete` adds the missing keys with default values. Without `loss_mask` no
+token is trained on. Without `turn_ids` every unbroken run of trained tokens is one turn. Without `temperatures` every
+token has temperature 1. A completed trajectory has every key, so completed trajectories can be concatenated.
 """
 
 import json
@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-# The keys that training reads: dtype, and the value where no token (or no generated token) stands.
+# The keys that training reads: dtype, and the value at positions without a token (or without a generated token).
 TOKEN_KEYS: dict[str, tuple[torch.dtype, float]] = {  # [B, L]
     "input_ids": (torch.int32, 0),
     "attention_mask": (torch.bool, 0),
@@ -73,13 +73,13 @@ def generated(traj: Trajectory) -> Tensor:
 
 
 def head_version(traj: Trajectory) -> int | None:
-    """Return the oldest version among generated tokens, from which the age is counted, or None if there are none."""
+    """Return the oldest version among the generated tokens, or None if no token was generated."""
     versions = traj["versions"][generated(traj)]
     return int(versions.min()) if len(versions) else None
 
 
 def tail_version(traj: Trajectory) -> int | None:
-    """Return the newest version among generated tokens, or None if there are none."""
+    """Return the newest version among the generated tokens, or None if no token was generated."""
     versions = traj["versions"][generated(traj)]
     return int(versions.max()) if len(versions) else None
 
@@ -87,7 +87,7 @@ def tail_version(traj: Trajectory) -> int | None:
 def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = None) -> None:
     """Raise ValueError if the trajectory is malformed. The message names the wrong key and what it should be.
 
-    `expected_keys` are the keys of earlier trajectories of this workflow, if there are any.
+    `expected_keys` are the keys of earlier trajectories of this workflow, or None if there are no earlier ones.
     """
     if not isinstance(traj, dict):
         raise ValueError(f"a trajectory is a dict of tensors, not {type(traj).__name__}")
@@ -118,7 +118,7 @@ def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = No
 
 
 def number_turns(loss_mask: Tensor) -> Tensor:
-    """(B, L) -> (B, L): k on the k-th unbroken run of ones in each row (k = 0, 1, ...), -1 elsewhere."""
+    """Number the unbroken runs of ones in each row 0, 1, ...; return (B, L) with these numbers, and -1 elsewhere."""
     trained = loss_mask > 0  # (B, L)
     starts = trained.clone()
     starts[:, 1:] &= ~trained[:, :-1]
@@ -126,11 +126,11 @@ def number_turns(loss_mask: Tensor) -> Tensor:
 
 
 def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
-    """Return a trajectory with every key of the table, in the dtype of the table. Keys of the user's own are kept.
+    """Return a trajectory with every key of the table, in the dtype of the table. All other keys are kept.
 
-    `version` replaces missing `versions`. It should be the policy version at the start of the episode, so that the age
-    is never understated. Missing `logprobs` become zeros, which suit only an objective that recomputes the old
-    log-probabilities.
+    If `versions` is missing, every generated token gets `version`. The caller passes the policy version at the start of
+    the episode, so that the age is never understated. Missing `logprobs` become zeros, which are correct only for an
+    objective that recomputes the old log-probabilities.
     """
     rows, shape = len(traj["input_ids"]), traj["input_ids"].shape
     full = {key: torch.full(shape, fill, dtype=dtype) for key, (dtype, fill) in TOKEN_KEYS.items()}
@@ -151,8 +151,8 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
 def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad all trajectories to the longest one, and stack their rows in order.
 
-    A key whose tensors all have the shape [B, L, ...] is padded along L with its PADDING (0 for a key of the user's
-    own). Tensors of every other key are concatenated without padding. Raises ValueError if there is no trajectory, or
+    A key whose tensors all have the shape [B, L, ...] is padded along L, with its value in PADDING or else with 0.
+    Tensors of every other key are concatenated without padding. Raises ValueError if there is no trajectory, or
     if the trajectories have different keys.
     """
     if not trajectories:
@@ -165,7 +165,7 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     batch = {}
     for key in keys:
         values = [traj[key] for traj in trajectories]
-        if [value.shape[1:2] for value in values] == lengths:  # for all: a feature may be as wide as one row is long
+        if [value.shape[1:2] for value in values] == lengths:  # all have the shape [B, L, ...]
             rows = [row for value in values for row in value]
             batch[key] = pad_sequence(rows, batch_first=True, padding_value=PADDING.get(key, 0))
         else:
@@ -176,9 +176,9 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
 def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> list[dict[str, Any]]:
     """Return one record per row of a completed trajectory (Rollout Workflow, "Trajectory Dumping").
 
-    sample_idx counts the rows of the task. prompt_len is the number of tokens before the first generated token. The
-    completion is everything from there on, with the messages between its turns. The versions of a row without generated
-    tokens are null.
+    sample_idx is the index of the row in the task. prompt_len is the number of tokens before the first generated token.
+    The completion begins with the first generated token, and contains the messages between turns. head_version and
+    tail_version are null for a row without generated tokens.
     """
     lines = []
     for i, sampled in enumerate(generated(traj)):

@@ -1,33 +1,35 @@
-"""Workers: processes that run the user's code, and that can be ended.
+"""Workers are processes that run the user's code and can be killed.
 
-Two kinds of the user's code may compute for long, hang, or die: reward functions, and agents in mode subproc. All
-episodes of a run share one event loop, so such code runs in a process of its own and is awaited.
+Two kinds of the user's code may compute for a long time, hang, or die: reward functions, and agents in mode subproc.
+All episodes of a run share one event loop, so such code runs in a separate process and the event loop awaits it.
 
     pool = WorkerPool(4)                        at most four calls at once; later calls wait in order
     async with pool.worker() as worker:         starts a process, or takes an idle one
         async with time_limit(15, "..."):       the wait for a worker does not count
             value = await worker.call(function, *args)
 
-**One call at a time.** A block `async with pool.worker()` has its worker alone. If the block ends before the call has
-returned (after a cancellation or a time limit), the worker is killed, and the next call gets a new process. If a worker
-dies by itself, only the call that it was running fails.
+**One call at a time.** While a block `async with pool.worker()` runs, no other block uses its worker. If the block
+ends before the call has returned (after a cancellation or a time limit), the worker is killed, and the next call gets
+a new process. If a worker dies by itself, only the call that the worker was running fails.
 
-**How a worker ends.** A worker and its parent hold the two ends of a socket, and a thread of the worker reads from it.
-When the parent ends, even by kill -9, the read returns, and the thread kills the worker's process group: the worker and
-every process that its code has started. No child process inherits the worker's end of the socket, so the parent notices
-at once when a worker dies. Ctrl-C reaches only the parent, because each worker has a process group of its own.
+**How a worker ends.** A worker and its parent hold the two ends of a socket, and a thread of the worker reads from the
+socket. When the parent ends, even by kill -9, the read returns. The thread then kills the worker's process group: the
+worker and every process that its code has started. Processes that the worker starts do not inherit its end of the
+socket, so the parent notices at once when a worker dies. Ctrl-C reaches only the parent, because each worker has a
+process group of its own.
 
-**What crosses the socket** is pickled: a function by its name, arguments and results by value. An exception arrives as
-itself with the worker's traceback as a note, or as a RuntimeError with its text if it cannot be pickled. A worker
-imports the module of the function, and not the script that was started, which would import torch in every worker. So
-functions and classes must not be defined in `__main__`. A worker serves many calls, one after another. A later call
-sees what earlier calls left in global variables and in the environment.
+**Messages.** The calls and results that go through the socket are pickled: functions by name, arguments and results by
+value. The caller receives the worker's exception, with the worker's traceback as a note, or a RuntimeError with the
+text of the exception if it cannot be pickled. A worker imports the module of the function, but not the script that was
+started, because that script would import torch in every worker. Functions and classes must therefore not be defined in
+`__main__`. A worker serves many calls, one after another. A later call sees the global variables and the environment
+that earlier calls have left.
 
 **Agents.** `run_agent` puts the URL and the key of the session into the environment, where the SDKs look for them. An
 agent may use synchronous clients, because nothing else runs in its process.
 
-**What is not promised.** Workers need process groups, so they do not run on Windows. A worker whose code never releases
-the interpreter's lock outlives a parent that was killed.
+**What is not promised.** Workers need process groups, so workers do not run on Windows. If a worker's code never
+releases the interpreter's lock, the worker outlives a parent that was killed.
 """
 
 import asyncio
@@ -79,7 +81,7 @@ def check_importable(thing: Any, name: str, remedy: str) -> None:
 
 
 class Worker:
-    """One process, and the parent's end of the socket to it."""
+    """One process, with the parent's end of the socket to this process."""
 
     def __init__(self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process, self._reader, self._writer = process, reader, writer
@@ -92,7 +94,7 @@ class Worker:
         with theirs:
             streams = await asyncio.open_unix_connection(sock=ours)
             fd = theirs.fileno()
-            paths = [path for path in sys.path if isinstance(path, str)]  # Python's import ignores other entries, too
+            paths = [path for path in sys.path if isinstance(path, str)]  # Python's import also ignores other entries
             code = f"import sys; sys.path[:] = {paths}; from rollout import workers; workers.serve({fd})"
             command = [sys.executable, "-c", code]
             process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True)
@@ -104,7 +106,7 @@ class Worker:
         return not self._busy and self._process.poll() is None
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return `function(*args, **kwargs)`, run in the worker. Raises what it raises, or WorkerDied."""
+        """Return `function(*args, **kwargs)`, run in the worker. Raises what the function raises, or WorkerDied."""
         payload = pickle.dumps((function, args, kwargs))
         self._busy = True
         try:
@@ -113,7 +115,7 @@ class Worker:
             size = int.from_bytes(await self._reader.readexactly(8), "big")
             outcome = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            with suppress(subprocess.TimeoutExpired):  # the socket is closed, so the process has ended or is about to
+            with suppress(subprocess.TimeoutExpired):  # the socket is closed, so the process ends now
                 await asyncio.to_thread(self._process.wait, timeout=1)
             name, code = getattr(function, "__qualname__", function), self._process.returncode
             raise WorkerDied(f"the process that ran {name} ended with code {code}") from error
@@ -124,7 +126,7 @@ class Worker:
         return value
 
     async def end(self) -> None:
-        """Kill the process and every process that it has started."""
+        """Kill the process and every process that its code has started."""
         with suppress(ProcessLookupError, PermissionError):  # macOS refuses to signal a process that has ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -134,7 +136,7 @@ class Worker:
 
 
 class WorkerPool:
-    """At most `size` workers for one event loop. They start when they are needed, and are kept for later calls."""
+    """At most `size` workers for one event loop. A worker starts when it is needed, and is kept for later calls."""
 
     def __init__(self, size: int) -> None:
         self._places = asyncio.Semaphore(size)
@@ -169,8 +171,9 @@ def serve(fd: int) -> None:
     """Run in a worker: read calls from the socket `fd` and write their outcomes, in order, until the parent ends."""
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
-    # A forked child must close the socket, because an open socket would hide the death of this worker. The close() of
-    # Python's socket class waits for the stream that the thread below reads; the close() of its base class does not.
+    # A forked child must close the socket. If the child kept the socket open, the parent would not notice the death of
+    # this worker. The close() of the base class is used, because the close() of Python's socket class would wait for
+    # the stream that the thread below reads.
     os.register_at_fork(after_in_child=functools.partial(socket.SocketType.close, channel))
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
@@ -187,7 +190,7 @@ def serve(fd: int) -> None:
 
 
 def outcome_of(payload: bytes) -> bytes:
-    """Run a pickled call. Return (True, its result) or (False, its exception), pickled."""
+    """Run a pickled call. Return the pickled pair (True, result) or (False, exception)."""
     try:
         function, args, kwargs = pickle.loads(payload)
         return pickle.dumps((True, function(*args, **kwargs)))
@@ -208,13 +211,13 @@ def outcome_of(payload: bytes) -> bytes:
 def _runner() -> asyncio.Runner:
     """Return the one event loop of this worker.
 
-    It outlives an episode, because an SDK's client may be collected and closed during the next episode.
+    The event loop outlives an episode, because an SDK's client may be collected and closed during the next episode.
     """
     return asyncio.Runner()
 
 
 async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
-    """Await an episode, then cancel the tasks that it has left running."""
+    """Await an episode, then cancel the tasks that the episode has left running."""
     try:
         return await episode
     finally:
@@ -225,7 +228,7 @@ async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, ours: bool = True) -> Any:
     """Run `agent.run` in a worker, with the session's URL and key in the environment. Return its rewards.
 
-    With `ours`, requests to the host of base_url bypass an HTTP proxy that the environment names.
+    With `ours`, requests to the host of base_url bypass the HTTP proxy that environment variables may set.
     """
     hosts = {*os.environ.get("NO_PROXY", "").split(","), urlsplit(base_url).hostname if ours else None}
     no_proxy = ",".join(host for host in hosts if host)

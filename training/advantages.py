@@ -1,24 +1,24 @@
 """Variants of the advantage: length penalty, KL penalty, leave-one-out baseline, GAE, and a filter of groups.
 
-ppo.py compares the return of a turn with the returns of its group. Each function here is one well-known change to that,
-and one configuration key switches it on. compute_advantages calls them in this order:
+ppo.py compares the return of a turn with the returns of its group. Each function here is one well-known change to this
+comparison, and one configuration key switches the change on. compute_advantages calls the functions in this order:
 
     overlong_penalty        A turn near its length limit pays a growing penalty (DAPO, arXiv 2503.14476).
-    kl_estimate             A turn pays for its distance from a reference model.
-    leave_one_out_mean      The baseline of a turn is the mean of all other turns in its cell (RLOO, arXiv 2402.14740).
+    kl_estimate             A turn pays a penalty for its distance from a reference model.
+    leave_one_out_mean      The baseline of a turn is the mean of the other turns in its cell (RLOO, arXiv 2402.14740).
     generalised_advantage   Earlier tokens of a turn get a smaller share of its advantage (GAE, arXiv 1506.02438).
 
 **Example.** A group has three members with the returns 1, 0 and 2. With the group's mean as baseline the advantages
-are 0, -1 and 1. With the leave-one-out mean they are 1 - 1, 0 - 1.5 and 2 - 0.5, so 0, -1.5 and 1.5.
+are 0, -1 and 1. With the leave-one-out mean the advantages are 1 - 1 = 0, 0 - 1.5 = -1.5 and 2 - 0.5 = 1.5.
 
-**One turn is one action.** The reward of a turn arrives at its last token. The conversation tree has already passed
-rewards from later turns back to earlier ones (cache.py), so GAE stays inside a turn. If GAE crossed into the next turn,
-the rewards of later turns would count twice.
+**One turn is one action.** A turn gets its reward at its last token. The conversation tree has already added the
+rewards of later turns to earlier turns (cache.py), so GAE stays inside a turn. If GAE crossed into the next turn, the
+rewards of later turns would count twice.
 
-**Filter.** `informative` is meant for should_accept_fn. A group whose members all earned equal rewards has advantage
-0 everywhere, so training on it changes nothing. Rejecting such groups is the dynamic sampling of DAPO. The accepted
-batches then hold fewer easy and fewer impossible prompts. If no group teaches anything any more, the run waits for
-ever; the metric `rejected` shows it.
+**Filter.** `informative` is meant for should_accept_fn. If all members of a group earned equal rewards, every
+advantage is 0, so training on the group changes nothing. Rejecting such groups is the dynamic sampling of DAPO, and it
+leaves out prompts that are too easy or impossible. If every group is rejected, the run waits for ever; a growing
+metric `rejected` warns of this.
 """
 
 import torch
@@ -28,16 +28,16 @@ from torch import Tensor
 def overlong_penalty(lengths: Tensor, limit: int, margin: int, factor: float) -> Tensor:
     """Return the penalty (N,) of N turns, from 0 to -factor, given their `lengths` (N,) in tokens.
 
-    A turn pays nothing up to limit - margin tokens; the penalty then grows linearly to -factor at `limit` tokens.
+    Up to limit - margin tokens the penalty is 0. Above that it falls linearly, to -factor at `limit` tokens.
     """
     # r_len = -factor * clip((n - (limit - margin)) / margin, 0, 1)
     return -factor * ((lengths - (limit - margin)) / margin).clamp(0, 1)
 
 
 def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
-    """Estimate KL(pi || pi_ref) in nats from each token that pi sampled (Schulman, "Approximating KL Divergence").
+    """Return one estimate of KL(pi || pi_ref), in nats, for each token that pi sampled.
 
-    The result has the shape of logp. `kind` is one of
+    The result has the shape of logp. `kind` is an estimator of Schulman, "Approximating KL Divergence":
     k1    unbiased, may be negative; as a loss its gradient is 0 on average
     k2    biased, never negative; as a loss it has the gradient of the KL
     k3    unbiased, never negative
@@ -53,7 +53,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
 
 
 def leave_one_out_mean(x: Tensor, cell: Tensor) -> Tensor:
-    """Return for each entry of x (N,) the mean of all others in its cell, (N,).
+    """Return for each entry of x (N,) the mean of the other entries in its cell, (N,).
 
     If an entry is alone in its cell, the function returns the entry itself, so its advantage becomes 0.
     """
@@ -65,12 +65,12 @@ def leave_one_out_mean(x: Tensor, cell: Tensor) -> Tensor:
 def generalised_advantage(advantages: Tensor, turn_of: Tensor, gamma: float, lam: float) -> Tensor:
     """Spread the advantages of N turns (N,) over their M tokens and return the advantages of the tokens, (M,).
 
-    turn_of (M,) is the number of each token's turn. The tokens of a turn may be mixed with those of other turns.
+    turn_of (M,) is the number of each token's turn. Tokens of different turns may be interleaved.
     """
-    # GAE is A_t = delta_t + gamma lambda A_(t+1). Without a critic, delta is A at the turn's last token and 0 before:
+    # GAE is A_t = delta_t + gamma lambda A_(t+1). Without a critic delta is A at the turn's last token, else 0. So
     # A_t = (gamma lambda)^(last - t) A
     order = torch.argsort(turn_of, stable=True)  # (M,) tokens sorted by turn, in their own order within a turn
-    ends = torch.bincount(turn_of, minlength=len(advantages)).cumsum(0)  # (N,) where each turn ends in that order
+    ends = torch.bincount(turn_of, minlength=len(advantages)).cumsum(0)  # (N,) the end of each turn in this order
     to_end = torch.empty_like(turn_of)  # (M,) last - t
     to_end[order] = ends[turn_of[order]] - 1 - torch.arange(len(turn_of))
     return advantages[turn_of] * (gamma * lam) ** to_end
@@ -79,7 +79,8 @@ def generalised_advantage(advantages: Tensor, turn_of: Tensor, gamma: float, lam
 def informative(trajectory: dict[str, Tensor]) -> bool:
     """Return whether two members of a group earned different rewards in the same trained turn.
 
-    Use it by should_accept_fn=training.advantages.informative. Reads loss_mask, turn_ids and turn_rewards (B, T).
+    Set should_accept_fn=training.advantages.informative to use this filter. The filter reads loss_mask, turn_ids and
+    turn_rewards (B, T).
     """
     trained = trajectory["loss_mask"] > 0
     turns, rewards = trajectory["turn_ids"][trained], trajectory["turn_rewards"][trained]  # (M,), (M,)

@@ -1,12 +1,12 @@
 """Guess pi_prox, the policy at the start of the training step, without a forward pass.
 
-Decoupled PPO (ppo.py) needs log pi_prox of every token. With prox_logp_method=recompute one forward pass over the batch
-computes it before the update; that is about a third of a step's work. With loglinear it is guessed instead (A-3PO,
-arXiv 2512.06547) from two log-probabilities that are known anyway.
+Decoupled PPO (ppo.py) needs log pi_prox of every token. With prox_logp_method=recompute one forward pass over the
+batch computes log pi_prox before the update. This pass is about a third of a step's work. With
+prox_logp_method=loglinear this module guesses log pi_prox from two known log-probabilities (A-3PO, arXiv 2512.06547).
 
-**The idea.** Let v be the version at the start of the step. A token was sampled by pi_behav, which is version v_b. The
-training pass computes pi_theta. After a fraction f of the step's mini-batches, pi_theta is roughly version v + f.
-pi_prox is version v, which lies between v_b and v + f. So its log-probability is interpolated between the two:
+**The idea.** Let v be the version at the start of the step. The behaviour policy pi_behav, which sampled the token, is
+version v_b. The training pass computes pi_theta. After a fraction f of the step's mini-batches, pi_theta is roughly
+version v + f. The proximal policy is version v, which lies between v_b and v + f. So log pi_prox is interpolated:
 
     alpha       = (v - v_b) / (v + f - v_b)        between 0 and 1; 0 if v = v_b
     log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
@@ -14,15 +14,15 @@ pi_prox is version v, which lies between v_b and v + f. So its log-probability i
 **Example.** v = 7, v_b = 5, and half of the mini-batches are done (f = 0.5). Then alpha = 2 / 2.5 = 0.8. With
 log pi_behav = -2.0 and log pi_theta = -1.5 the guess is -2.0 + 0.8 * 0.5 = -1.6.
 
-**Both ends are exact.** In the first mini-batch f is 0 and pi_theta is pi_prox, so alpha is 1. A fresh token has
-v_b = v and pi_behav is pi_prox, so alpha is 0 and the objective is standard PPO. Between the ends the error is that of
-a straight line. The guess is a constant: no gradient flows through it. A token can be newer than the trainer (v_b > v)
-after a recovery from an older checkpoint. It is treated as fresh, and the metric versions_ahead counts it.
+**Both ends are exact.** In the first mini-batch f is 0 and pi_theta is pi_prox, so alpha is 1. A fresh token has v_b =
+v and its pi_behav is pi_prox, so alpha is 0 and the objective is standard PPO. Between these ends the interpolation
+has an error. The guess is a constant: no gradient flows through it. After a recovery from an older checkpoint a token
+can be newer than the trainer (v_b > v). Such a token is treated as fresh, and the metric versions_ahead counts it.
 
-**Comparison.** prox_logp_method=metrics trains with the recomputed pi_prox and logs how far three guesses are from it:
+**Comparison.** prox_logp_method=metrics trains with the recomputed pi_prox and logs the errors of three guesses:
 loglinear, linear (the same alpha, applied to probabilities) and rollout (pi_behav itself).
 
-This does not promise a good guess for old tokens: for v_b far below v, alpha is close to 1 and the guess is pi_theta.
+**Limit.** The guess may be poor for old tokens: for v_b far below v, alpha is close to 1 and the guess is pi_theta.
 """
 
 import torch
@@ -30,9 +30,9 @@ from torch import Tensor
 
 
 def interpolation(versions: Tensor, version: int, fraction: float | Tensor) -> Tensor:
-    """Return alpha (N,): where pi_prox lies between pi_behav (0) and pi_theta (1).
+    """Return alpha (N,), the position of pi_prox between pi_behav (0) and pi_theta (1).
 
-    versions (N,) is v_b, version is v, and fraction is f, the share of the step's mini-batches that are done.
+    The argument versions (N,) is v_b, version is v, and fraction is f, the finished share of the mini-batches.
     """
     # alpha = (v - v_b) / (v + f - v_b)
     lag = (version - versions).clamp(min=0).float()  # (N,) v - v_b; tokens newer than the trainer have lag 0
@@ -40,19 +40,19 @@ def interpolation(versions: Tensor, version: int, fraction: float | Tensor) -> T
 
 
 def loglinear(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> Tensor:
-    """Interpolate log-probabilities; all arguments and the result have shape (N,)."""
+    """Guess log pi_prox by interpolating log-probabilities; all arguments and the result have shape (N,)."""
     # log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
     return old_logp + alpha * (theta_logp - old_logp)
 
 
 def linear(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> Tensor:
-    """Interpolate probabilities and return the logarithm; all arguments and the result have shape (N,)."""
+    """Guess log pi_prox by interpolating probabilities; all arguments and the result have shape (N,)."""
     # pi_prox = (1 - alpha) pi_behav + alpha pi_theta
     return torch.logaddexp(torch.log1p(-alpha) + old_logp, alpha.log() + theta_logp)
 
 
 def rollout(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> Tensor:
-    """Take pi_behav for pi_prox, as standard PPO does; theta_logp and alpha are not used."""
+    """Return log pi_behav as the guess, as standard PPO does; theta_logp and alpha are not used."""
     # pi_prox = pi_behav
     return old_logp
 
@@ -60,8 +60,8 @@ def rollout(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> Tensor:
 def guess_errors(prox_logp: Tensor, old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> dict[str, Tensor]:
     """Return the absolute and the relative error (N,) of each guess, for log pi_prox and for the weights w and u.
 
-    prox_logp (N,) is the recomputed truth. w = pi_prox / pi_behav is the behaviour weight, u = pi_theta / pi_prox the
-    ratio. The keys are {guess}_{logp | behave_weight | ratio}_{abs | rel}_error.
+    prox_logp (N,) is the recomputed log pi_prox. The behaviour weight is w = pi_prox / pi_behav, and the ratio is
+    u = pi_theta / pi_prox. The keys of the result are {guess}_{logp | behave_weight | ratio}_{abs | rel}_error.
     """
 
     def quantities(prox: Tensor) -> dict[str, Tensor]:
