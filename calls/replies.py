@@ -1,32 +1,33 @@
-"""Write one answer in three protocols, whole or as a stream of events.
+"""Write one answer in three protocols, as a whole reply or as a stream of events.
 
-An `Answer` holds the sampled tokens and what they say: text, reasoning and tool calls. Each protocol has a function
-`render_...`, which makes the body of a whole reply, and a subclass of `Stream`, which makes its events. Both say the
-same: if the helpers of the official SDKs put the events of a stream together, they get the whole reply.
+An `Answer` contains the sampled tokens, and the text, reasoning and tool calls that were parsed from these tokens. Each
+protocol has a function `render_...`, which returns the body of a whole reply, and a subclass of `Stream`, which returns
+the events of a streamed reply. If a helper of an official SDK joins the events of a stream, the result is equal to the
+whole reply.
 
-    chat        a chunk with the role; chunks with reasoning and text; one with each call; one with finish_reason;
-                one with the usage, if the agent asked for it; [DONE]
+    chat        a chunk with the role; chunks with reasoning and text; a chunk for each call; a chunk with
+                finish_reason; a chunk with the token counts, if the agent requested them; [DONE]
     responses   response.created; response.in_progress; for each item output_item.added, deltas, output_item.done;
                 response.completed, or response.incomplete if a length limit cut the answer
     messages    message_start; for each block content_block_start, deltas, content_block_stop; message_delta with
                 stop_reason and usage; message_stop
 
-How a stream is made. A `Stream` does no input or output: it takes the parts of an answer and returns bytes, which the
-proxy sends. `start` returns the events before the first token. `grow` takes the certain parts (`tools.py`) and returns
-events for what is new in them. `finish` takes the whole answer and returns events for everything not yet sent, such as
-text that was held back, and tool calls. `end` closes the reply, which may hold several answers.
+How a stream is made. A `Stream` receives the parts of an answer and returns bytes, which the proxy sends. `start`
+returns the events before the first token. `grow` receives the certain parts (`tools.py`) and returns events for the new
+text in these parts. `finish` receives the whole answer and returns events for everything that has not been sent, such
+as tool calls. `end` returns the last events of the reply, which may contain several answers.
 
     start -> message_start      grow("Let") -> content_block_start, delta "Let"      grow("Let me") -> delta " me"
 
-Ids. All ids are derived from the id of the interaction, so an agent can refer to each item. The tool calls of
-chatcmpl-<x> are call_<x>_0, call_<x>_1. The items of resp_<x> are rs_<x> (reasoning), msg_<x> (text) and fc_<x>_0.
+Ids. Every id is made from the interaction's id, so an agent can refer to each item. The tool calls of chatcmpl-<x>
+have the ids call_<x>_0 and call_<x>_1. The items of resp_<x> are rs_<x> (reasoning), msg_<x> (text) and fc_<x>_0.
 
-Strict clients. Real clients have failed on a missing role, index, usage or created_at, on keys that are null, and on
-events of Anthropic's without an `event:` line. So every reply has those keys, and the only key that may be null is the
-`content` of a chat message that consists of tool calls.
+Strict clients. Some clients fail if a reply lacks a role, index, usage or created_at, if the value of a key is null, or
+if an event of Anthropic's protocol has no `event:` line. Every reply therefore has these keys. Only the `content` of a
+chat message that consists of tool calls may be null.
 
-What it does not promise: annotations, citations, refusals and counts of cached tokens have no content here, and
-signatures of reasoning are placeholders.
+The module does not promise annotations, citations, refusals or counts of cached tokens: these fields are empty or 0.
+The signatures of reasoning are placeholders.
 """
 
 import json
@@ -40,44 +41,44 @@ from calls.tools import Parsed
 from inference.io_struct import ModelResponse
 
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-# How Anthropic's protocol names a part: in the type of its deltas (thinking_delta), and as the key of the new text.
+# For each kind of part, the name in the type of Anthropic's deltas (thinking_delta), and the key of the new text.
 BLOCK_DELTAS = {"reasoning": ("thinking", "thinking"), "text": ("text", "text"), "call": ("input_json", "partial_json")}
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}  # finish_reason -> Anthropic's
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}  # Anthropic's word for each
 Part = tuple[str, Any]  # ("reasoning", text), ("text", text) or ("call", tool call)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One completion: its tokens, and the parts that were parsed from their text."""
+    """One completion: the sampled tokens, and the parts that were parsed from the tokens' text."""
 
     interaction_id: str
     response: ModelResponse
     parsed: Parsed
-    token_texts: list[str] = field(default_factory=list)  # texts of the sampled tokens, if the agent wants logprobs
+    token_texts: list[str] = field(default_factory=list)  # text of each sampled token; empty without logprobs
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """Return the tool calls in the form of chat completions, with ids; their arguments are JSON text."""
+        """Return the tool calls in the form of chat completions, with ids. The arguments of a call are JSON text."""
         x = suffix_of(self.interaction_id)
         calls = enumerate(self.parsed.calls)
         return [{"id": f"call_{x}_{k}", "type": "function", "function": call._asdict()} for k, call in calls]
 
     @property
     def message(self) -> Message:
-        """Return the message in normal form, which the conversation tree keeps and compares with later requests."""
+        """Return the message in normal form. The conversation tree compares this message with later requests."""
         said = {"content": self.parsed.text, "reasoning_content": self.parsed.reasoning, "tool_calls": self.tool_calls}
         return normalise({"role": "assistant", **said})
 
     @property
     def finish_reason(self) -> str:
-        """Return "length" if a limit or an abort cut the answer, else "tool_calls" or "stop"."""
+        """Return "length" if a limit or an abort cut the answer, else "tool_calls" if there are calls, else "stop"."""
         if self.response.stop_reason in ("length", "abort"):
             return "length"
         return "tool_calls" if self.parsed.calls else "stop"
 
     @property
     def logprobs(self) -> list[dict[str, Any]]:
-        """Return the logprobs of the sampled tokens in OpenAI's form; `bytes` is [] for a part of a character."""
+        """Return the logprobs of the sampled tokens in OpenAI's form. For a part of a character, `bytes` is []."""
         entries = []
         for text, logprob in zip(self.token_texts, self.response.output_logprobs, strict=False):
             known_bytes = [] if "\ufffd" in text else list(text.encode())
@@ -86,7 +87,7 @@ class Answer:
 
     @property
     def parts(self) -> list[Part]:
-        """Return reasoning, text and calls, in this order. An answer without text and calls has one empty text."""
+        """Return the reasoning, the text and the calls, in this order. Without text and calls, add one empty text."""
         parts = parts_of(self.parsed)
         if not self.parsed.text and not self.parsed.calls:
             parts.append(("text", ""))
@@ -94,7 +95,7 @@ class Answer:
 
 
 def parts_of(parsed: Parsed) -> list[Part]:
-    """Return the parts of an answer that come before its calls, without the empty ones."""
+    """Return the reasoning and the text of an answer, without a part that is empty."""
     return [part for part in (("reasoning", parsed.reasoning), ("text", parsed.text)) if part[1]]
 
 
@@ -104,21 +105,22 @@ def suffix_of(item_id: str) -> str:
 
 
 def without_empty(**fields: Any) -> dict[str, Any]:
-    """Return the fields that hold something; strict clients reject keys that are null."""
+    """Return the fields that are neither empty nor None, because strict clients reject keys that are null."""
     return {name: value for name, value in fields.items() if value}
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """Return a server-sent event, with an `event:` line if the data has a type: b'event: ping\\ndata: {...}\\n\\n'.
+    """Return a server-sent event, such as b'event: ping\\ndata: {...}\\n\\n' if `data` has the type "ping".
 
-    The JSON is ASCII, so no character in a text (U+2028, say) is mistaken for the end of a line.
+    If `data` has no type, the event has no `event:` line. The JSON is ASCII, so no client takes a character in a text
+    (such as U+2028) for the end of a line.
     """
     name = f"event: {data['type']}\n" if "type" in data else ""
     return f"{name}data: {json.dumps(data)}\n\n".encode()
 
 
 class Stream:
-    """The events of one answer, as bytes. Each part is opened, sent in pieces and closed before the next one begins.
+    """The events of one answer, as bytes. Each part is opened, sent in pieces and closed before the next part begins.
 
     `index` is the position of the answer among the n answers of a chat completion.
     """
@@ -126,19 +128,19 @@ class Stream:
     def __init__(self, ask: AgentRequest, interaction_id: str, index: int = 0) -> None:
         self.ask, self.interaction_id, self.index = ask, interaction_id, index
         self.created = int(time.time())
-        # All that changes:
-        self.position = 0  # index of the part that is open, or of the next one
-        self.sent: str | None = None  # what has been sent of the open part; None if no part is open
-        self.logprobs: list[dict[str, Any]] = []  # of all sampled tokens, once the answer is complete
+        # Only these three attributes change:
+        self.position = 0  # index of the open part or, if no part is open, of the next part
+        self.sent: str | None = None  # the text of the open part that has been sent; None if no part is open
+        self.logprobs: list[dict[str, Any]] = []  # entries for all sampled tokens; set when the answer is complete
 
     def start(self, input_len: int) -> bytes:
         """Return the events before the first token. `input_len` is the number of tokens in the prompt."""
         raise NotImplementedError
 
     def grow(self, parts: list[Part], whole: bool = False) -> bytes:
-        """Return events for what is new in `parts`, the first parts of the answer; b"" if nothing is new.
+        """Return events for the new text in `parts`, the first parts of the answer, or b"" if nothing is new.
 
-        The last of `parts` stays open unless `whole` says that the answer ends with it.
+        If `whole` is true, `parts` are all parts of the answer. If not, the last part stays open for more text.
         """
         frames = b""
         for position in range(self.position, len(parts)):
@@ -155,26 +157,26 @@ class Stream:
         return frames
 
     def finish(self, answer: Answer) -> bytes:
-        """Return events for everything in the answer that has not been sent."""
+        """Return events for all parts of the answer that have not been sent."""
         self.logprobs = answer.logprobs
         return self.grow(answer.parts, whole=True)
 
     def end(self, answers: list[Answer]) -> bytes:
-        """Return the last events of the reply, when all its answers are finished."""
+        """Return the last events of the reply, after all answers of the reply are finished."""
         raise NotImplementedError
 
     def error(self, status: int, message: str) -> bytes:
         """Return the event that ends a stream with an error."""
         return event(openai_error(status, message))
 
-    # Each protocol's events for one part
+    # Events for one part, which each protocol defines
 
     def _open(self, part: str, value: Any) -> bytes:
         """Return the events before the first piece of a part."""
         return b""
 
     def _piece(self, part: str, value: Any, piece: str) -> bytes:
-        """Return the event with a new piece of a part; a call comes in one piece, which every client accepts."""
+        """Return the event with a new piece of a part. A call is always sent in one piece, as every client accepts."""
         raise NotImplementedError
 
     def _close(self, part: str, value: Any) -> bytes:
@@ -210,12 +212,12 @@ def render_chat(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]:
 
 
 def chat_end(answer: Answer) -> dict[str, Any]:
-    """Return the last keys of a choice: finish_reason, and the logprobs if the agent asked for them."""
+    """Return the last keys of a choice: finish_reason, and the logprobs if the agent requested logprobs."""
     return {"finish_reason": answer.finish_reason} | without_empty(logprobs=without_empty(content=answer.logprobs))
 
 
 def chat_usage(answers: list[Answer]) -> dict[str, int]:
-    """Return the token counts of a chat completion, whose answers share one prompt."""
+    """Return the token counts of a chat completion. The prompt counts only once for all answers."""
     read, written = answers[0].response.input_len, sum(answer.response.output_len for answer in answers)
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
@@ -235,7 +237,7 @@ class ChatStream(Stream):
 
     def _piece(self, part: str, value: Any, piece: str) -> bytes:
         if part == "call":
-            k = int(value["id"].rpartition("_")[2])  # 1 for call_ab12_1
+            k = int(value["id"].rpartition("_")[2])  # the number at the end of the id: 1 for call_ab12_1
             return self._delta(tool_calls=[{"index": k} | value])
         return self._delta(content=piece) if part == "text" else self._delta(reasoning_content=piece)
 
@@ -264,7 +266,7 @@ def render_responses(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]
 
 
 def response_head(ask: AgentRequest, interaction_id: str, status: str) -> dict[str, Any]:
-    """Return a response without output. Its `tools` stay empty, because a stream sends this head three times."""
+    """Return a response without output. `tools` stays empty, because a stream sends this response three times."""
     choice: Any = ask.tool_choice
     if choice not in ("auto", "none", "required"):
         choice = {"type": "function", "name": choice}
@@ -287,7 +289,7 @@ def response_item(part: str, value: Any, interaction_id: str, logprobs: Any = ()
 
 
 class ResponsesStream(Stream):
-    """The events of a response, which are numbered."""
+    """The events of a response. Each event has a number, the sequence_number."""
 
     number = 0  # sequence_number of the next event
 
@@ -296,7 +298,7 @@ class ResponsesStream(Stream):
         return event({"type": kind, "sequence_number": self.number - 1, **data})
 
     def _item_event(self, item: dict[str, Any], kind: str, **data: Any) -> bytes:
-        """Return an event about an item of the output; items with content also name the place in it."""
+        """Return an event about an item of the output. If the item has content, the event contains a content_index."""
         content_index = {"content_index": 0} if "content" in item else {}
         return self._event(f"response.{kind}", item_id=item["id"], output_index=self.position, **content_index, **data)
 
@@ -349,13 +351,13 @@ def render_messages(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]:
 
 
 def message_head(ask: AgentRequest, interaction_id: str, read: int, written: int) -> dict[str, Any]:
-    """Return an Anthropic message without content; `read` and `written` count tokens."""
+    """Return an Anthropic message without content. `read` and `written` are numbers of tokens."""
     head = {"id": interaction_id, "type": "message", "role": "assistant", "model": ask.model, "content": []}
     return head | {"usage": {"input_tokens": read, "output_tokens": written}}
 
 
 def message_block(part: str, value: Any, signature: str = "") -> dict[str, Any]:
-    """Return a part of an answer as a block of a message; reasoning needs a signature, which nobody checks."""
+    """Return a part of an answer as a block of a message. The signature of reasoning is a placeholder."""
     if part == "call":
         name, arguments = value["function"]["name"], json.loads(value["function"]["arguments"])
         return {"type": "tool_use", "id": value["id"], "name": name, "input": arguments}
@@ -401,12 +403,12 @@ class Protocol:
 
     id_prefix: str  # how the id of an interaction begins
     parse: Callable[..., AgentRequest]  # (body, find) -> the request
-    render: Callable[[AgentRequest, list[Answer]], dict[str, Any]]  # -> the body of a whole reply
-    stream: Callable[[AgentRequest, str, int], Stream]  # (request, interaction id, index) -> the events of one answer
+    render: Callable[[AgentRequest, list[Answer]], dict[str, Any]]  # (request, answers) -> the body of a whole reply
+    stream: Callable[[AgentRequest, str, int], Stream]  # (request, interaction id, index) -> the stream of one answer
     error: Callable[[int, str], dict[str, Any]]  # (status, message) -> the body of an error
 
 
-PROTOCOLS = {  # by the path under /v1/
+PROTOCOLS = {  # the key is the part of the path after /v1/
     "chat/completions": Protocol("chatcmpl-", parse_chat, render_chat, ChatStream, openai_error),
     "responses": Protocol("resp_", parse_responses, render_responses, ResponsesStream, openai_error),
     "messages": Protocol("msg_", parse_anthropic, render_messages, MessagesStream, anthropic_error),
