@@ -1,12 +1,12 @@
-"""Advantages, and the loss of decoupled PPO, which uses three policies.
+"""Advantages and the loss of decoupled PPO, a form of PPO with three policies.
 
 In asynchronous training the model that learns is newer than the model that wrote the training data. Three policies
 give a log-probability to every sampled token:
 
-    pi_behav   the behaviour policy: the weights that sampled the token. The inference server reports its
-               log-probability. A weight update may interrupt a completion, so each token has a version of its own.
+    pi_behav   the behaviour policy: the weights that sampled the token. The inference server reports the
+               log-probability. A weight update may interrupt a completion, so each token has its own version.
     pi_prox    the proximal policy: the weights at the start of the training step. One forward pass over the batch
-               computes its log-probabilities.
+               computes the log-probabilities.
     pi_theta   the current policy: the weights that the optimizer is changing. Only pi_theta receives a gradient.
 
 Standard PPO uses one old policy for two jobs: to correct for data that older weights sampled, and to be the centre of
@@ -18,7 +18,7 @@ u = pi_theta / pi_prox, its objective is
                                       behaviour weight     the clip, centred on pi_prox
 
 The behaviour weight is a constant: no gradient flows through it. If pi_prox equals pi_behav, the weight is 1 and J is
-the objective of standard PPO. The code therefore computes standard PPO with one old policy in both places.
+the objective of standard PPO. The code therefore computes standard PPO with one old policy as pi_prox and pi_behav.
 
 Example: a token has probability 0.2 under pi_behav, 0.3 under pi_prox and 0.45 under pi_theta, and A = 1. Then the
 behaviour weight is 1.5 and u is 1.5. With eps = 0.2 the clip lowers u to 1.2, so the token adds 1.5 * 1.2 = 1.8.
@@ -33,7 +33,7 @@ All trained tokens of a turn get the advantage of the turn, or a share of the ad
 starts from the turn's final reward, which includes discounted rewards of later turns (cache.py). A turn is compared
 with turns of its group. The tensor group_ids names the group of each row, so rows may be in any order.
 
-Limits: the clip does not keep u inside its bounds. A clipped token has no gradient, but gradients of other tokens
+Limits: the clip does not keep u inside the bounds. A clipped token has no gradient, but gradients of other tokens
 still change its probability. The cap makes the correction biased. There is no critic.
 
 Variants are in training/advantages.py and training/proximal.py. docs/algorithm.md lists each equation.
@@ -184,7 +184,7 @@ def aggregation_weights(lengths: Tensor, how: str, constant: int | None) -> Tens
 
         how = "token"       sum_i sum_t L_it / sum_i n_i       every token counts equally
         how = "sequence"    1/S sum_i (1/n_i) sum_t L_it       every sequence counts equally (GRPO)
-        how = "constant"    1/S sum_i (1/C) sum_t L_it         every token counts 1/C in any sequence (Dr. GRPO)
+        how = "constant"    1/S sum_i (1/C) sum_t L_it         every token counts 1/C in a sequence of any length (Dr. GRPO)
 
     `lengths` (B,) holds n_i, the number of trained tokens of each sequence of the mini-batch, on all ranks. S is the
     number of sequences with n_i > 0, and C is `constant`. The loss is linear in the advantages, so the caller

@@ -5,7 +5,7 @@ many groups running as the staleness gate allows, and returns finished groups in
 
 **Three parts.**
 - DispatchState makes the decisions. It records which tasks are pending, running and finished. A method is called when
-  a task is submitted or ends, and returns for example the tasks that must start. It has no thread and no clock.
+  a task is submitted or ends, and returns for example the tasks that must start. The class has no thread or clock.
 - BatchTaskDispatcher carries out the decisions. It calls the methods of DispatchState while it holds the lock.
 - AsyncTaskRunner (runner.py) owns the thread, the event loop and the lock, and lets callers wait.
 
@@ -144,7 +144,7 @@ class DispatchState(Generic[TInput, TResult]):
         else:
             del self.order[task_id]
             self.rejected.add(task_id)
-            failed = result.error is not None and self.failure is None  # tasks cancelled by destroy() do not count
+            failed = result.error is not None and self.failure is None  # tasks cancelled by destroy() did not fail
             self.manager.on_rollout_rejected(failed)
             if failed:
                 self.trace("fail", task_id)
@@ -172,7 +172,7 @@ class DispatchState(Generic[TInput, TResult]):
                 self.trace("drop", task_id)
 
     def take_task(self, task_id: int) -> list[TResult | None]:
-        """Return [result] of one task and forget the task; [None] if it was rejected, [] if it is not finished.
+        """Forget a finished task and return [result], or [None] if it was rejected. Return [] if it is not finished.
 
         Raises ValueError if the task was never submitted, or if its result was already taken.
         """
@@ -318,7 +318,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.runner.lock.notify_all()
 
     def destroy(self) -> None:
-        """Stop the run, cancel the running tasks, let them clean up, and join the thread. Waiting calls raise."""
+        """Stop the run, cancel the running tasks, let them clean up, and join the thread. A second call is harmless."""
         reason = "the dispatcher is destroyed"
         self.fail(RuntimeError(reason), reason)
         self.runner.destroy()
@@ -341,8 +341,8 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         """Submit the tasks that the gate can admit before the next call. Raises RuntimeError if the generator ends.
 
         The number of draws is fixed before the loop. If there is no staleness limit, tasks may end as fast as they are
-        drawn, and a loop that drew until the queue is full might never end. Drawing may be slow, so the caller does
-        not hold the lock.
+        drawn, and a loop that drew until the queue is full might never end. Drawing may be slow, so this method does
+        not hold the lock meanwhile.
         """
         limit = min(self._state.manager.get_pending_limit(), self._state.max_queue_size)
         for _ in range(limit - len(self._state.pending)):

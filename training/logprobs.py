@@ -1,4 +1,4 @@
-"""The log-probability and the entropy of every token, without the logits of the whole batch.
+"""Compute the log-probability and the entropy of every token, without storing the logits of the whole batch.
 
 The problem
 ===========

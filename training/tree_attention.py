@@ -25,9 +25,9 @@ shared[i] tokens with the row before it. A cut between these two rows makes the 
 `cheapest_runs` finds the cuts that cost least. First-fit packing then puts several small runs into one tree.
 
 **Attention.** The N x N mask is nearly empty, so it is never built. On a CPU each block of 128 queries attends only to
-the keys that at least one of these queries sees. On a GPU FlexAttention skips a block of 128 queries and 128 keys if
-no query sees a key. The tests compare both ways with the dense mask. transformers calls `tree_attention` by the name
-"tree", so the model's own code is unchanged.
+the keys that at least one of these queries sees. On a GPU FlexAttention skips each block of 128 queries and 128 keys
+in which no query sees a key. The tests compare both implementations with the dense mask. transformers calls
+`tree_attention` by the name "tree", so the model's own code is unchanged.
 
 **Limits.** A tree adds numbers in a different order than separate rows do. Losses therefore agree to 1e-6 and gradients
 to 1e-5, not bit for bit. The metric `tree_token_ratio` is the number of tokens in the trees divided by the number of
@@ -124,7 +124,7 @@ def lay_out(rows: list[int], sequences: list[np.ndarray], shared: Sequence[int])
     """Build the tree of sorted rows. rows[i] shares shared[i] tokens with the row before it, and shared[0] is 0."""
     size = sum(len(sequences[row]) for row in rows) - sum(shared)
     ids, depth, subtree_end = (np.empty(size, dtype=np.int64) for _ in range(3))  # (N,), (N,), (N,)
-    path, paths, end = np.empty(0, dtype=np.int64), [], 0  # the latest path; all paths; number of tokens so far
+    path, paths, end = np.empty(0, dtype=np.int64), [], 0  # the latest row's path; all paths; tokens so far
     for row, common in zip(rows, shared):
         subtree_end[path[common:]] = end  # rows are sorted, so no later row continues these prefixes
         fresh = np.arange(end, end + len(sequences[row]) - common)  # indices of the tokens that this row adds
@@ -174,7 +174,7 @@ def block_mask(tree: PackedTree, device: torch.device) -> BlockMask:
     """Return the mask for FlexAttention: for each block of queries, the full and the mixed blocks of keys."""
     length = len(tree.subtree_end)
     n = -(-length // BLOCK)  # blocks, rounded up
-    # No query sees the padding at the end, because its subtree_end is 0.
+    # No query sees the padding at the end, because the padding's subtree_end is 0.
     end = F.pad(tree.subtree_end.to(device), (0, n * BLOCK - length))  # (n * BLOCK,)
     key = torch.arange(n, device=device)  # (n,) blocks of keys
     query = key[:, None]  # (n, 1) blocks of queries
