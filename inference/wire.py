@@ -30,7 +30,7 @@ import orjson
 
 CALL_TIMEOUT = 60.0  # longest silence of a server in seconds, unless the caller passes a timeout
 CONNECT_TIMEOUT = 10.0  # seconds to open a connection
-CONNECT_RETRIES = 2  # further tries to open a connection, after 0 and 0.5 s; no request is sent twice
+CONNECT_RETRIES = 2  # further tries to open a connection, after 0 and 0.5 s; a request that was sent is not repeated
 KEEPALIVE = 4.0  # seconds an idle connection stays open; below uvicorn's 5, so that the client closes first
 HEADERS = {"content-type": "application/json"}
 TLS = httpx.create_ssl_context()  # made one time at import, because making a context takes 20 ms
@@ -120,7 +120,7 @@ class PerLoop(Generic[T]):
         return await anext(self._keepers[loop])
 
     async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T, None]:
-        # asyncio closes all generators of an event loop that ends, after the loop's tasks. This closes the object.
+        # When an event loop ends, asyncio closes its generators after its tasks. This generator then closes its object.
         try:
             async with contextlib.aclosing(self._make()) as thing:
                 while True:

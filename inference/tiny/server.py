@@ -121,7 +121,7 @@ class Engine:
 
     @supervised()
     def _step(self) -> None:
-        """Compute one step, wake the routes whose sequences changed, and queue the next step unless this one was empty."""
+        """Compute one step, wake the routes whose sequences changed, and queue a step again if it was not empty."""
         self.stepping = run_step(self.scheduler, self.model)
         news, self.scheduler.finished = self.scheduler.finished, []
         if self.stepping:
@@ -301,7 +301,7 @@ class Server:
     # Questions
 
     async def server_info(self, _: Request) -> Response:
-        """Reply with the fields that clients of SGLang read, the scheduler's state, and the used CPU seconds."""
+        """Reply with the fields that clients of SGLang read, the scheduler's state, and the CPU time in seconds."""
         known = {"model_path": self.model_path, "max_req_input_len": self.protocol.max_length}
         known |= {"weight_version": self.scheduler.version, "version": SPEAKS, "device": "cpu", "tp_size": 1}
         return reply({**known, "state": repr(self.scheduler), "cpu_seconds": time.process_time()})
@@ -319,7 +319,7 @@ class Server:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line. If it is wrong, print a message and exit."""
+    """Parse the command line. If an argument is wrong, print a message and exit."""
     parser = argparse.ArgumentParser(description="A small inference server with SGLang's HTTP protocol.")
     add = parser.add_argument
     add("--model-path", required=True, help="a Hugging Face folder with model and tokenizer")
