@@ -22,7 +22,6 @@ the fewest guesses.
 
 import random
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,19 +87,19 @@ def dataset(split: str = "train") -> list[dict]:
 # ---------------------------------------------------------------- the base model
 
 
-def play_at_random(rng: random.Random) -> list[str]:
+def play_at_random(rng: random.Random) -> list[dict]:
     """Return the messages of one random game. Half of the players ignore the answers, half guess a possible number."""
     secret, listens = rng.choice(SECRETS), rng.random() < 0.5
     possible: Sequence[int] = SECRETS
-    said = [QUESTION]
+    messages = list(START)
     for _ in range(GUESSES):
         guess = rng.choice(possible if listens else SECRETS)
         word = feedback(guess, secret)
-        said += [str(guess), word]
+        messages += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": word}]
         if guess == secret:
             break
         possible = possible_after(possible, guess, word)
-    return said[:-1]  # the game does not answer the last guess
+    return messages[:-1]  # the game does not answer the last guess
 
 
 def make_model(path: Path, seed: int, warmup_steps: int = 600) -> None:
@@ -109,13 +108,10 @@ def make_model(path: Path, seed: int, warmup_steps: int = 600) -> None:
     model = base_model.make_qwen3(tokenizer, layers=2, context=64, seed=seed)
     rng = random.Random(seed)
 
-    @cache
-    def ids_of(*said: str) -> list[int]:
-        """Return the token ids of a game, given its messages."""
-        roles = ("user", "assistant")
-        return base_model.render(tokenizer, [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)])
+    def next_batch() -> list[list[int]]:
+        return [base_model.render(tokenizer, play_at_random(rng)) for _ in range(16)]
 
-    base_model.imitate(model, tokenizer, lambda: [ids_of(*play_at_random(rng)) for _ in range(16)], warmup_steps, 5e-3)
+    base_model.imitate(model, tokenizer, next_batch, warmup_steps, lr=5e-3)
     base_model.save_atomically(path, model, tokenizer)
 
 
@@ -127,15 +123,14 @@ def binary_search(messages: list[dict], possible: Sequence[int]) -> str:
     return str(possible[(len(possible) - 1) // 2])
 
 
-def explore(
-    play: Play, found: list[int], messages: list[dict] = START, possible: Sequence[int] = SECRETS, label: str = ""
-) -> Tree:
+def explore(play: Play, found: list[int], messages: list[dict] = START, possible: Sequence[int] = SECRETS) -> Tree:
     """Draw how a player plays in every situation: a guess, and below it the next guess for each answer of the game.
 
     For every secret that the player finds, the number of guesses is appended to `found`.
     """
     answer, turn = play(messages, possible), len(messages) // 2 + 1
     guess = parse(answer)
+    label = "" if turn == 1 else f"[dim]{messages[-1]['content']}:[/dim] "
     tree = Tree(f"{label}[bold]{guess or '?'}[/bold]")
     if guess is None:
         return tree
@@ -145,15 +140,14 @@ def explore(
         rest = possible_after(possible, guess, word)
         if rest and turn < GUESSES:
             more = [{"role": "assistant", "content": answer}, {"role": "user", "content": word}]
-            tree.children.append(explore(play, found, messages + more, rest, f"[dim]{word}:[/dim] "))
+            tree.children.append(explore(play, found, messages + more, rest))
     return tree
 
 
 def summary(ask: Callable[[list[dict]], str], console: Console) -> None:
     """Print the greedy policy's strategy beside binary search. `ask` returns the greedy answer to a conversation."""
     panels = []
-    players: dict[str, Play] = {"learnt": lambda messages, _: ask(messages), "binary search": binary_search}
-    for title, play in players.items():
+    for title, play in (("learnt", lambda messages, _: ask(messages)), ("binary search", binary_search)):
         found: list[int] = []
         tree = explore(play, found)
         mean = f", mean {sum(found) / len(found):.2f} guesses" if found else ""

@@ -29,7 +29,8 @@ from rich.text import Text
 # The processes that compute rewards import this module, and importing torch would slow their start. workflow.py and
 # tasks/base_model.py import torch. Hence WORKFLOW is a string, and base_model is imported inside make_model.
 
-SIDE, MAZE_SEED, SOBER, CURFEW = 12, 96, 0.4, 64
+SIDE, MAZE_SEED, HOMES = 12, 96, ("a1", "l12")
+SOBER, CURFEW = 0.4, 64  # the drunk's probability of the right way, and his largest number of moves
 Cell = tuple[int, int]  # column, row; (0, 0) is a1, at the bottom left
 WORKFLOW = "workflow.RLVRWorkflow"
 WORKFLOW_KWARGS = {"reward_fn": "tasks.maze.reward"}
@@ -44,13 +45,12 @@ def name(cell: Cell) -> str:
 
 
 CELLS = {name((x, y)): (x, y) for x in range(SIDE) for y in range(SIDE)}
-HOMES = ("a1", "l12")
 
 
 @cache
-def passages(seed: int = MAZE_SEED) -> dict[Cell, frozenset[Cell]]:
+def passages() -> dict[Cell, set[Cell]]:
     """Return each cell's open neighbours. Depth-first search makes a maze with exactly one way between two cells."""
-    rng = random.Random(seed)
+    rng = random.Random(MAZE_SEED)
     open_to: dict[Cell, set[Cell]] = {cell: set() for cell in CELLS.values()}
     trail = [(0, 0)]
     while trail:
@@ -63,7 +63,7 @@ def passages(seed: int = MAZE_SEED) -> dict[Cell, frozenset[Cell]]:
             trail.append(there)
         else:
             trail.pop()
-    return {cell: frozenset(ways) for cell, ways in open_to.items()}
+    return open_to
 
 
 @cache
@@ -83,12 +83,8 @@ def distances(home: str) -> dict[Cell, int]:
 
 def dataset(split: str = "train") -> list[dict]:
     """Return one prompt for every pair of a start cell and another home: 286 prompts."""
-    return [
-        {"messages": [{"role": "user", "content": f"from {start} to {home}"}], "start": start, "home": home}
-        for home in HOMES
-        for start in CELLS
-        if start != home
-    ]
+    pairs = [(start, home) for home in HOMES for start in CELLS if start != home]
+    return [{"messages": [{"role": "user", "content": f"from {a} to {b}"}], "start": a, "home": b} for a, b in pairs]
 
 
 def walk_of(answer: str, start: str) -> list[Cell] | None:
