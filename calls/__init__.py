@@ -1,8 +1,14 @@
-"""One call of an agent, from its JSON to tokens and back.
+"""The modules in calls/ turn one call of an agent from JSON into tokens, and the model's tokens into a JSON reply.
 
-Read the modules in the order of a request: messages.py (three protocols become one request), prompts.py (messages
-become tokens, exactly once), turn.py (one call from its first byte to its last), tools.py (what the model's text
-contains), replies.py (one answer becomes three protocols). sessions.py holds the episodes that are open at the proxy,
-client.py is the other end of an episode. This room may import the conversation tree and the records of a request; it
-knows nothing of rollouts and training.
+Read the modules in the order in which a request passes through them:
+
+    messages.py   read a request in one of three protocols
+    turn.py       answer one call, from the entry in the conversation tree to the last byte of the reply
+    prompts.py    turn messages into prompt tokens, and output tokens into text
+    tools.py      split a model's text into reasoning, text and tool calls
+    replies.py    write an answer in one of three protocols
+
+sessions.py keeps the proxy's sessions. side_conversations.py finds calls that a client makes for its own purposes.
+client.py connects an episode to the proxy. The modules may import the conversation tree and the records of a request,
+but nothing of rollouts and training.
 """

@@ -1,7 +1,7 @@
-"""The two ways in which an episode reaches the proxy: over HTTP, or inside its own process.
+"""Connect an episode to the proxy in one of two ways: over HTTP, or inside the process of the workflow.
 
-1. Proxy approach. The agent talks HTTP to the proxy with any SDK, and the workflow manages the agent's session with an
-   `OpenAIProxyClient`. The tokens stay at the proxy until the workflow exports them.
+1. Proxy approach. The agent sends HTTP requests to the proxy with any SDK, and the workflow manages the agent's session
+   with an `OpenAIProxyClient`. The proxy keeps the tokens until the workflow exports the session.
 
        client = OpenAIProxyClient(transport, base_url, admin_key, task_id)
        await client.grant_capacity()                            # the proxy may start one more session
@@ -10,23 +10,23 @@
            await client.set_last_reward(reward)
        interactions = await client.export_interactions(discount=0.9, style="concat")
 
-   The session ends however the block is left. If an exception leaves the block, nobody will export the session, so the
-   proxy is told to forget it. An error of that last request never hides the agent's exception. If the proxy refuses a
-   request, the client raises `Refusal` with the proxy's status and message. It retries nothing: the proxy is a process
-   of the same run, and a lost connection means that it has died.
+   The session ends at the end of the block, with or without an exception. After an exception no export follows, so the
+   client also makes the proxy forget the session. If this last request fails, the block still raises the agent's
+   exception. If the proxy refuses a request, the client raises `Refusal` with the status and message of the reply. The
+   client never retries a request: the proxy is a process of the run, so a lost connection means that the proxy died.
 
-2. Direct approach (Agent Workflow, "Direct Approach", a legacy pattern). A RolloutWorkflow calls the model itself, with
-   an `ArealOpenAI`. This is an AsyncOpenAI that is bound to an engine. Its HTTP client hands each request to the
-   application of the proxy in the same process. Prompts, tool calls, errors and the conversation tree are therefore the
-   proxy's own, and a reward changes the tree at once.
+2. Direct approach (Agent Workflow, "Direct Approach", a legacy pattern). A RolloutWorkflow calls the model with an
+   `ArealOpenAI`, an AsyncOpenAI that is connected to an engine. The HTTP client of an `ArealOpenAI` passes each request
+   to the proxy's application in the same process. The proxy's code therefore handles prompts, tool calls and errors in
+   both approaches. In the direct approach, setting a reward changes the conversation tree at once.
 
        client = ArealOpenAI(engine, tokenizer)
        reply = await client.chat.completions.create(model="default", messages=messages)
        client.set_last_reward(1.0)
        interactions = client.export_completions(turn_discount=0.9)
 
-What it does not promise: no session survives its proxy. An `ArealOpenAI` has one session for its whole life, so an
-episode needs a client of its own.
+The module does not promise that a session survives the end of its proxy. An `ArealOpenAI` has only one session, so each
+episode needs a separate client.
 """
 
 import math
@@ -42,22 +42,23 @@ import orjson
 from cache import Interaction, finite
 from run.fields import Refusal
 
-TIMEOUT = httpx.Timeout(600.0).as_dict()  # seconds for one request
+TIMEOUT = httpx.Timeout(600.0).as_dict()  # seconds that one request may take
 
-# The HTTP library of the installed openai SDK: httpx, or httpx2 since openai 3.0. The SDK's client class inherits from
-# the library's, which stands in a module such as "httpx._client"; the first word is the library.
+# `sdk_http` is the HTTP library of the installed openai SDK: httpx, or httpx2 since openai 3.0. The SDK's client class
+# inherits from the library's client class. The module of that class, such as "httpx._client", begins with the library's
+# name.
 _library_client: Any = openai.DefaultAsyncHttpxClient.__base__
 sdk_http: Any = sys.modules[_library_client.__module__.partition(".")[0]]
 
 
 @dataclass(eq=False)
 class ExportedInteraction(Interaction):
-    """An interaction that the proxy has exported: a row of lists in place of the engine's response."""
+    """An interaction that the proxy has exported. A row of lists takes the place of the engine's response."""
 
-    row: dict[str, list] = field(default_factory=dict)  # its tensors, as lists
+    row: dict[str, list] = field(default_factory=dict)  # the interaction's tensors, as lists
 
     def to_lists(self) -> dict[str, list]:
-        """Return the exported row with the present reward of this turn, which may have been set since."""
+        """Return the exported row with this turn's current reward, which may have changed since the export."""
         reward = self.reward or 0.0
         turns = zip(self.row["turn_ids"], self.row["turn_rewards"], strict=True)
         turn_rewards = [reward if turn == self.turn else other for turn, other in turns]
@@ -65,28 +66,28 @@ class ExportedInteraction(Interaction):
 
 
 class OpenAIProxyClient:
-    """One session at the proxy, as the workflow sees it. Many sessions may share a transport; the caller closes it.
+    """The workflow's client for one session at the proxy. Many clients may share a transport, which the caller closes.
 
-    The five requests of an episode go straight to the httpx transport. httpx's client class would add a third to the
-    time of each request.
+    The client sends requests directly through the httpx transport, because each request through httpx's client class
+    takes a third longer.
     """
 
     def __init__(self, transport: httpx.AsyncBaseTransport, base_url: str, admin_key: str, task_id: str) -> None:
         self._transport = transport
         self._base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {admin_key}"}  # the proxy ignores it if the path names a session
+        self._headers = {"Authorization": f"Bearer {admin_key}"}  # ignored if the path contains a session id
         self.task_id = task_id
-        self.session_id = ""  # set when the session starts, like the key
-        self.api_key = ""
-        self.rewarded_count = 0  # interactions with a reward; set when the session ends
+        self.session_id = ""  # set when the session starts
+        self.api_key = ""  # set when the session starts
+        self.rewarded_count = 0  # number of interactions with a reward; set when the session ends
 
     @property
     def session_url(self) -> str:
-        """Return the base_url for the agent."""
+        """Return the base_url that the agent's SDK needs."""
         return f"{self._base_url}/{self.session_id}/v1"
 
     async def grant_capacity(self) -> int:
-        """Allow the proxy to start one more session, and return how many it may start now."""
+        """Allow the proxy to start one more session. Return how many sessions the proxy may start now."""
         return (await self._post("/grant_capacity", {}))["capacity"]
 
     async def __aenter__(self) -> Self:
@@ -103,7 +104,7 @@ class OpenAIProxyClient:
                 raise
 
     async def set_reward(self, interaction_id: str, reward: float) -> None:
-        """Set the reward of one interaction. Raises ValueError if it is not finite, Refusal for an unknown id."""
+        """Set the reward of one interaction. Raises ValueError if `reward` is not finite, Refusal for an unknown id."""
         body = {"interaction_id": interaction_id, "reward": finite(reward)}
         await self._post(f"/{self.session_id}/rl/set_reward", body)
 
@@ -114,21 +115,18 @@ class OpenAIProxyClient:
     async def export_interactions(self, discount: float = 1.0, style: str = "individual") -> dict[str, Interaction]:
         """Return the interactions of the session with their discounted rewards. The proxy then forgets the session.
 
-        An interaction knows its parent if the parent is exported too; in style "individual" it always is.
+        An interaction has a `parent` if the parent is also exported. In style "individual", every parent is exported.
         """
         body = {"session_id": self.session_id, "discount": discount, "style": style}
         answer = (await self._post("/export_trajectories", body))["interactions"]
         rows: dict[str, Interaction] = {}
         for interaction_id, exported in answer.items():  # parents come before their children
-            rows[interaction_id] = ExportedInteraction(
-                exported["messages"],
-                interaction_id,
-                output_message_list=exported["output"],
-                reward=exported["reward"],
-                parent=rows.get(exported["parent"]),
-                turn=max(exported["tensors"]["turn_ids"], default=0),
-                row=exported["tensors"],
-            )
+            row, messages = exported["tensors"], exported["messages"]
+            interaction = ExportedInteraction(messages, interaction_id, reward=exported["reward"], row=row)
+            interaction.output_message_list = exported["output"]
+            interaction.parent = rows.get(exported["parent"])
+            interaction.turn = max(row["turn_ids"], default=0)
+            rows[interaction_id] = interaction
         return rows
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -143,14 +141,14 @@ class OpenAIProxyClient:
 
 
 class ArealOpenAI(openai.AsyncOpenAI):
-    """An AsyncOpenAI whose requests are answered by the proxy's own code, in this process.
+    """An AsyncOpenAI client. The proxy's code answers the client's requests inside this process.
 
     `engine` has `async agenerate(ModelRequest)`. `options` are fields of `proxy.Proxy` (seed, sampling, and so on).
-    `cache` is the conversation tree of the client's one session.
+    `cache` is the conversation tree of the client's only session.
     """
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:
-        from proxy import create_app  # here, because only the direct approach needs fastapi
+        from proxy import create_app  # imported here, because only the direct approach needs fastapi
 
         options = {"session_timeout_seconds": math.inf} | options
         app = create_app(engine, tokenizer, secrets.token_urlsafe(), **options)
@@ -161,14 +159,14 @@ class ArealOpenAI(openai.AsyncOpenAI):
         super().__init__(base_url=url, api_key=session.session_id, http_client=http_client, max_retries=0)
 
     def copy(self, **changes: Any) -> openai.AsyncOpenAI:  # type: ignore[override]
-        """Return a client of this session with other options, such as a timeout or headers."""
+        """Return a client of this session with changed options, such as a timeout or headers."""
         plain = openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=self._client)
         return plain.copy(**{"max_retries": 0} | changes)
 
     with_options = copy  # type: ignore[assignment]
 
     def get_interaction(self, interaction_id: str) -> Interaction:
-        """Return the interaction with the id of a completion or response. Raises KeyError for an unknown id."""
+        """Return the interaction of the completion or response with this id. Raises KeyError for an unknown id."""
         return self.cache[interaction_id]
 
     def set_reward(self, interaction_id: str, reward: float) -> None:
@@ -183,16 +181,19 @@ class ArealOpenAI(openai.AsyncOpenAI):
         self.cache.set_last_reward(reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Add the discounted rewards of later turns to each turn (`cache.py`). May be called once."""
+        """Add the discounted rewards of later turns to each turn (`cache.py`). May be called only one time."""
         self.cache.apply_reward_discount(turn_discount)
 
     def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
-        """Return every interaction, or in style "concat" every leaf of the tree. Raises ValueError for other styles."""
+        """Return all finished interactions (style "individual") or the last interaction of each row (style "concat").
+
+        Raises ValueError for an unknown style.
+        """
         return self.cache.export_interactions(style)
 
     def export_completions(self, turn_discount: float = 1.0) -> dict[str, Interaction]:
-        """Discount the rewards and return every interaction; AReaL's older name for these two steps."""
+        """Discount the rewards and return all interactions. AReaL's older API has this method for the two steps."""
         self.apply_reward_discount(turn_discount)
         return self.export_interactions("individual")
 
-    get_completions = get_interaction  # AReaL's older name
+    get_completions = get_interaction  # AReaL's older name of `get_interaction`

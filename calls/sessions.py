@@ -1,8 +1,8 @@
-"""The sessions of a proxy: which may start, which are known, and which have expired.
+"""Keep the table of a proxy's sessions: start sessions, find sessions by id, and forget old sessions.
 
-An episode is a session. One grant admits one session. The dispatcher decides when an episode may start, and the grant
-brings this decision to the proxy. A start that fails leaves its grant for the next try. A grant that nobody uses lapses
-after GRANT_SECONDS. So a failed start never changes for good how many sessions may run.
+Each episode has one session, and each session needs one grant to start. The dispatcher decides when an episode may
+start, and the grant tells the proxy of this decision. If a start fails, the grant stays for the next try. An unused
+grant lapses after GRANT_SECONDS. A failed start therefore has no lasting effect on the number of sessions.
 
     state      | meaning
     -----------+-----------------------------------------------------------------------------
@@ -10,13 +10,13 @@ after GRANT_SECONDS. So a failed start never changes for good how many sessions 
     ended      | the session takes no more calls and waits for its export
     forgotten  | the session was exported or discarded after its end, or it was idle for too long
 
-A session is idle from the end of its last request. It is never idle while it generates. With a timeout of 3600 seconds,
-a session whose last answer came at 12:00 is forgotten at 13:00. No timer runs: the proxy looks for sessions that were
-idle for too long whenever a session starts or a request names one. A forgotten session loses its conversation tree.
+A session is idle after its last request has arrived and all its answers are generated. With a timeout of 3600 seconds,
+a session whose last answer was complete at 12:00 expires at 13:00. There is no timer: the proxy looks for expired
+sessions whenever a session starts or a request contains a session id. A forgotten session loses its conversation tree.
 
-A session also remembers which request it answered with which turn, so that turn.py can recognise a client's retry.
+A session also contains the turn of each earlier request, so that turn.py can recognise a client's retry.
 
-The methods decide and do no I/O. The time comes from the function `clock`.
+The methods do no input or output. The function `clock` returns the time.
 
 The module does not promise that an ended session is exported: a session that is not exported in time is forgotten.
 """
@@ -31,21 +31,21 @@ from cache import InteractionCache
 from calls.messages import Found, Refusal
 from calls.side_conversations import PATTERNS
 
-GRANT_SECONDS = 60.0  # an unused grant lapses after this time
+GRANT_SECONDS = 60.0  # seconds until an unused grant lapses
 
 
 @dataclass(eq=False)
 class Session:
-    """One episode and all of its state."""
+    """The proxy's record of one episode."""
 
     session_id: str
     task_id: str
     last_used: float  # when the last request started or ended, in seconds of `clock`
     cache: InteractionCache
-    calls: int = 0  # number of answers that calls have asked for
+    calls: int = 0  # number of answers that the agent has requested
     running: set[Any] = field(default_factory=set)  # turns (turn.py) that are being generated
-    turns: dict[bytes, list[Any]] = field(default_factory=dict)  # the turns of each request body, by its hash
-    ended: bool = False
+    turns: dict[bytes, list[Any]] = field(default_factory=dict)  # hash of a request's body -> turns with this body
+    ended: bool = False  # whether the session refuses calls
 
     def finished(self, interaction_id: str) -> Found | None:
         """Return the messages and tools of a finished interaction, or None if the id is unknown or unfinished."""
@@ -54,14 +54,14 @@ class Session:
 
 
 class SessionTable(dict[str, Session]):
-    """The open and ended sessions by their ids, and the grants for new ones."""
+    """The open and ended sessions by their ids, and the grants for new sessions."""
 
     def __init__(self, timeout: float, clock: Callable[[], float], side_patterns: Collection[str] = PATTERNS) -> None:
         super().__init__()
         self.timeout = timeout
         self.clock = clock
         self.side_patterns = side_patterns
-        self._grants: deque[float] = deque()  # when each unused grant lapses, earliest first
+        self._grants: deque[float] = deque()  # the time at which each unused grant lapses, earliest first
 
     @property
     def capacity(self) -> int:
@@ -71,7 +71,7 @@ class SessionTable(dict[str, Session]):
         return len(self._grants)
 
     def find(self, session_id: str) -> Session:
-        """Return a session and restart its timeout. Raises Refusal 404 if it is unknown, exported or expired."""
+        """Return a session and restart its timeout. Raises Refusal 404 for an unknown, exported or expired session."""
         self.expire()
         session = self.get(session_id)
         if session is None:
@@ -80,14 +80,14 @@ class SessionTable(dict[str, Session]):
         return session
 
     def open(self, session_id: str) -> Session:
-        """Return a session that takes calls. Raises Refusal 404 if it is unknown, 410 if it has ended."""
+        """Return a session that takes calls. Raises Refusal 404 for an unknown session, 410 for an ended session."""
         session = self.find(session_id)
         if session.ended:
             raise Refusal("session: it has ended and takes no more work; start a new one", 410)
         return session
 
     def grant(self) -> int:
-        """Let one more session start; return how many may start now."""
+        """Add one grant, so that one more session may start. Return how many sessions may start now."""
         self._grants.append(self.clock() + GRANT_SECONDS)
         return self.capacity
 
@@ -106,18 +106,18 @@ class SessionTable(dict[str, Session]):
         session.last_used = self.clock()
 
     def end(self, session: Session) -> None:
-        """End a session: it takes no more calls, and its running turns are stopped."""
+        """End a session: stop the running turns, and refuse new calls from now on."""
         session.ended = True
         for turn in session.running:
             turn.end_with_session()
 
     def forget(self, session: Session) -> None:
-        """End a session and remove it with its conversation tree."""
+        """End a session, and remove the session and its conversation tree from the table."""
         self.end(session)
         self.pop(session.session_id, None)
 
     def expire(self) -> None:
-        """Forget every session that has been idle for longer than the timeout."""
+        """Forget every session that has been idle for at least the timeout."""
         for session in list(self.values()):
             if self.clock() - session.last_used >= self.timeout and not session.running:
                 self.forget(session)
