@@ -96,20 +96,15 @@ def walk_of(answer: str, start: str) -> list[Cell] | None:
     return walk if all(there in passages()[here] for here, there in pairwise(walk)) else None
 
 
-def spl(answer: str, start: str, home: str) -> float:
+def reward(prompt: str, completions: str, prompt_ids: list, completion_ids: list, start: str, home: str, **_) -> float:
     """Return SPL = S * l / max(p, l), where S is 1 for success, l the shortest and p the walked length.
 
-    Source: Anderson et al. 2018.
+    The parameters are those of AReaL's reward functions. Source: Anderson et al. 2018.
     """
-    walk = walk_of(answer, start)
+    walk = walk_of(completions, start)
     if walk is None or walk[-1] != CELLS[home]:
         return 0.0
     return distances(home)[CELLS[start]] / (len(walk) - 1)
-
-
-def reward(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data) -> float:
-    """Return the SPL of an answer. The parameters are those of AReaL's reward functions."""
-    return spl(completions, data["start"], data["home"])
 
 
 # ---------------------------------------------------------------- the base model
@@ -177,10 +172,9 @@ def summary(ask: Callable[[list[dict]], str], console: Console) -> None:
     """Draw the greedy policy's walk for a typical prompt. `ask` returns the greedy answer to a conversation."""
     instance = typical()
     start, home = instance["start"], instance["home"]
-    answer = ask(instance["messages"])
-    walk = walk_of(answer, start)
+    walk = walk_of(ask(instance["messages"]), start)
     shortest = distances(home)[CELLS[start]]
     console.print(f"A typical way home, from {start} (S) to {home} (H): {shortest} moves at best.")
     moves = f"makes {len(walk) - 1} moves" if walk else "runs into a wall"
-    console.print(f"The greedy policy {moves} and is {'' if spl(answer, start, home) else 'not '}home.")
+    console.print(f"The greedy policy {moves} and is {'' if walk and walk[-1] == CELLS[home] else 'not '}home.")
     console.print(draw(walk or [CELLS[start]], home))

@@ -251,8 +251,8 @@ def test_drunkard_comes_home_sometimes() -> None:
     walks = [(d, maze.stagger(rng, d["start"], d["home"])) for d in maze.dataset() for _ in range(3)]
     answers = [(" ".join(map(maze.name, walk)), d["start"], d["home"]) for d, walk in walks]
     assert all(maze.walk_of(answer, start) is not None for answer, start, _ in answers)
-    home = sum(maze.spl(*answer) > 0 for answer in answers) / len(answers)
-    assert 0.2 < home < 0.35
+    rewards = [maze.reward("", answer, [], [], start=start, home=home) for answer, start, home in answers]
+    assert 0.2 < sum(reward > 0 for reward in rewards) / len(rewards) < 0.35
 
 
 # ---------------------------------------------------------------- what is printed
