@@ -1,14 +1,14 @@
 """Read the fields of a JSON body. If a field is wrong, the error message contains the name of the field.
 
-A client or a model may send JSON of any type and any depth. These functions return a value of the expected type or
-raise `Refusal`, for which the proxy returns status 400:
+A client or a model may send JSON of any type and any depth. The functions of this module return a value of the expected
+type or raise `Refusal`, to which the proxy replies with status 400:
 
     get({"tools": "f"}, "tools", list)                  -> Refusal "tools: a list is needed"
     get({"text": {"format": {}}}, "text.format", dict)  -> {}
     get({}, "stream", bool, False)                      -> False
 
-Every client must be able to read and write the accepted JSON. Therefore the functions refuse NaN, lone surrogates, and
-more than `LEVELS` levels of nesting.
+Every client must be able to read and write the accepted JSON. Therefore `read_json` refuses NaN, lone surrogates (a
+half of a UTF-16 pair), and more than `LEVELS` levels of nesting.
 """
 
 import json
@@ -20,7 +20,7 @@ NOUN = {bool: "true or false", dict: "an object", list: "a list", str: "a string
 
 
 class Refusal(ValueError):
-    """An error in a client's request. The message contains the name of the wrong field, or the remedy."""
+    """An error in a client's request. The message contains the name of the wrong field, or what the client must do."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class Refusal(ValueError):
 
 
 def read_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError if some clients could not read or write the value."""
+    """Return the value of a JSON text. Raises ValueError unless every client can read and write this JSON."""
     try:
         value = json.loads(text, parse_float=_number, parse_int=_number, parse_constant=_number)
     except RecursionError as error:
@@ -38,21 +38,21 @@ def read_json(text: str) -> Any:
 
 
 def _number(text: str) -> float | int:
-    """Return a JSON number as JavaScript would: 2.0 becomes 2, and an integer of more than 64 bits becomes a float."""
+    """Convert a JSON number as JavaScript does: 2.0 becomes 2, and an integer of more than 64 bits becomes a float."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text}: a finite number is needed")
     if not value.is_integer() or abs(value) >= 2**63:
         return value
-    # A float cannot hold all digits of a long integer.
+    # A float cannot represent all digits of a long integer, so `text` is converted without a float in between.
     return int(text) if text.removeprefix("-").isdigit() else int(value)
 
 
 def write_json(value: Any, name: str) -> str:
-    """Return `value` as JSON text with sorted keys. Raises Refusal with the field's `name` for too deep nesting."""
+    """Return `value` as JSON text with sorted keys. Raises Refusal, with the field's `name`, for too deep nesting."""
     try:
         text = json.dumps(value, sort_keys=True, ensure_ascii=False)
-        # The number of brackets is fast to count and at least the number of levels.
+        # Counting brackets is fast. The number of opening brackets is never smaller than the number of levels.
         if text.count("{") + text.count("[") <= LEVELS or not _is_deep(value, LEVELS):
             return text
     except RecursionError:
@@ -69,7 +69,7 @@ def _is_deep(value: Any, levels: int) -> bool:
 
 
 def as_object(value: Any, where: str) -> dict[str, Any]:
-    """Return `value`, which must be a JSON object. If not, raises a Refusal whose message begins with `where`."""
+    """Return `value`. Raises Refusal, with a message that begins with `where`, if `value` is not a JSON object."""
     if not isinstance(value, dict):
         raise Refusal(f"{where}: an object is needed")
     return value
@@ -78,7 +78,7 @@ def as_object(value: Any, where: str) -> dict[str, Any]:
 def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where: str = "") -> Any:
     """Return the field at a dotted path such as "text.format", or `default` if the field is absent or null.
 
-    `where` is the path of `body` inside a larger body. Raises Refusal if the type of the field is not `kind`.
+    `where` is the path of `body` in a larger body, for error messages. Raises Refusal if the field is not a `kind`.
     """
     outer, _, name = path.rpartition(".")
     value = (get(body, outer, dict, {}) if outer else body).get(name)

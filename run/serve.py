@@ -1,8 +1,8 @@
-"""Functions that start and end a server process, shared by the proxy and the small inference server (inference/tiny).
+"""Start and end a server process. The proxy and the small inference server (inference/tiny) use these functions.
 
-A server opens its port before it loads anything, and ends when its parent process dies. A server listens on 127.0.0.1
-by default. If a server cannot start, these functions raise OSError or ValueError. The error message is one line with
-the remedy, and the server's script prints the line.
+A server opens its port before it loads a model or tokenizer, and ends when its parent process dies. A server listens on
+127.0.0.1 by default. If a server cannot start, the functions raise OSError or ValueError. The error message is one line
+that says what to do, and the server's script prints the line.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from run.fields import Refusal, as_object
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. A server calls `listen` before it loads anything, to report a port in use at once.
+    """Return a listening socket. A server calls `listen` before loading anything, to report a port in use at once.
 
-    Raises OSError if the port is in use or is no valid port.
+    Raises OSError if the port is in use or is not a valid port.
     """
-    if not 0 <= port < 65536:  # create_server would also raise, but would leave its socket open
+    if not 0 <= port < 65536:  # create_server would also raise for such a port, but would leave a socket open
         raise OSError(f"--port {port}: a number from 0 (any free port) to 65535 is needed")
     try:
         return socket.create_server((host, port))
@@ -35,15 +35,15 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
     """Serve `app` until the process receives a signal. With `exit_with_parent`, also stop when standard input closes.
 
-    Standard input is a pipe from the parent process, so the pipe closes when the parent dies.
+    With `exit_with_parent`, standard input is a pipe from the parent process, and the pipe closes when the parent dies.
     """
-    # The server keeps an idle connection open for 75 s. Clients close idle connections much earlier. If the server
-    # closed a connection while a client sends a request over this connection, the request would fail.
+    # The server keeps an idle connection open for 75 s, which is much longer than clients do. If the server closed a
+    # connection while a client sends a request over this connection, the request would fail.
     options: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}  # seconds
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, **options))
 
     def follow_parent() -> None:
-        while os.read(0, 4096):  # sys.stdin.read would hold a lock, and the process would hang at its end
+        while os.read(0, 4096):  # sys.stdin.read would hold a lock, and the process would hang when it exits
             pass
         server.should_exit = True
 
@@ -54,7 +54,7 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
 
 
 def read_object(raw: bytes) -> dict[str, Any]:
-    """Return a request's body as a JSON object. An empty body is {}. Raises Refusal if the body is no JSON object."""
+    """Return the JSON object in a request's body, or {} for an empty body. Raises Refusal for any other body."""
     try:
         return as_object(orjson.loads(raw or b"{}"), "body")
     except orjson.JSONDecodeError as error:
@@ -70,8 +70,8 @@ def reply(body: Any, status: int = 200) -> Response:
 def load_tokenizer(model_path: str) -> Any:
     """Return the tokenizer of a model folder. Raises ValueError if the folder has no tokenizer.
 
-    transformers imports torch if torch is found, which takes seconds. A tokenizer does not need torch, so this function
-    hides torch from transformers.
+    If transformers finds torch, transformers imports torch, and this import takes seconds. A tokenizer does not need
+    torch, so this function hides torch from transformers.
     """
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
