@@ -68,7 +68,6 @@ from engine import EngineError, RemoteInfEngine
 from inference.io_struct import GenerationHyperparameters, ModelRequest, call_seed
 from run.serve import listen, load_tokenizer, read_object, reply, serve
 
-ERRORS = (Refusal, ValueError, EngineError, HTTPException, ClientDisconnect)
 MAX_BODY = 64 * 2**20  # largest accepted request body, in bytes
 LONG_BODY = 2**18  # bytes; a thread builds the prompt of a longer body, because tokenising a long text takes seconds
 
@@ -295,7 +294,7 @@ async def error_reply(request: Request, error: Exception) -> Response:
 def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> FastAPI:
     """Return the web application. `engine` has `async agenerate(ModelRequest)`; `options` are fields of `Proxy`."""
     proxy = Proxy(engine, tokenizer, admin_key, **options)
-    handlers: Any = dict.fromkeys(ERRORS, error_reply)
+    handlers: Any = dict.fromkeys((ValueError, EngineError, HTTPException, ClientDisconnect), error_reply)
     app = FastAPI(title="nano-areal proxy", openapi_url=None, exception_handlers=handlers)
     app.state.proxy = proxy
     app.add_route("/health", proxy.health)
@@ -320,8 +319,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--model-path", required=True, help="Hugging Face folder with the tokenizer")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8100, help="port to listen on")
-    given = os.environ.get("NANO_AREAL_ADMIN_KEY")
-    add("--admin-key", default=given, help="default: $NANO_AREAL_ADMIN_KEY, or a new key that the proxy prints")
+    add("--admin-key", default=os.getenv("NANO_AREAL_ADMIN_KEY"), help="default: $NANO_AREAL_ADMIN_KEY or a new key")
     add("--seed", type=int, help="an integer makes the sampling of a run repeatable")
     add("--sampling", type=orjson.loads, default={}, help='default parameters as JSON, like {"max_new_tokens": 500}')
     add("--request-timeout", type=float, default=3600.0, help="seconds that one generation may take")
@@ -344,9 +342,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             listener = stack.enter_context(listen(args.host, args.port))
             tokenizer = load_tokenizer(args.model_path)
-            engine = RemoteInfEngine(
-                args.server, request_timeout=args.request_timeout, request_retries=args.request_retries
-            )
+            engine = RemoteInfEngine(args.server, "retract", args.request_timeout, args.request_retries)
             stack.callback(engine.destroy)
             engine.initialize()
             if engine.context_length:

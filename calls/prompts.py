@@ -49,7 +49,6 @@ from jinja2 import TemplateError
 from cache import Interaction
 from calls.messages import AgentRequest, Message, Refusal
 from calls.tools import without_partial
-from inference.io_struct import GenerationHyperparameters
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
@@ -151,9 +150,7 @@ class TextReader:
     U+FFFD for the bytes of an incomplete character.
     """
 
-    def __init__(
-        self, tokenizer: Any, gconfig: GenerationHyperparameters, opening: str = "", special_tokens: bool = False
-    ) -> None:
+    def __init__(self, tokenizer: Any, gconfig: Any, opening: str = "", special_tokens: bool = False) -> None:
         self._tokenizer, self._opening, self._skips = tokenizer, opening, not special_tokens
         self._stop, self._stop_ids = gconfig.stop, frozenset(gconfig.stop_token_ids)
         # Only these three attributes change:

@@ -76,8 +76,7 @@ class Turn:
         self.ids = [first, *(f"{first}-{k}" for k in range(1, ask.n))]  # one interaction for each answer
         for name in self.ids:
             interaction = Interaction(ask.messages, template_key=ask.template_key, trainable=ask.store, tools=ask.tools)
-            session.cache.enter(name, interaction)
-        self.parent = session.cache[first].parent
+            self.parent = session.cache.enter(name, interaction).parent  # all answers have the same parent
         self.ask = dataclasses.replace(ask, messages=[])  # the tree keeps the messages
         # Only these attributes change:
         self.state = State.RUNNING
