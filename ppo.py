@@ -46,8 +46,6 @@ from torch import Tensor
 from run.config import NormConfig, PPOActorConfig
 from training.advantages import generalised_advantage, kl_estimate, leave_one_out_mean, overlong_penalty
 
-Batch = dict[str, Tensor]
-
 
 def describe_mode(config: PPOActorConfig) -> str:
     """Return one line that states the objective and the source of each policy's logprobs (write-up, section 5.2)."""
@@ -111,7 +109,7 @@ def normalise(returns: Tensor, group_ids: Tensor, turn_ids: Tensor, norm: NormCo
     return ((R - b) / s).float()
 
 
-def compute_advantages(batch: Batch, config: PPOActorConfig) -> Tensor:
+def compute_advantages(batch: dict[str, Tensor], config: PPOActorConfig) -> Tensor:
     """Return the advantages (B, T) float32: each trained token has the advantage of its turn, all other tokens have 0.
 
     Reads loss_mask, turn_ids and turn_rewards (B, T) and group_ids (B,). A KL penalty in the reward also needs logprobs
@@ -150,9 +148,7 @@ def compute_advantages(batch: Batch, config: PPOActorConfig) -> Tensor:
 
     # 4. A = (R - b) / s. Each token of the turn gets A, or a share of A with GAE.
     A = normalise(returns, batch["group_ids"][row].long(), turn, config.adv_norm)  # (N,)
-    credit = A[turn_of]  # (M,)
-    if config.gamma * config.gae_lambda != 1:
-        credit = generalised_advantage(A, turn_of, config.gamma, config.gae_lambda)
+    credit = generalised_advantage(A, turn_of, config.gamma, config.gae_lambda)  # (M,)
     return torch.zeros(trained.numel()).index_copy_(0, at, credit).view(trained.shape)  # (B, T)
 
 
@@ -184,7 +180,7 @@ def aggregation_weights(lengths: Tensor, how: str, constant: int | None) -> Tens
 
         how = "token"       sum_i sum_t L_it / sum_i n_i       every token counts equally
         how = "sequence"    1/S sum_i (1/n_i) sum_t L_it       every sequence counts equally (GRPO)
-        how = "constant"    1/S sum_i (1/C) sum_t L_it         every token counts 1/C in a sequence of any length (Dr. GRPO)
+        how = "constant"    1/S sum_i (1/C) sum_t L_it         every token counts 1/C in every sequence (Dr. GRPO)
 
     `lengths` (B,) holds n_i, the number of trained tokens of each sequence of the mini-batch, on all ranks. S is the
     number of sequences with n_i > 0, and C is `constant`. The loss is linear in the advantages, so the caller

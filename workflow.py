@@ -52,7 +52,7 @@ from typing import Any
 import openai
 import torch
 
-from cache import InteractionWithTokenLogpReward
+from cache import Interaction
 from calls.client import OpenAIProxyClient, sdk_http
 from calls.messages import AgentRequest
 from calls.prompts import PromptBuilder
@@ -64,7 +64,7 @@ from rollout.workers import WorkerPool, check_importable, run_agent, time_limit
 
 logger = logging.getLogger("nano_areal.workflow")
 
-EpisodeResult = Trajectory | dict[str, InteractionWithTokenLogpReward] | None
+EpisodeResult = Trajectory | dict[str, Interaction] | None
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ class RolloutWorkflow(ABC):
 def is_interactions(result: Any) -> bool:
     """Return whether an episode returned interactions and not tensors."""
     values = result.values() if isinstance(result, dict) else ()
-    return bool(values) and all(isinstance(value, InteractionWithTokenLogpReward) for value in values)
+    return bool(values) and all(isinstance(value, Interaction) for value in values)
 
 
 def to_tensors(result: Any) -> Trajectory:
-    """Return an episode's result as tensors, one row per interaction. `parents` holds each row's parent."""
+    """Return an episode's result as tensors, one row per interaction. `parents` holds the index of each parent row."""
     if not is_interactions(result):
         return result
     places = {interaction: k for k, interaction in enumerate(result.values())}
@@ -122,11 +122,9 @@ def to_tensors(result: Any) -> Trajectory:
 def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
     """Return one row [1, L] for a conversation in which each prompt begins with all earlier tokens.
 
-    Every turn gets the reward `reward`. The row looks like a row of an agent in export style concat (cache.py).
+    Every turn gets the reward `reward`. The row has the form of an agent's row in export style concat (cache.py).
     """
-    *earlier, last = [
-        InteractionWithTokenLogpReward([], model_response=turn, reward=reward, turn=k) for k, turn in enumerate(turns)
-    ]
+    *earlier, last = [Interaction([], model_response=turn, reward=reward, turn=k) for k, turn in enumerate(turns)]
     last.earlier = [(turn, True) for turn in earlier]
     return last.to_tensor_dict()
 
@@ -135,8 +133,8 @@ def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
 class RLVRWorkflow(RolloutWorkflow):
     """Sample one completion for the chat `data["messages"]`, and compute its reward.
 
-    `reward_fn(prompt, completion, prompt_ids, completion_ids, **data)` returns a number. It may be a function, a
-    coroutine function, or a string "module.function". `prompt` and `completion` are texts.
+    `reward_fn(prompt, completion, prompt_ids, completion_ids, **data)` returns a number. `prompt` and `completion` are
+    texts. `reward_fn` may be a function, a coroutine function, or a string "module.function".
     """
 
     reward_fn: Callable[..., Any] | str
@@ -171,7 +169,7 @@ class RLVRWorkflow(RolloutWorkflow):
 
 @dataclass(eq=False, repr=False)
 class MultiTurnWorkflow(RLVRWorkflow):
-    """Sample an answer. While its reward is not positive, add `reflection_message` and sample another answer.
+    """Sample an answer. While the reward is not positive, add `reflection_message` and sample another answer.
 
     If the k-th answer is the last one (k = 1, 2, ...), the episode's reward is turn_discount^(k-1) times the reward of
     this answer. Each new prompt consists of the last prompt, the sampled tokens, and the reflection message. Sampled
@@ -201,7 +199,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
             reward = await self.reward(turns[-1], data)
             # The next prompt holds the tokens of the answer, so the text of the answer is a placeholder.
             answer = [{"role": "assistant", "content": "replaced by the sampled tokens"}]
-            parent = InteractionWithTokenLogpReward(messages, model_response=turns[-1], output_message_list=answer)
+            parent = Interaction(messages, model_response=turns[-1], output_message_list=answer)
             messages = [*messages, *answer, {"role": "user", "content": self.reflection_message}]
             prompt_ids = self.prompts.prompt(AgentRequest(messages), parent)
         return to_row(turns, reward * self.turn_discount ** (len(turns) - 1))
@@ -269,13 +267,13 @@ def agents_pool(size: int) -> PerLoop[WorkerPool]:
 
 @dataclass(eq=False, repr=False)
 class OpenAIProxyWorkflow(RolloutWorkflow):
-    """Run an agent in a session of the proxy, set the rewards that it returns, and export its interactions."""
+    """Run an agent in a session of the proxy, set the rewards that it returns, and export the interactions."""
 
     agent: Any
     proxy_addr: str | tuple[str, ...]  # with several proxies, each episode uses one of them
     admin_key: str  # key of the proxy's management endpoints
     mode: str = "inline"  # where agents run: inline or subproc
-    subproc_max_workers: int = 4  # agents that run at once in mode subproc
+    subproc_max_workers: int = 4  # the largest number of agents that run at once in mode subproc
     discount: float = 1.0  # gamma: share of a turn's final reward that its parent receives
     export_style: str = "individual"  # individual: one row per turn; concat: one row per conversation
     episode_timeout: float = 3600.0  # seconds; a longer episode is cancelled and counted as failed
@@ -309,7 +307,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
                     await client.set_last_reward(rewards)
         interactions = await client.export_interactions(discount=self.discount, style=self.export_style)
         # Interactions without a reward are side conversations (calls/side_conversations.py). The result begins with
-        # the side conversations, so that its last row holds the reward of the episode.
+        # the side conversations, so that the last row of the result holds the reward of the episode.
         side = {key: value for key, value in interactions.items() if value.reward is None}
         return side | interactions if client.rewarded_count else None
 

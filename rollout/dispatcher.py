@@ -124,13 +124,12 @@ class DispatchState(Generic[TInput, TResult]):
 
     def start(self) -> list[TInput]:
         """Return the tasks that must start now, in order of start, and count them as running."""
-        started = []
-        for _ in range(min(self.may_start(), len(self.pending))):
-            task_id, task = self.pending.popitem(last=False)
-            self.order[task_id] = None
+        count = min(self.may_start(), len(self.pending))
+        started = [self.pending.popitem(last=False)[1] for _ in range(count)]  # the oldest pending tasks
+        for task in started:
+            self.order[task.task_id] = None
             self.manager.on_rollout_submitted()
-            self.trace("start", task_id)
-            started.append(task)
+            self.trace("start", task.task_id)
         return started
 
     def finish(self, result: TimedResult[TResult]) -> None:

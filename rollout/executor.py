@@ -9,7 +9,7 @@ Each prompt group goes through these steps:
 
  1. A sample is drawn from the dataloader and gets a task id (DataCursor).
  2. The dispatcher starts the task when the gate allows it (dispatcher.py).
- 3. `workflow.arun_episode(engine, data)` runs in the event loop's thread. It runs all members of a group (workflow.py).
+ 3. `workflow.arun_episode(engine, data)` runs all members of the group in the event loop's thread (workflow.py).
  4. Interactions become tensors, and check_trajectory_format checks these tensors.
  5. `complete` adds the tensors that the workflow left out.
  6. should_accept_fn accepts or rejects the group.
@@ -18,15 +18,15 @@ Each prompt group goes through these steps:
  8. `keep` writes an accepted group to a file, so that the group survives a crash. Then the group counts as accepted.
  9. The group waits for its turn in the order of start. prepare_batch consumes it.
 
-A workflow that returns None rejects the group, and the next sample takes its place. An exception in steps 3 to 8
+A workflow that returns None rejects the group, and another sample is drawn instead. An exception in steps 3 to 8
 also rejects the group, and counts it as failed. Many failures in a row stop the run (dispatcher.py).
 
-**Arguments.** Every call of prepare_batch uses its own workflow and should_accept_fn for the samples that it draws. A
-sample that an earlier call drew keeps the workflow of that call. A workflow given as a class is instantiated in every
-call. Pass an instance if the workflow must keep state from call to call.
+**Arguments.** Every call of prepare_batch uses its own workflow and should_accept_fn for the samples that the call
+draws. A sample that an earlier call drew keeps the workflow of that call. A workflow given as a class is instantiated
+in every call. Pass an instance if the workflow must keep state from call to call.
 
 **Recovery.** A task is open from the draw of its sample until its group is consumed or rejected. A checkpoint holds the
-open tasks, and after a crash the unfinished ones start again under their old ids (DataCursor, run/recover.py).
+open tasks, and after a crash the unfinished tasks start again under their old ids (DataCursor, run/recover.py).
 
 **Evaluation.** `for_evaluation()` makes a second executor that uses this engine and proxy. The second executor has no
 staleness gate, and it counts its task ids from 0.
@@ -126,16 +126,6 @@ class DataCursor:
         still_open = in_flight.union(self.restart)
         self.open = {task_id: sample for task_id, sample in self.open.items() if task_id in still_open}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the fields that a checkpoint saves."""
-        return {"next_id": self.next_id, "drawn": self.drawn, "open": dict(self.open)}
-
-    def load_state_dict(self, state: dict[str, Any], finished: Iterable[int]) -> None:
-        """Continue from `state`. The open tasks that are not in `finished` start again."""
-        self.next_id, self.drawn, self.open = state["next_id"], state["drawn"], dict(state["open"])
-        self.skip = self.drawn
-        self.restart = [task_id for task_id in self.open if task_id not in finished]
-
 
 @dataclass(eq=False, repr=False)
 class WorkflowExecutor:
@@ -168,6 +158,9 @@ class WorkflowExecutor:
             self.staleness_manager, head_version, max_queue_size, config.drop_stale, max_failures, self.trace
         )
         self.dispatcher = BatchTaskDispatcher(self._run_episode, decisions)
+        # The engine calls the first three of these methods, and the watcher of the processes calls `fail`.
+        self.pause, self.resume = self.dispatcher.pause, self.dispatcher.resume
+        self.on_new_version, self.fail = self.dispatcher.on_new_version, self.dispatcher.fail
         # All mutable state of this object. The dispatcher and the staleness manager have state of their own.
         self._cursor = DataCursor()
         self._keys: dict[type, frozenset[str]] = {}  # workflow class -> the keys of its first trajectory
@@ -239,7 +232,7 @@ class WorkflowExecutor:
         self._cursor.forget_closed(self.dispatcher.in_flight())
         return concat_padded_tensors(groups)
 
-    # ---- recovery (run/recover.py); call these two in the thread that calls prepare_batch
+    # ---- recovery (run/recover.py); call both methods in the thread that calls prepare_batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run in its data: next_id, drawn, and open (see DataCursor).
@@ -247,7 +240,7 @@ class WorkflowExecutor:
         Raises RuntimeError if the run has stopped, because it is then unknown which tasks are open.
         """
         self._cursor.forget_closed(self.dispatcher.in_flight())
-        return self._cursor.state_dict()
+        return {"next_id": self._cursor.next_id, "drawn": self._cursor.drawn, "open": dict(self._cursor.open)}
 
     def load_state_dict(self, state: dict[str, Any], finished: dict[int, Trajectory], version: int) -> None:
         """Continue from `state`, the state_dict after the step that made `version`. Call this before any submit.
@@ -263,7 +256,8 @@ class WorkflowExecutor:
             turn = version + len(kept) // gate.consumer_batch_size  # the version that would consume this group
             if head is None or turn - head <= gate.max_staleness:
                 kept[task_id] = group
-        self._cursor.load_state_dict(state, kept)
+        restart = [task_id for task_id in state["open"] if task_id not in kept]
+        self._cursor = DataCursor(state["next_id"], state["drawn"], dict(state["open"]), restart, skip=state["drawn"])
         gate.on_version_recovered(version, len(kept))
         self.dispatcher.restore(kept)
 
@@ -309,23 +303,7 @@ class WorkflowExecutor:
             "episode_timeout": openai.episode_timeout_seconds,
         }
 
-    # ---- events
-
-    def pause(self) -> None:
-        """Start no more groups. Running groups continue."""
-        self.dispatcher.pause()
-
-    def resume(self) -> None:
-        """Undo `pause`."""
-        self.dispatcher.resume()
-
-    def on_new_version(self) -> None:
-        """Start the groups that the gate admits at the engine's new version."""
-        self.dispatcher.on_new_version()
-
-    def fail(self, error: BaseException) -> None:
-        """Stop the run, for example because a server died. Every waiting and every later call raises RuntimeError."""
-        self.dispatcher.fail(error)
+    # ---- the end
 
     def destroy(self) -> None:
         """Cancel the running groups, join the thread, and detach from the engine. A second call is harmless."""

@@ -28,7 +28,7 @@ from rollout.workers import WorkerPool, check_importable, time_limit
 
 
 def parse_rewards(value: Any) -> dict[str, float] | float | None:
-    """Return the rewards that an agent returned, as floats.
+    """Check the value that an agent returned, and return its rewards as floats.
 
     Raises TypeError for a value that is not a number, and ValueError for nan and inf.
     """
@@ -50,7 +50,7 @@ _pool = PerLoop(lambda: WorkerPool(min(4, os.cpu_count() or 1)))  # all wrappers
 
 
 class AsyncRewardWrapper:
-    """Makes any reward function awaitable: `await wrapper(prompt, completion, prompt_ids, completion_ids, **data)`.
+    """Makes a reward function awaitable: `await wrapper(prompt, completion, prompt_ids, completion_ids, **data)`.
 
     A call raises what the function raises, or TimeoutError after `timeout_seconds`. The constructor raises ValueError
     for a plain function that another process cannot import.

@@ -8,7 +8,7 @@ episodes.
 
 **Every change of state happens under one lock.** `wait_for(attempt)` calls `attempt` again after each change, and only
 then, so no thread polls. Example: three tasks run and the trainer waits for two results. The runner calls `attempt`
-when the first task ends, and again when the second one ends.
+when the first task ends, and again when the second task ends.
 
 **Replacing the runner.** The dispatcher uses threads and time only through the public names of this class. The tests
 therefore run the dispatcher on a subclass with a virtual clock (tests/rollout/test_dispatcher.py: VirtualRunner).
@@ -28,8 +28,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import uvloop
 
@@ -42,9 +41,8 @@ class TaskQueueFullError(RuntimeError):
     """The runner already holds max_queue_size tasks."""
 
 
-@dataclass
-class TimedResult(Generic[T]):
-    """How a task ended: the data that it returned (None: rejected), or the exception that it raised."""
+class TimedResult(NamedTuple, Generic[T]):
+    """How a task ended: the returned data (None: rejected), or the raised exception."""
 
     task_id: int
     create_time: int  # time.monotonic_ns() when the coroutine started

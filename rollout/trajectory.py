@@ -18,7 +18,7 @@ shifted by one position.
 | truncated | int32 [B] | 1 = the last turn ended because it reached its token limit | |
 | regenerated | int32 [B] | how many segments were requested again because a server failed | |
 | side_conversations | int32 [B] | 1 for a side conversation, which is not trained on (calls/side_conversations.py) | |
-| parents | int32 [B] | index within the task of the row that this row continues; -1 = no such row | |
+| parents | int32 [B] | number (within its task) of the row that this row continues; -1 = no such row | |
 | group_ids | int32 [B] | rows with equal ids belong to one prompt group | |
 | task_ids | int32 [B] | id of the dispatcher's task that made the row | |
 
@@ -85,7 +85,7 @@ def tail_version(traj: Trajectory) -> int | None:
 
 
 def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = None) -> None:
-    """Raise ValueError if the trajectory is malformed. The message names the wrong key and what it should be.
+    """Raise ValueError if the trajectory is malformed. The message says which key is wrong, and what is needed.
 
     `expected_keys` are the keys of earlier trajectories of this workflow, or None if there are no earlier ones.
     """
@@ -118,7 +118,7 @@ def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = No
 
 
 def number_turns(loss_mask: Tensor) -> Tensor:
-    """Number the unbroken runs of ones in each row 0, 1, ...; return (B, L) with these numbers, and -1 elsewhere."""
+    """Return (B, L) with k on the k-th unbroken run of ones in each row (k = 0, 1, ...), and -1 elsewhere."""
     trained = loss_mask > 0  # (B, L)
     starts = trained.clone()
     starts[:, 1:] &= ~trained[:, :-1]
@@ -205,7 +205,7 @@ def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> list[dict[str,
 def dump(traj: Trajectory, task_id: int, folder: Path, version: int, tokenizer: Any) -> None:
     """Write the lines of `dump_lines` to {folder}/{newest version in the trajectory}/{task_id}.jsonl.
 
-    `version` names the subfolder of a trajectory without generated tokens.
+    A trajectory without generated tokens is written to the subfolder {version}.
     """
     newest = tail_version(traj)
     folder = folder / str(version if newest is None else newest)

@@ -207,13 +207,9 @@ def outcome_of(payload: bytes) -> bytes:
         return pickle.dumps((False, substitute))
 
 
-@functools.cache
-def _runner() -> asyncio.Runner:
-    """Return the one event loop of this worker.
-
-    The event loop outlives an episode, because an SDK's client may be collected and closed during the next episode.
-    """
-    return asyncio.Runner()
+# `_runner()` returns the one event loop of this worker. The event loop outlives an episode, because an SDK's client may
+# be collected and closed during the next episode.
+_runner = functools.cache(asyncio.Runner)
 
 
 async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
@@ -226,7 +222,7 @@ async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
 
 
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, ours: bool = True) -> Any:
-    """Run `agent.run` in a worker, with the session's URL and key in the environment. Return its rewards.
+    """Run `agent.run` in a worker, with the session's URL and key in the environment. Return the rewards.
 
     With `ours`, requests to the host of base_url bypass the HTTP proxy that environment variables may set.
     """

@@ -4,7 +4,7 @@ In each training step train.py calls the actor in this order:
 
     batch = actor.prepare_batch(...)                    the trajectories that the rollout side has finished
     batch["prox_logp"] = actor.compute_logp(batch)      log pi_prox: the weights at the start of the step
-    batch["ref_logp"] = ref.compute_logp(batch)         a frozen copy of the model, if there is a KL penalty
+    batch["ref_logp"] = ref.compute_logp(batch)         log pi_ref: a frozen model, if there is a KL penalty
     actor.compute_advantages(batch)                     ppo.py
     actor.ppo_update(batch)                             a few optimizer steps
     actor.update_weights(meta)                          the servers load the new weights
@@ -93,6 +93,7 @@ class FSDPEngine:
         self.config, self.model_path = config, str(model_path)
         self.layout = TREES if config.enable_tree_training else LAYOUTS[config.layout]
         self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
         # All mutable state: the model, and whether this object made the process group and must end it.
         self.model: Any = None
         self.owns_process_group = False
@@ -100,10 +101,6 @@ class FSDPEngine:
     @property
     def rank(self) -> int:
         return dist.get_rank()
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
 
     def create_process_group(self) -> None:
         """Join the ranks of torchrun, or make a process group of one rank. Do nothing if there is a process group."""
@@ -171,7 +168,7 @@ class FSDPEngine:
         """Run one forward pass and compute log p and entropy of the N tokens of the piece at which `mask` is set.
 
         `mask` has shape (B, T). Returns the index of these tokens in the batch, their log-probabilities (N,), and the
-        entropies (N,) of the distributions that they were sampled from.
+        entropies (N,) of the distributions that the tokens were sampled from.
         """
         index, predicted_by = piece.select(mask)  # ((N,), (N,)), (N,)
         ids = batch["input_ids"][index].to(self.device).long()  # (N,)
@@ -186,8 +183,7 @@ class FSDPEngine:
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Replace `x` by its sum (or, with `op`, its maximum) over the ranks, and return it."""
-        if dist.get_world_size() > 1:
-            dist.all_reduce(x, op)
+        dist.all_reduce(x, op)
         return x
 
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
@@ -227,7 +223,7 @@ class FSDPEngine:
 
 
 class FSDPPPOActor(FSDPEngine):
-    """The policy that learns. All ranks call every method with the same arguments."""
+    """The policy that learns. All ranks must call each method with equal arguments."""
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         super().__init__(config, model_path)
@@ -285,7 +281,7 @@ class FSDPPPOActor(FSDPEngine):
         Writes batch["theta_logp"] (B, T): log pi_theta of each trained token in the last training pass over the token.
         Writes batch["step_fraction"] (B,): the share of this step's mini-batches that were done before that pass.
         Raises ValueError if the batch lacks a key or has no trained token. Raises FloatingPointError if a loss or a
-        gradient is not finite, before the optimizer changes the weights.
+        gradient is not finite; the optimizer then does not make this step.
         """
         needed = {"advantages", *self.policies()}
         if self.guesses:

@@ -4,7 +4,7 @@ A layout cuts rows into pieces. A piece is the input of one forward pass, togeth
 state of that pass predicts which token of the batch. The actor (`actor.py`) runs the model on the input of the piece,
 picks the hidden states of the wanted tokens, and computes log-probabilities from these states.
 
-**The rule.** In every layout each token has the log-probability that it has when its row goes through the model alone.
+**The rule.** In every layout a token's log-probability is what it would be if the token's row were computed alone.
 A layout therefore changes only time and memory, and a run may change its layout between two steps.
 
 **padded** stacks rows of similar length and pads the shorter rows on the right. In a causal model no token sees the
@@ -22,7 +22,7 @@ piece of these rows has 6 hidden states, numbered a 0, b 1, c 2, d 3, e 4, paddi
 5 hidden states. In both pieces state 0 predicts b, state 1 predicts c, and state 3 predicts e.
 
 **Why packed rows need an attention function.** A model may take position_ids that start over as a hint that its row
-holds several sequences, but not every attention kernel follows the hint. If a kernel ignores it, tokens attend to
+holds several sequences, but not every attention kernel follows the hint. If a kernel ignores the hint, tokens attend to
 tokens of other sequences, and no error is raised. A dense mask would be correct, but most of its t * t numbers would
 be zero.
 
@@ -32,7 +32,6 @@ Padded rows work with every model that transformers runs with its attention impl
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -47,8 +46,7 @@ TokenIndex = tuple[Tensor, Tensor]  # rows (N,) and columns (N,) of a batch, so 
 BEYOND_CAUSAL = ("sliding_window", "softcap", "s_aux")
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """The input of one forward pass, and the places of its n predictable tokens in the batch.
 
     The first token of a row is not among the n tokens, because no hidden state predicts a row's first token.
@@ -103,7 +101,7 @@ def split_microbatches(rows: Sequence[int], lengths: Sequence[int], mb_tokens: i
     """
     pieces: list[list[int]] = []
     for row in sorted(rows, key=lambda i: -lengths[i]):
-        # The first row of a piece is its longest, so every row of the piece is padded to that length.
+        # The first row of a piece is the longest row, so every row of the piece is padded to that length.
         if pieces and lengths[pieces[-1][0]] * (len(pieces[-1]) + 1) <= mb_tokens:
             pieces[-1].append(row)
         else:
