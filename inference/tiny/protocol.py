@@ -98,9 +98,8 @@ class Protocol:
         meta |= {"prompt_tokens": len(sequence.prompt), "cached_tokens": sequence.reused_tokens, "completion_tokens": n}
         meta |= {"weight_version": sequence.version_starts[-1][0], "weight_versions": sequence.spans(n)}
         if sequence.return_logprob:  # prompt_logprobs is empty if the client requested none
-            prompt_entries = zip(sequence.prompt_logprobs, sequence.prompt)
-            meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in prompt_entries]
-            meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in zip(sequence.logprobs, ids)]
+            meta["input_token_logprobs"] = [[*pair, None] for pair in zip(sequence.prompt_logprobs, sequence.prompt)]
+            meta["output_token_logprobs"] = [[*pair, None] for pair in zip(sequence.logprobs, ids)]
         matched = finish.get("matched") if finish else None
         return {"text": self.text(ids, matched), "output_ids": ids, "meta_info": meta}
 

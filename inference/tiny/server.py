@@ -56,7 +56,6 @@ import orjson
 import torch
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
-from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from inference.group import join_group
@@ -241,7 +240,7 @@ class Server:
         body = await self._body(request, serialized_named_tensors=list)
         return await self._load(body, lambda: unpack_weights(body["serialized_named_tensors"]))
 
-    async def _load(self, body: dict[str, Any], read: Callable[[], dict[str, Tensor]], whole: bool = False) -> Response:
+    async def _load(self, body: dict, read: Callable[[], dict[str, torch.Tensor]], whole: bool = False) -> Response:
         """Load the weights that `read` returns when the scheduler allows it, and return the reply.
 
         If `whole` is set, `read` must return all weights. Otherwise `read` returns a part of the weights, and the call
