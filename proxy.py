@@ -24,14 +24,14 @@ body arrives:
     1. calls/messages.py reads three messages and the temperature 0.7 from the body.
     2. calls/turn.py enters the call in the conversation tree (cache.py). The turn with "Hi!" is the call's parent.
     3. calls/prompts.py takes the parent's tokens and appends \n<|im_start|>user\nmore<|im_end|>\n and further marks.
-    4. `Proxy.gconfig` chooses the sampling parameters. The body lacks max_new_tokens; the option `sampling` gives it.
+    4. `Proxy.gconfig` collects the sampling parameters. The body lacks max_new_tokens, so `sampling` gives the value.
     5. engine.py requests the tokens from a server, and calls/replies.py writes the reply, whole or as a stream.
 
 Sampling. An agent's parameter overrides the option `sampling`, unless the option `fixed_sampling` lists the parameter.
 If an agent sets top_p or a penalty, training cannot reproduce the probabilities, so the loss leaves this turn out.
 
 Errors. The proxy answers an agent's mistake with a 4xx status and an error in the agent's protocol. SDKs retry after
-status 409, 429 and 500, so the proxy never uses these for an agent's mistake. The proxy passes on a 4xx of a server.
+status 409, 429 and 500, so the proxy uses other statuses for an agent's mistake. A server's 4xx reaches the agent.
 Status 503 means that no server answered. A call that arrives during a weight update is answered after the update.
 
 Proxies share no state, so each session stays at one proxy. The proxy does not promise repeatable tokens to an agent
@@ -117,7 +117,7 @@ class Proxy:
         return reply({"session_id": session.session_id, "api_key": session.session_id})
 
     def start_own_session(self, task_id: str) -> Session:
-        """Add a grant and use it to start a session. The proxy's own process calls this without a request."""
+        """Add a grant and start a session with this grant. The proxy's own process calls this without a request."""
         self.sessions.grant()
         return self.sessions.start(task_id)
 
@@ -133,7 +133,7 @@ class Proxy:
         if not turn.ask.stream:
             return reply(await turn.reply(request))
         frames = turn.events(request)
-        await anext(frames)  # raises an error from before the first token, which becomes an HTTP status
+        await anext(frames)  # raises any error from before the first token, so that the reply has an error status
         return EventStream(frames, headers={"cache-control": "no-store"})
 
     async def begin(self, protocol: Protocol, session: Session, raw: bytes, key: bytes) -> Turn:
@@ -164,7 +164,7 @@ class Proxy:
     def prompt(self, ask: AgentRequest, parent: Interaction | None) -> tuple[list[int], str]:
         """Return the prompt tokens of a call, and the answer's opening, which the prompt ends with. Raises Refusal."""
         ids = self.prompts.prompt(ask, parent)
-        begun = self.parser.begun(self.tokenizer.decode(ids[-16:]))  # 16 tokens can hold <think>, one letter a token
+        begun = self.parser.begun(self.tokenizer.decode(ids[-16:]))  # 16 tokens include <think> at the end
         opening = self.parser.opening(ask.tool_choice, ask.tools, begun)
         return ids + self.prompts.encode(opening), begun + opening
 

@@ -17,12 +17,12 @@ The rendered tail begins with the marks that close an assistant's turn, here <|i
 marks, `PromptBuilder` removes the marks from the tail. If a length limit cut the answer, the marks stay in the tail, so
 they are part of the prompt and are not trained.
 
-Many templates change the history: for example, they remove old reasoning or blanks. A prompt of the form above contains
-the answers exactly as the model wrote them, and a whole conversation is one sequence for training. The form needs a
-tail that depends only on the new messages. `PromptBuilder` checks this when it is made, with two histories of different
-length. If the check fails, every prompt is the rendered conversation, as with the option chat_template_type "hf". If
-the template refuses one stub, only the prompt of that turn is the rendered conversation. The tokens of such a prompt
-may differ from the parent's tokens. A concat export then starts a new row at this turn.
+Many templates change the history. For example, some templates remove old reasoning or blanks. A prompt of the form
+above contains the answers exactly as the model wrote them, and a whole conversation is one sequence for training. The
+form needs a tail that depends only on the new messages. The constructor of `PromptBuilder` checks this with two
+histories of different length. If the check fails, every prompt is the rendered conversation, as with the option
+chat_template_type "hf". If the template refuses one stub, only the prompt of that turn is the rendered conversation.
+The tokens of such a prompt may differ from the parent's tokens. A concat export then starts a new row at this turn.
 
 Text. `TextReader.read` returns only text that no later token can change. The reader holds back incomplete characters
 and text that may be the beginning of a stop string. The text of a token may depend on the tokens before it, because
@@ -54,7 +54,7 @@ SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
 REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # errors of a template for bad messages
 INCOMPLETE = 3  # greatest number of bytes, tokens or U+FFFD that one incomplete character can have
-WITHOUT_TEXT = 16  # if more pending tokens than this have no text, the reader takes them for special tokens
+WITHOUT_TEXT = 16  # the reader settles tokens without text if they are more than this, as they must be special tokens
 
 
 class PromptBuilder:
@@ -100,7 +100,7 @@ class PromptBuilder:
         return self.encode(tail)
 
     def _without_sampled_marks(self, tail: list[int], said: list[int]) -> list[int]:
-        """Return the tail without the closing marks at the tail's beginning that the sampled tokens `said` end with."""
+        """Return the tail, but leave out closing marks that the model has already sampled at the end of `said`."""
         blanks = next((i for i, token in enumerate(tail) if self._tokenizer.decode([token]).strip()), 0)
         marks = tail[blanks:]
         for count, mark in enumerate(marks, 1):

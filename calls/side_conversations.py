@@ -24,7 +24,7 @@ lower case make no difference. An empty list turns the rule off. A client whose 
 additional pattern.
 
 A side conversation takes no reward of the session and is not trained, unless the agent sets a reward by the call's id.
-The metric side_conversations counts the side conversations, and the run prints a message when it finds the first one.
+The metric side_conversations counts the side conversations. The run prints a message at the first side conversation.
 """
 
 import re

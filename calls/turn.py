@@ -27,7 +27,7 @@ Anthropic mark such a request with the header x-stainless-retry-count. Two turns
 and their requests have equal bodies, byte by byte. `match_retry` applies the first rule that fits a request:
 
     1. If an equal turn is unread, failed or abandoned, the request is a retry of that turn.
-    2. If the header marks a retry, the request is a retry of a running equal turn or, if none runs, of the last one.
+    2. If the header marks a retry, the request repeats a running equal turn or, if none runs, the last equal turn.
     3. In all other cases the request is a new call. An agent that sends one body twice on purpose gets two samples.
 
 A retry gets the reply of its turn. A failed or abandoned turn has no reply, so a new turn replaces the old turn.
@@ -84,7 +84,7 @@ class Turn:
         self.so_far: list[ModelResponse | None] = [None] * ask.n  # the streamed part of each answer
         self.news = asyncio.get_running_loop().create_future()  # becomes done at new tokens; a new future follows
         self.listeners = 0  # number of connections that wait for the reply
-        self.retries = 0  # number of retries that got this turn
+        self.retries = 0  # number of requests that repeated this turn
 
     # Events
 
