@@ -45,8 +45,7 @@ from run.fields import Refusal
 TIMEOUT = httpx.Timeout(600.0).as_dict()  # seconds that one request may take
 
 # `sdk_http` is the HTTP library of the installed openai SDK: httpx, or httpx2 since openai 3.0. The SDK's client class
-# inherits from the library's client class. The module of that class, such as "httpx._client", begins with the library's
-# name.
+# inherits from a class of the library. The module of that class, such as "httpx._client", gives the library's name.
 _library_client: Any = openai.DefaultAsyncHttpxClient.__base__
 sdk_http: Any = sys.modules[_library_client.__module__.partition(".")[0]]
 
@@ -77,8 +76,7 @@ class OpenAIProxyClient:
         self._base_url = base_url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {admin_key}"}  # ignored if the path contains a session id
         self.task_id = task_id
-        self.session_id = ""  # set when the session starts
-        self.api_key = ""  # set when the session starts
+        self.session_id = self.api_key = ""  # set when the session starts
         self.rewarded_count = 0  # number of interactions with a reward; set when the session ends
 
     @property
@@ -130,7 +128,7 @@ class OpenAIProxyClient:
         return rows
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Send a POST and return the JSON of its reply. Raises Refusal if the status is not 200."""
+        """Send a POST and return the JSON of the reply. Raises Refusal if the status is not 200."""
         url, content, extensions = self._base_url + path, orjson.dumps(body), {"timeout": TIMEOUT}
         request = httpx.Request("POST", url, content=content, headers=self._headers, extensions=extensions)
         answer = await self._transport.handle_async_request(request)
@@ -172,7 +170,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
     def set_reward(self, interaction_id: str, reward: float) -> None:
         """Set the reward of one interaction.
 
-        Raises KeyError if the id is unknown or its call has not finished, ValueError if the reward is not finite.
+        Raises KeyError if the id is unknown or the call has not finished, ValueError if the reward is not finite.
         """
         self.cache.set_reward(interaction_id, reward)
 

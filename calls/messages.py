@@ -47,8 +47,9 @@ from typing import Any
 
 from run.fields import NOUN, Refusal, as_object, get, read_json, write_json
 
-Message = dict[str, Any]
-Found = tuple[list[Message], list[dict[str, Any]]]  # messages (with the reply) and tools of a finished interaction
+Json = dict[str, Any]
+Message = Json
+Found = tuple[list[Message], list[Json]]  # messages (with the reply) and tools of a finished interaction
 Find = Callable[[str], Found | None]  # function that returns the session's finished interaction with an id
 NOTHING: Find = dict[str, Found]().get  # the `find` of a request without a session, which always returns None
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -86,10 +87,10 @@ class AgentRequest:
 
     messages: list[Message]  # the whole conversation in normal form, including messages that the request refers to
     model: str = "default"
-    sampling: dict[str, Any] = field(default_factory=dict)  # the GenerationHyperparameters that the agent set
-    tools: list[dict[str, Any]] = field(default_factory=list)  # functions, in the form of chat completions
+    sampling: Json = field(default_factory=dict)  # the GenerationHyperparameters that the agent set
+    tools: list[Json] = field(default_factory=list)  # functions, in the form of chat completions
     tool_choice: str = "auto"  # "auto", "none", "required" or the name of one of `tools`
-    template_kwargs: dict[str, Any] = field(default_factory=dict)  # additional variables of the chat template
+    template_kwargs: Json = field(default_factory=dict)  # additional variables of the chat template
     n: int = 1  # number of answers
     logprobs: bool = False  # whether the reply contains the logprobs of the sampled tokens
     store: bool = True  # False keeps this turn out of training
@@ -105,7 +106,7 @@ class AgentRequest:
         return write_json(self.template_kwargs, "chat_template_kwargs") + write_json(self.tools, "tools")
 
     @property
-    def callable_tools(self) -> list[dict[str, Any]]:
+    def callable_tools(self) -> list[Json]:
         """Return the tools that the reply may call, or [] if tool_choice is "none"."""
         return [] if self.tool_choice == "none" else self.tools
 
@@ -152,8 +153,8 @@ def canonical(message: Message) -> tuple:
     return role, message["content"], calls_text, result_of
 
 
-def _tool_call(raw: Any, where: str) -> dict[str, Any]:
-    """Return a tool call in normal form, with arguments as an object, or as the original text if it is not JSON.
+def _tool_call(raw: Any, where: str) -> Json:
+    """Return a tool call in normal form, with the arguments as an object, or as the original text if it is no JSON.
 
     Raises Refusal if the name of the function is missing or the call's id is not a string.
     """
@@ -170,7 +171,7 @@ def _tool_call(raw: Any, where: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _text(raw: dict[str, Any], name: str, where: str = "") -> str:
+def _text(raw: Json, name: str, where: str = "") -> str:
     """Return the field `name` as one text: "" for null or an absent field, the concatenation for a list of text parts.
 
     Raises Refusal if the field holds a value of a different type.
@@ -188,22 +189,30 @@ def _is_text_part(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type", "text") in TEXTS and isinstance(part.get("text"), str)
 
 
+def _objects(body: Json, name: str) -> list[tuple[Json, str]]:
+    """Return the objects in the list `name` of the body, each with its path in the request, such as "messages[0]".
+
+    Raises Refusal if `name` is no list or if the list contains anything but objects.
+    """
+    return [(as_object(raw, f"{name}[{i}]"), f"{name}[{i}]") for i, raw in enumerate(get(body, name, list, []))]
+
+
 # The three protocols
 
 
-def parse_chat(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
+def parse_chat(body: Json, find: Find = NOTHING) -> AgentRequest:
     """Read the body of POST /v1/chat/completions, which always contains the whole history. Raises Refusal."""
-    messages = [normalise(raw, f"messages[{i}]") for i, raw in enumerate(get(body, "messages", list, []))]
+    messages = [normalise(raw, where) for raw, where in _objects(body, "messages")]
     form, effort = get(body, "response_format", dict, {}), get(body, "reasoning_effort", str)
     shared = _shared(body, _tools(body, "function"), form, effort, most_answers=128)
     return AgentRequest(_conversation("messages", messages), logprobs=get(body, "logprobs", bool, False), **shared)
 
 
-def parse_responses(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
+def parse_responses(body: Json, find: Find = NOTHING) -> AgentRequest:
     """Read the body of POST /v1/responses. Raises Refusal."""
-    raw = body.get("input")
-    items = [{"role": "user", "content": raw}] if isinstance(raw, str) else get(body, "input", list, [])
-    new = _join_items([_item(item, f"input[{i}]", find) for i, item in enumerate(items)])
+    if isinstance(body.get("input"), str):
+        body = body | {"input": [{"role": "user", "content": body["input"]}]}
+    new = _join_items([_item(raw, where, find) for raw, where in _objects(body, "input")])
     history, _ = _look_up(get(body, "previous_response_id", str), "previous_response_id", find)
     messages = _conversation("input", new, _text(body, "instructions"), history)
     form, effort = get(body, "text.format", dict, {}), get(body, "reasoning.effort", str)
@@ -211,11 +220,9 @@ def parse_responses(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
     return AgentRequest(messages, logprobs=logprobs, **_shared(body, _tools(body, "function"), form, effort))
 
 
-def parse_anthropic(body: dict[str, Any], find: Find = NOTHING) -> AgentRequest:
+def parse_anthropic(body: Json, find: Find = NOTHING) -> AgentRequest:
     """Read the body of POST /v1/messages. Raises Refusal."""
-    new: list[Message] = []
-    for i, raw in enumerate(get(body, "messages", list, [])):
-        new += _split_blocks(raw, f"messages[{i}]")
+    new = [message for raw, where in _objects(body, "messages") for message in _split_blocks(raw, where)]
     if new and new[-1]["role"] == "assistant":
         raise Refusal("messages: the last message must not be the assistant's; prefilled answers are not supported")
     thread, previous = get(body, "thread.type", str), get(body, "thread.previous_message_id", str)
@@ -242,9 +249,7 @@ def _conversation(name: str, new: list[Message], system: str = "", history: Iter
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 
-def _shared(
-    body: dict[str, Any], tools: list[dict[str, Any]], form: dict[str, Any], effort: str | None, most_answers: int = 1
-) -> dict[str, Any]:
+def _shared(body: Json, tools: list[Json], form: Json, effort: str | None, most_answers: int = 1) -> Json:
     """Return the fields of an AgentRequest that have the same names in the bodies of all protocols.
 
     The body's keys for the structured output (`form`) and the reasoning effort (`effort`) depend on the protocol, so
@@ -273,14 +278,14 @@ def _shared(
     }
 
 
-def _sampling(body: dict[str, Any]) -> dict[str, Any]:
+def _sampling(body: Json) -> Json:
     """Return the GenerationHyperparameters that the body sets, and `n`, the number of answers. Raises Refusal."""
-    sampling: dict[str, Any] = {}
+    sampling: Json = {}
     for name, (kind, least, most) in NUMBERS.items():
         value: Any = body.get(name)
         if value is None:
             continue
-        if type(value) not in (int, kind) or not least <= value <= most:  # type() because isinstance(True, int) holds
+        if type(value) not in (int, kind) or not least <= value <= most:  # isinstance would accept True as an int
             raise Refusal(f"{name}: {NOUN[kind]} from {least} to {most} is needed, not {write_json(value, name)}")
         if sampling.setdefault("max_new_tokens" if name in LIMITS else name, kind(value)) != value:
             raise Refusal(f"max_tokens: {', '.join(LIMITS)} set the same limit; give only one of them")
@@ -294,7 +299,7 @@ def _sampling(body: dict[str, Any]) -> dict[str, Any]:
     return sampling
 
 
-def _schema(form: dict[str, Any]) -> dict[str, str]:
+def _schema(form: Json) -> dict[str, str]:
     """Return the requested form of structured output as {"json_schema": text}, or {} for plain text."""
     kind = form.get("type", "text")
     if kind == "text":
@@ -307,16 +312,15 @@ def _schema(form: dict[str, Any]) -> dict[str, str]:
     return {"json_schema": json.dumps(schema)}  # keys stay in the caller's order, in which a grammar generates them
 
 
-def _tools(body: dict[str, Any], tool_type: str) -> list[dict[str, Any]]:
+def _tools(body: Json, tool_type: str) -> list[Json]:
     """Return the body's functions in the form of chat completions; `tool_type` is the protocol's type of a function.
 
     In Responses and Messages, the keys of a function are in the tool itself, as in {"name": "f", "input_schema": {}}.
     In chat completions, these keys are in {"function": {...}}. Raises Refusal if a tool has no name.
     """
     tools = []
-    for i, raw in enumerate(get(body, "tools", list, [])):
-        where = f"tools[{i}]"
-        if as_object(raw, where).get("type") not in (None, tool_type):
+    for raw, where in _objects(body, "tools"):
+        if raw.get("type") not in (None, tool_type):
             continue  # a tool that is not a function, such as `web_search`, is left out
         given = as_object(raw.get("function", raw), where)
         name, description = given.get("name"), given.get("description") or ""
@@ -328,7 +332,7 @@ def _tools(body: dict[str, Any], tool_type: str) -> list[dict[str, Any]]:
     return tools
 
 
-def _tool_choice(raw: Any, tools: list[dict[str, Any]]) -> str:
+def _tool_choice(raw: Any, tools: list[Json]) -> str:
     """Return "auto", "none", "required" or the name of a tool, for a tool_choice of any protocol.
 
     Examples of `raw` are "auto", {"type": "any"}, {"type": "tool", "name": "f"} and {"type": "function", "function":
@@ -345,15 +349,15 @@ def _tool_choice(raw: Any, tools: list[dict[str, Any]]) -> str:
     return "required" if choice == "any" else choice  # Anthropic's word for "required" is "any"
 
 
-# Responses: the items of a reply
+# Items of the Responses protocol
 
 
-def _item(raw: Any, where: str, find: Find) -> Message:
+def _item(raw: Json, where: str, find: Find) -> Message:
     """Return one item of a Responses input as a message. Raises Refusal for an unknown type of item.
 
     If an assistant's message consists of several items, `_join_items` joins the results.
     """
-    kind = (raw.get("type") or "message") if isinstance(raw, dict) else None
+    kind = raw.get("type") or "message"
     if kind == "function_call":
         raw = {"role": "assistant", "tool_calls": [{"id": raw.get("call_id"), "function": raw}]}
     elif kind == "function_call_output":
@@ -387,15 +391,15 @@ def _join_items(pieces: list[Message]) -> list[Message]:
     return messages
 
 
-# Messages: the blocks of a message
+# Blocks of Anthropic's Messages protocol
 
 
-def _split_blocks(raw: Any, where: str) -> list[Message]:
+def _split_blocks(raw: Json, where: str) -> list[Message]:
     """Return one message for each tool_result block of an Anthropic message, and one for all the remaining blocks."""
-    if not isinstance(as_object(raw, where).get("content"), list):
+    if not isinstance(raw.get("content"), list):
         return [normalise(raw, where)]
     # A redacted_thinking block is encrypted, so its content is left out.
-    blocks: dict[Any, list[dict[str, Any]]] = {kind: [] for kind in BLOCKS}
+    blocks: dict[Any, list[Json]] = {kind: [] for kind in BLOCKS}
     for i, block in enumerate(raw["content"]):
         kind = as_object(block, f"{where}.content[{i}]").get("type")
         if kind not in BLOCKS:

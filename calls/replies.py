@@ -41,9 +41,9 @@ from calls.tools import Parsed
 from inference.io_struct import ModelResponse
 
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-# For each kind of part, the name in the type of Anthropic's deltas (thinking_delta), and the key of the new text.
+# For each kind of part: the first word of the type of Anthropic's deltas (thinking_delta), and the key of the new text.
 BLOCK_DELTAS = {"reasoning": ("thinking", "thinking"), "text": ("text", "text"), "call": ("input_json", "partial_json")}
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}  # Anthropic's word for each
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}  # finish_reason -> stop_reason
 Part = tuple[str, Any]  # ("reasoning", text), ("text", text) or ("call", tool call)
 
 
@@ -88,10 +88,8 @@ class Answer:
     @property
     def parts(self) -> list[Part]:
         """Return the reasoning, the text and the calls, in this order. Without text and calls, add one empty text."""
-        parts = parts_of(self.parsed)
-        if not self.parsed.text and not self.parsed.calls:
-            parts.append(("text", ""))
-        return parts + [("call", call) for call in self.tool_calls]
+        empty: list[Part] = [] if self.parsed.text or self.parsed.calls else [("text", "")]
+        return parts_of(self.parsed) + empty + [("call", call) for call in self.tool_calls]
 
 
 def parts_of(parsed: Parsed) -> list[Part]:
@@ -176,7 +174,7 @@ class Stream:
         return b""
 
     def _piece(self, part: str, value: Any, piece: str) -> bytes:
-        """Return the event with a new piece of a part. A call is always sent in one piece, as every client accepts."""
+        """Return the event with a new piece of a part. A call is one piece, because every client accepts this form."""
         raise NotImplementedError
 
     def _close(self, part: str, value: Any) -> bytes:
@@ -267,9 +265,8 @@ def render_responses(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]
 
 def response_head(ask: AgentRequest, interaction_id: str, status: str) -> dict[str, Any]:
     """Return a response without output. `tools` stays empty, because a stream sends this response three times."""
-    choice: Any = ask.tool_choice
-    if choice not in ("auto", "none", "required"):
-        choice = {"type": "function", "name": choice}
+    function = {"type": "function", "name": ask.tool_choice}
+    choice: Any = ask.tool_choice if ask.tool_choice in ("auto", "none", "required") else function
     head = {"id": interaction_id, "object": "response", "created_at": int(time.time()), "status": status}
     asked = {"model": ask.model, "tool_choice": choice, "tools": [], "parallel_tool_calls": True, "metadata": {}}
     return head | asked | {"output": []}

@@ -29,7 +29,6 @@ from typing import Any
 
 from cache import InteractionCache
 from calls.messages import Found, Refusal
-from calls.side_conversations import PATTERNS
 
 GRANT_SECONDS = 60.0  # seconds until an unused grant lapses
 
@@ -40,7 +39,7 @@ class Session:
 
     session_id: str
     task_id: str
-    last_used: float  # when the last request started or ended, in seconds of `clock`
+    last_used: float  # time of the last request or of the last finished turn, in seconds of `clock`
     cache: InteractionCache
     calls: int = 0  # number of answers that the agent has requested
     running: set[Any] = field(default_factory=set)  # turns (turn.py) that are being generated
@@ -56,7 +55,7 @@ class Session:
 class SessionTable(dict[str, Session]):
     """The open and ended sessions by their ids, and the grants for new sessions."""
 
-    def __init__(self, timeout: float, clock: Callable[[], float], side_patterns: Collection[str] = PATTERNS) -> None:
+    def __init__(self, timeout: float, clock: Callable[[], float], side_patterns: Collection[str] = ()) -> None:
         super().__init__()
         self.timeout = timeout
         self.clock = clock
