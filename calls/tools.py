@@ -9,7 +9,7 @@ Tool calls. The JSON between <tool_call> and the next </tool_call> is a call if 
 tool, and arguments that are an object. Everything else is text: a call without an end mark, broken JSON, an unknown
 tool. A model's mistake therefore never makes a request fail, and the agent sees the mistake. The parser drops blank
 space around the reasoning and before a call. A text without calls stays unchanged, because the agent sends the text
-back in the next request, where the text must match.
+back in the next request, and the proxy compares the two texts.
 
 Streams. `certain` returns the part of an unfinished text that no continuation can change:
 
@@ -21,8 +21,8 @@ Streams. `certain` returns the part of an unfinished text that no continuation c
 With every new token the certain part stays unchanged or grows. The text that `parse` returns for the whole answer
 begins with the certain part. The calls are sent when the answer is complete.
 
-Reasoning in the prompt. Some chat templates end the prompt with <think>. `begun` finds such a <think>, and the caller
-puts it before the model's text.
+Reasoning in the prompt. Some chat templates end the prompt with <think>. `begun` returns this <think>, and the caller
+puts <think> before the model's text.
 
 Forced calls. If tool_choice demands a call, `opening` returns the first words of a call. The prompt ends with these
 words, which are not trained, and the caller puts them before the model's text. The model writes the arguments, and also
@@ -51,6 +51,7 @@ PAIR = re.compile(f"{CALL}(.*?){END_OF_CALL}", re.DOTALL)
 THINK, END_OF_THINK = "<think>", "</think>"
 HERMES = (None, "hermes", "qwen", "qwen25", "qwen3")  # values of tool_call_parser that mean the default form
 THINKERS = (None, "qwen3", "qwen3-thinking", "deepseek-r1", "glm45")  # reasoning parsers for <think> ... </think>
+Form = str | None  # name of a parser; None stands for the default form
 Tools = list[dict[str, Any]]  # the offered tools, in the form of chat completions
 
 
@@ -124,9 +125,7 @@ class OutputParser:
     Raises ValueError if there is no parser with the given name.
     """
 
-    def __init__(
-        self, tokenizer: Any = None, tool_call_parser: str | None = None, reasoning_parser: str | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Any = None, tool_call_parser: Form = None, reasoning_parser: Form = None) -> None:
         if reasoning_parser not in THINKERS:
             raise ValueError(f"reasoning_parser: one of {', '.join(filter(None, THINKERS))} is needed")
         self._tokenizer = tokenizer
@@ -163,7 +162,7 @@ class OutputParser:
             return Parsed("", reasoning)
         if not tools:
             return Parsed(rest, reasoning)
-        opened = rest.find(CALL, rest.rfind(END_OF_CALL) + 1)  # the beginning of a call that has no end mark yet
+        opened = rest.find(CALL, rest.rfind(END_OF_CALL) + 1)  # where a call without an end mark begins
         decided = rest[:opened] if opened >= 0 else without_partial(rest, [CALL])
         beside_calls, _ = split_calls(decided, tools)
         return Parsed(beside_calls.rstrip(), reasoning)
