@@ -47,8 +47,8 @@ from typing import Any
 
 from run.fields import NOUN, Refusal, as_object, get, read_json, write_json
 
-Json = dict[str, Any]
-Message = Json
+Json = dict[str, Any]  # a JSON object
+Message = Json  # a message of a conversation, in chat-completions form
 Found = tuple[list[Message], list[Json]]  # messages (with the reply) and tools of a finished interaction
 Find = Callable[[str], Found | None]  # function that returns the session's finished interaction with an id
 NOTHING: Find = dict[str, Found]().get  # the `find` of a request without a session, which always returns None

@@ -51,7 +51,7 @@ PAIR = re.compile(f"{CALL}(.*?){END_OF_CALL}", re.DOTALL)
 THINK, END_OF_THINK = "<think>", "</think>"
 HERMES = (None, "hermes", "qwen", "qwen25", "qwen3")  # values of tool_call_parser that mean the default form
 THINKERS = (None, "qwen3", "qwen3-thinking", "deepseek-r1", "glm45")  # reasoning parsers for <think> ... </think>
-Form = str | None  # name of a parser; None stands for the default form
+Form = str | None  # name of a parser, or None for the default form
 Tools = list[dict[str, Any]]  # the offered tools, in the form of chat completions
 
 
