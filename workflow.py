@@ -46,8 +46,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import openai
 import torch
@@ -59,6 +59,7 @@ from calls.prompts import PromptBuilder
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, call_seed
 from inference.wire import PerLoop, StackTransport
 from rollout.reward import AsyncRewardWrapper, parse_rewards
+from rollout.rows import make_row, row_to_tensors
 from rollout.trajectory import Trajectory, check_trajectory_format, concat_padded_tensors
 from rollout.workers import WorkerPool, check_importable, run_agent, time_limit
 
@@ -67,8 +68,7 @@ logger = logging.getLogger("nano_areal.workflow")
 EpisodeResult = Trajectory | dict[str, Interaction] | None
 
 
-@dataclass(frozen=True)
-class WorkflowContext:
+class WorkflowContext(NamedTuple):
     """The task and the member that an episode belongs to (Rollout Workflow, "Workflow Context")."""
 
     is_eval: bool = False  # whether the episode belongs to an evaluation
@@ -124,9 +124,8 @@ def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
 
     Every turn gets the reward `reward`. The row has the form of an agent's row in export style concat (cache.py).
     """
-    *earlier, last = [Interaction([], model_response=turn, reward=reward, turn=k) for k, turn in enumerate(turns)]
-    last.earlier = [(turn, True) for turn in earlier]
-    return last.to_tensor_dict()
+    calls = [Interaction([], model_response=turn, reward=reward, turn=k) for k, turn in enumerate(turns)]
+    return row_to_tensors(make_row([(call, True) for call in calls]))
 
 
 @dataclass(eq=False, repr=False)
@@ -237,7 +236,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
     async def _run_member(self, i: int, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         """Run the i-th member, with its own context and copy of `data`. Raises ValueError for a malformed result."""
-        workflow_context.set(replace(_context.get(), sample_idx=i))
+        workflow_context.set(_context.get()._replace(sample_idx=i))
         try:
             result = await self.workflow.arun_episode(engine, copy.deepcopy(data))
         except SystemExit as error:  # a SystemExit in a task would end the event loop and every episode

@@ -42,7 +42,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import workflow as workflows
 from inference.io_struct import GenerationHyperparameters
@@ -67,8 +67,7 @@ class ProxyAddress:
     admin_key: str  # key of the proxies' management endpoints
 
 
-@dataclass(frozen=True)
-class RolloutTask:
+class RolloutTask(NamedTuple):
     """One prompt group to roll out."""
 
     task_id: int

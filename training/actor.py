@@ -227,6 +227,8 @@ class FSDPPPOActor(FSDPEngine):
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         super().__init__(config, model_path)
+        # Whether pi_prox is guessed from versions (`proximal.py`), for the loss or only for the metrics.
+        self.guesses = config.use_decoupled_loss and config.prox_logp_method != "recompute"
         # All mutable state in addition to the model.
         self.optimizer: Any = None
         self.steps, self.max_steps = 0, 1  # finished training steps, and training steps of the whole run
@@ -264,11 +266,6 @@ class FSDPPPOActor(FSDPEngine):
     def should_compute_prox_logp(self) -> bool:
         """Return whether ppo_update reads batch["prox_logp"], so that compute_logp must be called first."""
         return "prox_logp" in self.policies()
-
-    @property
-    def guesses(self) -> bool:
-        """Whether pi_prox is guessed from versions (`proximal.py`), for the loss or only for the metrics."""
-        return self.config.use_decoupled_loss and self.config.prox_logp_method != "recompute"
 
     def compute_advantages(self, batch: Batch) -> None:
         """Write batch["advantages"], (B, T), with the KL coefficient of this training step."""
