@@ -29,8 +29,7 @@ the root to the leaf. A turn joins its parent's row only if the turn's prompt be
 If the prompt differs, the turn starts a new row. A turn that several leaves share is trained in only one of their rows.
 Thus each sampled token is trained once, in the context in which it was sampled, with the final reward of its own turn.
 
-Some tokens are part of a row but are not trained: tokens of a side conversation (calls/side_conversations.py), tokens
-of a call that the agent asked not to store, and tokens whose sampling the trainer cannot reproduce (`trains_exactly`).
+rollout/rows.py makes the row, and says which of a row's tokens are not trained.
 
 Not promised. If the agent rewrites the messages or the output of a turn, the next call is not a child of this turn. If
 two siblings have equal messages and outputs, the next turn becomes a child of the newer sibling.
@@ -47,6 +46,7 @@ from typing import Any
 from calls.messages import Message, Refusal, canonical
 from calls.side_conversations import PATTERNS, find_side_conversations
 from inference.io_struct import ModelResponse
+from rollout.rows import is_left_out, is_trainable, make_row, row_to_tensors
 
 
 @dataclass(eq=False, repr=False)
@@ -67,22 +67,17 @@ class InteractionWithTokenLogpReward:
     turn: int = 0  # number of ancestors in the tree
     children: int = 0  # number of interactions that continue this one
     is_side: bool = False  # whether this call is a side conversation, which takes no reward of the session
-    earlier: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
-    # ^ style concat: the earlier turns of this row, each with a flag: whether this row trains the turn
+    row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
+    # ^ the turns in this interaction's row, each with whether the row trains it; empty: this turn alone
 
     @property
     def complete(self) -> bool:
         return self.model_response is not None
 
     @property
-    def left_out(self) -> bool:
-        """Whether this interaction is a side conversation without a reward, which is not trained."""
-        return self.is_side and self.reward is None
-
-    @property
     def trains(self) -> bool:
-        """Whether the output tokens of this interaction may enter the loss."""
-        return self.trainable and self.tokens.trains_exactly and not self.left_out
+        """Whether the tokens of this call may enter the loss."""
+        return is_trainable(self)
 
     @property
     def tokens(self) -> ModelResponse:
@@ -98,52 +93,12 @@ class InteractionWithTokenLogpReward:
         return self.tokens.input_tokens[: len(whole)] == whole
 
     def to_lists(self) -> dict[str, list]:
-        """Return this turn's row of L tokens. Some keys have L numbers, one per token; some keys have one number.
-
-        Keys with L numbers, where number t describes token t: input_ids, attention_mask, loss_mask (1: trained),
-        logprobs (behaviour policy), versions, turn_ids, turn_rewards (final reward of the token's turn), temperatures.
-        Tokens that the model did not sample have loss_mask 0, logprob 0, version -1, turn id -1, turn reward 0 and
-        temperature 1. Keys with one number: rewards (of this turn), truncated (1 if the length limit ended this turn),
-        regenerated (number of segments generated again), side_conversations (1 if this turn is a side conversation,
-        which is not trained). Raises ValueError if the turn is unfinished.
-        """
-        last = self.tokens
-        length = last.input_len + last.output_len
-        row: dict[str, list] = {
-            "input_ids": last.input_tokens + last.output_tokens,
-            "attention_mask": [True] * length,
-            "loss_mask": [0] * length,
-            "logprobs": [0.0] * length,
-            "versions": [-1] * length,
-            "turn_ids": [-1] * length,
-            "turn_rewards": [0.0] * length,
-            "temperatures": [1.0] * length,
-            "rewards": [self.reward or 0.0],
-            "truncated": [int(last.stop_reason == "length")],
-            "regenerated": [0],
-            "side_conversations": [int(self.left_out)],
-        }
-        for turn, trained in [*self.earlier, (self, True)]:
-            n = turn.tokens.output_len
-            span = slice(turn.tokens.input_len, turn.tokens.input_len + n)
-            row["loss_mask"][span] = [int(trained and turn.trains)] * n
-            row["logprobs"][span] = turn.tokens.output_logprobs
-            row["versions"][span] = turn.tokens.output_versions
-            row["turn_ids"][span] = [turn.turn] * n
-            row["turn_rewards"][span] = [turn.reward or 0.0] * n
-            row["temperatures"][span] = [turn.tokens.temperature] * n
-            row["regenerated"][0] += turn.tokens.regenerated * trained  # counts a turn only in the row that trains it
-        return row
+        """Return the row of this interaction as lists of numbers (rollout/rows.py)."""
+        return make_row(self.row_turns or [(self, True)])
 
     def to_tensor_dict(self) -> dict[str, Any]:
-        """Return the row of `to_lists` as tensors of shape (1, L) or (1,), with the dtypes of rollout/trajectory.py."""
-        import torch
-
-        from rollout.trajectory import ROW_KEYS, TOKEN_KEYS
-
-        row = self.to_lists()
-        tensors = {key: torch.tensor(row[key], dtype=dtype) for key, (dtype, _) in ROW_KEYS.items() if key in row}
-        return {key: torch.tensor([row[key]], dtype=dtype) for key, (dtype, _) in TOKEN_KEYS.items()} | tensors
+        """Return the row of this interaction as tensors of shape (1, L) or (1,)."""
+        return row_to_tensors(self.to_lists())
 
     def __repr__(self) -> str:
         parent = self.parent.interaction_id if self.parent else None
@@ -154,7 +109,7 @@ Interaction = InteractionWithTokenLogpReward  # short for AReaL's name
 
 
 def finite(reward: Any) -> float:
-    """Return `reward` as a float. Raises ValueError if `reward` is not a finite number (a string, nan, inf)."""
+    """Return `reward` as a float. Raises Refusal, a ValueError, if it is not a finite number (a string, nan, inf)."""
     try:
         if math.isfinite(reward):
             return float(reward)
@@ -237,8 +192,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         """Store the tokens and the output of a call. A finished call can be a parent, take a reward and be exported."""
         interaction = self[interaction_id]
         interaction.model_response, interaction.output_message_list = response, output
-        end = walk(self._unfinished.pop(interaction_id), output)[-1]
-        self._ends[end] = interaction
+        self._ends[walk(self._unfinished.pop(interaction_id), output)[-1]] = interaction
 
     def discard(self, interaction_id: str) -> None:
         """Remove an unfinished interaction whose call failed or was cancelled. A finished interaction stays."""
@@ -295,7 +249,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         self.mark_side_conversations()
         child_rewards: defaultdict[Any, list[float]] = defaultdict(list)  # parent (None: roots) -> R of its children
         for interaction in reversed(self.finished()):
-            if interaction.left_out:
+            if is_left_out(interaction):
                 continue
             interaction.reward = (interaction.reward or 0.0) + gamma * fmean(child_rewards[interaction] or [0.0])
             child_rewards[interaction.parent].append(interaction.reward)
@@ -315,14 +269,13 @@ class InteractionCache(OrderedDict[str, Interaction]):
         joined = {i: i.parent for i in finished if style == "concat" and i.parent and i.continues(i.parent)}
         inner = set(joined.values())
         leaves = [interaction for interaction in finished if interaction not in inner]
-        trained = set()
+        trained: set[Interaction] = set()
         for leaf in leaves:
-            turn, leaf.earlier = leaf, []
-            while turn in joined:
-                turn = joined[turn]
-                leaf.earlier.append((turn, turn not in trained))
-                trained.add(turn)
-            leaf.earlier.reverse()
+            path = [leaf]  # from the leaf to the first turn of its row
+            while path[-1] in joined:
+                path.append(joined[path[-1]])
+            leaf.row_turns = [(turn, turn not in trained) for turn in reversed(path)]
+            trained.update(path)
         return {leaf.interaction_id: leaf for leaf in leaves}
 
     def __repr__(self) -> str:

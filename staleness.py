@@ -71,7 +71,7 @@ class RolloutStat:
 class StalenessManager:
     """The staleness gate (write-up, section 1.2) and the age check at consumption. All methods are thread-safe.
 
-    A method calls version_provider.get_version() before the method takes `_lock`, so a thread never holds two locks.
+    A method calls version_provider.get_version() before the method takes `_lock`, so `_lock` is never held meanwhile.
     If the version grows between these two events, the gate is stricter than necessary for a moment, never too loose.
     """
 

@@ -2,7 +2,7 @@
 
 Read dispatcher.py first, which decides which prompt groups start and which are consumed. Then read executor.py, which
 connects the dataloader, the workflows and the dispatcher in `prepare_batch`. rows.py makes one row of a
-conversation's turns, and trajectory.py defines the tensors of a batch. runner.py holds the thread in which episodes run. reward.py and workers.py run the user's code in processes.
-Modules of this folder may import the staleness gate, the workflows, the conversation tree, the records of a request
-and the configuration.
+conversation's turns, and trajectory.py defines the tensors of a batch. runner.py holds the thread in which episodes
+run. reward.py and workers.py run the user's code in processes. Modules of this folder may import the staleness gate,
+the workflows, the conversation tree, the records of a request and the configuration.
 """

@@ -397,7 +397,7 @@ def load(argv: list[str]) -> TrainConfig:
     keys = (f"  {k.name}={'null' if k.default is None else k.default}\n      {k.meaning}" for k in list_keys())
     epilog = "keys, their defaults and meanings:\n" + "\n".join(keys)
     parser = Parser("python train.py", epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
-    meaning = f"a YAML recipe; may be given several times, later ones win; default: configs/{DEMO.name}"
+    meaning = f"YAML recipe; may be repeated, and later recipes win; default: configs/{DEMO.name}"
     parser.add_argument("--config", type=Path, action="append", metavar="FILE", help=meaning)
     parser.add_argument("--dry-run", action="store_true", help="print the plan of the run, and start nothing")
     parser.add_argument("words", nargs="*", metavar="key=value", help="a key and its value, which win over the recipes")

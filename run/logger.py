@@ -133,9 +133,8 @@ class Logger:
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
         self.counts = asdict(executor.stats)  # the executor's counters at the last logged step
         self.lag_counts = Counter[int]()  # number of trained tokens by version lag, since the start of this process
-        console = Console()
-        show = config.logger.live and console.is_terminal
-        self.live = Live(console=console, auto_refresh=False) if show else nullcontext()
+        show = config.logger.live and Console().is_terminal
+        self.live = Live(auto_refresh=False) if show else nullcontext()
 
     def log(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:
         """Write the batch and the metrics of one step, print the metrics, and sometimes print a sample conversation.
@@ -150,7 +149,6 @@ class Logger:
             path.parent.mkdir(exist_ok=True)
             save_file({k: v.contiguous() for k, v in batch.items()}, path)
 
-        said_before = any(line.get("side_conversations") for line in self.history)
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
         metrics["wall_s"] = time.monotonic() - self.start
         self.counts = counts
@@ -158,7 +156,7 @@ class Logger:
         with self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
 
-        if metrics["side_conversations"] and not said_before:
+        if metrics["side_conversations"] and not any(line.get("side_conversations") for line in self.history[:-1]):
             example = self._text(batch, int(batch["side_conversations"].argmax()))[:160]
             print(f"step {step} has the first side conversation, which is left out of training: {example!r}")
             print("rollout.openai.side_conversations holds the patterns of such calls", flush=True)
@@ -166,8 +164,8 @@ class Logger:
             self.live.update(self._table(), refresh=True)
         else:
             print("  ".join(f"{title} {text.format(metrics[key])}" for key, title, text in COLUMNS), flush=True)
-        sample_interval = self.config.logger.sample_interval
-        if sample_interval and (step - 1) % sample_interval == 0:
+        every = self.config.logger.sample_interval
+        if every and (step - 1) % every == 0:
             print(f"a sample, reward {batch['rewards'][0]:.2f}: {self._text(batch, 0)}", flush=True)
 
     def _text(self, batch: dict[str, Tensor], row: int) -> str:

@@ -30,6 +30,8 @@ from run.logger import Trace
 # The keys of rollout.openai that are also command-line options of the proxy.
 PROXY_KEYS = "session_timeout_seconds chat_template_type tool_call_parser reasoning_parser fixed_sampling"
 
+Keep = Callable[[int, Trajectory], None]  # saves a finished group, given with its task id, for a restart
+
 
 @dataclass(frozen=True)
 class Run:
@@ -53,17 +55,14 @@ class NoRollout:
     def set_version(self, version: int) -> None: ...
 
 
-def start_rollout(
-    run: Run, servers: list[Child], keep: Callable[[int, Trajectory], None] | None = None
-) -> tuple[RemoteInfEngine, WorkflowExecutor]:
+def start_rollout(run: Run, servers: list[Child], keep: Keep | None = None) -> tuple[RemoteInfEngine, WorkflowExecutor]:
     """Start the rollout side. Return the engine, which contains the training executor, and the evaluation executor.
 
     `keep(task_id, group)` saves each accepted group for a restart. If a child process that the run needs dies later,
     both executors raise ProcessDied in every call that waits for an episode.
     """
-    config, stack = run.config, run.stack
+    config, options, stack = run.config, run.config.rollout, run.stack
     addresses = [server.wait_ready() for server in servers] or config.rollout.server_addrs
-    options = config.rollout
     rollout = RemoteInfEngine(addresses, options.pause_mode, options.request_timeout, options.request_retries)
     stack.callback(rollout.destroy)
     were_up = config.mode == "train" and bool(config.rollout.server_addrs)

@@ -519,7 +519,7 @@ def test_destroy_cancels_cleans_up_and_leaves_no_thread(make_stage):
     waiting = Background(lambda: stage.take(1, timeout=None))
     stage.dispatcher.destroy()
     stage.dispatcher.destroy()
-    with pytest.raises(RuntimeError, match="^the dispatcher is destroyed$"):
+    with pytest.raises(RuntimeError, match=r"^the dispatcher is destroyed$"):
         waiting.result()
     assert sorted(stage.cleaned_up) == [0, 1]
     assert set(threading.enumerate()) == before

@@ -1,0 +1,78 @@
+"""One row for training from the turns of one conversation.
+
+The prompt of a conversation's last turn contains the tokens of all earlier turns, so the last turn's prompt and output
+are the whole row. The row marks which tokens each turn generated. An example with two turns, where a tool answered
+between them and a weight update came before the second turn:
+
+    tokens       p  p  p  a  a  t  t  b  b  b       p: first prompt, a: output of turn 0, t: tool, b: output of turn 1
+    loss_mask    0  0  0  1  1  0  0  1  1  1
+    versions    -1 -1 -1  3  3 -1 -1  4  4  4
+    turn_ids    -1 -1 -1  0  0 -1 -1  1  1  1
+
+Number t of each list describes token t.
+
+Which turns are trained. A turn stays in the row as context without being trained in four cases: another row already
+trains the turn, the agent asked the proxy not to store the call, the trainer cannot reproduce how the tokens were
+sampled (`trains_exactly`), or the turn is a side conversation (calls/side_conversations.py).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def is_left_out(turn: Any) -> bool:
+    """Return whether an interaction is a side conversation that nobody rewarded by its id."""
+    return turn.is_side and turn.reward is None
+
+
+def is_trainable(turn: Any) -> bool:
+    """Return whether the tokens of an interaction may enter the loss."""
+    return turn.trainable and turn.tokens.trains_exactly and not is_left_out(turn)
+
+
+def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
+    """Return the row of a conversation: lists of L numbers, one for each token, and lists of one number.
+
+    `turns` are the finished interactions of the row from the first to the last, each with whether this row trains it.
+    L numbers: input_ids, attention_mask, loss_mask, logprobs (behaviour policy), versions, turn_ids, turn_rewards
+    (final reward of the token's turn), temperatures. One number: rewards (of the last turn), truncated (1 if the length
+    limit ended the last turn), regenerated (number of segments generated again), side_conversations (1 if left out).
+    """
+    leaf = turns[-1][0]
+    last = leaf.tokens
+    length = last.input_len + last.output_len
+    row: dict[str, list] = {
+        "input_ids": last.input_tokens + last.output_tokens,
+        "attention_mask": [True] * length,
+        "loss_mask": [0] * length,
+        "logprobs": [0.0] * length,
+        "versions": [-1] * length,
+        "turn_ids": [-1] * length,
+        "turn_rewards": [0.0] * length,
+        "temperatures": [1.0] * length,
+        "rewards": [leaf.reward or 0.0],
+        "truncated": [int(last.stop_reason == "length")],
+        "regenerated": [0],
+        "side_conversations": [int(is_left_out(leaf))],
+    }
+    for turn, trained in turns:
+        n = turn.tokens.output_len
+        span = slice(turn.tokens.input_len, turn.tokens.input_len + n)
+        row["loss_mask"][span] = [int(trained and is_trainable(turn))] * n
+        row["logprobs"][span] = turn.tokens.output_logprobs
+        row["versions"][span] = turn.tokens.output_versions
+        row["turn_ids"][span] = [turn.turn] * n
+        row["turn_rewards"][span] = [turn.reward or 0.0] * n
+        row["temperatures"][span] = [turn.tokens.temperature] * n
+        row["regenerated"][0] += turn.tokens.regenerated * trained  # counts a turn only in the row that trains it
+    return row
+
+
+def row_to_tensors(row: dict[str, list]) -> dict[str, Any]:
+    """Return a row as tensors of shape (1, L) or (1,), with the dtypes of trajectory.py."""
+    import torch  # here, because the proxy makes rows and starts faster without torch
+
+    from rollout.trajectory import ROW_KEYS, TOKEN_KEYS
+
+    tensors = {key: torch.tensor(row[key], dtype=dtype) for key, (dtype, _) in ROW_KEYS.items() if key in row}
+    return {key: torch.tensor([row[key]], dtype=dtype) for key, (dtype, _) in TOKEN_KEYS.items()} | tensors
