@@ -3,8 +3,8 @@
 An interaction is one call of an agent: the messages that the agent sent and the tokens that the model generated. The
 agent sends the whole conversation with every call, so a later call begins with the messages of an earlier call:
 
-    system - user - [A] assistant - user - [B] assistant          The messages of B and C begin with the messages and
-                                         \\ user' - [C] assistant    the output of A, so A is the parent of B and C.
+    system - user - [A] assistant -+- user  - [B] assistant       The messages of B and C begin with the messages
+                                   +- user' - [C] assistant       and the output of A, so A is the parent of both.
 
 The parent of an interaction is the finished interaction whose messages and output are the longest prefix of the
 interaction's messages. Messages are compared by meaning (calls/messages.py, `canonical`), because clients reorder keys
@@ -22,7 +22,8 @@ Rewards. The final reward R of a turn i is computed from the leaves to the roots
     R(i) = r(i) + gamma * mean of R(c) over the children c of i        (the mean is 0 if i has no children)
 
 (OpenAI-Compatible Workflows, "Reward Backpropagation Process"). With gamma = 0.5 and a reward of 1 at the end, a chain
-of three turns gets the final rewards 0.25, 0.5 and 1 (Agent Workflow, "Reward System").
+of three turns gets the final rewards 0.25, 0.5 and 1 (Agent Workflow, "Reward System"). A side conversation is a call
+that a client makes for itself, such as a title. It takes no reward of the session (calls/side_conversations.py).
 
 Export. Style "individual" makes one row of every turn. Style "concat" makes one row of every leaf, with all turns from
 the root to the leaf. A turn joins its parent's row only if the turn's prompt begins with exactly the parent's tokens.
@@ -46,7 +47,7 @@ from typing import Any
 from calls.messages import Message, Refusal, canonical
 from calls.side_conversations import PATTERNS, find_side_conversations
 from inference.io_struct import ModelResponse
-from rollout.rows import is_left_out, is_trainable, make_row, row_to_tensors
+from rollout.rows import is_left_out, make_row, row_to_tensors
 
 
 @dataclass(eq=False, repr=False)
@@ -73,11 +74,6 @@ class InteractionWithTokenLogpReward:
     @property
     def complete(self) -> bool:
         return self.model_response is not None
-
-    @property
-    def trains(self) -> bool:
-        """Whether the tokens of this call may enter the loss."""
-        return is_trainable(self)
 
     @property
     def tokens(self) -> ModelResponse:

@@ -18,7 +18,7 @@ u = pi_theta / pi_prox, its objective is
                                       behaviour weight     the clip, centred on pi_prox
 
 The behaviour weight is a constant: no gradient flows through it. If pi_prox equals pi_behav, the weight is 1 and J is
-the objective of standard PPO. The code therefore computes standard PPO with one old policy as pi_prox and pi_behav.
+the objective of standard PPO. Without the decoupled loss the code puts one old policy in both places.
 
 Example: a token has probability 0.2 under pi_behav, 0.3 under pi_prox and 0.45 under pi_theta, and A = 1. Then the
 behaviour weight is 1.5 and u is 1.5. With eps = 0.2 the clip lowers u to 1.2, so the token adds 1.5 * 1.2 = 1.8.

@@ -11,7 +11,7 @@ as the API key. A request marked "admin" needs the admin key. A client may leave
     POST /{session_id}/v1/messages/count_tokens   return the number of prompt tokens for a body of /messages
     GET  /{session_id}/v1/models                  list the only model
     POST /{session_id}/rl/set_reward              set the reward of an interaction (given by id) or of the last one
-    POST /{session_id}/rl/end_session             end the session: stop its running calls and refuse new calls
+    POST /{session_id}/rl/end_session             end the session: stop its running calls, refuse new calls (410)
     POST /export_trajectories (admin)             return the interactions of an ended session, then forget the session
     GET  /health                                  return the number of sessions and the number of unused grants
 

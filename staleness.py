@@ -18,13 +18,14 @@ An accepted group may later be dropped because it is too old, or withdrawn becau
 of a dropped or withdrawn group becomes free.
 
 **Why age <= eta.** The gate bounds the age only together with *consumption in order of start*. Number the groups that
-were not rejected 1, 2, 3, ... in order of start. A group that starts at version s gets a number
-p <= (eta + s + 1) * B, because the gate counted this group and every group before it. Later rejections can only lower
-p. Each step consumes the next B numbers and makes one version, so group p is consumed at version
-ceil(p / B) - 1 <= eta + s. No token of the group has a version below s, so the group's age is at most eta.
+were not rejected 1, 2, 3, ... in order of start. A group that starts at version s gets a number p <= (eta + s + 1) *
+B, because the gate counted this group and every group before it. Later rejections can only lower p. Each step
+consumes the next B numbers. Step 1 consumes at version 0 and makes version 1, so group p, which belongs to step
+ceil(p / B), is consumed at version ceil(p / B) - 1 <= eta + s. No token of the group has a version below s, so the
+group's age is at most eta.
 
-The gate cannot block forever. If no group runs at version v and no batch is complete, fewer than (v + 1) * B groups
-are counted, and the gate lets another group start.
+The gate cannot block forever. At version v, v * B groups have been consumed. If no group runs and no batch of B is
+complete, fewer than (v + 1) * B groups are counted, and the gate lets another group start.
 
 Example: with eta = 1 and B = 2, four groups start at version 0. Two groups are consumed at age 0, two at age 1.
 

@@ -1,4 +1,4 @@
-"""Train a language-model agent with asynchronous reinforcement learning. The file contains the whole loop of AReaL.
+"""Train a language-model agent with asynchronous reinforcement learning. This file is the loop, step by step.
 
     python train.py                                   the demo: an agent learns to guess a number
     python train.py --config configs/maze.yaml        long answers, generation and training overlapped

@@ -18,11 +18,12 @@ marks, `PromptBuilder` removes the marks from the tail. If a length limit cut th
 they are part of the prompt and are not trained.
 
 Many templates change the history. For example, some templates remove old reasoning or blanks. A prompt of the form
-above contains the answers exactly as the model wrote them, and a whole conversation is one sequence for training. The
-form needs a tail that depends only on the new messages. The constructor of `PromptBuilder` checks this with two
-histories of different length. If the check fails, every prompt is the rendered conversation, as with the option
-chat_template_type "hf". If the template refuses one stub, only the prompt of that turn is the rendered conversation.
-The tokens of such a prompt may differ from the parent's tokens. A concat export then starts a new row at this turn.
+above contains the answers exactly as the model wrote them, and a whole conversation is one sequence for training. A
+prompt of this form needs a tail that depends only on the new messages. The constructor of `PromptBuilder` checks the
+tail with two histories of different length. If the check fails, every prompt is the rendered conversation, as with
+the option chat_template_type "hf". If the template refuses one stub, only the prompt of that turn is the rendered
+conversation. The tokens of such a prompt may differ from the parent's tokens. A concat export then starts a new row
+at this turn.
 
 Text. `TextReader.read` returns only text that no later token can change. The reader holds back incomplete characters
 and text that may be the beginning of a stop string. The text of a token may depend on the tokens before it, because

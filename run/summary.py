@@ -34,7 +34,8 @@ def summarise(logger: Logger, task: Any) -> None:
     total, trained = logger.lag_counts.total(), sum(line["tokens"] for line in history)
     lags = ", ".join(f"lag {lag} {n / total:.0%}" for lag, n in sorted(logger.lag_counts.items()))
     since = "" if total == trained else " since the restart"
-    print(f"staleness mean {mean:.2f}, max {oldest:.0f}; {total} trained tokens{since} by version lag: {lags}")
+    counted = f"; {total} trained tokens{since} by version lag: {lags}" if total else ""
+    print(f"staleness mean {mean:.2f}, max {oldest:.0f}{counted}", flush=True)
     if hasattr(task, "summary"):
         task.summary(lambda messages: ask_greedily(logger.executor, messages), Console())
     print(f"{len(history)} steps in {history[-1]['wall_s']:.0f} s; everything is in {logger.config.run_dir}")

@@ -127,6 +127,7 @@ def check_metrics(metrics: list[dict], eta: int) -> None:
     for step, line in enumerate(metrics, start=1):
         assert set(names) <= set(line), set(names) - set(line)
         assert (line["step"], line["version"]) == (step, step - 1)
+        assert line["tokens"] > 0
         assert 0 <= line["staleness_max"] <= eta
         assert line["logp_mismatch"] < 1e-4
         assert line["failed"] == line["failed_members"] == line["dropped"] == 0

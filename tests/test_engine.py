@@ -159,14 +159,14 @@ async def test_version_is_the_servers_not_the_clocks():
     async def slow() -> httpx.Response:
         in_flight.set()
         await release.wait()
-        return generated([7, 8], spans=[(0, 2)])
+        return generated([7, 8], spans=[(3, 2)])
 
     engine = Script(slow).engine()
     answer = asyncio.create_task(engine.agenerate(request()))
     await in_flight.wait()
     engine.set_version(1)
     release.set()
-    assert (await answer).output_versions == [0, 0]
+    assert (await answer).output_versions == [3, 3]  # the engine's own version was 0 and is 1
 
 
 @pytest.mark.anyio

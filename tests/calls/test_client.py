@@ -18,6 +18,7 @@ from engine import EngineError, RemoteInfEngine
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
 from proxy import create_app
 from rollout.reward import AsyncRewardWrapper
+from rollout.rows import is_trainable
 from run.fields import Refusal
 from workflow import RolloutWorkflow, resolve_workflow
 
@@ -361,7 +362,7 @@ async def test_greedy_and_default_temperatures(direct: Any) -> None:
     await say(client, "a", temperature=None)
     await say(client, "b", temperature=0)
     assert [request.gconfig.is_greedy for request in engine.requests] == [False, True]
-    assert [interaction.trains for interaction in client.cache.values()] == [True, False]
+    assert [is_trainable(interaction) for interaction in client.cache.values()] == [True, False]
 
 
 async def test_a_siblings_reward_stays_with_it(direct: Any) -> None:
