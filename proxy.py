@@ -342,7 +342,9 @@ def main(argv: list[str] | None = None) -> int:
         try:
             listener = stack.enter_context(listen(args.host, args.port))
             tokenizer = load_tokenizer(args.model_path)
-            engine = RemoteInfEngine(args.server, "retract", args.request_timeout, args.request_retries)
+            engine = RemoteInfEngine(
+                args.server, request_timeout=args.request_timeout, request_retries=args.request_retries
+            )
             stack.callback(engine.destroy)
             engine.initialize()
             if engine.context_length:
