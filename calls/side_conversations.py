@@ -48,9 +48,7 @@ def find_side_conversations(finished: Iterable[Any], patterns: Collection[str]) 
         opening = canonical(interaction.messages[0])  # a tuple (role, text, tool calls, id of a tool result)
         is_single = not (interaction.tools or interaction.parent or interaction.children)
         if is_single and any(re.search(pattern, opening[1], re.IGNORECASE | re.DOTALL) for pattern in patterns):
-            suspects.append(interaction)
+            suspects.append((opening, interaction))
         else:
             openings.add(opening)
-    if not openings:
-        return []
-    return [interaction for interaction in suspects if canonical(interaction.messages[0]) not in openings]
+    return [interaction for opening, interaction in suspects if openings and opening not in openings]

@@ -48,10 +48,13 @@ def _number(text: str) -> float | int:
     return int(text) if text.removeprefix("-").isdigit() else int(value)
 
 
+_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode  # made once: every message is written
+
+
 def write_json(value: Any, name: str) -> str:
     """Return `value` as JSON text with sorted keys. Raises Refusal, with the field's `name`, for too deep nesting."""
     try:
-        text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+        text = _encode(value)
         # Counting brackets is fast. The number of opening brackets is never smaller than the number of levels.
         if text.count("{") + text.count("[") <= LEVELS or not _is_deep(value, LEVELS):
             return text

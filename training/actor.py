@@ -183,7 +183,8 @@ class FSDPEngine:
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Replace `x` by its sum (or, with `op`, its maximum) over the ranks, and return it."""
-        dist.all_reduce(x, op)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(x, op)
         return x
 
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:

@@ -105,5 +105,6 @@ def test_the_key_turns_the_rule_off() -> None:
 
 
 def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:
+    """A wrong pattern is an error of the configuration, before anything starts."""
     with pytest.raises(ConfigError, match=r"side_conversations: '\(' is no regular expression"):
         load(["rollout.openai.side_conversations=['(']"])
