@@ -1,9 +1,8 @@
-"""Write one answer in three protocols, as a whole reply or as a stream of events.
+"""Write an answer as a reply in one of three protocols, either whole or as a stream of events.
 
-An `Answer` contains the sampled tokens, and the text, reasoning and tool calls that were parsed from these tokens. Each
-protocol has a function `render_...`, which returns the body of a whole reply, and a subclass of `Stream`, which returns
-the events of a streamed reply. If a helper of an official SDK joins the events of a stream, the result is equal to the
-whole reply.
+An `Answer` holds the sampled tokens of one answer, and the text, reasoning and tool calls that the tokens contain. For
+each protocol, a function `render_...` returns the body of a whole reply, and a subclass of `Stream` returns the events
+of a streamed reply. If a helper of an official SDK joins the events of a stream, the result equals the whole reply.
 
     chat        a chunk with the role; chunks with reasoning and text; a chunk for each call; a chunk with
                 finish_reason; a chunk with the token counts, if the agent requested them; [DONE]
@@ -12,19 +11,22 @@ whole reply.
     messages    message_start; for each block content_block_start, deltas, content_block_stop; message_delta with
                 stop_reason and usage; message_stop
 
-How a stream is made. A `Stream` receives the parts of an answer and returns bytes, which the proxy sends. `start`
-returns the events before the first token. `grow` receives the certain parts (`tools.py`) and returns events for the new
-text in these parts. `finish` receives the whole answer and returns events for everything that has not been sent, such
-as tool calls. `end` returns the last events of the reply, which may contain several answers.
+How a stream is made. A `Stream` returns the events of one answer as bytes, which the proxy sends. `start` returns the
+events before the first token. While the answer grows, `grow` receives the parts that no later token can change
+(`certain` in tools.py), and returns the events that send the text added since the last call. When the answer is
+complete, `finish` returns the events that send the rest, such as the tool calls. When all answers of a reply are
+complete, `end` returns the reply's last events.
 
     start -> message_start      grow("Let") -> content_block_start, delta "Let"      grow("Let me") -> delta " me"
 
-Ids. Every id is made from the interaction's id, so an agent can refer to each item. The tool calls of chatcmpl-<x>
-have the ids call_<x>_0 and call_<x>_1. The items of resp_<x> are rs_<x> (reasoning), msg_<x> (text) and fc_<x>_0.
+Ids. Every id is made from the interaction's id, so an agent can refer to each item. The tool calls of chatcmpl-<x> have
+the ids call_<x>_0 and call_<x>_1. The items of resp_<x> are rs_<x> (reasoning), msg_<x> (text) and fc_<x>_0 (tool
+call).
 
-Strict clients. Some clients fail if a reply lacks a role, index, usage or created_at, if the value of a key is null, or
-if an event of Anthropic's protocol has no `event:` line. Every reply therefore has these keys. Only the `content` of a
-chat message that consists of tool calls may be null.
+Strict clients. Some clients fail if a reply lacks a role, index, usage or created_at, so every reply has those of these
+keys that its protocol defines. Some clients fail if the value of a key is null, so a reply leaves out such a key. Only
+the `content` of a chat message that consists of tool calls may be null. Anthropic's clients need an `event:` line, so
+every event of Anthropic's protocol has an `event:` line.
 
 The module does not promise annotations, citations, refusals or counts of cached tokens: these fields are empty or 0.
 The signatures of reasoning are placeholders.
@@ -41,7 +43,7 @@ from calls.tools import Parsed
 from inference.io_struct import ModelResponse
 
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-# For each kind of part: the first word of the type of Anthropic's deltas (thinking_delta), and the key of the new text.
+# kind of part -> (beginning of the type of Anthropic's delta, as in thinking_delta; the delta's key for the new text)
 BLOCK_DELTAS = {"reasoning": ("thinking", "thinking"), "text": ("text", "text"), "call": ("input_json", "partial_json")}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}  # finish_reason -> stop_reason
 Part = tuple[str, Any]  # ("reasoning", text), ("text", text) or ("call", tool call)
@@ -49,7 +51,7 @@ Part = tuple[str, Any]  # ("reasoning", text), ("text", text) or ("call", tool c
 
 @dataclass(frozen=True)
 class Answer:
-    """One completion: the sampled tokens, and the parts that were parsed from the tokens' text."""
+    """One complete answer: the sampled tokens, and the text, reasoning and tool calls that the tokens contain."""
 
     interaction_id: str
     response: ModelResponse
@@ -78,7 +80,10 @@ class Answer:
 
     @property
     def logprobs(self) -> list[dict[str, Any]]:
-        """Return the logprobs of the sampled tokens in OpenAI's form. For a part of a character, `bytes` is []."""
+        """Return the logprobs of the sampled tokens in OpenAI's form.
+
+        If a token is only a part of a character, the token's `bytes` are [].
+        """
         entries = []
         for text, logprob in zip(self.token_texts, self.response.output_logprobs, strict=False):
             known_bytes = [] if "\ufffd" in text else list(text.encode())
@@ -87,13 +92,16 @@ class Answer:
 
     @property
     def parts(self) -> list[Part]:
-        """Return the reasoning, the text and the calls, in this order. Without text and calls, add one empty text."""
+        """Return the reasoning, the text and the tool calls, in this order.
+
+        An answer without text and tool calls has one empty text.
+        """
         empty: list[Part] = [] if self.parsed.text or self.parsed.calls else [("text", "")]
         return parts_of(self.parsed) + empty + [("call", call) for call in self.tool_calls]
 
 
 def parts_of(parsed: Parsed) -> list[Part]:
-    """Return the reasoning and the text of an answer, without a part that is empty."""
+    """Return the reasoning and the text as parts, and leave out an empty part."""
     return [part for part in (("reasoning", parsed.reasoning), ("text", parsed.text)) if part[1]]
 
 
@@ -103,24 +111,26 @@ def suffix_of(item_id: str) -> str:
 
 
 def without_empty(**fields: Any) -> dict[str, Any]:
-    """Return the fields that are neither empty nor None, because strict clients reject keys that are null."""
+    """Leave out the fields that are empty or None, because strict clients reject keys that are null."""
     return {name: value for name, value in fields.items() if value}
 
 
 def event(data: dict[str, Any]) -> bytes:
     """Return a server-sent event, such as b'event: ping\\ndata: {...}\\n\\n' if `data` has the type "ping".
 
-    If `data` has no type, the event has no `event:` line. The JSON is ASCII, so no client takes a character in a text
-    (such as U+2028) for the end of a line.
+    If `data` has no type, the event has no `event:` line. The JSON is ASCII, because some clients would take a
+    character such as U+2028 for the end of a line.
     """
     name = f"event: {data['type']}\n" if "type" in data else ""
     return f"{name}data: {json.dumps(data)}\n\n".encode()
 
 
 class Stream:
-    """The events of one answer, as bytes. Each part is opened, sent in pieces and closed before the next part begins.
+    """Writes the events of one answer as bytes.
 
-    `index` is the position of the answer among the n answers of a chat completion.
+    For each part, the stream sends events that begin the part, events with pieces of its text, and events that end it.
+
+    `index` is the answer's position among the n answers of a chat completion.
     """
 
     def __init__(self, ask: AgentRequest, interaction_id: str, index: int = 0) -> None:
@@ -128,7 +138,7 @@ class Stream:
         self.created = int(time.time())
         # Only these three attributes change:
         self.position = 0  # index of the open part or, if no part is open, of the next part
-        self.sent: str | None = None  # the text of the open part that has been sent; None if no part is open
+        self.sent: str | None = None  # already sent text of the open part; None if no part is open
         self.logprobs: list[dict[str, Any]] = []  # entries for all sampled tokens; set when the answer is complete
 
     def start(self, input_len: int) -> bytes:
@@ -136,9 +146,10 @@ class Stream:
         raise NotImplementedError
 
     def grow(self, parts: list[Part], whole: bool = False) -> bytes:
-        """Return events for the new text in `parts`, the first parts of the answer, or b"" if nothing is new.
+        """Return the events that send the text added to the answer since the last call, or b"" if nothing is new.
 
-        If `whole` is true, `parts` are all parts of the answer. If not, the last part stays open for more text.
+        `parts` are all parts of the answer so far, including those that were sent. If `whole` is true, the answer is
+        complete. If `whole` is false, the last part stays open for more text.
         """
         frames = b""
         for position in range(self.position, len(parts)):
@@ -155,30 +166,30 @@ class Stream:
         return frames
 
     def finish(self, answer: Answer) -> bytes:
-        """Return events for all parts of the answer that have not been sent."""
+        """Return the events that send the rest of a complete answer."""
         self.logprobs = answer.logprobs
         return self.grow(answer.parts, whole=True)
 
     def end(self, answers: list[Answer]) -> bytes:
-        """Return the last events of the reply, after all answers of the reply are finished."""
+        """Return the last events of a reply whose answers are all complete."""
         raise NotImplementedError
 
     def error(self, status: int, message: str) -> bytes:
         """Return the event that ends a stream with an error."""
         return event(openai_error(status, message))
 
-    # Events for one part, which each protocol defines
+    # Each protocol defines the events of one part:
 
     def _open(self, part: str, value: Any) -> bytes:
-        """Return the events before the first piece of a part."""
+        """Return the events that begin a part."""
         return b""
 
     def _piece(self, part: str, value: Any, piece: str) -> bytes:
-        """Return the event with a new piece of a part. A call is one piece, because every client accepts this form."""
+        """Return the event that sends a piece of a part. A tool call is sent in one piece, which every client accepts."""
         raise NotImplementedError
 
     def _close(self, part: str, value: Any) -> bytes:
-        """Return the events after the last piece of a part."""
+        """Return the events that end a part."""
         return b""
 
 
@@ -210,18 +221,18 @@ def render_chat(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]:
 
 
 def chat_end(answer: Answer) -> dict[str, Any]:
-    """Return the last keys of a choice: finish_reason, and the logprobs if the agent requested logprobs."""
+    """Return the last keys of a choice: finish_reason and, if the agent requested them, the logprobs."""
     return {"finish_reason": answer.finish_reason} | without_empty(logprobs=without_empty(content=answer.logprobs))
 
 
 def chat_usage(answers: list[Answer]) -> dict[str, int]:
-    """Return the token counts of a chat completion. The prompt counts only once for all answers."""
+    """Return the token counts of a chat completion. All answers share one prompt, which is counted once."""
     read, written = answers[0].response.input_len, sum(answer.response.output_len for answer in answers)
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 class ChatStream(Stream):
-    """The chunks of a chat completion."""
+    """Writes the chunks of a chat completion."""
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         head = {"id": self.interaction_id, "object": "chat.completion.chunk", "created": self.created}
@@ -264,7 +275,10 @@ def render_responses(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]
 
 
 def response_head(ask: AgentRequest, interaction_id: str, status: str) -> dict[str, Any]:
-    """Return a response without output. `tools` stays empty, because a stream sends this response three times."""
+    """Return a response without output.
+
+    A stream sends this response three times, so `tools` stays empty to keep the response short.
+    """
     function = {"type": "function", "name": ask.tool_choice}
     choice: Any = ask.tool_choice if ask.tool_choice in ("auto", "none", "required") else function
     head = {"id": interaction_id, "object": "response", "created_at": int(time.time()), "status": status}
@@ -286,7 +300,7 @@ def response_item(part: str, value: Any, interaction_id: str, logprobs: Any = ()
 
 
 class ResponsesStream(Stream):
-    """The events of a response. Each event has a number, the sequence_number."""
+    """Writes the events of a response. Each event has a sequence_number."""
 
     number = 0  # sequence_number of the next event
 
@@ -295,7 +309,7 @@ class ResponsesStream(Stream):
         return event({"type": kind, "sequence_number": self.number - 1, **data})
 
     def _item_event(self, item: dict[str, Any], kind: str, **data: Any) -> bytes:
-        """Return an event about an item of the output. If the item has content, the event contains a content_index."""
+        """Return an event about an item of the output. If the item has content, the event has a content_index."""
         content_index = {"content_index": 0} if "content" in item else {}
         return self._event(f"response.{kind}", item_id=item["id"], output_index=self.position, **content_index, **data)
 
@@ -354,7 +368,7 @@ def message_head(ask: AgentRequest, interaction_id: str, read: int, written: int
 
 
 def message_block(part: str, value: Any, signature: str = "") -> dict[str, Any]:
-    """Return a part of an answer as a block of a message. The signature of reasoning is a placeholder."""
+    """Return a part of an answer as a block of an Anthropic message. A signature of reasoning is a placeholder."""
     if part == "call":
         name, arguments = value["function"]["name"], json.loads(value["function"]["arguments"])
         return {"type": "tool_use", "id": value["id"], "name": name, "input": arguments}
@@ -364,7 +378,7 @@ def message_block(part: str, value: Any, signature: str = "") -> dict[str, Any]:
 
 
 class MessagesStream(Stream):
-    """The events of an Anthropic message."""
+    """Writes the events of an Anthropic message."""
 
     def _block_event(self, moment: str, **data: Any) -> bytes:
         return event({"type": f"content_block_{moment}", "index": self.position, **data})
