@@ -185,7 +185,7 @@ class Stream:
         return b""
 
     def _piece(self, part: str, value: Any, piece: str) -> bytes:
-        """Return the event that sends a piece of a part. A tool call is sent in one piece, which every client accepts."""
+        """Return the event that sends a piece of a part. A tool call is one piece, which every client accepts."""
         raise NotImplementedError
 
     def _close(self, part: str, value: Any) -> bytes:

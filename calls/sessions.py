@@ -1,8 +1,8 @@
 """Keep the table of a proxy's sessions: start sessions, find sessions by id, and forget old sessions.
 
 Each episode has one session, and each session needs one grant to start. The dispatcher decides when an episode may
-start, and the grant tells the proxy of this decision. If a start fails, the grant stays for the next try. An unused
-grant lapses after GRANT_SECONDS. A failed start therefore has no lasting effect on the number of sessions.
+start, and the grant tells the proxy of this decision. If a session fails to start, its grant stays for the next try. An
+unused grant lapses after GRANT_SECONDS, so the grants of failed starts do not add up.
 
     state      | meaning
     -----------+-----------------------------------------------------------------------------
@@ -10,13 +10,14 @@ grant lapses after GRANT_SECONDS. A failed start therefore has no lasting effect
     ended      | the session takes no more calls and waits for its export
     forgotten  | the session was exported or discarded after its end, or it was idle for too long
 
-A session is idle after its last request has arrived and all its answers are generated. With a timeout of 3600 seconds,
-a session whose last answer was complete at 12:00 expires at 13:00. There is no timer: the proxy looks for expired
-sessions whenever a session starts or a request contains a session id. A forgotten session loses its conversation tree.
+A session is idle while no answer is being generated and no request arrives. With a timeout of 3600 seconds, a session
+whose last answer was complete at 12:00 expires at 13:00. The proxy has no timer: it looks for expired sessions whenever
+a session starts or a request contains a session id. When the proxy forgets a session, the session's conversation tree
+is lost.
 
 A session also contains the turn of each earlier request, so that turn.py can recognise a client's retry.
 
-The methods do no input or output. The function `clock` returns the time.
+The methods of `SessionTable` do no input or output. They get the time from the function `clock`.
 
 The module does not promise that an ended session is exported: a session that is not exported in time is forgotten.
 """
@@ -47,7 +48,7 @@ class Session:
     ended: bool = False  # whether the session refuses calls
 
     def finished(self, interaction_id: str) -> Found | None:
-        """Return the messages and tools of a finished interaction, or None if the id is unknown or unfinished."""
+        """Return the messages and tools of the finished interaction with this id, or None if there is none."""
         found = self.cache.get(interaction_id)
         return (found.messages + found.output_message_list, found.tools) if found and found.complete else None
 
@@ -105,7 +106,7 @@ class SessionTable(dict[str, Session]):
         session.last_used = self.clock()
 
     def end(self, session: Session) -> None:
-        """End a session: stop the running turns, and refuse new calls from now on."""
+        """End a session: stop its running turns and refuse new calls."""
         session.ended = True
         for turn in session.running:
             turn.end_with_session()

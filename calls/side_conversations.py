@@ -1,8 +1,8 @@
 """Find side conversations: calls that a client program makes for its own purposes while an agent works on the task.
 
-For example, Claude Code and opencode request a title for the conversation from the model. Such a call belongs to the
-agent's session, but the call's output does not help to solve the task. If the title request were the session's last
-call, the reward for the agent's work would go to the title.
+For example, Claude Code and opencode ask the model for a title of the conversation. Such a call belongs to the agent's
+session, but the call's output does not help to solve the task. If the title request were the session's last call, the
+reward for the agent's work would go to the title.
 
 The rule. A finished interaction is a *suspect* if conditions 1 and 2 hold:
 
@@ -11,20 +11,20 @@ The rule. A finished interaction is a *suspect* if conditions 1 and 2 hold:
 
 A suspect is a side conversation if condition 3 also holds:
 
-    3. The session has interactions that are not suspects, and the first message of each of these interactions differs
-       from the suspect's first message.
+    3. Some interactions of the session are not suspects, and all of these begin with a different first message.
 
-The rule uses only the messages and tools, so the time of a title request makes no difference. If an agent requests the
-final answer without tools, this call begins with the agent's own first message. By condition 3 the call is therefore no
-side conversation. The single call of a second agent is no side conversation, because the call's prompt does not request
-a title.
+The rule ignores the time of a call, so a title request may come before, between or after the agent's calls. An agent
+may request its final answer without tools. Such a call begins with the agent's own first message, so by condition 3 the
+call is no side conversation. A second agent may make a single call. The prompt of such a call requests no title, so by
+condition 1 the call is no suspect.
 
-The configuration key rollout.openai.side_conversations contains the patterns, which are regular expressions. Upper and
-lower case make no difference. An empty list turns the rule off. A client whose title requests match no pattern needs an
-additional pattern.
+The configuration key rollout.openai.side_conversations contains the patterns, which are regular expressions. The
+patterns ignore upper and lower case. An empty list turns the rule off. If a client's title requests match no pattern,
+the list needs an additional pattern.
 
-A side conversation takes no reward of the session and is not trained, unless the agent sets a reward by the call's id.
-The metric side_conversations counts the side conversations. The run prints a message at the first side conversation.
+A side conversation takes no reward of the session and is not trained. If the agent sets a reward by the call's id, the
+call is trained. The metric side_conversations counts the side conversations. When the first side conversation is found,
+the run prints a message.
 """
 
 import re
@@ -41,7 +41,7 @@ PATTERNS = (
 
 
 def find_side_conversations(finished: Iterable[Any], patterns: Collection[str]) -> list[Any]:
-    """Return the side conversations among `finished`, which must contain all finished interactions of a session."""
+    """Return the side conversations among `finished`, which are all finished interactions of a session."""
     suspects = []
     openings = set()  # first messages of all interactions that are not suspects
     for interaction in finished:

@@ -19,22 +19,23 @@ States. Each turn runs as an asyncio task. A connection that waits for the turn'
     abandoned  | the session ends before the abort is done   | failed
 
 The state decides what stays in the tree. A finished or unread turn stays. A failed turn is removed. When a turn is
-abandoned, the server stops generating. The tokens that were already streamed stay in the tree, because the client has
-read them. A replaced turn is removed, unless a later turn continues the replaced turn.
+abandoned, the server stops generating. The tokens that an abandoned turn has already streamed stay in the tree, because
+the client has read them. A replaced turn stays only if a later turn continues it.
 
 Retries. A client repeats a request if the connection times out or the reply has a 5xx status. The SDKs of OpenAI and
 Anthropic mark such a request with the header x-stainless-retry-count. Two turns are equal if they belong to one session
 and their requests have equal bodies, byte by byte. `match_retry` applies the first rule that fits a request:
 
     1. If an equal turn is unread, failed or abandoned, the request is a retry of that turn.
-    2. If the header marks a retry, the request repeats a running equal turn or, if none runs, the last equal turn.
-    3. In all other cases the request is a new call. An agent that sends one body twice on purpose gets two samples.
+    2. If the header marks a retry, the request is a retry of a running equal turn. If no equal turn is running, the
+       request is a retry of the last equal turn.
+    3. In all other cases the request is a new call. An agent that sends the same body twice therefore gets two samples.
 
 A retry gets the reply of its turn. A failed or abandoned turn has no reply, so a new turn replaces the old turn.
 
-Example. An agent sends a call and hangs up after 10 seconds. The turn is now abandoned, and the server stops. The agent
-sends an equal body again. By rule 1 the abandoned turn becomes replaced, and the proxy generates a new turn. Training
-sees one turn and not two.
+Example. An agent sends a call and hangs up after 10 seconds. The turn becomes abandoned, and the server stops
+generating. The agent sends an equal body again. By rule 1 the request is a retry, so the abandoned turn becomes
+replaced, and the proxy generates a new turn. Training sees one turn and not two.
 
 The module does not promise that a turn outlives its session: the end of a session stops all turns of the session.
 """
@@ -82,7 +83,7 @@ class Turn:
         self.state = State.RUNNING
         self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # set by `start`; returns reply and answers
         self.so_far: list[ModelResponse | None] = [None] * ask.n  # the streamed part of each answer
-        self.news = asyncio.get_running_loop().create_future()  # becomes done at new tokens; a new future follows
+        self.news = asyncio.get_running_loop().create_future()  # new tokens complete it; a new future follows
         self.listeners = 0  # number of connections that wait for the reply
         self.retries = 0  # number of requests that repeated this turn
 
@@ -141,7 +142,7 @@ class Turn:
             raise
 
     async def _generate(self, engine: Any, k: int, call: ModelRequest) -> ModelResponse:
-        """Return the engine's k-th answer. If the call streams, new tokens change `so_far` and `news` at once."""
+        """Return the engine's k-th answer. If the call streams, new tokens change `so_far` and complete `news`."""
 
         def on_tokens(response: ModelResponse) -> None:
             self.so_far[k] = response
@@ -167,8 +168,8 @@ class Turn:
     async def _listening(self, request: Request) -> AsyncIterator[asyncio.Future]:
         """Count the caller as a listener, and yield a future that is done when the caller hangs up.
 
-        When the last listener leaves, a running turn becomes abandoned and the generation stops. A finished turn
-        becomes unread if the last listener has hung up.
+        When the last listener leaves, a running turn becomes abandoned and the generation stops. If the last listener
+        hangs up, a finished turn becomes unread.
         """
         hangup = asyncio.ensure_future(request.receive())  # the body has been read, so only a disconnect can follow
         self.listeners += 1
@@ -194,16 +195,16 @@ class Turn:
         return self.task.result()
 
     async def reply(self, request: Request) -> dict[str, Any]:
-        """Wait for the whole reply and return the reply. Raises Refusal or EngineError if there is no reply."""
+        """Wait for the whole reply and return it. Raises Refusal or EngineError if there is no reply."""
         async with self._listening(request) as hangup:
             await asyncio.wait({self.task, hangup}, return_when=asyncio.FIRST_COMPLETED)
             return self.result()[0]
 
     async def events(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """Yield b"", then the events of the reply while the answers are being generated.
+        """Yield the events of the reply while the answers are being generated. The first item is b"".
 
-        An error before the first item is raised, so that the proxy can reply with an HTTP error status. After the first
-        item, the stream reports an error as an event.
+        If the call fails before the first item, the generator raises the error, and the proxy can reply with an HTTP
+        error status. If the call fails later, the generator yields the error as an event.
         """
         streams = [self.protocol.stream(self.ask, self.ids[0], k) for k in range(len(self.ids))]
         readers = [self._reader() for _ in streams]
@@ -230,7 +231,7 @@ class Turn:
                     raise  # an unexpected error also goes to the log of the proxy
 
     def _new_events(self, streams: list[Stream], readers: list[TextReader]) -> bytes:
-        """Return the events for text that has become certain since the last call, or b"" if no text has."""
+        """Return the events that send newly certain text, which no later token can change, or b"" if nothing is new."""
         frames = b""
         for stream, reader, response in zip(streams, readers, self.so_far):
             if response is not None:
@@ -244,10 +245,10 @@ class Turn:
 
 
 def match_retry(equal: list[Turn], says_so: bool) -> Turn | None:
-    """Return the turn that a request repeats, or None for a new call, by the three rules at the top of this module.
+    """Return the turn of which a request is a retry, or None for a new call.
 
-    `equal` holds the session's earlier turns with an equal body. `says_so` is true if the request's header marks a
-    retry.
+    The three rules at the top of this module decide. `equal` contains the session's earlier turns with an equal body.
+    `says_so` is true if the request's header marks a retry.
     """
     for turn in equal:
         if turn.state in (State.UNREAD, State.FAILED, State.ABANDONED):
@@ -259,7 +260,7 @@ def match_retry(equal: list[Turn], says_so: bool) -> Turn | None:
 
 
 def earlier_turn(session: Session, body: bytes, says_so: bool) -> Turn | None:
-    """Return the turn that answers a retry, or None if the request needs a new turn. `body` is the hash of the body."""
+    """Return the turn that answers a retry, or None if a new turn must answer. `body` is the hash of the body."""
     equal: list[Turn] = session.turns.setdefault(body, [])
     turn = match_retry(equal, says_so)
     if turn is None:
@@ -277,10 +278,10 @@ def earlier_turn(session: Session, body: bytes, says_so: bool) -> Turn | None:
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events that closes the generator of the events however the connection ends.
+    """Sends server-sent events. At the end of the connection, the generator of the events is always closed.
 
-    Starlette's own class cancels the generator when the client hangs up. Here the turn notices the hang-up, so the
-    generator ends without being cancelled.
+    When the client hangs up, Starlette's own class cancels the generator. `Turn.events` notices the hang-up itself, so
+    this class lets the generator end by itself.
     """
 
     media_type = "text/event-stream"
