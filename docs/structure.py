@@ -1,11 +1,11 @@
 """Draw docs/structure.svg, the picture of the imports between the modules (`make structure`).
 
 The picture has a box for each row of the table in docs/structure.md. The seven top-level files are in the left column.
-The rooms (packages) are in the right column, with the names of their modules. An arrow from box A to box B stands for
-all imports of B's modules in A. An arrow between the columns crosses the middle of the picture. An arrow inside a
-column runs along the outer side of the column. In a browser, a tooltip of each arrow lists the imports.
+The folders are in the right column, with the names of their modules. An arrow from box A to box B stands for all
+imports of B's modules in A's modules. An arrow between the columns crosses the middle of the picture. An arrow inside a
+column runs along the outer side of the column. In a browser, each arrow has a tooltip, which lists the imports.
 
-The picture also works on dark screens, for which the style defines a second set of colours.
+The style of the picture has a second set of colours, for dark screens.
 """
 
 import ast
@@ -15,23 +15,23 @@ from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-WIDTH, LINE, GAP = 704, 20, 14  # pixels: width of the picture, height of a line of text, space between two rooms
+WIDTH, LINE, GAP = 704, 20, 14  # pixels: width of the picture, height of a line of text, space between two folders
 FILE_X, FILE_WIDTH, FILE_HEIGHT, FILE_GAP = 60, 124, 84, 43  # pixels: position and sizes in the left column
-ROOM_X, ROOM_WIDTH, MODULE_WIDTH = 344, 290, 128  # pixels: position and widths in the right column
+FOLDER_X, FOLDER_WIDTH, MODULE_WIDTH = 344, 290, 128  # pixels: position and widths in the right column
 STYLE = """.paper, .box { fill: #ffffff } .box { stroke: #8c959f } text { font: 15px system-ui, sans-serif; fill: #1f2328 }
 .name { font-weight: 600 } path { fill: none; stroke-width: 1.4 } path:hover { stroke-width: 4 }
-.file { stroke: #0969da } .room { stroke: #bc4c00 } @media (prefers-color-scheme: dark) { text { fill: #e6edf3 }
-.paper, .box { fill: #0d1117 } .file { stroke: #58a6ff } .room { stroke: #f0883e } }"""
+.file { stroke: #0969da } .folder { stroke: #bc4c00 } @media (prefers-color-scheme: dark) { text { fill: #e6edf3 }
+.paper, .box { fill: #0d1117 } .file { stroke: #58a6ff } .folder { stroke: #f0883e } }"""
 Arrow = tuple[str, str]  # name of the importing box, name of the imported box
 
 
 @dataclass
 class Box:
-    """The box of a top-level file or of a room."""
+    """The box of a top-level file or of a folder."""
 
     name: str  # name in the table, such as "cache.py" or "inference/tiny"
     modules: list[str]  # dotted names, such as "cache" or "inference.tiny.model"
-    is_room: bool
+    is_folder: bool
     top: int  # pixels
     height: int  # pixels
 
@@ -39,14 +39,14 @@ class Box:
 def place_boxes() -> dict[str, Box]:
     """Return a box for each row of the table in docs/structure.md. The keys are the names of the boxes."""
     boxes = {}
-    tops = {True: GAP, False: GAP}  # y of the next box in the column of the rooms (True) and of the files (False)
+    tops = {True: GAP, False: GAP}  # y of the next box in the column of the folders (True) and of the files (False)
     for name in re.findall(r"^\| `([\w/.]+)` \|", (ROOT / "docs/structure.md").read_text(), re.MULTILINE):
-        is_room = not name.endswith(".py")
-        paths = ROOT.glob(f"{name}/[!_]*.py" if is_room else name)
+        is_folder = not name.endswith(".py")
+        paths = ROOT.glob(f"{name}/[!_]*.py" if is_folder else name)
         modules = sorted(str(path.relative_to(ROOT).with_suffix("")).replace("/", ".") for path in paths)
-        height = LINE * (2 + (len(modules) + 1) // 2) if is_room else FILE_HEIGHT
-        boxes[name] = Box(name, modules, is_room, tops[is_room], height)
-        tops[is_room] += height + (GAP if is_room else FILE_GAP)
+        height = LINE * (2 + (len(modules) + 1) // 2) if is_folder else FILE_HEIGHT
+        boxes[name] = Box(name, modules, is_folder, tops[is_folder], height)
+        tops[is_folder] += height + (GAP if is_folder else FILE_GAP)
     return boxes
 
 
@@ -61,7 +61,7 @@ def read_imports(module: str) -> set[str]:
 
 
 def find_arrows(boxes: dict[str, Box]) -> dict[Arrow, list[str]]:
-    """Return the arrows with their imports: {("engine.py", "inference"): ["engine -> inference.wire", ...], ...}."""
+    """Return each arrow with its imports, such as {("engine.py", "inference"): ["engine -> inference.wire"]}."""
     home = {module: box.name for box in boxes.values() for module in box.modules}
     arrows: dict[Arrow, list[str]] = {}
     for module, box in home.items():
@@ -72,14 +72,15 @@ def find_arrows(boxes: dict[str, Box]) -> dict[Arrow, list[str]]:
 
 
 def place_ends(boxes: dict[str, Box], arrows: dict[Arrow, list[str]]) -> dict[tuple[str, Arrow], int]:
-    """Return the y coordinate of both ends of each arrow, by the name of the box and the arrow.
+    """Return the y coordinate of both ends of each arrow. A key is the name of a box and an arrow that ends there.
 
-    The arrows at one side of a box have equal distances. They are sorted by the y coordinates of their opposite boxes.
+    At one side of a box, neighbouring arrows have equal distances. The order of the arrows is the order of the boxes at
+    their other ends, from top to bottom.
     """
     sides: dict[tuple[str, bool], list[tuple[int, Arrow]]] = {}
     for arrow in arrows:
         for here, there in (arrow, arrow[::-1]):
-            crosses = boxes[here].is_room != boxes[there].is_room
+            crosses = boxes[here].is_folder != boxes[there].is_folder
             sides.setdefault((here, crosses), []).append((boxes[there].top, arrow))
     ends = {}
     for (name, _), found in sides.items():
@@ -90,25 +91,25 @@ def place_ends(boxes: dict[str, Box], arrows: dict[Arrow, list[str]]) -> dict[tu
 
 def draw_arrow(source: Box, target: Box, start: int, end: int, imports: list[str]) -> str:
     """Return the SVG of an arrow from y coordinate `start` to y coordinate `end`. The tooltip lists the imports."""
-    if source.is_room != target.is_room:
-        x1, x2 = (ROOM_X, FILE_X + FILE_WIDTH) if source.is_room else (FILE_X + FILE_WIDTH, ROOM_X)
+    if source.is_folder != target.is_folder:
+        x1, x2 = (FOLDER_X, FILE_X + FILE_WIDTH) if source.is_folder else (FILE_X + FILE_WIDTH, FOLDER_X)
         bend = (x1 + x2) // 2
     else:
-        x1 = x2 = ROOM_X + ROOM_WIDTH if source.is_room else FILE_X
-        bend = x1 + (14 + abs(end - start) // 10) * (1 if source.is_room else -1)
+        x1 = x2 = FOLDER_X + FOLDER_WIDTH if source.is_folder else FILE_X
+        bend = x1 + (14 + abs(end - start) // 10) * (1 if source.is_folder else -1)
     back = x2 - 8 if bend < x2 else x2 + 8  # x where the two strokes of the arrow's head begin
     line = f"M{x1} {start}C{bend} {start} {bend} {end} {x2} {end}M{back} {end - 4}L{x2} {end}L{back} {end + 4}"
     title = f"{source.name} imports from {target.name}, {len(imports)} in all:\n" + "\n".join(imports)
-    return f'<path class="{"room" if source.is_room else "file"}" d="{line}"><title>{escape(title)}</title></path>'
+    return f'<path class="{"folder" if source.is_folder else "file"}" d="{line}"><title>{escape(title)}</title></path>'
 
 
 def draw_box(box: Box) -> str:
-    """Return the SVG of a box with its name and, for a room, the names of its modules in two columns."""
-    x, width = (ROOM_X, ROOM_WIDTH) if box.is_room else (FILE_X, FILE_WIDTH)
-    y = box.top + (23 if box.is_room else FILE_HEIGHT // 2 + 5)
+    """Return the SVG of a box with its name. The box of a folder also shows its modules in two columns."""
+    x, width = (FOLDER_X, FOLDER_WIDTH) if box.is_folder else (FILE_X, FILE_WIDTH)
+    y = box.top + (23 if box.is_folder else FILE_HEIGHT // 2 + 5)
     out = [f'<rect class="box" x="{x}" y="{box.top}" width="{width}" height="{box.height}" rx="6"/>']
-    out.append(f'<text class="name" x="{x + 10}" y="{y}">{box.name}{"/" if box.is_room else ""}</text>')
-    for k, module in enumerate(box.modules if box.is_room else []):
+    out.append(f'<text class="name" x="{x + 10}" y="{y}">{box.name}{"/" if box.is_folder else ""}</text>')
+    for k, module in enumerate(box.modules if box.is_folder else []):
         right, down = MODULE_WIDTH * (k % 2), LINE * (1 + k // 2)
         out.append(f'<text x="{x + 10 + right}" y="{y + down}">{module.rpartition(".")[2]}</text>')
     return "\n".join(out)
