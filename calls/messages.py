@@ -8,13 +8,13 @@ and the engine read messages only in the normal form. `normalise` returns the no
      "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
     {"role": "tool", "content": "21 degrees", "tool_call_id": "call_1"}
 
-Responses and Messages split such a message into several items or blocks (reasoning, text, tool calls). The parsers of
-these protocols join the pieces again. Each tool result becomes a separate message.
+The protocols Responses and Messages split one message into several items or blocks (reasoning, text, tool calls). The
+parsers of both protocols join the pieces into one message. Each tool result becomes a separate message.
 
-Why messages are compared. An agent sends the whole history with every request. The conversation tree (`cache.py`) must
-find the earlier request and reply with which this history begins. However, clients change a reply before they send the
-reply back. For example, `content: null` becomes `""`, and the arguments of a tool call have different spaces. For two
-messages, `canonical` returns equal values if these four fields are equal:
+Why messages are compared. An agent sends the whole history with every request. To find the parent of a request, the
+conversation tree (`cache.py`) compares the history with earlier requests and replies. However, clients change a reply
+before they send the reply back. For example, `content: null` becomes `""`, and the JSON of a tool call gets different
+spaces. `canonical` therefore compares only these four fields of a message:
 
     role            `developer` is the newer name of `system`
     text            null, "" and an absent key are equal; a list of text parts equals its concatenation
@@ -22,18 +22,19 @@ messages, `canonical` returns equal values if these four fields are equal:
     tool_call_id    for the result of a tool; some clients call this key `id`
 
 Every other key (`name`, reasoning, annotations, cache markers, ids of items) is ignored. In 150 pairs of consecutive
-requests by real clients, plain equality finds the parent in 52 % of the pairs, and this rule in 91 %. In the remaining
-9 % the client had changed the history. Two equal messages may have different tokens. The comparison therefore only
-finds the parent of a turn, and the prompt contains the parent's sampled tokens unchanged.
+requests by real clients, this comparison finds the parent in 91 % of the pairs, and plain equality in 52 %. In the
+other 9 % of the pairs, the client had changed the history. Two messages that count as equal may have different tokens.
+The comparison is therefore used only to find the parent, and the prompt contains the parent's sampled tokens unchanged.
 
 References. Some clients send an id in place of the history: `previous_response_id`, `item_reference`, or Anthropic's
-`thread`. The parser calls `find` with this id to get the messages of a finished interaction of the session. The
-conversation keeps its instructions unless the request contains new instructions. A thread also keeps its tools.
+`thread`. The parser calls `find` with this id to get the messages of a finished interaction of the session. If the
+request contains new instructions, they replace the instructions of the history. If a request continues a thread and
+contains no tools, the tools of the thread are used.
 
-Parameters. A parameter that changes the answer is used or refused. A `Refusal` contains the parameter's name. `NEUTRAL`
-lists the unsupported parameters, with the values that change nothing. Unknown keys (`user`, `metadata`) are accepted,
-and so are hints that a model may ignore (`thinking`, `strict`, `parallel_tool_calls`). The template receives the
-reasoning effort.
+Parameters. The parser uses or refuses every parameter that changes the answer. A `Refusal` contains the parameter's
+name. `NEUTRAL` lists the unsupported parameters. A request may set such a parameter only to a value that changes
+nothing. The parser ignores unknown keys (`user`, `metadata`), and hints that a model need not follow (`thinking`,
+`strict`, `parallel_tool_calls`). The chat template receives the reasoning effort as a variable.
 
 If a client has rewritten the texts of the history, the request starts a new conversation.
 """
@@ -50,7 +51,7 @@ from run.fields import NOUN, Refusal, as_object, get, read_json, write_json
 Json = dict[str, Any]  # a JSON object
 Message = Json  # a message of a conversation, in chat-completions form
 Found = tuple[list[Message], list[Json]]  # messages (with the reply) and tools of a finished interaction
-Find = Callable[[str], Found | None]  # function that returns the session's finished interaction with an id
+Find = Callable[[str], Found | None]  # function that finds a finished interaction of the session by its id
 NOTHING: Find = dict[str, Found]().get  # the `find` of a request without a session, which always returns None
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of parts that hold a text
@@ -85,7 +86,7 @@ NUMBERS: dict[str, tuple[type, float, float]] = {  # numeric sampling parameters
 class AgentRequest:
     """One request of an agent, in a form that does not depend on the protocol."""
 
-    messages: list[Message]  # the whole conversation in normal form, including messages that the request refers to
+    messages: list[Message]  # the whole conversation in normal form, with the messages that references stand for
     model: str = "default"
     sampling: Json = field(default_factory=dict)  # the GenerationHyperparameters that the agent set
     tools: list[Json] = field(default_factory=list)  # functions, in the form of chat completions
@@ -138,10 +139,10 @@ def normalise(raw: Any, where: str = "message") -> Message:
 
 
 def canonical(message: Message) -> tuple:
-    """Return a hashable value that is equal for two messages exactly when the messages have the same meaning.
+    """Return the four fields of a message that the conversation tree compares, as a hashable value.
 
-    The conversation tree calls `canonical` for every message of every request. To save time, `canonical` does not
-    normalise a message that is in normal form. Raises Refusal if the role, text or tool calls are not valid.
+    The conversation tree calls `canonical` for every message of every request. To save time, a message that is already
+    in normal form is not normalised again. Raises Refusal if the role, text or tool calls are not valid.
     """
     calls = message.get("tool_calls") or ()
     has_objects = all(isinstance(call["function"].get("arguments"), dict) for call in calls)
@@ -154,7 +155,7 @@ def canonical(message: Message) -> tuple:
 
 
 def _tool_call(raw: Any, where: str) -> Json:
-    """Return a tool call in normal form, with the arguments as an object, or as the original text if it is no JSON.
+    """Return a tool call in normal form. The arguments become an object, but text that is not JSON stays text.
 
     Raises Refusal if the name of the function is missing or the call's id is not a string.
     """
@@ -172,9 +173,10 @@ def _tool_call(raw: Any, where: str) -> Json:
 
 
 def _text(raw: Json, name: str, where: str = "") -> str:
-    """Return the field `name` as one text: "" for null or an absent field, the concatenation for a list of text parts.
+    """Return the field `name` as one text.
 
-    Raises Refusal if the field holds a value of a different type.
+    A null or absent field gives "", and the parts of a list of text parts are joined. Raises Refusal if the field holds
+    a value of a different type.
     """
     content = raw.get(name)
     if isinstance(content, str | None):
@@ -190,9 +192,9 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _objects(body: Json, name: str) -> list[tuple[Json, str]]:
-    """Return the objects in the list `name` of the body, each with its path in the request, such as "messages[0]".
+    """Return the objects in the body's list `name`, each with its path, such as "messages[0]".
 
-    Raises Refusal if `name` is no list or if the list contains anything but objects.
+    Raises Refusal if the field `name` is not a list of objects.
     """
     return [(as_object(raw, f"{name}[{i}]"), f"{name}[{i}]") for i, raw in enumerate(get(body, name, list, []))]
 
@@ -201,7 +203,10 @@ def _objects(body: Json, name: str) -> list[tuple[Json, str]]:
 
 
 def parse_chat(body: Json, find: Find = NOTHING) -> AgentRequest:
-    """Read the body of POST /v1/chat/completions, which always contains the whole history. Raises Refusal."""
+    """Read the body of POST /v1/chat/completions. Raises Refusal if the body is not valid.
+
+    The body always contains the whole history, so `find` is not used.
+    """
     messages = [normalise(raw, where) for raw, where in _objects(body, "messages")]
     form, effort = get(body, "response_format", dict, {}), get(body, "reasoning_effort", str)
     shared = _shared(body, _tools(body, "function"), form, effort, most_answers=128)
@@ -209,7 +214,7 @@ def parse_chat(body: Json, find: Find = NOTHING) -> AgentRequest:
 
 
 def parse_responses(body: Json, find: Find = NOTHING) -> AgentRequest:
-    """Read the body of POST /v1/responses. Raises Refusal."""
+    """Read the body of POST /v1/responses. Raises Refusal if the body is not valid."""
     if isinstance(body.get("input"), str):
         body = body | {"input": [{"role": "user", "content": body["input"]}]}
     new = _join_items([_item(raw, where, find) for raw, where in _objects(body, "input")])
@@ -221,7 +226,7 @@ def parse_responses(body: Json, find: Find = NOTHING) -> AgentRequest:
 
 
 def parse_anthropic(body: Json, find: Find = NOTHING) -> AgentRequest:
-    """Read the body of POST /v1/messages. Raises Refusal."""
+    """Read the body of POST /v1/messages. Raises Refusal if the body is not valid."""
     new = [message for raw, where in _objects(body, "messages") for message in _split_blocks(raw, where)]
     if new and new[-1]["role"] == "assistant":
         raise Refusal("messages: the last message must not be the assistant's; prefilled answers are not supported")
@@ -239,7 +244,7 @@ def _conversation(name: str, new: list[Message], system: str = "", history: Iter
     """Return the instructions, the history and the new messages as one list.
 
     `system` contains the request's instructions. If `system` is empty, the instructions in the history stay. `name` is
-    the request's field with the new messages. Raises Refusal if there are no new messages.
+    the name of the field that holds the new messages. Raises Refusal if there are no new messages.
     """
     if not new:
         raise Refusal(f"{name}: a list of at least one message is needed")
@@ -250,10 +255,10 @@ def _conversation(name: str, new: list[Message], system: str = "", history: Iter
 
 
 def _shared(body: Json, tools: list[Json], form: Json, effort: str | None, most_answers: int = 1) -> Json:
-    """Return the fields of an AgentRequest that have the same names in the bodies of all protocols.
+    """Return the fields of an AgentRequest that all protocols share.
 
-    The body's keys for the structured output (`form`) and the reasoning effort (`effort`) depend on the protocol, so
-    the caller passes these values. Raises Refusal for a parameter that is not valid or not supported.
+    The caller reads the structured output (`form`) and the reasoning effort (`effort`) from the body, because their
+    keys depend on the protocol. Raises Refusal for a parameter that is not valid or not supported.
     """
     for name, neutral in NEUTRAL.items():
         value = body.get(name)
@@ -279,7 +284,10 @@ def _shared(body: Json, tools: list[Json], form: Json, effort: str | None, most_
 
 
 def _sampling(body: Json) -> Json:
-    """Return the GenerationHyperparameters that the body sets, and `n`, the number of answers. Raises Refusal."""
+    """Return the GenerationHyperparameters that the body sets, and the number of answers as `n`.
+
+    Raises Refusal if a parameter is not valid.
+    """
     sampling: Json = {}
     for name, (kind, least, most) in NUMBERS.items():
         value: Any = body.get(name)
@@ -309,14 +317,15 @@ def _schema(form: Json) -> dict[str, str]:
     if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
         raise Refusal("response_format: type text, json_object, or json_schema with a schema is needed")
     write_json(schema, "response_format.schema")  # raises Refusal if the schema is nested too deeply
-    return {"json_schema": json.dumps(schema)}  # keys stay in the caller's order, in which a grammar generates them
+    return {"json_schema": json.dumps(schema)}  # in the caller's order, in which a grammar generates the keys
 
 
 def _tools(body: Json, tool_type: str) -> list[Json]:
-    """Return the body's functions in the form of chat completions; `tool_type` is the protocol's type of a function.
+    """Return the body's functions in the form of chat completions.
 
-    In Responses and Messages, the keys of a function are in the tool itself, as in {"name": "f", "input_schema": {}}.
-    In chat completions, these keys are in {"function": {...}}. Raises Refusal if a tool has no name.
+    `tool_type` is the type that the protocol gives to a function: "function" or "custom". In Responses and Messages,
+    the keys of a function are in the tool itself, as in {"name": "f", "input_schema": {}}. In chat completions, these
+    keys are in {"function": {...}}. Raises Refusal if a tool has no name.
     """
     tools = []
     for raw, where in _objects(body, "tools"):
@@ -333,10 +342,10 @@ def _tools(body: Json, tool_type: str) -> list[Json]:
 
 
 def _tool_choice(raw: Any, tools: list[Json]) -> str:
-    """Return "auto", "none", "required" or the name of a tool, for a tool_choice of any protocol.
+    """Return a tool_choice of any protocol as "auto", "none", "required" or the name of a tool.
 
     Examples of `raw` are "auto", {"type": "any"}, {"type": "tool", "name": "f"} and {"type": "function", "function":
-    {"name": "f"}}. Raises Refusal if `tools` has no tool of that name.
+    {"name": "f"}}. Raises Refusal if the chosen tool is not in `tools`.
     """
     choice = "auto" if raw is None else raw
     if isinstance(raw, dict) and raw.get("type") in ("auto", "none", "any"):
@@ -346,7 +355,7 @@ def _tool_choice(raw: Any, tools: list[Json]) -> str:
     names = [tool["function"]["name"] for tool in tools]
     if choice not in ("auto", "none", *names) and not (choice in ("required", "any") and names):
         raise Refusal("tool_choice: auto or none is needed or, if there are tools, required or a tool's name")
-    return "required" if choice == "any" else choice  # Anthropic's word for "required" is "any"
+    return "required" if choice == "any" else choice  # Anthropic writes "any" for "required"
 
 
 # Items of the Responses protocol
@@ -395,7 +404,7 @@ def _join_items(pieces: list[Message]) -> list[Message]:
 
 
 def _split_blocks(raw: Json, where: str) -> list[Message]:
-    """Return one message for each tool_result block of an Anthropic message, and one for all the remaining blocks."""
+    """Return one message for each tool_result block of an Anthropic message, and one message for all other blocks."""
     if not isinstance(raw.get("content"), list):
         return [normalise(raw, where)]
     # A redacted_thinking block is encrypted, so its content is left out.
@@ -409,7 +418,7 @@ def _split_blocks(raw: Json, where: str) -> list[Message]:
     calls = [{"id": b.get("id"), "function": b | {"arguments": b.get("input")}} for b in blocks["tool_use"]]
     thoughts = [{"text": block.get("thinking")} for block in blocks["thinking"]]
     others = {"role": raw.get("role"), "content": blocks["text"], "tool_calls": calls, "reasoning_content": thoughts}
-    # A message that contains only tool results needs no message for the other blocks.
+    # If a message contains only tool results, `others` is empty and is left out.
     messages = [*results, others] if blocks["text"] or not results else results
     return [normalise(message, where) for message in messages]
 
@@ -418,9 +427,10 @@ def _split_blocks(raw: Json, where: str) -> list[Message]:
 
 
 def _look_up(previous: str | None, name: str, find: Find) -> Found:
-    """Return the messages and the tools of the interaction with the id `previous`, the value of the field `name`.
+    """Return the messages and the tools of the interaction whose id is `previous`.
 
-    Returns two empty lists if `previous` is None or empty. Raises Refusal if the session has no such interaction.
+    If `previous` is None or empty, both lists are empty. Raises Refusal, with the field's `name` in its message, if the
+    session has no such interaction.
     """
     found = find(previous) if previous else ([], [])
     if found is None:
@@ -429,7 +439,7 @@ def _look_up(previous: str | None, name: str, find: Find) -> Found:
 
 
 def _referred(item_id: str, find: Find) -> Message:
-    """Return the piece of an earlier reply to which an item_reference refers. Raises Refusal for an unknown id.
+    """Return the part of an earlier reply to which an item_reference refers. Raises Refusal for an unknown id.
 
     The reply resp_<x> has the items rs_<x> (reasoning), msg_<x> (text) and fc_<x>_<k> (the k-th tool call).
     """

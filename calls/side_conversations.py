@@ -34,7 +34,8 @@ from typing import Any
 from calls.messages import canonical
 
 PATTERNS = (
-    r"\b(write|generate|create|extract|provide|suggest|output)\b.{0,80}\btitles?\b",  # opencode, Claude Code, Open WebUI
+    # opencode, Claude Code, Open WebUI
+    r"\b(write|generate|create|extract|provide|suggest|output)\b.{0,80}\btitles?\b",
     r"\bnew conversation topic\b",  # Claude Code
     r"^(quota|warmup)$",  # Claude Code, before its first real call
 )
