@@ -1,7 +1,7 @@
 r"""The proxy answers agents in the protocols of OpenAI and Anthropic, and records all sampled tokens for training.
 
-Each episode has a session at the proxy. The id of a session cannot be guessed, and an agent sends the id in the URL or
-as the API key. A request marked "admin" needs the admin key. A client may leave out `/v1` in a path.
+Each episode has a session at the proxy. An agent sends the id of its session in the URL or as the API key. Nobody can
+guess the id. A request marked "admin" needs the admin key. A client may leave out `/v1` in a path.
 
     POST /grant_capacity (admin)                  let one more session start
     POST /rl/start_session (admin)                use one grant to start a session, and return the session's id
@@ -27,15 +27,17 @@ body arrives:
     4. `Proxy.gconfig` collects the sampling parameters. The body lacks max_new_tokens, so `sampling` gives the value.
     5. engine.py requests the tokens from a server, and calls/replies.py writes the reply, whole or as a stream.
 
-Sampling. An agent's parameter overrides the option `sampling`, unless the option `fixed_sampling` lists the parameter.
-If an agent sets top_p or a penalty, training cannot reproduce the probabilities, so the loss leaves this turn out.
+Sampling. An agent cannot change a parameter that the option `fixed_sampling` lists. An agent's value of any other
+parameter overrides the option `sampling`. If an agent sets top_p or a penalty, training cannot reproduce the
+probabilities, so the loss leaves this turn out.
 
 Errors. The proxy answers an agent's mistake with a 4xx status and an error in the agent's protocol. SDKs retry after
-status 409, 429 and 500, so the proxy uses other statuses for an agent's mistake. A server's 4xx reaches the agent.
-Status 503 means that no server answered. A call that arrives during a weight update is answered after the update.
+status 409, 429 and 500, so the proxy uses other statuses for an agent's mistake. If an inference server refuses a call
+with a 4xx status, the agent gets a 4xx status, too. Status 503 means that no server answered. A call that arrives
+during a weight update is answered after the update.
 
-Proxies share no state, so each session stays at one proxy. The proxy does not promise repeatable tokens to an agent
-that makes several calls at the same time: the seed of a call depends on the number of earlier calls in the session.
+Proxies share no state, so each session stays at one proxy. The seed of a call depends on the number of earlier calls in
+the session. If an agent makes several calls at the same time, the proxy therefore does not promise repeatable tokens.
 """
 
 import argparse
@@ -117,7 +119,7 @@ class Proxy:
         return reply({"session_id": session.session_id, "api_key": session.session_id})
 
     def start_own_session(self, task_id: str) -> Session:
-        """Add a grant and start a session with this grant. The proxy's own process calls this without a request."""
+        """Add a grant and start a session with this grant. Code in the proxy's own process calls this method."""
         self.sessions.grant()
         return self.sessions.start(task_id)
 
@@ -133,7 +135,7 @@ class Proxy:
         if not turn.ask.stream:
             return reply(await turn.reply(request))
         frames = turn.events(request)
-        await anext(frames)  # raises any error from before the first token, so that the reply has an error status
+        await anext(frames)  # raises an error from before the first token, so that the reply gets an error status
         return EventStream(frames, headers={"cache-control": "no-store"})
 
     async def begin(self, protocol: Protocol, session: Session, raw: bytes, key: bytes) -> Turn:
@@ -162,9 +164,12 @@ class Proxy:
         return turn
 
     def prompt(self, ask: AgentRequest, parent: Interaction | None) -> tuple[list[int], str]:
-        """Return the prompt tokens of a call, and the answer's opening, which the prompt ends with. Raises Refusal."""
+        """Return the prompt tokens of a call, and the text of the answer's opening, with which the prompt ends.
+
+        Raises Refusal if the call is not valid.
+        """
         ids = self.prompts.prompt(ask, parent)
-        begun = self.parser.begun(self.tokenizer.decode(ids[-16:]))  # 16 tokens include <think> at the end
+        begun = self.parser.begun(self.tokenizer.decode(ids[-16:]))  # <think> has fewer than 16 tokens
         opening = self.parser.opening(ask.tool_choice, ask.tools, begun)
         return ids + self.prompts.encode(opening), begun + opening
 
@@ -283,7 +288,7 @@ async def read_json(request: Request) -> dict[str, Any]:
 
 
 async def error_reply(request: Request, error: Exception) -> Response:
-    """Return the reply that reports an error, in the protocol to which the request's path belongs."""
+    """Return an error as a reply in the protocol of the request's path."""
     status, message = getattr(error, "status", None) or 500, str(error)
     if isinstance(error, HTTPException):  # the web framework found no endpoint for this path and method
         status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}"
@@ -292,7 +297,10 @@ async def error_reply(request: Request, error: Exception) -> Response:
 
 
 def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> FastAPI:
-    """Return the web application. `engine` has `async agenerate(ModelRequest)`; `options` are fields of `Proxy`."""
+    """Return the web application.
+
+    `engine` has the method `async agenerate(ModelRequest)`. `options` are fields of `Proxy`.
+    """
     proxy = Proxy(engine, tokenizer, admin_key, **options)
     handlers: Any = dict.fromkeys((ValueError, EngineError, HTTPException, ClientDisconnect), error_reply)
     app = FastAPI(title="nano-areal proxy", openapi_url=None, exception_handlers=handlers)
@@ -357,7 +365,7 @@ def main(argv: list[str] | None = None) -> int:
         hint = "" if args.admin_key else f", admin key {key}"  # only a new key is printed, never a key of the user
         url = f"http://{args.host}:{listener.getsockname()[1]}"
         print(f"proxy at {url}{hint}", flush=True)
-        if not args.exit_with_parent:  # a person has started the proxy, and needs a session to try an agent
+        if not args.exit_with_parent:  # a person who starts the proxy needs a session to try an agent
             session = f"{url}/{app.state.proxy.start_own_session('by hand').session_id}"
             print(f"a session: OPENAI_BASE_URL={session}/v1 ANTHROPIC_BASE_URL={session}, any key", flush=True)
         serve(app, listener, args.exit_with_parent)

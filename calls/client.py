@@ -10,12 +10,13 @@
            await client.set_last_reward(reward)
        interactions = await client.export_interactions(discount=0.9, style="concat")
 
-   The session ends at the end of the block, with or without an exception. After an exception no export follows, so the
-   client also makes the proxy forget the session. If this last request fails, the block still raises the agent's
-   exception. If the proxy refuses a request, the client raises `Refusal` with the status and message of the reply. The
-   client never retries a request: the proxy is a process of the run, so a lost connection means that the proxy died.
+   The session ends at the end of the block, with or without an exception. If the block raises an exception, the client
+   also makes the proxy forget the session, because no export follows. The caller gets the agent's exception even if the
+   request to forget the session fails. If the proxy refuses a request, the client raises `Refusal` with the status and
+   message of the reply. The client never retries a request: the proxy is a process of the run, so a lost connection
+   means that the proxy died.
 
-2. Direct approach (Agent Workflow, "Direct Approach", a legacy pattern). A RolloutWorkflow calls the model with an
+2. Direct approach, a legacy pattern (Agent Workflow, "Direct Approach"). A RolloutWorkflow calls the model with an
    `ArealOpenAI`, an AsyncOpenAI that is connected to an engine. The HTTP client of an `ArealOpenAI` passes each request
    to the proxy's application in the same process. The proxy's code therefore handles prompts, tool calls and errors in
    both approaches. In the direct approach, setting a reward changes the conversation tree at once.
@@ -26,7 +27,7 @@
        interactions = client.export_completions(turn_discount=0.9)
 
 The module does not promise that a session survives the end of its proxy. An `ArealOpenAI` has only one session, so each
-episode needs a separate client.
+episode needs a separate `ArealOpenAI`.
 """
 
 import math
@@ -44,15 +45,15 @@ from run.fields import Refusal
 
 TIMEOUT = httpx.Timeout(600.0).as_dict()  # seconds that one request may take
 
-# `sdk_http` is the HTTP library of the installed openai SDK: httpx, or httpx2 since openai 3.0. The SDK's client class
-# inherits from a class of the library. The module of that class, such as "httpx._client", gives the library's name.
+# `sdk_http` is the HTTP library of the installed openai SDK: httpx, or httpx2 since openai 3.0. `_library_client` is a
+# class of this library. The name of its module, such as "httpx._client", begins with the name of the library.
 _library_client: Any = openai.DefaultAsyncHttpxClient.__base__
 sdk_http: Any = sys.modules[_library_client.__module__.partition(".")[0]]
 
 
 @dataclass(eq=False)
 class ExportedInteraction(Interaction):
-    """An interaction that the proxy has exported. A row of lists takes the place of the engine's response."""
+    """An interaction that the proxy has exported. `row` holds what the engine's response would hold."""
 
     row: dict[str, list] = field(default_factory=dict)  # the interaction's tensors, as lists
 
@@ -65,16 +66,16 @@ class ExportedInteraction(Interaction):
 
 
 class OpenAIProxyClient:
-    """The workflow's client for one session at the proxy. Many clients may share a transport, which the caller closes.
+    """The workflow's client for one session at the proxy. Several clients may share a transport.
 
-    The client sends requests directly through the httpx transport, because each request through httpx's client class
-    takes a third longer.
+    The caller closes the transport. The client passes requests directly to the httpx transport, because a request
+    through httpx's client class takes a third longer.
     """
 
     def __init__(self, transport: httpx.AsyncBaseTransport, base_url: str, admin_key: str, task_id: str) -> None:
         self._transport = transport
         self._base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {admin_key}"}  # ignored if the path contains a session id
+        self._headers = {"Authorization": f"Bearer {admin_key}"}  # not needed if the path contains a session id
         self.task_id = task_id
         self.session_id = self.api_key = ""  # set when the session starts
         self.rewarded_count = 0  # number of interactions with a reward; set when the session ends
@@ -113,7 +114,7 @@ class OpenAIProxyClient:
     async def export_interactions(self, discount: float = 1.0, style: str = "individual") -> dict[str, Interaction]:
         """Return the interactions of the session with their discounted rewards. The proxy then forgets the session.
 
-        An interaction has a `parent` if the parent is also exported. In style "individual", every parent is exported.
+        If an interaction's parent is not exported, its `parent` is None. Style "individual" exports every parent.
         """
         body = {"session_id": self.session_id, "discount": discount, "style": style}
         answer = (await self._post("/export_trajectories", body))["interactions"]
@@ -141,8 +142,8 @@ class OpenAIProxyClient:
 class ArealOpenAI(openai.AsyncOpenAI):
     """An AsyncOpenAI client. The proxy's code answers the client's requests inside this process.
 
-    `engine` has `async agenerate(ModelRequest)`. `options` are fields of `proxy.Proxy` (seed, sampling, and so on).
-    `cache` is the conversation tree of the client's only session.
+    `engine` has the method `async agenerate(ModelRequest)`. `options` are fields of `proxy.Proxy`, such as `seed` and
+    `sampling`. `cache` is the conversation tree of the client's only session.
     """
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:
@@ -179,7 +180,10 @@ class ArealOpenAI(openai.AsyncOpenAI):
         self.cache.set_last_reward(reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Add the discounted rewards of later turns to each turn (`cache.py`). May be called only one time."""
+        """Replace each reward with the final reward, which contains the discounted rewards of later turns (`cache.py`).
+
+        Raises RuntimeError if the rewards are already discounted.
+        """
         self.cache.apply_reward_discount(turn_discount)
 
     def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
@@ -190,7 +194,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
         return self.cache.export_interactions(style)
 
     def export_completions(self, turn_discount: float = 1.0) -> dict[str, Interaction]:
-        """Discount the rewards and return all interactions. AReaL's older API has this method for the two steps."""
+        """Discount the rewards and return all interactions. This method comes from AReaL's older API."""
         self.apply_reward_discount(turn_discount)
         return self.export_interactions("individual")
 

@@ -1,13 +1,14 @@
 r"""Turn messages into the tokens of a prompt, and turn the tokens of an answer into text while the tokens arrive.
 
-Prompts. No sampled token is ever tokenised again. For the first turn of a conversation, `PromptBuilder` renders the
-messages with the chat template. The prompt of a later turn is
+Prompts. For the first turn of a conversation, `PromptBuilder` renders the messages with the chat template. A later turn
+reuses its parent's tokens, so the text of a sampled token is not tokenised again. The prompt of a later turn is
 
     prompt tokens of the parent + output tokens of the parent + tail
 
 The tail is the text that the template writes between the parent's answer and the next answer. To get the tail,
 `PromptBuilder` renders a short stub, [user "x", assistant SENTINEL], followed by the new messages. The tail is the text
-after SENTINEL. Building a prompt therefore takes time for the new messages only. An example with the template of Qwen:
+after SENTINEL. The time to build a prompt therefore grows only with the new messages. An example with the template of
+Qwen:
 
     parent's prompt    <|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n
     parent's output    Hi!<|im_end|>
@@ -17,23 +18,25 @@ The rendered tail begins with the marks that close an assistant's turn, here <|i
 marks, `PromptBuilder` removes the marks from the tail. If a length limit cut the answer, the marks stay in the tail, so
 they are part of the prompt and are not trained.
 
-Many templates change the history. For example, some templates remove old reasoning or blanks. A prompt of the form
-above contains the answers exactly as the model wrote them, and a whole conversation is one sequence for training. A
-prompt of this form needs a tail that depends only on the new messages. The constructor of `PromptBuilder` checks the
-tail with two histories of different length. If the check fails, every prompt is the rendered conversation, as with
-the option chat_template_type "hf". If the template refuses one stub, only the prompt of that turn is the rendered
-conversation. The tokens of such a prompt may differ from the parent's tokens. A concat export then starts a new row
-at this turn.
+Many templates change the history. For example, some templates remove old reasoning or blanks. A prompt that begins with
+the parent's tokens keeps every answer exactly as the model wrote it, so a whole conversation is one sequence for
+training. Such a prompt is correct only if the tail depends on the new messages alone. The constructor of
+`PromptBuilder` therefore compares the tails after two histories of different length. If the two tails are not equal,
+every prompt is the whole conversation, rendered again, as with the option chat_template_type "hf". If the template
+refuses the stub of one turn, only the prompt of this turn is rendered in full. The tokens of a prompt that is rendered
+in full may differ from the parent's tokens. If the tokens differ, a concat export starts a new row at this turn.
 
 Text. `TextReader.read` returns only text that no later token can change. The reader holds back incomplete characters
 and text that may be the beginning of a stop string. The text of a token may depend on the tokens before it, because
 some decoders drop or insert a space. The reader therefore decodes new tokens together with a few tokens before them.
-Each token is decoded a bounded number of times, however long the answer is.
+The number of times that a token is decoded does not grow with the length of the answer.
 
-An opening is the beginning of an answer that is part of the prompt instead of being sampled. Examples are a <think> at
-the end of the prompt and the first words of a forced tool call. The text of an answer includes the opening.
+An opening is the beginning of an answer that the prompt already contains, so the model does not sample it. Examples are
+a <think> at the end of the prompt and the first words of a forced tool call. The text of an answer includes the
+opening.
 
-The module does not promise that a model copes with a history that the model's template would have shortened.
+Where a template would shorten the history, a prompt of reused tokens keeps the full history. The module does not
+promise that the model copes with the full history.
 """
 
 import contextlib
@@ -53,9 +56,9 @@ from calls.tools import without_partial
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
-REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # errors of a template for bad messages
-INCOMPLETE = 3  # greatest number of bytes, tokens or U+FFFD that one incomplete character can have
-WITHOUT_TEXT = 16  # the reader settles tokens without text if they are more than this, as they must be special tokens
+REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # errors of a template that refuses
+INCOMPLETE = 3  # an incomplete character has at most this many bytes, and no more tokens or U+FFFD than bytes
+WITHOUT_TEXT = 16  # more tokens than this without text can only be special tokens, so the reader settles them
 
 
 class PromptBuilder:
@@ -91,9 +94,10 @@ class PromptBuilder:
         return self.encode(self._render(ask.messages, variables))
 
     def _tail(self, new: list[Message], variables: dict[str, Any], before: Iterable[Message] = ()) -> list[int]:
-        """Return the tokens that the template writes after an assistant's answer if the messages `new` follow.
+        """Return the tokens that the template writes between an assistant's answer and the next answer.
 
-        The messages `before` come before the stub. Raises Refusal if the template does not accept the messages.
+        The messages `new` come between the two answers, and the messages `before` come before the stub. Raises Refusal
+        if the template does not accept the messages.
         """
         _, found, tail = self._render([*before, *STUB, *new], variables).partition(SENTINEL)
         if not found:
@@ -101,7 +105,7 @@ class PromptBuilder:
         return self.encode(tail)
 
     def _without_sampled_marks(self, tail: list[int], said: list[int]) -> list[int]:
-        """Return the tail, but leave out closing marks that the model has already sampled at the end of `said`."""
+        """Return the tail without the closing marks that the model has already sampled at the end of `said`."""
         blanks = next((i for i, token in enumerate(tail) if self._tokenizer.decode([token]).strip()), 0)
         marks = tail[blanks:]
         for count, mark in enumerate(marks, 1):
@@ -110,7 +114,7 @@ class PromptBuilder:
         return tail
 
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
-        """Return the messages as the template's text. Raises Refusal if the template accepts no form of tool calls."""
+        """Return the messages as the template's text. Raises Refusal if the template refuses them in every form."""
         options = {"tokenize": False, "add_generation_prompt": True} | variables
         try:
             return self._tokenizer.apply_chat_template(messages, **options)
@@ -126,9 +130,10 @@ class PromptBuilder:
 
 
 def other_forms(messages: list[Message]) -> list[list[Message]]:
-    """Return copies of the messages with tool calls in forms that some templates need, or [] if no form differs.
+    """Return copies of the messages, each with the tool calls in a form that some templates need.
 
     Mistral's templates need ids of nine letters or digits. DeepSeek's templates need arguments as text, not an object.
+    A copy that equals `messages` is left out.
     """
     short, texts = copy.deepcopy(messages), copy.deepcopy(messages)
     ids = [(call, "id") for message in short for call in message.get("tool_calls", ())]
@@ -146,9 +151,9 @@ class TextReader:
         tokens      a  b  c | d  e  f | g  h
                       context         ^ settled
 
-    The text of the tokens before `settled` can no longer change. The tokens from `settled` on are pending. Every `read`
-    decodes the pending tokens together with the context, the last settled tokens that have text. The decoder writes
-    U+FFFD for the bytes of an incomplete character.
+    The text of the tokens before `settled` can no longer change. The tokens from `settled` on are pending. The context
+    is the last group of settled tokens that has text. Every `read` decodes the context and the pending tokens together.
+    The decoder writes U+FFFD for the bytes of an incomplete character.
     """
 
     def __init__(self, tokenizer: Any, gconfig: Any, opening: str = "", special_tokens: bool = False) -> None:
@@ -165,7 +170,10 @@ class TextReader:
         return text[: self._stop_at(text)]
 
     def read(self, tokens: list[int]) -> str:
-        """Return the text of `tokens` that no later token can change. In the next call, `tokens` may only be longer."""
+        """Return the text of `tokens` that no later token can change.
+
+        The next call must pass the same tokens, followed by any new tokens.
+        """
         pending = self._without_end(tokens)[self._settled :]
         fresh = self._text_behind_context(pending)
         held_back = min(len(fresh) - len(fresh.rstrip("\ufffd")), INCOMPLETE)
@@ -202,16 +210,19 @@ class TextReader:
         return text
 
     def _stop_at(self, text: str) -> int:
-        """Return where the first stop string after the opening begins, or the length of the text if there is none."""
+        """Return where the first stop string after the opening begins.
+
+        If the text has no stop string, return the length of the text.
+        """
         found = [text.find(stop, len(self._opening)) for stop in self._stop]
         return min((at for at in found if at >= 0), default=len(text))
 
 
 def mend_byte_tokens(tokenizer: Any, tokens: list[int]) -> list[int]:
-    """Return the tokens with the bytes of U+FFFD in place of bytes that are not valid UTF-8.
+    """Replace every byte token that is not valid UTF-8 with the byte tokens of U+FFFD.
 
     Some tokenizers have a token for each byte, like <0x0A>. The decoder of such a tokenizer reads consecutive byte
-    tokens as one text, and one invalid byte makes the whole text unreadable.
+    tokens as one text. One invalid byte would make this whole text unreadable.
     """
     pieces: list[str] = []
     known = filter(None, tokenizer.convert_ids_to_tokens(tokens))

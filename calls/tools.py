@@ -8,8 +8,8 @@ expects the form of Qwen and Hermes:
 Tool calls. The JSON between <tool_call> and the next </tool_call> is a call if the JSON contains the name of an offered
 tool, and arguments that are an object. Everything else is text: a call without an end mark, broken JSON, an unknown
 tool. A model's mistake therefore never makes a request fail, and the agent sees the mistake. The parser drops blank
-space around the reasoning and before a call. A text without calls stays unchanged, because the agent sends the text
-back in the next request, and the proxy compares the two texts.
+space around the reasoning and before a call. The agent sends the text back in the next request, and the proxy compares
+the two texts. The parser therefore leaves a text without calls unchanged.
 
 Streams. `certain` returns the part of an unfinished text that no continuation can change:
 
@@ -19,20 +19,21 @@ Streams. `certain` returns the part of an unfinished text that no continuation c
     "<think>so </t" -> reasoning "so"
 
 With every new token the certain part stays unchanged or grows. The text that `parse` returns for the whole answer
-begins with the certain part. The calls are sent when the answer is complete.
+begins with the certain part. A stream sends the calls when the answer is complete.
 
-Reasoning in the prompt. Some chat templates end the prompt with <think>. `begun` returns this <think>, and the caller
-puts <think> before the model's text.
+Reasoning in the prompt. Some chat templates end the prompt with <think>. `begun` returns this <think>, so that the
+caller can put <think> before the model's text.
 
 Forced calls. If tool_choice demands a call, `opening` returns the first words of a call. The prompt ends with these
-words, which are not trained, and the caller puts them before the model's text. The model writes the arguments, and also
-the name if there are several tools. No grammar is used, so the model may still write broken JSON, which stays text.
+words, so they are not trained. The caller also puts these words before the model's text. The model writes the rest of
+the call: the arguments and, if there are several tools, the name. The proxy uses no grammar, so the model may still
+write broken JSON. Broken JSON stays text.
 
-Other forms. If the tokenizer has a response template (transformers), this template parses the text. A
-`tool_call_parser` that is not in `HERMES` is the name of a parser of SGLang, which must be installed. In these forms, a
-call cannot be forced, and if tools are offered, no text is certain before the end. A response template parses every
-answer as the answer to a first message. If a model has an end token that the tokenizer does not have, stop_token_ids
-must contain the end token.
+Other forms. If the tokenizer has a response template (a feature of transformers), this template parses the text. If
+`tool_call_parser` is not in `HERMES`, it is the name of a parser of SGLang, which must be installed. SGLang's parser is
+used only if tools are offered. In both forms, a call cannot be forced, and no text is certain before the end. A
+response template parses every answer as if it were the answer to the conversation's first message. If the model ends
+its turn with a token that is not the tokenizer's eos_token, stop_token_ids must contain this token.
 
 The module does not promise to repair mistakes in a model's text.
 """
@@ -72,7 +73,7 @@ class Parsed:
 
 
 def without_partial(text: str, marks: list[str]) -> str:
-    """Return `text` without the beginning of a mark at the end: "1 <to" becomes "1 " for the mark "<tool>"."""
+    """Return `text` without the beginning of a mark with which it ends: for the mark "<tool>", "1 <to" becomes "1 "."""
     beginnings = [mark[:n] for mark in marks for n in range(1, len(mark))]
     held_back = max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
     return text[: len(text) - held_back]
@@ -93,8 +94,8 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     pieces: list[str] = []
     calls: list[Call] = []
     piece_begin = 0  # where the next piece of text begins
-    # There is no pair after the last end mark. The search limit `last` keeps a run of unclosed `<tool_call>` marks from
-    # making the search quadratic: without the limit, the search would scan to the end of the text for each such mark.
+    # No pair ends after the last end mark, so the search stops there. Without this limit, the search would scan to the
+    # end of the text for each unclosed <tool_call>, so a text with many such marks would take quadratic time.
     last = text.rfind(END_OF_CALL) + len(END_OF_CALL)
     for pair in PAIR.finditer(text, 0, last):
         call = read_call(pair[1], names)
@@ -120,7 +121,7 @@ def read_call(body: str, names: frozenset[str]) -> Call | None:
 
 
 class OutputParser:
-    """Parses the texts of one model. A parser keeps no text between calls: a stream passes its whole text each time.
+    """Parses the texts of one model. A parser remembers no text, so a stream passes its whole text every time.
 
     Raises ValueError if there is no parser with the given name.
     """
@@ -132,7 +133,7 @@ class OutputParser:
         self._sglang = None if tool_call_parser in HERMES else sglang_parser(str(tool_call_parser))
         # If the tokenizer's response template parses the texts, the texts must contain the special tokens.
         self.special_tokens = tool_call_parser is None and getattr(tokenizer, "response_template", None) is not None
-        if self.special_tokens:  # a response template also needs a prompt, for the marks at the prompt's end
+        if self.special_tokens:  # a response template also reads the marks at the end of a prompt
             talk = [{"role": "user", "content": "x"}]
             self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
 
@@ -172,7 +173,7 @@ class OutputParser:
         return THINK if prompt.rstrip().endswith(THINK) and not self.special_tokens else ""
 
     def opening(self, tool_choice: str, tools: Tools, begun: str) -> str:
-        """Return the first words of a forced call, or "" if tool_choice forces none.
+        """Return the first words of a forced call, or "" if tool_choice forces no call.
 
         For the tool f, the first words are '<tool_call>\\n{"name": "f", "arguments": '. The text for `parse` consists
         of `begun`, the opening and the model's text. Raises Refusal if a call in this model's form cannot be forced.
