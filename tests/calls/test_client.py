@@ -1,5 +1,5 @@
-"""OpenAIProxyClient and ArealOpenAI: an `async with` block always ends its session, and both clients export the
-sampled tokens."""
+"""The clients OpenAIProxyClient and ArealOpenAI export the sampled tokens. At the end of an `async with` block, the
+session always ends."""
 
 import asyncio
 import itertools
@@ -85,8 +85,8 @@ async def test_an_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) ->
 
 
 async def test_the_tensors_are_the_exported_ones(http: httpx.AsyncClient, client: OpenAIProxyClient) -> None:
-    """An exported interaction has the tensors and dtypes that the proxy exported. A reward that is set later changes
-    its tensors."""
+    """An exported interaction has the tensors and dtypes that the proxy exported. If a reward is set after the export,
+    the tensors contain this reward."""
     async with client:
         _, leaf = await talk(http, client, 2)
         await client.set_last_reward(1.0)
@@ -120,7 +120,7 @@ async def test_an_agent_that_raises_leaves_nothing_behind(
 
 
 async def test_a_failing_farewell_never_hides_the_agents_error(client: OpenAIProxyClient, app: Any) -> None:
-    """If the agent raises an exception and then ending the session fails, too, the caller gets the agent's
+    """If the agent raises an exception and the proxy then fails to end the session, the caller gets the agent's
     exception."""
 
     async def episode() -> None:
@@ -140,8 +140,8 @@ async def test_a_lost_session_is_an_error(client: OpenAIProxyClient, app: Any) -
 
 
 async def test_a_start_without_a_grant_is_refused(app: Any) -> None:
-    """A start without a grant raises Refusal with the proxy's message and status, and so does a grant with a wrong
-    key."""
+    """If the proxy refuses a start without a grant or a grant with a wrong key, the client raises Refusal with the
+    proxy's message and status."""
     transport = httpx.ASGITransport(app)
     with pytest.raises(Refusal, match="grant_capacity") as refused:
         await OpenAIProxyClient(transport, "http://proxy", "admin", "t").__aenter__()
@@ -152,7 +152,7 @@ async def test_a_start_without_a_grant_is_refused(app: Any) -> None:
 
 
 async def test_a_wrong_reward_is_an_error_of_the_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) -> None:
-    """A reward of NaN or a reward for an unknown interaction raises an error, and no reward is stored."""
+    """If a reward is NaN or belongs to an unknown interaction, an error is raised and no reward is stored."""
     async with client:
         await talk(http, client, 1)
         with pytest.raises(ValueError, match="finite"):
@@ -174,7 +174,8 @@ async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
 
 @pytest.fixture
 def direct(tiny_tokenizer: Any) -> Any:
-    """Return make(*texts, **options), which returns an ArealOpenAI and the engine that answers with these texts."""
+    """Return a function make(*texts, **options). It returns an ArealOpenAI and an engine that answers with these
+    texts."""
 
     def make(*texts: str, **options: Any) -> tuple[ArealOpenAI, ScriptedEngine]:
         engine = ScriptedEngine(tiny_tokenizer, *texts)
@@ -184,8 +185,8 @@ def direct(tiny_tokenizer: Any) -> Any:
 
 
 async def test_the_direct_approach_of_agent_workflow(direct: Any) -> None:
-    """The example of (Agent Workflow, "Direct Approach") works: create, set_last_reward, apply_reward_discount,
-    export_interactions."""
+    """The example of the documents (Agent Workflow, "Direct Approach") works: create, set_last_reward,
+    apply_reward_discount, export_interactions."""
     client, engine = direct("five", "four")
     first = await say(client, "2+2?")
     second = await say(client, "2+2?", first.choices[0].message.content, "wrong")
@@ -228,7 +229,7 @@ async def test_clients_do_not_share_a_session(direct: Any) -> None:
 
 
 class DocumentsMultiTurn(RolloutWorkflow):
-    """The workflow from the documents (OpenAI-Compatible Workflows, "Multi-Turn Conversation Example")."""
+    """A workflow from the documents (OpenAI-Compatible Workflows, "Multi-Turn Conversation Example")."""
 
     def __init__(self, reward_fn: Any, gconfig: GenerationHyperparameters, tokenizer: Any, **kwargs: Any) -> None:
         self.gconfig, self.tokenizer = gconfig, tokenizer
@@ -296,7 +297,7 @@ async def test_the_multi_turn_workflow_of_openai_workflows(real_engine: RemoteIn
         assert row.tokens.output_logprobs == pytest.approx(scored[row.tokens.input_len :], abs=1e-4)
 
 
-# Cases in which AReaL's client fails (docs/differences.md)
+# Cases in which AReaL's own client fails (docs/differences.md)
 
 
 async def test_a_failed_call_leaves_nothing_in_the_tree(direct: Any) -> None:
@@ -336,7 +337,7 @@ async def test_stop_strings_are_a_way_to_end(direct: Any) -> None:
 
 
 async def test_several_answers_at_once(direct: Any) -> None:
-    """A request with n=2 enters two siblings into the tree, each with its own tokens and its own reward."""
+    """A request with n=2 enters two siblings into the tree. Each sibling has its own tokens and its own reward."""
     client, _ = direct("five", "four")
     completion = await say(client, "2+2?", n=2)
     ids = list(client.cache)

@@ -1,5 +1,5 @@
-"""Random bodies in three protocols: a wrong request gets a 4xx, and a failed request leaves nothing in the
-conversation tree."""
+"""These tests send random bodies in three protocols. A wrong request gets a 4xx, and a failed request leaves nothing in
+the conversation tree."""
 
 import asyncio
 from collections.abc import Callable
@@ -112,7 +112,7 @@ conversations = st.builds(lambda stream, talk: GOOD | stream | {"messages": talk
 
 
 def as_json(body: Any) -> bytes:
-    """Return a body as JSON. A key of the body need not be a string."""
+    """Return a body as JSON. The body's keys may be of types other than str."""
     return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
 
 
@@ -143,7 +143,7 @@ raws = st.one_of((bodies | conversations).filter(representable).map(as_json), br
 
 
 async def ask(tokenizer: Any, path: str, raw: bytes) -> int:
-    """Send one body, check that the session still serves a good request, and return the status of the first reply."""
+    """Send one body, check that the session still answers a good request, and return the status of the first reply."""
     harness = Harness(tokenizer)
     async with harness.http:
         session = await harness.start()

@@ -1,5 +1,5 @@
-"""These tests check that messages with equal meanings are equal, and that the proxy either honours a parameter or
-refuses the request with an error that names the parameter."""
+"""Messages with equal meanings are equal. The proxy honours a parameter or refuses it with an error that names the
+parameter."""
 
 import copy
 import json
@@ -47,7 +47,7 @@ def read_reply(path: str, reply: Any) -> list[Message]:
 
 
 def read(pair: dict[str, Any]) -> tuple[list[Message], list[Message], list[Message]]:
-    """Return three lists of messages in normal form: the first request, the reply to it, and the second request."""
+    """Return three lists of messages in normal form: the first request, its reply, and the second request."""
     parse = PROTOCOLS[pair["path"]].parse
     return parse(pair["parent"]).messages, read_reply(pair["path"], pair["reply"]), parse(pair["child"]).messages
 
@@ -70,7 +70,7 @@ def test_an_echoed_history_is_recognised(pair: dict[str, Any]) -> None:
 
 
 def test_every_turn_finds_its_parent_among_all_conversations() -> None:
-    """If 137 pairs of requests share one session, every second request finds the first request of its pair as its
+    """137 pairs of requests share one session. In each pair, the second request finds the first request as its
     parent."""
     cache = InteractionCache()
     children: dict[int, InteractionWithTokenLogpReward] = {}
@@ -97,7 +97,7 @@ SAID = {"text", "content", "name", "arguments", "input", "id", "call_id", "tool_
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Return the paths of all texts, names, ids and arguments in an item that a client sends back."""
+    """Return the paths to all texts, names, ids and arguments in an item that a client sends back."""
     if isinstance(value, list):
         return [place for i, item in enumerate(value) for place in places(item, (*path, i))]
     if not isinstance(value, dict) or value.get("type") in ("thinking", "reasoning"):
@@ -185,8 +185,8 @@ def assistant(arguments: Any, call_id: str = "c") -> Message:
 
 @pytest.mark.parametrize("written", ['{"a": 2.0, "b": [1e3]}', '{"b":[1000],"a":2}', {"a": 2.0, "b": [1000]}])
 def test_arguments_are_equal_as_javascript_has_them(written: Any) -> None:
-    """Arguments with 2.0 and with 2 are equal, because JavaScript writes 2 for both. Neither the order of keys nor
-    blanks matter."""
+    """Arguments with 2.0 and with 2 are equal, because JavaScript writes 2 for both. The order of keys and blanks make
+    no difference."""
     assert canonical(normalise(assistant(written))) == canonical(assistant('{"a": 2, "b": [1000]}'))
     assert canonical(assistant('{"a": true}')) != canonical(assistant('{"a": 1}'))
     assert canonical(assistant('{"a": "2"}')) != canonical(assistant('{"a": 2}'))
@@ -256,7 +256,7 @@ def test_three_protocols_say_one_conversation() -> None:
 
 
 def test_two_replies_in_a_row_stay_two() -> None:
-    """The items of one reply become one message, but a text after a text begins a new message."""
+    """The items of one reply become one message. A second text begins a new message."""
     said = [{"role": "assistant", "content": word} for word in ("a", "b")]
     assert parse_responses({"input": [*said, *HELLO]}).messages == [*said, *HELLO]
     assert parse_responses({"input": "hello"}).messages == HELLO
@@ -291,8 +291,8 @@ def test_tools_are_one_form() -> None:
     ],
 )
 def test_tool_choice_is_one_word(parse: Any, choice: Any, meaning: str) -> None:
-    """tool_choice becomes auto, none, required or a tool's name. With none the prompt still shows the tools, but a
-    reply contains no call."""
+    """tool_choice becomes auto, none, required or a tool's name. If tool_choice is none, the prompt still shows the
+    tools, and no reply contains a call."""
     flat = {"name": "f"}
     tools = {parse_chat: [TOOL], parse_responses: [flat | {"type": "function"}], parse_anthropic: [flat]}[parse]
     ask = parse(body_of(parse, tools=tools, tool_choice=choice))
@@ -575,8 +575,8 @@ def test_a_previous_response_is_put_in() -> None:
 
 
 def test_a_thread_keeps_its_tools() -> None:
-    """The tools of a thread's first request stay offered in later requests, because Anthropic's tool runner sends
-    tools only with the first request."""
+    """A thread keeps the tools of its first request, because Anthropic's tool runner sends tools only with the first
+    request."""
     thread = {"type": "continue", "previous_message_id": "msg_cd"}
     other = {"name": "other", "input_schema": {"type": "object"}}
     assert parse_anthropic({"messages": [TALK[-1]], "thread": thread}, FINISHED.get).tools == [TOOL]

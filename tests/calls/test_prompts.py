@@ -79,8 +79,8 @@ class Talk:
 @pytest.mark.parametrize("ends", ["the mark", "<|endoftext|>", ""])
 @pytest.mark.parametrize("last", ["", "\n", "\n\n"])
 def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name: str, ends: str, last: str) -> None:
-    """For any template, concat exports the conversation as one row. Each sampled token is trained one time and each
-    turn is closed one time."""
+    """For any template, concat exports the conversation as one row. Each sampled token is trained once, and each turn
+    is closed once."""
     talk = Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]))
     assert talk.prompts.splices
     mark = "<|im_start|>" if name == "nothing at the end" else "<|im_end|>"
@@ -122,7 +122,7 @@ def test_where_rendering_again_is_exact_splicing_is_the_same(tiny_tokenizer: Any
 
 
 def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
-    """In a conversation of 100 turns each question is rendered and tokenised one time, and no answer is rendered."""
+    """In a conversation of 100 turns each question is rendered and tokenised once, and no answer is rendered."""
     tokenizer = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
     talk = Talk(tokenizer)
     rendered: list[list[dict[str, Any]]] = []
@@ -171,8 +171,8 @@ def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny
 
 @pytest.mark.parametrize("name", ["tokenize", "tools", "conversation", "return_tensors"])
 def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(tiny_tokenizer: Any, name: str) -> None:
-    """chat_template_kwargs may set only variables of the template. The proxy refuses an argument of the tokenizer by
-    its name."""
+    """chat_template_kwargs may set only variables of the template. If it sets an argument of the tokenizer, the refusal
+    names the argument."""
     with pytest.raises(Refusal, match=f"chat_template_kwargs: {name}"):
         PromptBuilder(tiny_tokenizer).prompt(AgentRequest([user("q")], template_kwargs={name: 1}), None)
 
@@ -233,7 +233,7 @@ def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
 
 
 def read_all(reader: TextReader, tokens: list[int]) -> list[str]:
-    """Return the list of the texts that `read` returns after each further token."""
+    """Give the reader one more token at a time, and return the texts that `read` returns."""
     return [reader.read(tokens[:n]) for n in range(1, len(tokens) + 1)]
 
 
@@ -324,8 +324,8 @@ def test_reading_a_stream_is_linear(tiny_tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["bytes", "words", "pieces", "pieces and bytes"])
 def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
-    """The joined texts of the single tokens are the whole text, even if the decoder drops the first space of a
-    text."""
+    """The texts of the single tokens, joined together, are the whole text, even if the decoder drops the first space of
+    a text."""
     tokenizer = tokenizer_of(kind, tiny_tokenizer)
     reader = TextReader(tokenizer, GenerationHyperparameters())
     tokens = {"bytes": tokenizer.encode("ab b a"), "words": tokenizer.encode("a b ab , a")}.get(kind, [4, 5, 1, 3, 2])

@@ -139,8 +139,7 @@ def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, parsed: Parse
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_parser_is_sure_of_makes_a_stream(name: str) -> None:
-    """If a stream sends only the text that OutputParser.certain returns, the events still add up to the whole
-    reply."""
+    """If a stream sends only text that OutputParser.certain returned, the events still add up to the whole reply."""
     parser, tools = OutputParser(), [{"type": "function", "function": {"name": "f"}}]
     text = '<think>\nhm, "<"\n</think>\n\nLet me see: 1 < 2 \n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     pieces, before = [], Parsed("")
@@ -191,7 +190,8 @@ def test_a_response_has_all_that_strict_clients_read() -> None:
 
 
 def test_a_message_has_all_that_strict_clients_read() -> None:
-    """A message has role, type, id, usage and stop_reason, and no null citations, which Vercel's client rejects."""
+    """A message has role, type, id, usage and stop_reason. It has no null citations, because Vercel's client rejects
+    null citations."""
     reply = whole("messages", answer_of("messages"))
     assert reply == {
         "id": "msg_ab12",
@@ -280,7 +280,7 @@ def test_what_is_said_after_the_last_token_only(name: str) -> None:
 
 def test_several_answers_share_a_chat_completion() -> None:
     """With n = 2 a stream mixes the chunks of both answers, and each chunk has an index. Usage and [DONE] are sent
-    one time, at the end."""
+    once, at the end."""
     ask = AgentRequest(HELLO, model="m", n=2, stream_usage=True)
     one = Answer("chatcmpl-ab12", response_of(), Parsed("first", "hm"))
     two = Answer("chatcmpl-ab12-1", response_of("length"), Parsed("second", calls=[Call("f", "{}")]))

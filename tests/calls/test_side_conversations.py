@@ -65,8 +65,8 @@ def test_the_order_of_ends_changes_nothing() -> None:
 
 
 def test_a_second_agent_of_one_call_is_trained() -> None:
-    """A critic's single call, without tools and with a different system prompt, is trained if the call comes first or
-    last."""
+    """A critic makes a single call, without tools and with a different system prompt. The call is trained, whether it
+    comes first or last."""
     critic = turn([{"role": "system", "content": "You are a strict critic of code."}, user("hello")], "fine")
     assert left_out(session(*agent_of_two_turns(), critic)) == []
     assert critic.reward == 1.0

@@ -131,7 +131,7 @@ def test_a_stream_says_what_it_can() -> None:
 
 
 def test_a_call_in_a_stream_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream parses its text after every token, but parses the JSON of each call only one time."""
+    """A stream parses its text after every token, but decodes the JSON of each call only once."""
     read: list[str] = []
 
     def counting(body: str) -> Any:
@@ -150,7 +150,7 @@ def test_a_call_in_a_stream_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
 @settings(deadline=None)
 @given(st.text("ab", max_size=6), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
 def test_the_beginning_of_a_mark_is_held_back(text: str, marks: list[str]) -> None:
-    """The longest end of the text that may be the beginning of a mark is held back, and no more."""
+    """without_partial holds back only the longest end of the text that may be the beginning of a mark."""
     held = [n for n in range(1, len(text) + 1) if any(m.startswith(text[-n:]) and m != text[-n:] for m in marks)]
     assert without_partial(text, marks) == text[: len(text) - max(held, default=0)]
 
@@ -176,8 +176,8 @@ def test_the_beginning_of_a_mark_is_held_back(text: str, marks: list[str]) -> No
     ],
 )
 def test_a_forced_call_is_begun_for_the_model(prompt: str, begun: str, choice: str, tools: list, written: str) -> None:
-    """A forced call is the opening in the prompt and the model's text. If the prompt has begun the reasoning, the
-    opening first closes the reasoning."""
+    """A forced call consists of the opening in the prompt and the model's text. If the prompt has begun the reasoning,
+    the opening first closes the reasoning."""
     assert PARSER.begun(prompt) == begun
     opening = PARSER.opening(choice, tools, begun)
     assert (begun + opening).count("</think>") == bool(begun)
@@ -255,8 +255,7 @@ for form, text in said:
 
 @pytest.mark.skipif(not SGLANG, reason="needs SGLang: make test-sglang")
 def test_sglangs_parsers_serve_other_forms(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """If `tool_call_parser` names a parser of SGLang, this parser reads the text with the special tokens that it
-    needs."""
+    """If `tool_call_parser` names a parser of SGLang, this parser gets the text with its special tokens."""
     own = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer,
         eos_token="<|im_end|>",

@@ -1,5 +1,5 @@
-"""These tests of calls, streams and retries check that the conversation tree keeps every sampled token if a
-connection breaks."""
+"""These tests check calls, streams and retries. If a connection breaks, the conversation tree keeps the tokens that the
+client has read."""
 
 import asyncio
 import json
@@ -58,8 +58,8 @@ def cache_of(harness: Harness, session: str) -> Any:
 async def test_a_turn_is_in_the_tree_before_its_first_byte_and_whole_before_its_last(
     start: Start, protocol: str
 ) -> None:
-    """The tree contains an interaction before the first byte of the reply is sent, and all its tokens before the last
-    byte."""
+    """Before the first byte of the reply is sent, the tree contains the interaction. Before the last byte is sent, the
+    tree contains all its tokens."""
     harness = start("hello you")
     session = await harness.start()
     harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
@@ -144,7 +144,7 @@ async def test_a_stream_that_holds_back_what_comes_is_not_silent(
 
 
 async def test_a_stream_without_tokens_is_not_silent(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While no token arrives, for example from a paused server, a stream sends comments."""
+    """While no token arrives, for example because the server is paused, a stream sends comments."""
     monkeypatch.setattr("calls.turn.PING_SECONDS", 0.0)
     harness = start("hello")
     session = await harness.start()
@@ -161,7 +161,8 @@ async def test_a_stream_without_tokens_is_not_silent(start: Start, monkeypatch: 
 
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_error_before_the_first_token_is_a_status(start: Start, streams: bool) -> None:
-    """An error before the first token gets an HTTP status, because a stream's head is sent with the first token."""
+    """If a call fails before the first token, the reply has an HTTP error status, because a stream's headers are sent
+    with the first token."""
     harness = start()
     session = await harness.start()
     harness.engine.error = EngineError("the prompt is too long", 400)
@@ -289,8 +290,8 @@ async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("end", ["the caller hangs up", "an answer fails", "the session ends"])
 async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: bool, end: str) -> None:
-    """If a call for n answers ends early, no answer stays in the tree. (If a client hangs up on a stream, the text
-    that was sent stays.)"""
+    """If a call for n answers ends early, no answer stays in the tree. (If a client hangs up on a stream, the text that
+    was sent stays in the tree.)"""
     harness = start("my", "hello you")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -330,7 +331,7 @@ async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: 
 
 
 async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
-    """With seed=5 and n=2 the two answers have the seeds 5 and 6, also in a second equal request."""
+    """With seed=5 and n=2 the two answers have the seeds 5 and 6. A second equal request has the same seeds."""
     harness = start()
     session = await harness.start()
     for _ in range(2):
@@ -369,7 +370,7 @@ async def test_what_is_not_stored_is_answered_and_not_trained(start: Start) -> N
 
 
 async def test_a_recipe_may_fix_the_sampling(start: Start) -> None:
-    """An agent cannot change the sampling fields in fixed_sampling, and can change all other fields."""
+    """An agent cannot change the sampling fields in fixed_sampling. It can change all other fields."""
     harness = start(sampling={"temperature": 0.7, "top_p": 0.9}, fixed_sampling=["temperature", "stop"])
     session = await harness.start()
     await harness.chat(session, HELLO, temperature=0.1, top_p=0.5, stop=["x"])
@@ -431,8 +432,8 @@ async def test_models_are_listed(start: Start) -> None:
     ],
 )
 def test_which_turn_a_retry_belongs_to(states: str, says_so: bool, match: int | None) -> None:
-    """Any equal request matches a turn without a reader. A request with a retry header also matches a running turn or
-    the last turn."""
+    """A request matches an equal turn that is unread, failed or abandoned. With a retry header, it also matches a
+    running turn or the last turn."""
     turns: list[Any] = [SimpleNamespace(state=State[name.upper()], retries=0) for name in states.split()]
     assert match_retry(turns, says_so) is (None if match is None else turns[match])
 
@@ -588,8 +589,8 @@ async def test_a_session_frees_its_turns(start: Start) -> None:
 
 
 async def test_a_concurrent_title_call_takes_no_reward(start: Start) -> None:
-    """If opencode requests a title while the agent works, the agent's turn takes the reward, whichever call ends
-    last."""
+    """If opencode requests a title while the agent works, the agent's turn takes the reward. The order in which the
+    calls end makes no difference."""
     harness = start("a title", "done")
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -757,8 +758,8 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
 
 @pytest.mark.parametrize("where", ["parse", "certain"])
 async def test_a_mistake_of_ours_is_an_event_too(start: Start, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """An unexpected error in the middle of a stream is sent to the client as an event, and is raised, too, so that
-    the log shows it."""
+    """If an unexpected error occurs in the middle of a stream, the client gets the error as an event. The error is also
+    raised, so that the log shows it."""
 
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("our mistake")
