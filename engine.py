@@ -2,9 +2,9 @@
 
 The servers generate while the trainer works. When new weights arrive, thousands of completions are unfinished. Waiting
 for the longest completion would leave GPUs idle. Throwing the unfinished completions away would waste work and favour
-short ones. A **partial rollout** (write-up, section 2.1) avoids both. A weight update interrupts a completion, the
-completion keeps its tokens, and the new weights compute the next token. The trainer must know which weights computed
-which token, so every token carries a version:
+short completions. A **partial rollout** (write-up, section 2.1) avoids both costs. A weight update interrupts a
+completion, the completion keeps its tokens, and the new weights compute the next token. The trainer must know which
+weights computed which token, so every token carries a version:
 
     output_tokens     a     b     c     d     e     f
     output_logprobs  -0.2  -1.1  -0.4  -0.7  -0.1  -2.3     log-probability under the weights that sampled the token
@@ -18,16 +18,18 @@ that one POST /generate produces. The pause mode decides how a weight update int
   segment, and the server's answer tells which version computed which tokens (`weight_versions`, the spans).
 - `abort`: the server returns the tokens generated so far, with finish reason `abort`. The engine sends a new request
   with the prompt and these tokens. The new request waits until the update is over and then runs with the new weights.
-- `in_place`: the server continues with the KV cache of the old weights. This mode is the cheapest, but tokens after the
-  update depend on old and new weights together, so they follow neither policy.
+- `in_place`: the server continues with the KV cache of the old weights. This mode is the cheapest. Its tokens after the
+  update depend on old and new weights together, so these tokens follow neither policy.
 
-**Versions.** The versions of tokens come from the server's answers. The engine's own version may change while a request
-runs, so the engine labels no tokens with it. SGLang 0.5.16 to 0.5.18 reports no spans, only the version at the end of a
-segment. For such a server `initialize` changes the pause mode to `abort`, so that every segment has one version.
+**Versions.** The versions of tokens come from the server's answers. The engine does not label tokens with its own
+version, because this version may change while a request runs. SGLang 0.5.16 to 0.5.18 reports no spans, only the
+version at the end of a segment. For such a server `initialize` changes the pause mode to `abort`, so that every segment
+has one version.
 
 **Failures.** If a server fails in the middle of a segment, the engine keeps the tokens that the server has streamed.
 The engine waits, and then requests the missing tokens from a server that is alive (inference/servers.py). Each wait is
-about twice as long as the wait before. If a server refuses a request as wrong, the engine does not send it again.
+about twice as long as the wait before. If a server refuses a request as wrong, the engine does not send the request
+again.
 
 **Checks.** A token id outside the vocabulary would crash an SGLang server, so the engine checks all ids before sending.
 
@@ -82,7 +84,7 @@ def read_vocab_size(model_path: str | None) -> int | None:
 
 @dataclass(eq=False)
 class RemoteInfEngine:
-    """The client of all inference servers of a run. Raises ValueError for no address or an unknown pause mode."""
+    """The client of all inference servers of a run. Raises ValueError if the addresses or the pause mode are wrong."""
 
     addresses: list[str]  # base URLs of the servers, or of routers in front of them
     pause_mode: str = "retract"  # retract, abort or in_place; becomes abort if a server reports no spans
@@ -114,8 +116,8 @@ class RemoteInfEngine:
         If `on_tokens` is given, the server streams the tokens, and the engine calls `on_tokens` with the response so
         far each time tokens arrive. A token that `on_tokens` has received is never removed or changed.
 
-        Raises EngineError with an HTTP status: 400 if the request is wrong, 502 if a server's answer cannot be read,
-        503 if requests still fail after all retries.
+        Raises EngineError. The status is 400 if the request is wrong, 502 if a server's answer cannot be read, and 503
+        if requests still fail after all retries.
         """
         # 1. Check the request, and make an empty response. The segments will append their tokens to the response.
         g = req.gconfig.new(max_new_tokens=self._budget(req))
@@ -129,7 +131,7 @@ class RemoteInfEngine:
 
         empty_aborts = 0
         while True:
-            # 2. Generate one segment. While its server lives, a session sends all its requests to this server.
+            # 2. Generate one segment. All requests of a session go to one server while this server is alive.
             length_before = response.output_len
             await self._ask_a_server(req.session or req.rid, generate_segment)
 
@@ -226,7 +228,7 @@ class RemoteInfEngine:
         return min(g.max_new_tokens, context - prompt)
 
     def _check_ids(self, ids: list[int]) -> None:
-        """Raise EngineError (400) unless `ids` is a non-empty list of Python ints inside the vocabulary."""
+        """Check that `ids` is a non-empty list of Python ints inside the vocabulary, or raise EngineError (400)."""
         if not ids:
             raise EngineError("the prompt is empty", 400)
         wrong_types = {type(token) for token in ids} - {int}
@@ -253,7 +255,7 @@ class RemoteInfEngine:
         self.context_length = min(filter(None, (info.get("max_req_input_len") for info in infos)), default=None)
         self.has_grammar = all(info.get("grammar_backend") not in (None, "none") for info in infos)
         answers = self.servers.post_all("/generate", probe([0]))
-        if self.servers.lost:  # a run may lose servers later, but at its start it needs all of them
+        if self.servers.lost:  # a run may lose servers later, but it needs all servers at its start
             raise EngineError("; ".join(self.servers.lost.values()), 503)
         for server, answer in zip(self.servers.workers, answers):
             parse_segment(answer)

@@ -1,9 +1,9 @@
-"""This module builds the process group through which mode distributed sends new weights to the servers.
+"""This module builds the process group in which the trainer broadcasts new weights to the servers (mode distributed).
 
 The trainer is rank 0 and hosts the key-value store where the ranks meet. Every GPU of every server is one more rank.
-SGLang joins through torch.distributed, which puts three prefixes before each key of the store. `join_group` uses these
-three prefixes too, so the trainer and an SGLang server find each other's keys. The small server calls `join_group`
-itself. torch's default group connects the ranks of the trainer, and this module does not change the default group.
+SGLang joins through torch.distributed, which puts three prefixes before each key of the store. `join_group` uses the
+same three prefixes, so the trainer and an SGLang server find each other's keys. The small server calls `join_group`
+too. The new group is separate from torch's default group, which connects the ranks of the trainer.
 """
 
 from datetime import timedelta
@@ -13,11 +13,11 @@ BUCKET_TIMEOUT = 600.0  # longest time, in seconds, to send one bucket or to wai
 
 
 def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:
-    """Join a new process group as rank `rank`, and return it when all `world` ranks have joined.
+    """Join a new process group as rank `rank`, and return the group when all `world` ranks have joined.
 
-    Rank 0 listens at `address` and `port`. `group.broadcast(tensor, 0)` starts to send a tensor of rank 0 to all ranks,
-    and returns an object whose `wait()` returns when the transfer is done. Raises a torch error if the ranks do not
-    meet within BUCKET_TIMEOUT seconds.
+    Rank 0 listens at `address` and `port`. `group.broadcast(tensor, 0)` starts to send a tensor of rank 0 to all ranks.
+    The call returns a handle, and the handle's `wait()` blocks until the transfer is done. If the ranks do not meet
+    within BUCKET_TIMEOUT seconds, torch raises an error.
     """
     import torch.distributed as dist
 

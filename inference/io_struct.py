@@ -1,9 +1,9 @@
-"""This module defines a request for tokens and its answer, and translates both from and to SGLang's JSON.
+"""This module defines a request and its answer, writes a request as SGLang's JSON, and parses SGLang's answers.
 
     ModelRequest -> sampling_params -> POST /generate -> parse_segment -> ModelResponse
 
-**Requests.** A request contains every sampling parameter. A server would take a missing parameter from the model's
-generation_config.json, and training would not know the parameter's value.
+**Requests.** A request contains every sampling parameter. If a parameter were missing, the server would take it from
+the model's generation_config.json, and training would not know its value.
 
 **Answers.** Training needs three facts about each token: the token's id, the token's log-probability under the policy
 that sampled it, and the version of the weights that computed it. An answer without one of these facts is an error.
@@ -15,12 +15,12 @@ that sampled it, and the version of the weights that computed it. An answer with
 In this example, version 3 computed the first two tokens and version 4 computed the third token. SGLang before version
 0.5.19 reports only `weight_version`, the version at the end of the answer.
 
-**Finish reasons.** `abort` without a status means that a pause interrupted the request, and the engine continues the
+**Finish reasons.** `abort` without a status means that a pause interrupted the request. The engine continues the
 request later. `abort` with a status is an error: 4xx if the request is wrong, 5xx if the server has no room for it.
 
 **Logprobs.** A server computes a logprob as log_softmax(logits / temperature) over the whole vocabulary. top_p, top_k,
-penalties and grammars change which tokens are sampled, but they do not change the reported logprob. Training can
-reproduce the sampling distribution only without these options. `trains_exactly` tells whether no option is in use.
+penalties and grammars change which tokens are sampled, but they do not change the reported logprob. If a request uses
+none of these options and is not greedy, training can reproduce its sampling distribution, and `trains_exactly` is True.
 
 AReaL's areal/api/io_struct.py uses the same class names (write-up, section 2). engine.py sends the requests.
 """
@@ -56,12 +56,12 @@ class GenerationHyperparameters:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the server always takes the likeliest token. Servers treat a temperature below 1e-6 as 0."""
+        """True if the server always takes the likeliest token. Servers treat a temperature below 1e-6 as 0."""
         return self.greedy or self.temperature < 1e-6
 
     @property
     def trains_exactly(self) -> bool:
-        """Whether the server samples from plain softmax(logits / temperature), which training can reproduce."""
+        """True if the server samples from plain softmax(logits / temperature), which training can reproduce."""
         unpenalised = self.frequency_penalty == self.presence_penalty == 0
         whole = self.top_p == 1 and self.top_k == -1 and self.json_schema is None
         return whole and unpenalised and not self.is_greedy
@@ -69,7 +69,7 @@ class GenerationHyperparameters:
 
 @dataclass
 class ModelRequest:
-    """A request to complete one prompt, given as token ids. Requests with equal `session` go to one server."""
+    """A request to complete one prompt, given as token ids. Requests with the same `session` go to one server."""
 
     input_ids: list[int]
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -122,8 +122,8 @@ def call_seed(seed: int, episode: str, call: int) -> int:
 def segment_seed(seed: int, offset: int) -> int:
     """Return the seed (below 2^63) of the segment that starts after `offset` tokens.
 
-    The first segment uses the request's own seed. Each later segment gets a new seed, because the noise of the first
-    segment must not be used again.
+    The first segment uses the request's own seed. Each later segment gets a new seed, so it does not repeat the noise
+    of the first segment.
     """
     return call_seed(seed, "resumed", offset) if offset else seed % 2**63  # SGLang accepts at most 63 bits
 
@@ -140,7 +140,7 @@ def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict
         "presence_penalty": gconfig.presence_penalty,
         "repetition_penalty": 1.0,
         "stop_token_ids": list(gconfig.stop_token_ids),
-        "stop": list(gconfig.stop) or None,  # None if empty, because a server without a tokenizer refuses this key
+        "stop": list(gconfig.stop) or None,  # an empty list is not sent: a server without tokenizer refuses this key
         "json_schema": gconfig.json_schema,
         "sampling_seed": None if gconfig.seed is None else segment_seed(gconfig.seed, offset),
     }
@@ -148,7 +148,7 @@ def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict
 
 
 def generate_body(input_ids: list[int], gconfig: GenerationHyperparameters, offset: int = 0) -> dict[str, Any]:
-    """Return the body of a POST /generate. `input_ids` are the prompt and the `offset` tokens generated so far."""
+    """Return the body of a POST /generate. `input_ids` contains the prompt and the `offset` tokens generated so far."""
     return {"input_ids": input_ids, "sampling_params": sampling_params(gconfig, offset), "return_logprob": True}
 
 
@@ -160,12 +160,12 @@ def probe(input_ids: list[int]) -> dict[str, Any]:
 def parse_segment(answer: dict[str, Any]) -> ModelResponse:
     """Parse an answer of a server, or one event of a stream. Every event except the last has stop_reason "".
 
-    Raises EngineError: 400 or 503 if the server reports an error, 503 if a weight update of the server was not
-    completed, 502 if the answer lacks a fact that training needs.
+    Raises EngineError. The status is 400 or 503 if the server reports an error, 503 if the server's last weight update
+    failed half way, and 502 if the answer lacks a fact that training needs.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]
-        finish = dict(meta["finish_reason"] or {})  # null in every event of a stream except the last
+        finish = dict(meta["finish_reason"] or {})  # null before the last event of a stream
         status = finish.get("status_code") or 0
         if status >= 400:
             raise EngineError(f"the server answered {status}: {finish['message']}", 400 if status < 500 else 503)
@@ -175,7 +175,7 @@ def parse_segment(answer: dict[str, Any]) -> ModelResponse:
         versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
     except (KeyError, TypeError, ValueError) as error:
         hint = "start SGLang with --weight-version 0, and check that its last weight update succeeded"
-        status = 503 if "-incomplete" in str(error) else 502  # another server may have completed the update
+        status = 503 if "-incomplete" in str(error) else 502  # a retry may reach a server that completed the update
         raise EngineError(f"the answer cannot be read ({error!r}): {hint}", status) from error
     if not len(tokens) == len(logprobs) == len(versions):
         raise EngineError(f"an answer of {len(tokens)} tokens, {len(logprobs)} logprobs, {len(versions)} versions", 502)

@@ -1,42 +1,44 @@
 """This module records which inference servers are alive, and chooses a server for each conversation.
 
-**The loss of a server costs only the tokens that the server was computing.** A request keeps the tokens that it has
-received, and a different server generates the missing tokens. The run continues while at least one server is alive.
+**If a server is lost, only the tokens that have not arrived are lost with it.** A request keeps the tokens that have
+arrived, and a different server generates the missing tokens. The run continues while at least one server is alive.
 
 **Affinity.** All turns of a conversation go to one server, because this server has cached the conversation's prefix.
 Each conversation ranks all servers by a hash of the server's URL and the conversation's key (rendezvous hashing), and
-uses the first living server. All processes compute the same ranking without sharing a table. The loss of a server moves
-only the conversations of this server.
+uses the first living server. All processes compute the same ranking without sharing a table. If a server is lost, only
+the conversations of this server move to other servers.
 
 **Two states.** Each process keeps its own record of each server. Processes do not tell each other about lost servers.
 
     living -- a request got no answer, a 5xx, or tokens of old weights --> lost
     lost   -- the server answers again, and its weights may be used    --> living
 
-A lost server may be dead or restarted, or alive with only its answer lost. Three rules exclude old weights:
+A lost server may be dead, may have restarted with its first weights, or may be alive although an answer was lost. Three
+rules exclude tokens of old weights:
 
-- The trainer calls its lost servers before each update. A server that answers receives the update like all servers.
-- Any other process calls a lost server every few seconds. The process uses the server again when the server's version
-  is at least the newest version of which the process has received tokens.
-- A server that restarts between two requests has version 0 again. Therefore the engine checks the versions of every
-  answer. A weight update pauses all servers before it changes the first server. A request that is sent after tokens of
-  version 7 have arrived must therefore get tokens of version 7 or newer. The engine discards older tokens, and their
-  server becomes lost.
+- Before each update the trainer calls its lost servers. If a lost server answers, it receives the update like all
+  servers.
+- Any other process asks a lost server for its version every few seconds. If the process has received tokens of version
+  7, it uses the server again when the server reports version 7 or newer.
+- A server may restart between two requests, and then has version 0 again. The engine therefore checks the versions of
+  every answer. A weight update pauses all servers before it changes the first server. If tokens of version 7 have
+  arrived before a request is sent, this request must therefore get tokens of version 7 or newer. The engine discards
+  older tokens, and marks their server as lost.
 
 After an update the trainer sends /continue_generation to lost servers too. Otherwise a lost server that is alive would
-stay paused, and processes that still use the server would wait. If such a server has old weights, the check of its
-answers finds them. A server that received only a part of an update reports version "7-incomplete", which every engine
-refuses.
+stay paused, and other processes that still use the server would wait. If the server has old weights, its answers show
+it by their versions. If a server received only a part of an update, it reports version "7-incomplete", and every engine
+refuses its tokens.
 
 **Routers.** An address may belong to an sglang-router. Requests for tokens go to the router, which chooses a worker.
 The router does not forward abort, pause, continue and weight updates, so the engine sends these calls to each worker.
 The trainer requests the list of workers (GET /workers) before each update, so a new worker gets the weights in the next
-update. A proxy requests the list only when it starts, so a proxy does not send aborts to workers that join later.
+update. A proxy requests the list only when it starts, so it sends no aborts to workers that join later.
 
-**Not promised.** A server may miss an update because its network connection is cut. A process that has received no
-token of the new version may still use this server, and the tokens have their true, older version. A server that hangs
-with open connections is lost only after `request_timeout`. If a server dies during an update in mode distributed, the
-run ends.
+**Not promised.** If the trainer cannot reach a server during an update, the server keeps its old weights. A process
+that has received no token of the new version may still use this server. The server's tokens then have their true, older
+version. If a server hangs with open connections, it becomes lost only after `request_timeout`. If a server dies during
+an update in mode distributed, the run ends.
 """
 
 import hashlib
@@ -95,7 +97,7 @@ class Servers:
     # Events: changes between the states living and lost
 
     def lose(self, url: str, why: Exception) -> None:
-        """Mark server `url` as lost because of error `why`. The server gets no requests until `find` is called."""
+        """Mark server `url` as lost because of error `why`. Until `find` is called, requests go to other servers."""
         self._look_at[url] = time.monotonic() + LOOK_AGAIN
         if url not in self.lost:
             self.lost[url] = str(why)
@@ -110,7 +112,7 @@ class Servers:
         """Check the versions of new tokens from server `url`, and update `newest`.
 
         `sent_after` is the value of `newest` at the time of the request. Raises EngineError (503) if a token has an
-        older version, because only a restarted server returns such a token.
+        older version. Only a restarted server returns such a token.
         """
         if versions and min(versions) < sent_after:
             reason = "it was restarted, and waits for the next weight update"
@@ -120,8 +122,9 @@ class Servers:
     async def choose(self, key: str) -> str:
         """Return the address for conversation `key`: the first living address in the conversation's ranking.
 
-        If the test call of a lost server is due, make the call, and return the server if it is back with current
-        weights. If all servers stay lost, return the server whose next test call is due first.
+        If a server in the ranking is lost and its next test call is due, the method makes the call. If the server has
+        current weights, the method returns it. If all servers stay lost, the method returns the server whose next test
+        call is due first.
         """
         ranking = rank_servers(self.addresses, key)
         for url in ranking:
@@ -130,7 +133,7 @@ class Servers:
         return min(ranking, key=lambda url: self._look_at[url])
 
     async def _look(self, url: str) -> bool:
-        """Return whether a lost server answers with current weights. Call it at most every LOOK_AGAIN seconds."""
+        """Return True if a lost server answers with current weights. Call a server at most every LOOK_AGAIN seconds."""
         if time.monotonic() < self._look_at[url]:
             return False
         self._look_at[url] = time.monotonic() + LOOK_AGAIN
@@ -148,7 +151,8 @@ class Servers:
     def refresh(self) -> None:
         """Get each router's list of workers, and mark every lost server that answers as living.
 
-        Such a server may have old weights, because a weight update follows. Raises EngineError if a router is silent.
+        A server that was lost may have old weights, but a weight update follows. Raises EngineError if a router is
+        silent.
         """
         # 1. Send all questions at once. An address that is no router answers /workers with status 404.
         urls = [address + "/workers" for address in self.addresses] + [url + "/model_info" for url in list(self.lost)]
@@ -175,8 +179,9 @@ class Servers:
         If `body` is a list, it has one body for each living server. If `body` is None, the call is a GET. With `lost`,
         lost servers get the call too, and their answers are ignored.
 
-        A server that cannot be reached becomes lost, and the call succeeds with the remaining answers. Raises
-        EngineError with the errors of all failed servers if a server answers with an error or no server is left.
+        A server that cannot be reached becomes lost, and the call succeeds with the remaining answers. If a server
+        answers with an error, or no server is left, the method raises EngineError with the errors of all failed
+        servers.
         """
         living = self.living()
         bodies = body if isinstance(body, list) else [body] * len(living)

@@ -1,9 +1,9 @@
 """Send new weights to running servers, in one of three ways.
 
 - **disk**: the trainer writes a Hugging Face directory, and each server reads the directory (POST
-  /update_weights_from_disk). Trainer and servers only need a shared file system. The directory is also a checkpoint
-  that `from_pretrained` can read. A model of 1.5B parameters in bf16 takes 3 GB. On one machine, a directory in
-  /dev/shm stays in memory.
+  /update_weights_from_disk). The trainer and the servers need only a shared file system. The directory is also a
+  checkpoint that `from_pretrained` can read. The directory of a model with 1.5B parameters takes 3 GB in bf16. If all
+  processes run on one machine, a directory in /dev/shm keeps the files in memory.
 - **distributed**: the trainer and the servers join one NCCL or gloo group, and the trainer broadcasts the tensors.
 - **tensor**: the trainer and a server share a GPU. The trainer sends handles of its tensors (CUDA IPC), and the server
   copies the tensors. Without a GPU the request contains the tensors themselves.
@@ -24,8 +24,8 @@ report version 6. The label "7-incomplete" prevents such a wrong report. The eng
 so the engine refuses the server's tokens.
 
 **Files.** The trainer writes a directory under a temporary name, and renames the directory when all files are complete.
-No server can therefore read an incomplete directory. The next write deletes the remains of a crash. After all servers
-have loaded a version, the trainer deletes the directories of older versions.
+No server can therefore read an incomplete directory. If a write crashes, the next write deletes the incomplete
+directory. After all servers have loaded a version, the trainer deletes the directories of older versions.
 
 **Buckets.** In modes distributed and tensor, `named_buckets` gathers a sharded model in buckets of `bucket_mb` MiB. A
 tensor larger than `bucket_mb` has its own bucket. `named_buckets` frees each bucket before it gathers the next, so no
@@ -34,7 +34,7 @@ rank ever holds the whole model.
 **The group** of mode distributed exists only during one update, so a server that dies between two updates breaks no
 group. Making a group takes 20 ms over gloo on one machine.
 
-**Not promised.** A file may be lost when the machine loses power. The trainer keeps a separate checkpoint.
+**Not promised.** If the machine loses power, a file may be lost. The trainer keeps a separate checkpoint.
 """
 
 import base64
@@ -88,10 +88,11 @@ class WeightUpdateMeta:
 
 
 def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterator[Bucket]:
-    """Yield all weights of a model in buckets of at most `bucket_mb` MiB. Each tensor has its name in the checkpoint.
+    """Yield all weights of a model in buckets of at most `bucket_mb` MiB.
 
     Every rank must iterate to the end, because all ranks together gather each sharded tensor. Floating-point tensors
-    are converted to `dtype` before they are gathered. A request for the next bucket empties the last bucket.
+    are converted to `dtype` before they are gathered. When the caller requests the next bucket, the function empties
+    the last bucket.
 
     Tensors have the names and shapes of the checkpoint files, because a server skips unknown names. transformers fuses
     the experts of a mixture in memory, and `revert_weight_conversion` splits the experts again. FSDPEngine refuses
@@ -122,8 +123,8 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
 def write_checkpoint(state: Mapping[str, "torch.Tensor"], source_dir: str | Path, target: str | Path) -> Path:
     """Write a Hugging Face directory at `target` and return its path. The directory appears only when it is complete.
 
-    The file model.safetensors contains the tensors of `state`, each in its own dtype and under one name. The function
-    copies all files without weights, such as the configuration and the tokenizer, from `source_dir`.
+    The file model.safetensors contains the tensors of `state`, each with its own name and dtype. The function copies
+    all files without weights, such as the configuration and the tokenizer, from `source_dir`.
     """
     from safetensors.torch import save_file
 
@@ -201,7 +202,7 @@ def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: 
     meeting = {"master_address": meta.address, "master_port": port, "world_size": world, "group_name": group_name}
     bodies = [{**meeting, "backend": backend, "rank_offset": 1 + sum(sizes[:i])} for i in range(len(sizes))]
 
-    # 2. Join the group. A thread calls the servers, because neither join returns before all ranks have joined.
+    # 2. Join the group. A thread calls the servers, because the trainer and the servers must join at the same time.
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, "/init_weights_update_group", bodies, timeout=BUCKET_TIMEOUT)
         try:

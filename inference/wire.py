@@ -1,16 +1,16 @@
 """Send JSON over HTTP to the inference servers, with little CPU time for each request.
 
-`Wire.call` returns the parsed body of an answer or raises EngineError with the server's URL. The status of an
-EngineError tells the caller how to react:
+`Wire.call` returns the parsed body of an answer. If the call fails, it raises an EngineError that names the server's
+URL. The status of an EngineError tells the caller how to react:
 
     400  the request is wrong: do not send the request again
     502  the answer cannot be read
     503  no answer arrived, or the server failed: try again, perhaps at another server
 
-**Connections.** `StackTransport` gives each request in flight its own connection, which it takes from a stack of idle
-connections. httpx's shared pool looks at all its connections for every request, which is slow when many requests are in
-flight. `Wire` also bypasses httpx's client. With 64 requests in flight, a request costs 0.4 ms of CPU time instead of
-1.4 ms. The HTTP clients of agents use `StackTransport` too (workflow.py).
+**Connections.** `StackTransport` gives each request in flight its own connection, and keeps idle connections on a
+stack. httpx's own pool looks at all its connections for every request, and is therefore slow when many requests are in
+flight. `Wire` also bypasses httpx's client. With 64 requests in flight, `StackTransport` and the bypass reduce a
+request's CPU time from 1.4 ms to 0.4 ms. The HTTP clients of agents use `StackTransport` too (workflow.py).
 
 **Streams.** `Wire.stream` yields the server-sent events of an answer while they arrive. An inference server repeats all
 tokens of the segment in every event. If several events arrive together, `Wire.stream` therefore parses only the newest.
@@ -91,7 +91,7 @@ class StackTransport(httpx.AsyncBaseTransport):
         stream = response.stream
 
         async def close_and_free() -> None:
-            del stream.aclose  # restores the stream's own aclose, so a second close adds no connection
+            del stream.aclose  # restores the stream's own aclose: a second close then adds no connection
             await stream.aclose()
             self.idle.append(connection)
 

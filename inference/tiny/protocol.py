@@ -4,8 +4,8 @@
 error message names the wrong field and describes the allowed values. Every sequence that reaches the scheduler can
 therefore run to its end.
 
-**How it works.** `Protocol.parse` reads the body of a request, and `Protocol.answer` writes the body of a reply. SGLang
-was observed to use these forms:
+**How it works.** `Protocol.parse` reads the body of a request, and `Protocol.answer` writes the body of a reply.
+SGLang's replies have these forms, as observed:
 
 - A logprob entry is [logprob, token id, null], and finish_reason is an object.
 - `weight_versions` lists spans of the output: {"version": "3", "start": 0, "end": 5} covers output tokens 0 to 4.
@@ -13,8 +13,8 @@ was observed to use these forms:
 - The reply to one prompt is an object. The reply to a list of prompts is a list.
 
 The server ignores unknown fields at the top level of the body. The server refuses unknown or unimplemented sampling
-parameters, because a wrong sampling parameter would change the distribution of the tokens. Prompts are token ids and
-never text, because a client that trains on tokens already has the ids.
+parameters, because they would change the distribution of the tokens. Prompts are token ids and never text, because a
+client that trains on tokens already has the ids.
 """
 
 import random
@@ -30,7 +30,7 @@ from run.fields import Refusal, as_object, get
 
 
 def parse_params(raw: Any, default_seed: int) -> SamplingParams:
-    """Parse and check sampling_params. A null counts as a missing value. Raises Refusal with the wrong fields."""
+    """Parse and check sampling_params. A null counts as a missing value. Raises Refusal that names the wrong fields."""
     given = {name: value for name, value in as_object(raw, "sampling_params").items() if value is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]

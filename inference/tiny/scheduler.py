@@ -1,7 +1,7 @@
 """The scheduler chooses the sequences of the next step, and decides when new weights may be loaded.
 
 **The rule.** A request becomes a sequence. The sequence waits in a queue, runs in a *slot* (one row of the KV cache),
-and finishes one time. A step feeds running sequences to the model, and each sequence that is fed gets one new token.
+and finishes once. A step feeds running sequences to the model, and each sequence that is fed gets one new token.
 
 **How it works.** The engine's thread calls `plan` and `extend` in turn. Between these two calls, `model.py` computes a
 forward pass.
@@ -12,8 +12,8 @@ forward pass.
                    (decode)
     extend()    append one token to each sequence that was fed, and finish the sequences that have reached their end
 
-The running sequences occupy slots 0 to n-1, so a step reads one contiguous part of the cache. When a sequence
-finishes, the last running sequence moves into its slot. An example with three slots and four requests:
+The running sequences occupy slots 0 to n-1, so a step reads one contiguous part of the cache. When a sequence finishes,
+the last running sequence moves into the free slot. An example with three slots and four requests:
 
     event               waiting    slot 0  slot 1  slot 2    the step that follows
     submit A, B, C, D   A B C D    -       -       -
@@ -31,10 +31,10 @@ finishes, the last running sequence moves into its slot. An example with three s
   sequence therefore always has room for its next token, and never has to leave its slot for a different sequence.
 - *Retraction.* Only a pause in mode "retract" sends running sequences back to the queue. A retracted sequence keeps its
   tokens. When the sequence restarts, the model computes its keys and values again.
-- *End.* Every sequence finishes exactly one time, with reason stop, length or abort.
-- *Versions.* Every token is labelled with the version of the weights that computed the token. No sequence reuses keys
-  that old weights computed for a finished sequence. Only a sequence that was paused in mode "in_place" continues with
-  its own old keys.
+- *End.* Every sequence finishes exactly once, with reason stop, length or abort.
+- *Versions.* Every token is labelled with the version of the weights that computed the token. After an update, no
+  sequence reuses the keys of a sequence that finished before. Only a sequence that was paused in mode "in_place"
+  continues with its own old keys.
 
 The scheduler does not promise fairness. A long request at the head of the queue delays the short requests after it.
 """
@@ -71,7 +71,7 @@ class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
 
 @dataclass(eq=False)
 class Sequence:
-    """A client's request together with the tokens that have been generated for the request so far."""
+    """A client's request together with the tokens generated for it so far."""
 
     # The client's request, which never changes:
     rid: str  # the request's id, for /abort_request
@@ -186,10 +186,11 @@ class Scheduler:
         self._release()
 
     def pause(self, mode: str) -> None:
-        """Plan only empty steps until `resume`, so new requests wait.
+        """Stop generating: `plan` returns only empty steps until `resume`, so new requests wait.
 
         In mode "abort" the running and waiting sequences finish. In mode "in_place" the running sequences keep their
-        slots. In mode "retract" they return to the head of the queue, and their keys and values are dropped.
+        slots. In mode "retract" the running sequences return to the head of the queue, and their keys and values are
+        dropped.
         """
         self.paused = mode
         if mode == "abort":
@@ -279,9 +280,9 @@ class Scheduler:
     def _best_slot(self, sequence: Sequence) -> tuple[int, int]:
         """Return the idle slot with the longest cached beginning of the sequence, and the number of reusable tokens.
 
-        If several slots are equal, the method returns the slot that has been idle for the longest time.
+        If several slots have equally many reusable tokens, the method returns the slot that has been idle longest.
         """
-        # The last token is always fed, because its logits give the next token. Prompt logprobs need all logits.
+        # The last token is always fed, because its logits give the next token. For prompt logprobs all tokens are fed.
         reusable = 0 if sequence.wants_prompt_logprobs else len(sequence.tokens) - 1
         ranked = []
         for i, slot in enumerate(self.slots[len(self.running) :], len(self.running)):
@@ -304,7 +305,7 @@ class Scheduler:
         if token in sequence.stop_ids:
             return {"type": "stop", "matched": token}
         if params.stop:
-            tail = max(len(stop.encode()) for stop in params.stop) + 8  # a token has at least one byte
+            tail = max(len(stop.encode()) for stop in params.stop) + 8  # n bytes are at most n tokens
             text = self.decode(sequence.output[-tail:])
             for stop in params.stop:
                 if stop in text:

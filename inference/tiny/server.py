@@ -2,18 +2,18 @@
 
     python -m inference.tiny.server --model-path DIR --port 30000
 
-**The rule.** One thread, the engine's thread, owns the model and the scheduler. The HTTP routes run in an asyncio loop
-and use neither directly. A route sends a function call to the engine's thread. The thread wakes the route when the
-route's sequence has new tokens or has finished.
+**The rule.** One thread, the engine's thread, owns the model and the scheduler. The HTTP routes run in an asyncio loop,
+and change neither the model nor the scheduler themselves. A route sends a function call to the engine's thread. When
+the route's sequence has new tokens or has finished, the thread wakes the route.
 
     asyncio loop (Server)                               engine's thread (Engine)
     POST /generate  -- call(scheduler.submit, ..) -->   queue: event, event, step, event, step ..
     waits for sequence.changed  <------- announce --    after each step: finished and streaming sequences
 
 The engine's thread takes one entry of its queue at a time. An entry is either an event (a function call of a route) or
-a step. At its end a step puts the next step into the queue, after the events that arrived during the step. Events
-therefore happen between two steps, and the scheduler needs no lock. If there is nothing to compute, the thread waits
-for the next event.
+a step. When a step ends, the thread puts the next step into the queue, after the events that arrived during the step.
+Events are therefore handled between two steps, and the scheduler needs no lock. If there is nothing to compute, the
+thread waits for the next event.
 
 **The files.** scheduler.py chooses the sequences of the next step, model.py computes the step, and protocol.py
 translates the bodies of requests and replies.
@@ -88,7 +88,7 @@ def announce(sequences: list[Sequence]) -> None:
 
 
 class Engine:
-    """The only thread that uses the scheduler and the model.
+    """The thread that owns the model and the scheduler.
 
     The thread is the single worker of a ThreadPoolExecutor. The executor's queue contains events from the routes and at
     most one step.
@@ -120,7 +120,7 @@ class Engine:
 
     @supervised()
     def _step(self) -> None:
-        """Compute one step, wake the routes whose sequences changed, and queue a step again if it was not empty."""
+        """Compute one step and wake the routes whose sequences changed. If the step was not empty, queue the next."""
         self.stepping = run_step(self.scheduler, self.model)
         news, self.scheduler.finished = self.scheduler.finished, []
         if self.stepping:
@@ -241,7 +241,7 @@ class Server:
         return await self._load(body, lambda: unpack_weights(body["serialized_named_tensors"]))
 
     async def _load(self, body: dict, read: Callable[[], dict[str, torch.Tensor]], whole: bool = False) -> Response:
-        """Load the weights that `read` returns when the scheduler allows it, and return the reply.
+        """When the scheduler allows it, load the weights that `read` returns. Return the reply.
 
         If `whole` is set, `read` must return all weights. Otherwise `read` returns a part of the weights, and the call
         must come between begin_weight_update and end_weight_update.
@@ -257,7 +257,7 @@ class Server:
             problem = None
             try:
                 self.engine.model.replace_weights(read(), whole)
-            except Exception as error:  # a broken file, pickle or peer raises any type; no weight was changed
+            except Exception as error:  # a broken file, pickle or peer may raise any type; no weight has changed
                 problem = f"The old weights stay: {type(error).__name__}: {error}"
             else:
                 self.scheduler.renew(version)
@@ -300,7 +300,7 @@ class Server:
     # Questions
 
     async def server_info(self, _: Request) -> Response:
-        """Reply with the fields that clients of SGLang read, the scheduler's state, and the CPU time in seconds."""
+        """Reply with the fields of SGLang that clients read, the scheduler's state, and the CPU time in seconds."""
         known = {"model_path": self.model_path, "max_req_input_len": self.protocol.max_length}
         known |= {"weight_version": self.scheduler.version, "version": SPEAKS, "device": "cpu", "tp_size": 1}
         return reply({**known, "state": repr(self.scheduler), "cpu_seconds": time.process_time()})
