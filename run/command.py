@@ -1,15 +1,17 @@
-"""The command line of train.py. `main` reads the configuration, locks the run's folder, runs, and ends every process.
+"""The command line of train.py.
+
+`main` reads the configuration, locks the run's folder, trains or evaluates, and ends every process.
 
     main
       join_ranks           connect the ranks of torchrun; without torchrun this process is rank 0 of 1
-      agree_on_run         rank 0 reads the configuration, locks the run's folder and sends the result to all ranks
+      agree_on_run         rank 0 reads the configuration and locks the run's folder; all ranks get the configuration
       start_run            write config.yaml, then train (train.py) or evaluate
       ExitStack            end every part that was started, in the reverse order
       leave_ranks          disconnect the ranks
 
-The ExitStack ends every process also after Ctrl-C, an exception or the death of a server process. The exit code is 0
+After Ctrl-C, an exception or the death of a server process, the ExitStack also ends every process. The exit code is 0
 for success, 1 for a run that failed, 2 for a wrong configuration, and 130 for Ctrl-C. A run that was ended by `kill -9`
-loses the steps since its last checkpoint. The same command continues the run from this checkpoint (run/recover.py).
+loses the steps since its last checkpoint. The same command continues the run from its last checkpoint (run/recover.py).
 """
 
 import os
@@ -95,22 +97,22 @@ def start_run(config: TrainConfig, inputs: Inputs, servers: list[Planned], stack
         elif is_first:
             evaluate_run(run)
     except Exception as error:
-        fleet.raise_death(error)  # the death of a server process explains a refused connection
+        fleet.raise_death(error)  # a refused connection may come from the death of a server process
         raise
 
 
 def main(train: Train, argv: list[str] | None = None) -> int:
-    """Run the command line `argv` and return the exit code. In mode=train, `train` is called to train.
+    """Run train.py with the arguments `argv` and return the exit code. In mode=train, `main` calls `train`.
 
     The default of `argv` is the command line of this process.
     """
     torch.set_num_threads(1)  # small models on shared cores are slower with more threads
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell would ignore Ctrl-C
-    if os.environ.get("RANK", "0") == "0":  # SIGTERM may kill other ranks at once, because they start no processes
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # else a shell's background job ignores Ctrl-C
+    if os.environ.get("RANK", "0") == "0":  # other ranks start no processes: SIGTERM may kill them at once
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with ExitStack() as stack:  # an error is printed inside this block, before the run's processes end
+    with ExitStack() as stack:  # the block prints an error before the stack ends the processes
         try:
             join_ranks()
             config, inputs, servers = agree_on_run(sys.argv[1:] if argv is None else argv, stack)

@@ -44,12 +44,12 @@ class OpenAIConfig:
 
     mode: Literal["inline", "subproc"] = "inline"  # run agents in the trainer's process, or in worker processes
     subproc_max_workers: int = 4  # number of worker processes for agents (mode subproc)
-    turn_discount: float = 1.0  # gamma: share of a turn's final reward that is added to the turn before
+    turn_discount: float = 1.0  # gamma: share of a turn's final reward that is added to the previous turn's reward
     chat_template_type: Literal["hf", "concat"] = "concat"  # concat: reuse earlier tokens; hf: tokenise all again
     export_style: Literal["individual", "concat"] = "concat"  # one training row per turn, or per whole conversation
     tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's, else qwen
     reasoning_parser: str | None = None  # format of the model's reasoning; default: <think> ... </think>
-    side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # patterns of calls without a reward
+    side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # patterns of calls that are not trained
     fixed_sampling: list[str] = field(default_factory=list)  # names of gconfig fields that agents cannot override
     session_timeout_seconds: float = 3600.0  # time without a request after which the proxy deletes a session
     episode_timeout_seconds: float = 3600.0  # time after which a running episode is cancelled and counted as failed
@@ -138,11 +138,11 @@ class PPOActorConfig:
     enable_tree_training: bool = False  # true: compute the common beginning of several rows only one time
     offload: bool = False  # true: keep parameters, gradients and optimizer state in host memory (FSDP2 CPU offload)
     use_decoupled_loss: bool = True  # true: decoupled PPO, which corrects for stale data; false: standard PPO
-    recompute_logprob: bool = True  # standard PPO, old logprobs: true: by a forward pass; false: from the server
+    recompute_logprob: bool = True  # old logprobs of standard PPO; true: by a forward pass; false: from the server
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"  # how pi_prox is computed
     eps_clip: float = 0.2  # lower bound of the ratio pi_theta / pi_prox is 1 - eps_clip
     eps_clip_higher: float | None = None  # upper bound of that ratio is 1 + eps_clip_higher; default eps_clip
-    c_clip: float | None = None  # dual clip: a bound c_clip * |A| of the loss where A < 0; above 1; null: no bound
+    c_clip: float | None = None  # dual clip: where A < 0, the loss is at most c_clip * |A| (c_clip > 1); null: no bound
     behave_imp_weight_cap: float | None = 5.0  # largest weight pi_prox / pi_behav; null: no limit
     behave_imp_weight_level: Literal["token", "sequence"] = "token"  # one weight per token, or one per sequence
     behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # above the cap: drop the token, or use the cap
@@ -153,7 +153,7 @@ class PPOActorConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # formula for the KL of one token (training/advantages.py)
     kl_placement: Literal["reward", "loss"] = "reward"  # subtract KL from the rewards, or add KL (k2, k3) to the loss
     anneal: bool = False  # true: entropy_coeff and kl_ctl fall linearly to 0 over max_steps
-    overlong_tokens: int | None = None  # length of the penalised range before max_new_tokens; null: no penalty
+    overlong_tokens: int | None = None  # how many tokens before max_new_tokens cost a penalty; null: no penalty
     overlong_penalty_factor: float = 1.0  # number subtracted from the reward of a turn with max_new_tokens tokens
     gamma: float = 1.0  # discount of the advantage per token, from the end of a turn to its beginning
     gae_lambda: float = 1.0  # second factor of the discount; only gamma * gae_lambda matters, as there is no critic
@@ -209,7 +209,7 @@ class WeightUpdateConfig:
 
     mode: Literal["disk", "distributed", "tensor"] = "disk"  # by files, by a process group, or by shared memory
     bucket_mb: float = 512.0  # size in MiB of the buckets that are sent (modes distributed and tensor)
-    address: str = "127.0.0.1"  # address of this machine for the servers (mode distributed)
+    address: str = "127.0.0.1"  # address at which the servers reach this machine (mode distributed)
 
 
 @dataclass
@@ -226,7 +226,7 @@ class TrainConfig:
     """The whole configuration of a run."""
 
     mode: Literal["train", "eval"] = "train"  # train: train the model; eval: only evaluate on the validation prompts
-    recover: Literal["auto", "off"] = "auto"  # auto: a run with a used trial_name continues from its last checkpoint
+    recover: Literal["auto", "off"] = "auto"  # auto: if this run exists, continue from its last checkpoint
     recover_interval: int = 10  # training steps between two checkpoints for recovery
     task: str | None = "tasks.guess"  # Python module with data, workflow and model; null: other keys set these
     experiment_name: str = "guess"  # middle part of the run's folder {fileroot}/{experiment_name}/{trial_name}
@@ -274,7 +274,7 @@ ALIASES = {
 }
 
 
-# The smallest allowed value of these keys. A key that is null is not checked.
+# Each number is the smallest allowed value of the keys after it. The value null is always allowed.
 AT_LEAST = {
     1: """max_steps recover_interval saver.keep server.count server.tp_size proxy.workers train_dataset.batch_size
     gconfig.n_samples gconfig.max_new_tokens actor.ppo_n_minibatches actor.ppo_epochs actor.overlong_tokens
@@ -295,7 +295,7 @@ class Key(NamedTuple):
 def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
     """Return every key of the configuration, in the order of this file.
 
-    `list_keys` reads the meaning of each key from the source of the dataclass `cls`: the comment after the key.
+    The meaning of a key is the comment after the key in the source code of the dataclass `cls`.
     """
     meanings = dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(cls), re.MULTILINE))
     keys = []
@@ -318,7 +318,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def set_keys(config: DictConfig, given: Any, source: str) -> None:
-    """Write the given keys into `config`. Error messages mention `source`, the recipe or the command line.
+    """Write the given keys into `config`. `source` names the recipe or the command line in error messages.
 
     Raises ConfigError for an unknown key. The message suggests the nearest known key.
     """
@@ -375,7 +375,7 @@ def resolve(config: TrainConfig) -> None:
 def changed(path: Path, config: TrainConfig) -> list[str]:
     """Return the keys whose values differ between the config.yaml at `path` and `config`, as "key=before -> now".
 
-    Returns an empty list if there is no file at `path`, as in a new run.
+    If there is no file at `path`, as in a new run, the list is empty.
     """
     before = flatten(OmegaConf.to_container(OmegaConf.load(path))) if path.exists() else {}
     now = flatten(dataclasses.asdict(config))

@@ -1,10 +1,10 @@
-"""Run one episode of an agent, and print its conversation with the model and the tokens that training would use.
+"""Run one episode of an agent. Print the agent's conversation with the model, and how many tokens would be trained.
 
     python -m run.episode my_module.MyAgent --model-path DIR --data '{"question": "..."}'
 
-The command starts a proxy and an inference server with the model. With --server URL the command uses a running server.
-The command runs `MyAgent().run(data)` as training would, and prints the conversation tree. Each call of the model is
-printed below its parent call, with the call's number of tokens and final reward.
+The command starts a proxy and an inference server with the model. With --server URL the command uses the running
+server at this URL. The command runs `MyAgent().run(data)` as training would, and prints the conversation tree. Each
+call of the model is printed below its parent call, with the call's number of tokens and final reward.
 
 If one conversation is printed as two trees, the agent's framework rewrites earlier messages. docs/agents.md describes
 the remedy.
@@ -30,7 +30,7 @@ from workflow import resolve_workflow
 
 
 def conversation_tree(interactions: dict[str, InteractionWithTokenLogpReward]) -> Tree:
-    """Return a tree drawing of an episode's interactions, which were exported in style "individual"."""
+    """Draw an episode's interactions as a tree. The interactions must be exported in style "individual"."""
     root = Tree(f"{len(interactions)} turns")
     branches: dict[Any, Tree] = {}
     for turn in interactions.values():

@@ -2,13 +2,12 @@
 
 During training, an executor without the staleness gate runs the evaluation episodes with the newest weights. The
 statistics of evaluation and of training are separate. `python train.py mode=eval model_path=DIR ...` evaluates a model
-without training the model.
+without training it.
 
-With `evaluator.base_url=URL` the agents call any endpoint that answers their requests, without a proxy. An episode's
-reward is then the number that the agent returns. Agents run inline or in worker processes, as in training
-(`rollout.openai.mode`).
+With `evaluator.base_url=URL` the agents send their requests to this URL, and no proxy runs. An episode's reward is then
+the number that the agent returns. Agents run inline or in worker processes, as in training (`rollout.openai.mode`).
 
-An episode that fails or is rejected is counted, and the evaluation continues.
+If an episode fails or is rejected, the statistics count the episode, and the evaluation continues.
 """
 
 import asyncio

@@ -1,14 +1,14 @@
 """Read the fields of a JSON body. If a field is wrong, the error message contains the name of the field.
 
 A client or a model may send JSON of any type and any depth. The functions of this module return a value of the expected
-type or raise `Refusal`, to which the proxy replies with status 400:
+type or raise `Refusal`. If a function raises `Refusal`, the proxy replies with status 400.
 
     get({"tools": "f"}, "tools", list)                  -> Refusal "tools: a list is needed"
     get({"text": {"format": {}}}, "text.format", dict)  -> {}
     get({}, "stream", bool, False)                      -> False
 
-Every client must be able to read and write the accepted JSON. Therefore `read_json` refuses NaN, lone surrogates (a
-half of a UTF-16 pair), and more than `LEVELS` levels of nesting.
+Some clients cannot read or write NaN, lone surrogates (a half of a UTF-16 pair), or more than `LEVELS` levels of
+nesting. `read_json` refuses JSON that contains one of these.
 """
 
 import json
@@ -20,7 +20,7 @@ NOUN = {bool: "true or false", dict: "an object", list: "a list", str: "a string
 
 
 class Refusal(ValueError):
-    """An error in a client's request. The message contains the name of the wrong field, or what the client must do."""
+    """An error in a client's request. The message names the wrong field or says what the client must do."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class Refusal(ValueError):
 
 
 def read_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError unless every client can read and write this JSON."""
+    """Return the value of a JSON text. Raises ValueError if some clients cannot read or write the JSON."""
     try:
         value = json.loads(text, parse_float=_number, parse_int=_number, parse_constant=_number)
     except RecursionError as error:
@@ -44,15 +44,15 @@ def _number(text: str) -> float | int:
         raise ValueError(f"{text}: a finite number is needed")
     if not value.is_integer() or abs(value) >= 2**63:
         return value
-    # A float cannot represent all digits of a long integer, so `text` is converted without a float in between.
+    # A float cannot represent all digits of a long integer, so `text` itself is converted to an integer.
     return int(text) if text.removeprefix("-").isdigit() else int(value)
 
 
-_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode  # made once: every message is written
+_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode  # made once, because many messages are written
 
 
 def write_json(value: Any, name: str) -> str:
-    """Return `value` as JSON text with sorted keys. Raises Refusal, with the field's `name`, for too deep nesting."""
+    """Return `value` as JSON text with sorted keys. Raises Refusal, with the field's `name`, if nested too deeply."""
     try:
         text = _encode(value)
         # Counting brackets is fast. The number of opening brackets is never smaller than the number of levels.
@@ -72,7 +72,7 @@ def _is_deep(value: Any, levels: int) -> bool:
 
 
 def as_object(value: Any, where: str) -> dict[str, Any]:
-    """Return `value`. Raises Refusal, with a message that begins with `where`, if `value` is not a JSON object."""
+    """Return `value` if it is a JSON object, else raise Refusal with a message that begins with `where`."""
     if not isinstance(value, dict):
         raise Refusal(f"{where}: an object is needed")
     return value

@@ -1,11 +1,11 @@
 """Load the inputs of a run: the task module, the data, the workflow, the tokenizer and the base model.
 
 A task is a Python module that defines `make_model`, `dataset` and `WORKFLOW`. The module may also define
-`WORKFLOW_KWARGS`, `prepare` (turns a line of a JSONL file into a sample), `success` and `summary`. tasks/guess.py and
+`WORKFLOW_KWARGS`, `success`, `summary`, and `prepare`, which turns a line of the data into a sample. tasks/guess.py and
 tasks/gsm8k.py are examples. Configuration keys can replace the model, the data and the workflow of a task.
 
-All inputs are loaded before the run starts a process or writes a file. A mistake in the configuration is therefore
-reported as one line at the start.
+The run loads all inputs before it starts a process or writes a file into its folder. A mistake in the configuration is
+therefore reported as one line at the start.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class Inputs:
     validation: list[dict]
     tokenizer: Any
     workflow: Any
-    evaluated: Any = None  # second instance of the workflow, for evaluation, which runs in a separate event loop
+    evaluated: Any = None  # the workflow's instance for evaluation, which runs in a separate event loop
 
     def success(self, rewards: list[float]) -> float:
         """Return the share of rewards that the task's `success` accepts. Without `success`, accept rewards above 0."""
@@ -47,7 +47,7 @@ class Inputs:
 
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Turn an exception of the user's code in the block into a ConfigError, whose message begins with `what`."""
+    """If the user's code in the block raises an exception, raise ConfigError with a message that begins with `what`."""
     try:
         yield
     except Exception as error:
@@ -55,7 +55,7 @@ def users_code(what: str) -> Iterator[None]:
 
 
 def load_inputs(config: TrainConfig) -> Inputs:
-    """Load all inputs, and make the task's base model if the model is missing. Raises ConfigError for a mistake."""
+    """Load all inputs, and make the task's base model if the model is missing. Raises ConfigError if this fails."""
     warn_of_namesakes(os.environ.get("PYTHONPATH", "").split(os.pathsep))
     with users_code(f"task={config.task}"):
         task = importlib.import_module(config.task) if config.task else None
@@ -76,7 +76,7 @@ def load_inputs(config: TrainConfig) -> Inputs:
 
 
 def warn_of_namesakes(folders: list[str]) -> None:
-    """Log a warning for each module in the user's folders that has the name of a module or package of this project."""
+    """Log a warning for each module in the user's `folders` that is named like a module or package of this project."""
 
     def modules(folder: Path) -> set[str]:
         return {path.stem for path in folder.glob("*") if path.suffix == ".py" or (path / "__init__.py").exists()}
@@ -87,7 +87,7 @@ def warn_of_namesakes(folders: list[str]) -> None:
 
 
 def load_workflow(config: TrainConfig, task: Any, tokenizer: Any) -> Any:
-    """Return the workflow or agent that runs every episode of the run. Raises ConfigError if there is none."""
+    """Return the workflow or agent that runs every episode of the run. Raises ConfigError if none is configured."""
     workflow, kwargs = config.workflow, config.workflow_kwargs
     if workflow is None:
         workflow, kwargs = getattr(task, "WORKFLOW", None), {**getattr(task, "WORKFLOW_KWARGS", {}), **kwargs}
@@ -102,7 +102,10 @@ def load_workflow(config: TrainConfig, task: Any, tokenizer: Any) -> Any:
 
 
 def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
-    """Return the samples of a JSONL file, of a "module.function", or of the task. Raises ConfigError if this fails."""
+    """Return the samples of a JSONL file, of a "module.function", or of the task.
+
+    Raises ConfigError if the samples cannot be read, or if there are none.
+    """
     if path is None and not hasattr(task, "dataset"):
         raise ConfigError("no data: set train_dataset.path to a JSONL file or to module.function")
     where = path or task.__name__
@@ -123,7 +126,7 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """Return the JSON objects of a file with one object per line. Raises ConfigError that names a wrong line."""
+    """Return the JSON objects of a file with one object per line. Raises ConfigError if a line is wrong."""
     samples = []
     try:
         lines = path.read_bytes().splitlines()  # str.splitlines would also split at characters such as U+2028

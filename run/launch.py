@@ -3,19 +3,20 @@
 **The plan.** `plan_servers` decides which inference servers to start and on which GPUs. The plan depends only on the
 configuration and the GPUs. The trainer's ranks get the first GPUs and the servers get the last GPUs. Ranks and servers
 share GPUs if there are too few GPUs, or if `server.colocate` is true. With 8 GPUs, 4 ranks and 2 servers of 2 GPUs
-each, the ranks get GPUs 0 to 3, one server gets GPUs 4 and 5, and one server gets GPUs 6 and 7. `--dry-run` prints the
-plan and starts nothing.
+each, the ranks get GPUs 0 to 3, the first server gets GPUs 4 and 5, and the second server gets GPUs 6 and 7.
+`--dry-run` prints the plan and starts nothing.
 
 `plan_run` refuses a run that cannot work. The error is one line with the reason: a port is in use, a server does not
 answer, the installed SGLang needs another version of torch, or the estimated memory is too large (`estimate_memory`).
 
 **The processes.** train.py is the parent of the inference servers and the proxies. Each child process gets a pipe as
 its standard input and ends when the pipe closes (`--exit-with-parent`). The pipe closes even after `kill -9` of the
-parent, so no child stays alive. SGLang has no such option and therefore runs under `leash.py`. Each child runs in its
-own session, so Ctrl-C reaches only train.py, and train.py ends the children in order.
+parent, so no child stays alive. SGLang does not have this option, so SGLang runs under `leash.py`. Each child runs in
+its own session, so Ctrl-C reaches only train.py, and train.py ends the children in order.
 
-A thread waits for each child. If a child dies, the run fails at once with the last lines of the child's log. A run with
-several inference servers survives the death of one server: the run logs the death and continues on the live servers.
+A thread waits for each child. If an inference server dies while another inference server lives, the run logs the death
+and continues on the live servers. If any other child dies, the run fails at once with the last lines of the child's
+log.
 """
 
 import importlib.util
@@ -48,8 +49,8 @@ ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 START_SECONDS = 1800.0  # longest time until a server's first reply; a large model may load for minutes
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
-DEATH_SECONDS = 0.5  # longest time between the last connection of a killed process and its end
-HOLD_SECONDS = 3.0  # longest time for a process to end that first finishes its replies for up to 2 s (serve.py)
+DEATH_SECONDS = 0.5  # longest time from the moment a killed process closes its connections to its end
+HOLD_SECONDS = 3.0  # longest time for a process to end; the process finishes its replies first (serve.py, 2 s)
 
 
 class ProcessDied(RuntimeError):
@@ -84,7 +85,7 @@ class Child:
     def wait_ready(self) -> str:
         """Wait until the process answers, then return its URL.
 
-        Raises ProcessDied if the process ends before, and TimeoutError after START_SECONDS.
+        Raises ProcessDied if the process ends before it answers, and TimeoutError after START_SECONDS.
         """
         deadline = time.monotonic() + START_SECONDS
         while self.process.poll() is None:
@@ -119,7 +120,7 @@ class Fleet:
         self.stopping = False
 
     def start(self, planned: Planned) -> Child:
-        """Start a process and return at once. The returned child's `wait_ready` waits for its first answer."""
+        """Start a process and return at once. The returned child's `wait_ready` waits until the process answers."""
         port = planned.port or free_port()
         self.log_dir.mkdir(parents=True, exist_ok=True)
         log = self.log_dir / f"{planned.name}.log"
@@ -190,9 +191,9 @@ def visible_gpus() -> list[str]:
 
 
 def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Planned]:
-    """Return the servers to start on `gpus`, which also run `ranks` trainer processes.
+    """Return the servers to start on the GPUs `gpus`. The same machine runs `ranks` trainer processes.
 
-    The list is empty if rollout.server_addrs is set. Raises ConfigError if there are too few GPUs.
+    If rollout.server_addrs is set, the list is empty. Raises ConfigError if there are too few GPUs.
     """
     server = config.server
     if config.rollout.server_addrs:
@@ -200,7 +201,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
     tp, spare = server.tp_size, gpus[ranks:]
     wanted = server.count * tp
     shared = len(spare) < wanted if server.colocate is None else server.colocate
-    pool = gpus * server.count if shared else spare[-wanted:]  # shared: the list of GPUs is repeated for the servers
+    pool = gpus * server.count if shared else spare[-wanted:]  # shared GPUs: the servers take all GPUs in turn
     if gpus and len(pool) < wanted:
         need = f"server.count={server.count} with server.tp_size={tp}"
         remedy = "lower them, or set server.colocate=true"
@@ -242,13 +243,13 @@ def own_command(module: str, options: dict[str, object], *arguments: str) -> lis
 
 
 def words(options: dict[str, object]) -> list[str]:
-    """Turn options into the words of a command line. The value None leaves an option out. A list repeats its option."""
+    """Turn options into the words of a command line. None leaves an option out, and a list repeats the option."""
     several = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
     return [str(word) for name, values in several.items() for v in values if v is not None for word in (name, v)]
 
 
 def check_sglang() -> None:
-    """Raise ConfigError unless sglang is installed together with the version of torch that sglang needs."""
+    """Raise ConfigError if sglang is missing, or if sglang needs a version of torch that is not installed."""
     elsewhere = "or use SGLang elsewhere: server.command='PYTHON -m sglang.launch_server' or rollout.server_addrs=[URL]"
     try:
         version, requires = metadata.version("sglang"), metadata.requires("sglang") or []
@@ -284,8 +285,8 @@ def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
 def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[float, float, int]:
     """Return the GiB that a rank needs, the GiB that a server needs on each GPU, and the number of parameters n.
 
-    Symbols: T is actor.mb_tokens, L the number of layers, H the hidden size, and tp is server.tp_size. b is the number
-    of bytes of a weight in the server: 2 on a GPU, 4 on a CPU. The model has K key-value heads of D numbers each.
+    T is actor.mb_tokens, L is the number of layers, H is the hidden size, and tp is server.tp_size. b is the number of
+    bytes of a weight in the server: 2 on a GPU, 4 on a CPU. The model has K key-value heads of D numbers each.
 
     trainer = 16 n / ranks   bytes for parameters, gradients and two AdamW moments in float32; a reference model adds
                              4 n / ranks; with actor.offload and a GPU these bytes are in host memory instead

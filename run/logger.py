@@ -75,7 +75,7 @@ class Trace:
 
     @contextmanager
     def span(self, name: str, seconds: dict[str, float]) -> Iterator[None]:
-        """Record the block as a phase of the trainer, and write its duration to `seconds[name + "_s"]`."""
+        """Record the `with` block as a phase of the trainer, and write its duration to `seconds[name + "_s"]`."""
         begin = time.monotonic_ns()
         yield
         duration = time.monotonic_ns() - begin
@@ -84,7 +84,7 @@ class Trace:
         self._write({"ph": "X", "cat": "trainer", "name": name, "tid": TRAINER, **stamp})
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Write one record of the trace. The default of the record's time "ts" is the current time."""
+        """Write one record of the trace. If the record has no time "ts", use the current time."""
         record = {"pid": 1, "ts": (time.monotonic_ns() - self.epoch) / 1e3, **record}
         with self.lock:
             if not self.file.closed:
@@ -98,10 +98,10 @@ class Trace:
 
 
 def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, float]:
-    """Return the metrics of a batch that a trainer consumes at `version`, before training.
+    """Return the metrics of a batch before the trainer, whose weights have version `version`, trains on the batch.
 
     The staleness of a trained token is `version` minus the token's version. A row is mixed if its trained tokens have
-    more than one version. A token is untrained if the model sampled the token and the loss leaves it out.
+    more than one version. A token is untrained if the model sampled the token and the loss leaves the token out.
     """
     mask = batch["loss_mask"].bool()  # (B, T)
     versions = batch["versions"]
@@ -123,7 +123,7 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, float]:
 
 
 class Logger:
-    """Writes and prints the metrics of a run, one `log` call per step. The context manager `live` shows the table."""
+    """Writes and prints a run's metrics, with one `log` call per step. The context manager `live` shows the table."""
 
     def __init__(self, config: TrainConfig, executor: Any) -> None:
         self.config, self.executor = config, executor

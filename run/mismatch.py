@@ -2,7 +2,7 @@
 
 The server and the trainer compute with equal weights but different programs, so the numbers differ by rounding (about
 1e-6 in float32, 0.05 in bfloat16). A larger difference means that the server and the trainer use different weights or
-different masks. Every importance weight of the run is then wrong.
+different masks, so every importance weight of the run is wrong.
 """
 
 import torch
@@ -17,7 +17,7 @@ def logp_mismatch(batch: dict[str, Tensor], actor: FSDPPPOActor, rollout: Remote
     """Return max |log p_server - log p_trainer| in nats, over tokens computed by server and trainer with equal weights.
 
     The maximum includes the tokens of the batch that were sampled at the current version. An asynchronous batch may
-    contain no such tokens. Therefore the server also scores the first two rows of the batch with its current weights.
+    have no token of the current version, so the server also scores the batch's first two rows with its current weights.
     """
     differences = [torch.zeros(1)]
     if "prox_logp" in batch:

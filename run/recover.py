@@ -8,22 +8,23 @@ With `recover: auto`, a run that is started again under its old name continues f
   open if its prompt was drawn from the data and no step has trained on the group yet. torch.distributed.checkpoint
   stores the model and the optimizer, so any number of ranks can load them. The file state.pickle is written last, and a
   checkpoint without this file is ignored.
-- **A step after the last checkpoint runs again.** After a restart, the lines of such steps are removed from
-  metrics.jsonl. A step's line is written before the step's checkpoint, so metrics.jsonl ends with one line per step.
+- **A step after the last checkpoint runs again.** The restart removes the lines of these steps from metrics.jsonl. A
+  step's line is written before the step's checkpoint, so at the end metrics.jsonl has one line per step.
 - **A finished group survives the process.** A group is written to recover/groups/{task_id}.safetensors before the group
-  counts as accepted. After a restart, an open group with a file is restored as finished, at its place in the order of
-  start. An open group without a file is generated again, with the same id and therefore the same sampling seeds.
+  counts as accepted. After a restart, an open group with a file counts as finished, in the old order of the groups. An
+  open group without a file is generated again, with the same id and therefore the same sampling seeds.
 - **A group with tokens of lost weights is generated again.** Suppose the checkpoint has version 40 and the run was
   killed at version 42. The restarted run makes a new version 41 with different weights. A group with a token of the old
   version 41 is therefore generated again. A group whose tokens have versions up to 40 is kept.
 
-The age bound of staleness.py still holds. Restored groups come first and in their old order, so a step consumes them
-no later than before. The gate counts version * B + (restored groups) places as occupied, where B is the batch size. If
-eta or B is smaller than before the restart, a group that would become too old is generated again.
+The age bound of staleness.py also holds after a restart. Restored groups come first and in their old order, so a step
+consumes them no later than before. The gate counts version * B consumed groups and the restored groups as accepted,
+where B is the batch size. If eta or B is smaller than before the restart, a group that would become too old is
+generated again.
 
-Not promised: unless the run is synchronous, groups may start in a different order than without the kill. A power
-failure may lose files that the operating system has not written to the disk. Groups that agents submit outside
-prepare_batch are not restored.
+**Not promised.** In an asynchronous run, groups may start in a different order than without the kill. A power failure
+may lose files that the operating system has not written to the disk. Groups that agents submit outside prepare_batch
+are not restored.
 """
 
 import fcntl
@@ -62,7 +63,7 @@ def claim(run_dir: Path) -> TextIO:
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = (run_dir / "lock").open("w")
-    os.register_at_fork(after_in_child=lock.close)  # a forked child would hold the lock too
+    os.register_at_fork(after_in_child=lock.close)  # else a forked child would also hold the lock
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -92,7 +93,7 @@ def save_model(actor: Any, folder: Path, step: int, keep: int) -> None:
 
 
 class GroupLog:
-    """One file for each finished group on which no checkpoint has trained yet. Rollout threads write the files."""
+    """One file for each finished group on which no saved step has trained. Rollout threads write the files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -152,7 +153,7 @@ class Recovery:
         return self.folder / f"step{step:05d}"
 
     def save(self, step: int, actor: Any, executor: Any) -> None:
-        """Write the checkpoint of `step`, then delete older checkpoints. metrics.jsonl already contains this step."""
+        """Write the checkpoint of `step`, then delete older checkpoints. metrics.jsonl must already have the step."""
         target = self.checkpoint(step)
         if self.groups:
             shutil.rmtree(target, ignore_errors=True)  # an earlier, killed process may have left an incomplete folder

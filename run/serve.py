@@ -1,4 +1,4 @@
-"""Start and end a server process. The proxy and the small inference server (inference/tiny) use these functions.
+"""Start and end a server process. The proxy and the small inference server (inference/tiny) use this module.
 
 A server opens its port before it loads a model or tokenizer, and ends when its parent process dies. A server listens on
 127.0.0.1 by default. If a server cannot start, the functions raise OSError or ValueError. The error message is one line
@@ -20,7 +20,7 @@ from run.fields import Refusal, as_object
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. A server calls `listen` before loading anything, to report a port in use at once.
+    """Return a listening socket. A server calls `listen` first, so a port in use is reported at once.
 
     Raises OSError if the port is in use or is not a valid port.
     """
@@ -37,8 +37,8 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
 
     With `exit_with_parent`, standard input is a pipe from the parent process, and the pipe closes when the parent dies.
     """
-    # The server keeps an idle connection open for 75 s, which is much longer than clients do. If the server closed a
-    # connection while a client sends a request over this connection, the request would fail.
+    # If the server closed an idle connection while a client sends a request over the connection, the request would
+    # fail. The server therefore keeps idle connections open for 75 s, much longer than clients do.
     options: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}  # seconds
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, **options))
 

@@ -1,4 +1,4 @@
-"""Start the rollout side of a run: the engine, the proxies, and an executor each for training and evaluation.
+"""Start the rollout side of a run: the engine, the proxies, an executor for training and an executor for evaluation.
 
     inference servers  <-  RemoteInfEngine  <-  proxies  <-  WorkflowExecutor (training), WorkflowExecutor (evaluation)
 
@@ -6,9 +6,9 @@ Each part uses the parts to its left, so the parts are started from left to righ
 the reverse order. Only rank 0 has a rollout side; the other ranks have a `NoRollout`.
 
 Servers that were running before the run began (rollout.server_addrs) may be paused or may have the weights of another
-run. Training therefore ends the running generations of these servers, resumes the servers, and gives their weights a
-label that no engine accepts. The trainer's first push replaces these weights and the label. Evaluation uses the servers
-and their weights unchanged.
+run. A training run therefore ends the generations that run on these servers, resumes the servers, and gives their
+weights a label that no engine accepts. The trainer's first push replaces the weights and the label. Evaluation uses the
+servers and their weights unchanged.
 """
 
 import json
@@ -30,7 +30,7 @@ from run.logger import Trace
 # The keys of rollout.openai that are also command-line options of the proxy.
 PROXY_KEYS = "session_timeout_seconds chat_template_type tool_call_parser reasoning_parser fixed_sampling"
 
-Keep = Callable[[int, Trajectory], None]  # saves a finished group, given with its task id, for a restart
+Keep = Callable[[int, Trajectory], None]  # keep(task_id, group) saves a finished group for a restart
 
 
 @dataclass(frozen=True)
