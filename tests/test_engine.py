@@ -1,4 +1,4 @@
-"""No interruption and no failure loses a token of a completion or gives a token a wrong version.
+"""Interruptions and failures never lose a token of a completion, and every token keeps its true version.
 
 Most tests replace the network by servers that answer from a script (httpx.MockTransport). In these tests the engine
 never waits: a list records the seconds that the engine wanted to wait. The tests with `real_engine` talk to a real
@@ -144,7 +144,7 @@ def test_any_interruptions_give_the_same_answer(cuts: list[tuple[int, bool]]):
 
 @pytest.mark.anyio
 async def test_abort_that_spent_the_budget_is_length():
-    """If an abort arrives together with the last allowed token, the completion ends with stop reason `length`."""
+    """If an abort arrives with the last allowed token, the completion ends with stop reason `length`."""
     script = Script(generated([4, 5], "abort"))
     response = await script.engine().agenerate(request(max_new_tokens=2))
     assert response.stop_reason == "length"
@@ -171,7 +171,7 @@ async def test_version_is_the_servers_not_the_clocks():
 
 @pytest.mark.anyio
 async def test_empty_aborts_are_no_storm():
-    """After each abort without a new token the engine waits, 0.05 seconds at first and one second at most."""
+    """After each abort without a new token the engine waits: 0.05 seconds at first, and one second at most."""
     script = Script(*[generated([], "abort")] * 40, generated([9]))
     response = await script.engine().agenerate(request())
     assert response.output_tokens == [9]
@@ -316,7 +316,7 @@ async def test_what_would_kill_a_server_is_never_sent(ids: list[int], gconfig: d
 
 @pytest.mark.anyio
 async def test_the_budget_ends_with_the_context():
-    """A prompt that leaves room for one token in the context gets a budget of one token."""
+    """If a prompt leaves only one token of the context free, the engine requests one token."""
     script = Script(generated([5], "length"))
     engine = script.engine()
     engine.context_length = 64
@@ -563,7 +563,7 @@ def test_connections_are_reused_and_end_with_their_loop():
     """The engine opens one connection per concurrent request, reuses the connections, and closes them when the event
     loop ends."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), CountingServer)
-    server.daemon_threads = False  # so that server_close waits for them
+    server.daemon_threads = False  # so that server_close waits for the threads
     serving = threading.Thread(target=server.serve_forever)
     serving.start()
     engine = RemoteInfEngine([f"http://127.0.0.1:{server.server_port}"])
@@ -627,7 +627,7 @@ def test_every_logprob_is_that_of_the_weights_it_names(
             asyncio.create_task(real_engine.agenerate(ModelRequest(prompt, gconfig=gconfig))) for prompt in prompts
         ]
         first = ModelRequest([1, 2], gconfig=GenerationHyperparameters(max_new_tokens=8))
-        await real_engine.agenerate(first)  # when this returns, the server is working on `tasks`
+        await real_engine.agenerate(first)  # when this short request ends, the server is working on `tasks`
         await asyncio.to_thread(update, 1)
         return await asyncio.gather(*tasks)
 
@@ -650,7 +650,7 @@ def test_score_is_the_forward_pass(real_engine: RemoteInfEngine, tiny_model_dir:
 
 
 def test_one_seed_one_answer(real_engine: RemoteInfEngine):
-    """A real server generates equal tokens for equal seeds, also if the requests come from two event loops."""
+    """A real server generates the same tokens for the same seed, also if the requests come from two event loops."""
     gconfig = GenerationHyperparameters(max_new_tokens=16, seed=5)
     ask = ModelRequest([9, 8, 7], gconfig=gconfig)
     first, second = (asyncio.run(real_engine.agenerate(ask)) for _ in range(2))
@@ -731,7 +731,7 @@ def test_a_stream_may_break_anywhere(end: str, data: st.DataObject, failure: Exc
 
     async def rest() -> httpx.Response:
         tokens = [4, 5, 6][len(script.sent()[-1]["input_ids"]) - 3 :]
-        return streamed(generated(tokens or [7, 8], end))  # after the end a server would generate more tokens
+        return streamed(generated(tokens or [7, 8], end))  # a request after the end would get more tokens
 
     script = Script(answered(content, failure), rest)
     heard: list[list[int]] = []
@@ -788,7 +788,7 @@ async def test_a_stream_is_refused_as_a_whole_answer_is(event: httpx.Response, o
 @pytest.mark.anyio
 @pytest.mark.parametrize("event", [error_event(503), refused(503), refused(500, tokens=1)])
 async def test_a_server_that_has_no_room_is_no_pause(event: httpx.Response):
-    """An answer of `abort` with a status 5xx counts as a failure: the engine keeps the tokens, waits, and retries."""
+    """An answer of `abort` with a status 5xx is a failure: the engine keeps the tokens, waits, and retries."""
     script = Script(streamed(partial([4]), event), streamed(event), streamed(event), generated([9]))
     with pytest.raises(EngineError, match="no such thing") as caught:
         await script.engine(request_retries=2).agenerate(request(), lambda _: None)

@@ -1,9 +1,9 @@
 r"""Each kind of inference server fulfils the contract that engine.py relies on.
 
 The tests run against inference/tiny/server.py. If NANO_AREAL_SGLANG is the path of a Python with SGLang (`make
-test-sglang`), the tests also run against the real SGLang on a CPU. Both servers compute in float32 and must agree
-with a forward pass of transformers to 1e-4 nats. The command below tests a server that is already running, for
-example on a GPU. A server that computes in bfloat16 may differ by 0.25 nats.
+test-sglang`), the tests also run against the real SGLang on a CPU. Both servers compute in float32 and must agree with
+a forward pass of transformers to 1e-4 nats. The command below tests a server that is already running, for example on a
+GPU. If this server computes in bfloat16, its logprobs may differ by 0.25 nats.
 
     NANO_AREAL_CONTRACT_URL=http://127.0.0.1:30000 NANO_AREAL_CONTRACT_MODEL=/path/to/model \
         pytest tests/inference/test_contract.py
@@ -163,7 +163,7 @@ def assert_spans(answer: dict[str, Any], versions: list[str]) -> list[int]:
 
 
 def test_a_request_runs_to_its_length(server: Server) -> None:
-    """A request that spends its token budget ends with finish reason length, and its ids, logprobs and counts
+    """If a request reaches max_new_tokens, it ends with finish reason length, and its ids, logprobs and counts
     agree."""
     answer = server.generate(8, rid="contract-length")
     ids, _ = outputs(answer)
@@ -191,7 +191,7 @@ def test_logprobs_are_before_top_p_and_top_k(server: Server) -> None:
 
 
 def test_greedy_repeats_itself_and_reports_raw_logprobs(server: Server) -> None:
-    """At temperature 0 a prompt always gives equal tokens, and the reported logprobs are computed at temperature
+    """At temperature 0 a prompt always gets the same tokens, and the reported logprobs are computed at temperature
     1."""
     ids, logprobs = outputs(server.generate(12, temperature=0.0))
     assert ids == server.generate(12, temperature=0.0)["output_ids"]
@@ -258,8 +258,7 @@ def test_a_stream_is_cumulative(server: Server) -> None:
 
 
 def test_an_abort_returns_what_there_is(server: Server) -> None:
-    """An aborted request returns the tokens generated so far with their logprobs. An abort of an unknown request is
-    no error."""
+    """An aborted request returns its tokens and logprobs so far. An abort of an unknown request has no effect."""
     pending = server.start("contract-abort")
     assert server.post("/abort_request", {"rid": "contract-abort"}).status_code == 200
     answer = pending.result(60)
@@ -270,7 +269,7 @@ def test_an_abort_returns_what_there_is(server: Server) -> None:
 
 
 def interrupted(server: Server, rid: str, mode: str, between: Callable[[], Any]) -> dict[str, Any]:
-    """Return the answer of a long request that is paused in `mode`, waits while `between` runs, and is continued."""
+    """Pause a long request in `mode`, call `between`, continue the request, and return the request's answer."""
     pending = server.start(rid)
     answer = server.post("/pause_generation", {"mode": mode})
     assert answer.status_code == 200
@@ -285,7 +284,7 @@ def interrupted(server: Server, rid: str, mode: str, between: Callable[[], Any])
 
 
 def test_pause_abort_returns_partials_at_once(server: Server) -> None:
-    """A pause in mode abort immediately ends every request, and each answer has the tokens generated so far."""
+    """A pause in mode abort immediately ends every request, and each answer contains the tokens generated so far."""
     answer = interrupted(server, "contract-pause-abort", "abort", lambda: None)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(outputs(answer)[0]) < LONG
@@ -338,7 +337,7 @@ def test_spans_say_which_version_computed_which_token(server: Server, mode: str)
 
 
 def test_an_update_without_a_pause_waits(server: Server) -> None:
-    """Without a pause an update waits for running requests, or aborts the requests if abort_all_requests is set."""
+    """Without a pause an update waits for running requests. If abort_all_requests is set, the update aborts them."""
     old = server.version()
     body = {"model_path": server.model_path, "weight_version": server.next_version(), "flush_cache": True}
     pending = server.start("contract-wait", 200)
@@ -380,7 +379,7 @@ def test_a_request_that_cannot_be_served_is_a_400(server: Server, change: dict[s
 @pytest.mark.parametrize("on_tokens", [None, lambda _: None], ids=["whole", "streamed"])
 @pytest.mark.parametrize("change", [{"top_p": 2.0}, {"json_schema": '{"type": "bogus"}'}], ids=["top_p", "schema"])
 def test_a_refusal_is_a_400_in_any_form(server: Server, change: dict[str, Any], on_tokens: Any) -> None:
-    """The engine raises equal errors for a refusal with status 400 and for a refusal inside a stream."""
+    """The engine raises the same error for a refusal with status 400 and for a refusal inside a stream."""
     engine = RemoteInfEngine([server.url])
     engine.initialize()
     gconfig = GenerationHyperparameters(max_new_tokens=4, **change)
@@ -415,7 +414,7 @@ def test_the_engine_learns_what_it_may_send(server: Server) -> None:
 
 
 class Other:
-    """A second model of the same shape, and a method that sends the model to a server in each mode."""
+    """A second model of the same shape, with a method that sends its weights to the server."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         self.server, self.folder = server, folder
@@ -454,8 +453,8 @@ def other(server: Server, tmp_path: Path) -> Iterator[Other]:
 
 
 def assert_serves(server: Server, model: Any, version: str) -> None:
-    """Check that the server generates with the weights of `model` and reports `version`. The prompt is not in the
-    server's cache."""
+    """Check that the server generates with the weights of `model` and reports `version`, for a prompt not yet
+    cached."""
     prompt = [50 + int(version) % 50, *PROMPT]
     answer = server.generate(12, prompt=prompt, temperature=0.0)
     ids, logprobs = outputs(answer)
@@ -475,11 +474,11 @@ MODES = ["disk", "distributed", "tensor"]
 @pytest.mark.parametrize("pause_mode", ["retract", "abort", "in_place"])
 @pytest.mark.parametrize("mode", MODES)
 def test_new_weights_arrive_while_somebody_generates(server: Server, other: Other, mode: str, pause_mode: str) -> None:
-    """A running request keeps its tokens through an update, and each token's logprob is computed with the weights of
-    the token's version.
+    """A running request keeps its tokens through an update, and each token's logprob fits the weights of the token's
+    version.
 
-    The exception is mode in_place, in which a token after the update depends on both versions. After the update the
-    server generates with the new weights.
+    In pause mode in_place the tokens after the update depend on both versions, so the test does not compare their
+    logprobs. New requests get tokens of the new weights.
     """
     old, new = server.version(), server.next_version()
     rid = f"contract-{mode}-{pause_mode}"

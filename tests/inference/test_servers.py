@@ -35,15 +35,15 @@ CONTROL = ("/pause_generation", "/update_weight_version", "/update_weights_from_
 
 
 class Machines:
-    """Scripted servers, keyed by host name. A server has a version, may be dead or paused, and generates one token
-    per request."""
+    """Scripted servers, by host name. A server has a version, may be dead or paused, and generates one token per
+    call."""
 
     def __init__(self, **versions: int) -> None:
         self.versions: dict[str, Any] = dict(versions)
         self.dead: set[str] = set()
         self.paused: set[str] = set()
-        self.mute: dict[str, int] = {}  # host -> control answers that arrive before an answer is lost
-        self.workers: list[Any] = []  # URLs that host "router" lists; the router uses host a
+        self.mute: dict[str, int] = {}  # host -> number of control answers that arrive before one is lost
+        self.workers: list[Any] = []  # URLs that host "router" lists; the router sends requests for tokens to host a
         self.asked: list[tuple[str, str]] = []  # (host, path) of each request
 
     def __call__(self, request: httpx.Request) -> Any:
@@ -120,7 +120,7 @@ def home(session: str = "s") -> tuple[str, str]:
 
 
 def test_a_dead_server_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After one failed request to a dead server, the server's conversations immediately use a different server."""
+    """After one failed request to a dead server, the server's conversations use a different server at once."""
     monkeypatch.setattr(servers_module, "LOOK_AGAIN", 3600.0)
     machines, (first, second) = Machines(a=0, b=0), home()
     machines.dead.add(first)
@@ -143,7 +143,7 @@ def test_an_update_goes_on_without_the_dead(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("answers", range(5))
 def test_a_lost_answer_leaves_no_server_paused(tmp_path: Path, answers: int) -> None:
-    """If the answer to a control call of an update is lost, the server is not left paused, and its old tokens never
+    """If a server's answer to a call of an update is lost, the server does not stay paused, and its old tokens never
     count as new.
     """
     machines = Machines(a=0, b=0)
@@ -261,8 +261,7 @@ async def test_behind_a_router_a_request_ends_as_well(monkeypatch: pytest.Monkey
 
 
 def test_without_its_router_a_run_ends() -> None:
-    """If a router does not answer before an update, an error names the router, because the router's workers are
-    unknown."""
+    """If a router does not answer before an update, its workers are unknown, and an error names the router."""
     machines = Machines(a=0)
     machines.workers = [A]
     engine = machines.engine(ROUTER)
@@ -273,8 +272,7 @@ def test_without_its_router_a_run_ends() -> None:
 
 
 def test_at_the_start_every_server_must_be_there() -> None:
-    """`initialize` raises an error if any server does not answer, although a later loss of a server would not end the
-    run."""
+    """If a server does not answer at the start, `initialize` raises an error that names the server."""
     machines = Machines(a=0, b=0)
     machines.dead.add("b")
     with pytest.raises(EngineError, match="http://b"):
@@ -283,8 +281,7 @@ def test_at_the_start_every_server_must_be_there() -> None:
 
 @given(st.integers(0, 10**9))
 def test_versions_are_numbers(version: int) -> None:
-    """A version label that is not a number, such as that of an unfinished update, counts as older than every
-    version."""
+    """If a version label is not a number, for example during an update, it counts as older than every version."""
     assert read_version(str(version)) == version
     assert read_version(f"{version}-incomplete") == read_version("default") == read_version(None) == -1
 
@@ -318,7 +315,7 @@ def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPa
             update(trainer, folder, version)
             assert machines.paused <= machines.dead
             assert ask(trainer) == [version]
-            # The proxy needs one token of the new version, because it recognises old tokens only by a newer version.
+            # The proxy recognises old tokens only after it has seen a token of the new version.
             survivor = next(h for h in "abc" if h not in machines.dead and machines.versions[h] == version)
             proxy.servers.check_age(survivor, [version], 0)
         else:
@@ -373,13 +370,13 @@ class Pair:
                 process.wait(timeout=20)
 
 
-LONG = 1800  # tokens; a completion must still run when the kill comes
+LONG = 1800  # tokens; so many that a completion still runs when its server is killed
 
 
 def test_kill_one_of_two_in_the_midst_of_generation(pair: Pair, other_model_dir: Path, tmp_path: Path) -> None:
     """Twelve long completions survive a weight update and the death of one of two real servers.
 
-    After its return the server gets no requests until the next update gives the server the current weights.
+    When the dead server is started again, it gets no requests until the next update gives it the current weights.
     """
     engine = RemoteInfEngine(pair.urls, pause_mode="abort")
     engine.initialize()

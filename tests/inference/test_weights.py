@@ -33,7 +33,7 @@ def state(tiny_model_dir: Path) -> dict[str, torch.Tensor]:
 
 
 class Servers:
-    """A fake of inference/servers.py::Servers that records each call of post_all and the folder's entries at that
+    """A fake of inference/servers.py::Servers, whose post_all records each call and the folder's entries at that
     moment."""
 
     def __init__(self, root: Path, error: str | None = None) -> None:
@@ -164,8 +164,8 @@ def test_what_is_missing_is_said(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3_moe", "mixtral", "qwen3_next"])
 def test_names_and_numbers_are_those_of_the_checkpoint(tmp_path: Path, name: str):
-    """Weights are sent and saved under their names in the checkpoint files, although transformers renames and fuses
-    some of them.
+    """Weights are sent and saved with the names of the checkpoint files, although transformers renames and fuses some
+    weights.
     """
     path = make_family(tmp_path / "model", name)
     source = load_file(path / "model.safetensors")
