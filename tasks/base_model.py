@@ -1,22 +1,22 @@
-"""A small base model made on the spot: a word list, a chat template, a tiny Qwen3, and a warm-up by imitation.
+"""Make a small base model for a task: a word list, a chat template, a tiny Qwen3, and a warm-up by imitation.
 
-The rule: this module writes an ordinary Hugging Face directory. The other parts of the project load it with
-`AutoModelForCausalLM` and `AutoTokenizer`, as they load any model. What one sees on the tiny model therefore also
-holds for a large one.
+This module writes an ordinary Hugging Face directory. The other parts of the project load the directory with
+`AutoModelForCausalLM` and `AutoTokenizer`, as they load any model. A run therefore uses the same code for the tiny
+model and for a large model.
 
-**The tokenizer** has one token per word, and words are separated by blanks. A person can therefore read a sampled
-sequence. The chat template writes every message as `<role> content <end>`. Nothing depends on the messages around it,
-so the tokens of a conversation are the tokens of its messages, one after the other. For example, the conversation
-"guess a number", "3", "higher" consists of three parts: the prompt of the first turn, the sampled tokens `3 <end>`,
-and the tokens of the new message. The proxy relies on this property.
+**The tokenizer** has one token per word, and blanks separate words. A person can therefore read a sampled sequence.
+The chat template writes every message as `<role> content <end>`. The tokens of a message do not depend on other
+messages, so the tokens of a conversation are the tokens of its messages, one after the other. For example, the
+conversation "guess a number", "3", "higher" consists of three parts: the prompt of the first turn, the sampled tokens
+`3 <end>`, and the tokens of the new message. The proxy relies on this property of the chat template.
 
-**The model** starts with random weights and is then trained to imitate somebody who plays badly. Reinforcement
-learning needs a policy that answers in the right form and sometimes succeeds. A pretrained model can do that, a
-random one cannot. The warm-up takes seconds. The imitated player knows little or nothing of the game, so the skill at
-the end comes from the run.
+**The model** starts with random weights and is then trained to imitate a bad player of the task. Reinforcement
+learning needs a policy that answers in the right form and sometimes succeeds. A model with random weights is no such
+policy. The warm-up takes seconds. The imitated player knows little or nothing of the game, so the run teaches the
+model the skill that it has at the end.
 
-**What it does not promise**: the same weights on different machines. The same seed on the same machine, with the same
-number of threads, gives the same weights.
+**Not promised**: the same weights on different machines. On the same machine, the same seed and the same number of
+threads give the same weights.
 """
 
 import tempfile
@@ -54,8 +54,8 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict]) -> list[int
 def make_qwen3(tokenizer: PreTrainedTokenizerFast, layers: int, context: int, seed: int) -> Qwen3ForCausalLM:
     """Return a Qwen3 of width 64 with random weights.
 
-    The standard deviation of the weights is 0.06, three times the usual 0.02. In so narrow a model 0.02 makes
-    attention nearly uniform, and training stalls.
+    The standard deviation of the weights is 0.06, three times the usual 0.02. In a model of width 64 the usual 0.02
+    makes attention nearly uniform, and training stalls.
     """
     shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": layers}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": context}
@@ -67,7 +67,7 @@ def make_qwen3(tokenizer: PreTrainedTokenizerFast, layers: int, context: int, se
 
 
 def answers_only(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[int]:
-    """Return the labels of a conversation: the assistant's words and their end tokens. Other tokens are ignored."""
+    """Return the labels of a conversation: the assistant's words and end tokens. All other labels are IGNORED."""
     end, assistant = map(tokenizer.convert_tokens_to_ids, (END, ASSISTANT))
     labels, inside = [], False
     for token in ids:
@@ -81,7 +81,8 @@ def imitate(
 ) -> None:
     """Train the model to predict the assistant's tokens, by AdamW with a learning rate that falls linearly to 0.
 
-    No attention mask is needed. Padding is on the right, so no earlier token attends to it, and its labels are ignored.
+    Padding needs no attention mask: padding is on the right, so no real token attends to padding. The loss ignores the
+    labels of padding.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
     for step in range(steps):
@@ -97,7 +98,7 @@ def imitate(
 
 
 def save_atomically(path: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write the model so that its directory appears completely or not at all. If it exists already, leave it alone."""
+    """Write the model to `path`, completely or not at all. Do not change a model that already exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         draft = Path(scratch) / path.name
@@ -105,6 +106,6 @@ def save_atomically(path: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTo
         model.save_pretrained(draft)
         try:
             draft.replace(path)
-        except OSError:  # `path` exists: another process may have written the same model
+        except OSError:  # `path` exists, perhaps because another process has written the same model
             if not (path / "config.json").is_file():
                 raise

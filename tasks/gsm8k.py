@@ -1,21 +1,21 @@
-"""GSM8K: grade-school problems whose answer is one number, the classic task of a verifiable reward (RLVR).
+"""GSM8K: grade-school problems, each with one number as its answer. The reward can be verified by a program (RLVR).
 
-The rule: only the final answer counts. The reward is 1 if it is the right number, else 0. This file offers two ways
-to train on it:
+The reward depends only on the final answer of a completion. The reward is 1 if the final answer is the right number,
+else 0. This file offers two ways to train on GSM8K:
 
     python train.py --config configs/gsm8k.yaml model_path=DIR                                      one answer
     python train.py --config configs/gsm8k.yaml model_path=DIR workflow=tasks.gsm8k.MathAgent       with a second try
 
-The first way is RLVRWorkflow with the reward function below. The second way is an agent on the plain OpenAI SDK: it
-tells the model that its answer was wrong, and asks again.
+The first way is RLVRWorkflow with the reward function below. The second way is MathAgent, an agent on the unmodified
+OpenAI SDK. If the model's answer is wrong, the agent says so and asks again.
 
 **Data.** By default the problems come from the package `datasets` (openai/gsm8k). `train_dataset.path` may instead
-name a JSONL file with lines {"question", "answer"}, as GSM8K has them. The answer is the whole solution there, and
-the number stands after its last `####`.
+name a JSONL file with lines {"question", "answer"}, as in GSM8K. In GSM8K, "answer" is the whole solution, and the
+number stands after the last `####`.
 
-**When two answers are the same number.** math-verify decides if it is installed. It knows fractions, units and LaTeX.
-Without it the last number of the answer is compared, or the number in \\boxed{} or after `####` if there is one.
-1,000 and 1000.0 are then equal, 1/2 and 0.5 are not.
+**When two answers are the same number.** If math-verify is installed, math-verify decides. It knows fractions, units
+and LaTeX. Without math-verify, the reward compares the number in \\boxed{}, else the number after `####`, else the
+last number of the answer. Without math-verify, 1,000 and 1000.0 are equal, but 1/2 and 0.5 are not.
 """
 
 import re
@@ -46,7 +46,7 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def prepare(row: dict[str, Any]) -> dict[str, Any]:
-    """Turn a GSM8K line into chat messages and the number that answers it."""
+    """Turn a GSM8K line into chat messages and the number that is the right answer."""
     messages = [{"role": "user", "content": row["question"] + INSTRUCTION}]
     return {"messages": messages, "answer": str(row["answer"]).rpartition("####")[2].strip()}
 
@@ -61,7 +61,7 @@ def last_number(text: str) -> Decimal | None:
 def is_right(completion: str, answer: str) -> bool:
     """Return whether the completion's final answer is the number `answer`."""
     if math_verify:
-        # math-verify's own timeout needs the main thread, so it is off; AsyncRewardWrapper has a timeout too.
+        # math-verify's own timeout works only in the main thread, so it is off. AsyncRewardWrapper has a timeout.
         gold, said = (math_verify.parse(text, parsing_timeout=None) for text in (answer, completion))
         return bool(math_verify.verify(gold, said, timeout_seconds=None))
     said = last_number(completion)
@@ -69,7 +69,7 @@ def is_right(completion: str, answer: str) -> bool:
 
 
 def reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **_) -> float:
-    """Return 1 for a right answer, else 0. It runs in a process of its own (rollout/reward.py)."""
+    """Return 1 for a right answer, else 0. The function runs in a separate process (rollout/reward.py)."""
     return float(is_right(completion, answer))
 
 
@@ -78,7 +78,7 @@ WORKFLOW_KWARGS = {"reward_fn": "tasks.gsm8k.reward"}
 
 
 class MathAgent:
-    """Lets the model try again while its answer is wrong. A right answer at try k is worth discount^(k-1)."""
+    """Lets the model try again while its answer is wrong. The reward of a right answer at try k is discount^(k-1)."""
 
     def __init__(self, max_turns: int = 2, discount: float = 0.9) -> None:
         self.max_turns, self.discount = max_turns, discount

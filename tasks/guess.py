@@ -1,23 +1,23 @@
-"""Guess the number: a game of several turns whose best play is binary search, the task of the demo.
+"""The task of the demo: guess a number in several turns. The best strategy is binary search.
 
-The rule: the secret is a number from 1 to 6, and the agent has three guesses. After a wrong guess the game answers
-"higher" or "lower". The reward is 1 if the secret was found, else 0. Nobody tells the agent how to search. Playing at
-random finds about half of the secrets and binary search finds all of them, so the difference is what the run learns.
+The secret is a number from 1 to 6, and the agent has three guesses. After a wrong guess the game answers "higher" or
+"lower". The reward is 1 if the secret was found, else 0. Nobody tells the agent how to search. Random guesses find
+about half of the secrets, and binary search finds all six. The run has to learn this difference.
 
-**The agent** below is an ordinary program on the unmodified OpenAI SDK. It knows nothing of training, tokens or
-versions: it gets a `base_url`, plays, and returns a number.
+**The agent** below is an ordinary program on the unmodified OpenAI SDK. The agent knows nothing of training, tokens or
+versions. The agent gets a `base_url`, plays, and returns a number.
 
-**Why six numbers.** With seven numbers binary search has one best first guess, 4. Early in training this guess pays
-the least: it leaves three numbers, which the two remaining guesses find only if the next one is exactly their middle.
-The first guess is made in every game, so the model learns it early, and learns a wrong one. Most seeds stay in this
-local optimum. With six numbers, 3 and 4 are both best first guesses, and each leaves two numbers on one side and
-three on the other. The local optimum is weaker, but it is still there: 2 or 5 as the first guess finds five of six
-secrets. A penalty on the distance to the base model (configs/demo.yaml) keeps the other first guesses likely until
-the later guesses are learnt.
+**Why six numbers.** With seven numbers binary search has one best first guess, 4. Early in training the guess 4 pays
+the least: it leaves three numbers, and the two remaining guesses find all three only if the next guess is their middle.
+Every game has a first guess, so the model learns the first guess early, and learns a wrong one. Most seeds stay in this
+local optimum. With six numbers, 3 and 4 are both best first guesses. Each of the two leaves two numbers on one side and
+three on the other. With six numbers the local optimum is weaker, but it exists: with 2 or 5 as the first guess, five of
+the six secrets can be found. A penalty on the distance to the base model (configs/demo.yaml) keeps the other first
+guesses likely until the later guesses are learnt.
 
-**What it does not promise**: that the greedy policy is binary search, move by move. Several strategies find every
-secret. `summary` counts the secrets that are found, and draws the learnt strategy beside binary search, which needs
-the fewest guesses.
+**Not promised**: that the greedy policy makes the same guesses as binary search. Several strategies find every secret.
+`summary` counts the secrets that the learnt strategy finds, and draws the learnt strategy beside binary search. Binary
+search needs the fewest guesses.
 """
 
 import random
@@ -37,11 +37,11 @@ SECRETS, GUESSES = range(1, 7), 3
 QUESTION = "guess a number"
 START = [{"role": "user", "content": QUESTION}]
 WORDS = (*QUESTION.split(), "higher", "lower", *map(str, SECRETS))
-Play = Callable[[list[dict], Sequence[int]], str]  # a conversation, the secrets that are still possible -> the answer
+Play = Callable[[list[dict], Sequence[int]], str]  # (conversation, secrets that are still possible) -> answer
 
 
 def parse(answer: str | None) -> int | None:
-    """Return the number in the answer, None unless the answer is exactly one number in range."""
+    """Return the number in the answer, or None if the answer is not exactly one number in range."""
     word = (answer or "").strip()
     return int(word) if word in WORDS and word.isdigit() else None
 
@@ -57,7 +57,7 @@ def possible_after(possible: Sequence[int], guess: int, word: str) -> list[int]:
 
 
 class GuessAgent:
-    """Plays one game through a chat-completions endpoint. Returns 1.0 if it found the secret, else 0.0."""
+    """Plays one game through a chat-completions endpoint. The reward is 1.0 if the agent found the secret, else 0.0."""
 
     async def run(self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any) -> float:
         """Play one game and return its reward."""
@@ -80,7 +80,7 @@ WORKFLOW = GuessAgent
 
 
 def dataset(split: str = "train") -> list[dict]:
-    """Return the six secrets, for every split."""
+    """Return the six secrets. All splits are equal."""
     return [{"secret": secret} for secret in SECRETS]
 
 
@@ -88,7 +88,7 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def play_at_random(rng: random.Random) -> list[dict]:
-    """Return the messages of one random game. Half of the players ignore the answers, half guess a possible number."""
+    """Return the messages of one random game. Half of the players ignore the game's answers."""
     secret, listens = rng.choice(SECRETS), rng.random() < 0.5
     possible: Sequence[int] = SECRETS
     messages = list(START)
@@ -103,7 +103,7 @@ def play_at_random(rng: random.Random) -> list[dict]:
 
 
 def make_model(path: Path, seed: int, warmup_steps: int = 600) -> None:
-    """Write a two-layer Qwen3 (134k parameters) that plays at random to `path`. Equal seeds give equal models."""
+    """Write to `path` a two-layer Qwen3 (134k parameters) that plays at random. Equal seeds give equal models."""
     tokenizer = base_model.make_tokenizer(WORDS)
     model = base_model.make_qwen3(tokenizer, layers=2, context=64, seed=seed)
     rng = random.Random(seed)
@@ -124,9 +124,9 @@ def binary_search(messages: list[dict], possible: Sequence[int]) -> str:
 
 
 def explore(play: Play, found: list[int], messages: list[dict] = START, possible: Sequence[int] = SECRETS) -> Tree:
-    """Draw how a player plays in every situation: a guess, and below it the next guess for each answer of the game.
+    """Draw a player's strategy as a tree: below each guess stands the next guess for each answer of the game.
 
-    For every secret that the player finds, the number of guesses is appended to `found`.
+    For every secret that the player finds, `explore` appends the number of guesses to `found`.
     """
     answer, turn = play(messages, possible), len(messages) // 2 + 1
     guess = parse(answer)

@@ -1,20 +1,19 @@
-"""The drunkard's walk home: long answers of very different lengths, drawn as a path through a maze.
+"""The drunkard's walk home: a task with long answers of very different lengths. An answer is a path through a maze.
 
-The rule: there is one fixed maze of 12 x 12 cells, named like chess squares, with two homes. A prompt is "from b7 to
-l12". The answer lists every cell that the walk visits, from the first to the last. The reward is SPL, a metric of
-navigation: the shortest length divided by the walked length, or 0 if the walk goes through a wall or does not end at
-home. A shortest way of 54 moves that is walked in 72 moves earns 0.75.
+There is one fixed maze of 12 x 12 cells with two homes. The cells have names like chess squares. An example of a prompt
+is "from b7 to l12". The answer lists every cell that the walk visits, from the first to the last. The reward is SPL, a
+metric of navigation: the length of the shortest way, divided by the length of the walk. If the walk goes through a wall
+or does not end at home, the reward is 0. A walk of 72 moves earns 0.75 if the shortest way has 54 moves.
 
-**Why this task.** The length of an answer varies tenfold and depends on the policy. A drunk wanders up to the limit,
-a sober walker needs 54 moves on average. Some walks are therefore unfinished when new weights arrive, so one can see
-and measure interruption, overlap and staleness. Generation and training cost about the same.
+**Why this task.** The length of an answer varies tenfold and depends on the policy. A drunk wanders up to the limit. A
+sober walker needs 54 moves on average. Some walks are therefore unfinished when new weights arrive, so interruption,
+overlap and staleness can be seen and measured. Generation and training cost about the same.
 
-**The base model** imitates a drunk. At each cell he takes the right way with probability 0.4 and otherwise any way,
-and he is cut off after 64 moves. Perfect imitation of him, up to the answer's limit of 240 tokens, is worth an SPL of
-0.36. Everything above that is learnt by reinforcement learning.
+**The base model** imitates a drunk. At each cell the drunk takes the right way with probability 0.4 and otherwise any
+way. The walk is cut off after 64 moves. A perfect imitation of the drunk, up to the answer's limit of 240 tokens, has
+an SPL of 0.36. Reinforcement learning adds everything above 0.36.
 
-**What it does not promise**: generalisation. The model learns this one maze by heart, and every split has the same
-286 prompts.
+**Not promised**: generalisation. The model learns this one maze by heart, and every split has the same 286 prompts.
 """
 
 import random
@@ -27,10 +26,10 @@ from rich.console import Console
 from rich.text import Text
 
 # The processes that compute rewards import this module, and importing torch would slow their start. workflow.py and
-# tasks/base_model.py import torch. Hence WORKFLOW is a string, and base_model is imported inside make_model.
+# tasks/base_model.py import torch. Therefore WORKFLOW is a string, and make_model imports base_model when it is called.
 
 SIDE, MAZE_SEED, HOMES = 12, 96, ("a1", "l12")
-SOBER, CURFEW = 0.4, 64  # the drunk's probability of the right way, and his largest number of moves
+SOBER, CURFEW = 0.4, 64  # the drunk's probability of the right way, and the largest number of moves
 Cell = tuple[int, int]  # column, row; (0, 0) is a1, at the bottom left
 WORKFLOW = "workflow.RLVRWorkflow"
 WORKFLOW_KWARGS = {"reward_fn": "tasks.maze.reward"}
@@ -82,13 +81,13 @@ def distances(home: str) -> dict[Cell, int]:
 
 
 def dataset(split: str = "train") -> list[dict]:
-    """Return one prompt for every pair of a start cell and another home: 286 prompts."""
+    """Return 286 prompts: one for each home and each start cell other than this home."""
     pairs = [(start, home) for home in HOMES for start in CELLS if start != home]
     return [{"messages": [{"role": "user", "content": f"from {a} to {b}"}], "start": a, "home": b} for a, b in pairs]
 
 
 def walk_of(answer: str, start: str) -> list[Cell] | None:
-    """Return the cells of an answer, None if it has an unknown word, goes through a wall, or starts elsewhere."""
+    """Return an answer's cells. For an unknown word, a wall in the way, or another start, return None."""
     words = answer.removesuffix("<end>").split()
     if not words or words[0] != start or any(word not in CELLS for word in words):
         return None
@@ -111,7 +110,7 @@ def reward(prompt: str, completions: str, prompt_ids: list, completion_ids: list
 
 
 def stagger(rng: random.Random, start: str, home: str) -> list[Cell]:
-    """Return a drunk's walk: the right way with probability SOBER, else any way, until home or CURFEW moves."""
+    """Return a drunk's walk: at each cell the right way with probability SOBER, else any way; at most CURFEW moves."""
     walk, moves_home = [CELLS[start]], distances(home)
     while walk[-1] != CELLS[home] and len(walk) <= CURFEW:
         ways = sorted(passages()[walk[-1]])
@@ -120,7 +119,7 @@ def stagger(rng: random.Random, start: str, home: str) -> list[Cell]:
 
 
 def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
-    """Write a one-layer Qwen3 (85k parameters) that walks like a drunk to `path`. Equal seeds give equal models."""
+    """Write to `path` a one-layer Qwen3 (85k parameters) that walks like a drunk. Equal seeds give equal models."""
     from tasks import base_model
 
     tokenizer = base_model.make_tokenizer(["from", "to", *CELLS])
@@ -150,7 +149,7 @@ def square(a: Cell, b: Cell) -> tuple[int, int]:
 def draw(walk: list[Cell], home: str) -> Text:
     """Draw the maze with the walk as dots, S at its start and H at the home.
 
-    The picture has 2 * SIDE + 1 squares a side. Cells have odd positions, and passages and walls stand between them.
+    Each side of the picture has 2 * SIDE + 1 squares. Cells have odd positions, with passages and walls between cells.
     """
     picture = {square(cell, other): ("  ", "") for cell, ways in passages().items() for other in (cell, *ways)}
     steps = [*pairwise(walk), *zip(walk, walk)]
