@@ -1,4 +1,4 @@
-"""Fixtures that several test files need: a tiny model that the tests make, and the real servers as processes."""
+"""Fixtures and helpers for several test files: small random models, and the real servers in processes of their own."""
 
 import os
 import signal
@@ -22,9 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 torch.set_num_threads(1)
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a shell starts background jobs with Ctrl-C ignored, and child processes inherit this
+# A background job of a shell ignores Ctrl-C, and so do its child processes. This call makes Ctrl-C work again.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).resolve().parent.parent
 
 CHAT_TEMPLATE = (
@@ -39,7 +38,7 @@ def anyio_backend() -> str:
 
 
 def make_byte_model(path: Path, seed: int = 0, layers: int = 2, width: int = 64, tied: bool = False) -> Path:
-    """Write a random Qwen3 with one token per byte and Qwen's chat markers: 259 tokens, context 2,048."""
+    """Write a random Qwen3 model. Its 259 tokens are the 256 bytes and three chat markers, and its context is 2,048."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -80,7 +79,7 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with the tiny model's architecture and other weights (seed 1), for tests of weight updates."""
+    """The directory of a model like the tiny model with different weights (seed 1), for tests of weight updates."""
     return make_byte_model(tmp_path_factory.mktemp("other_model"), seed=1)
 
 
@@ -98,9 +97,9 @@ def free_port() -> int:
 
 
 def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
-    """Return the remaining output of a process after its end; a process that runs longer than `seconds` is killed.
+    """Wait until a process ends, and return its unread output. If the process runs longer than `seconds`, kill it.
 
-    Unlike communicate(), this function works after a test has read single lines.
+    A test may read single lines before it calls this function. After such reads communicate() can lose output.
     """
     assert process.stdout is not None
     watchdog = threading.Timer(seconds, process.kill)
@@ -159,7 +158,7 @@ def start_tiny_server(tiny_model_dir: Path) -> Iterator[StartServer]:
         process.wait(timeout=20)
 
 
-SGLANG = os.environ.get("NANO_AREAL_SGLANG", "")  # path of a Python with SGLang; make test-sglang sets it
+SGLANG = os.environ.get("NANO_AREAL_SGLANG", "")  # the Python that has SGLang; `make test-sglang` sets this path
 
 
 @contextmanager
@@ -190,12 +189,13 @@ def tiny_server(start_tiny_server: StartServer) -> str:
     return start_tiny_server()
 
 
-# The fixtures import what they need, because the environment of the examples lacks some of these packages.
+# Each fixture below imports the project's modules in its body, because the environment of the example agents lacks
+# some packages that these modules import.
 
 
 @pytest.fixture(scope="module")
 def proxy(tiny_server: str, tiny_model_dir: Path) -> Iterator[Any]:
-    """The address of a proxy.py process that uses the tiny server."""
+    """The URL and the admin key of a proxy.py process that uses the tiny server."""
     from rollout.executor import ProxyAddress
 
     port = free_port()
