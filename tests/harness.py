@@ -22,8 +22,8 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 class ScriptedEngine:
     """An engine that answers each call with the next of the given texts, and records its requests.
 
-    A text that ends with "…" is returned as cut by length. If `hold` is an event, a generation waits for the event. A
-    generation that streams sends `held_tokens` tokens before it waits.
+    If a text ends with "…", its answer ends with the stop reason "length". If `hold` is an event, a generation waits
+    for the event. A generation that streams sends `held_tokens` tokens before it waits.
     """
 
     def __init__(self, tokenizer: Any, *texts: str) -> None:
@@ -112,7 +112,7 @@ class Harness:
 
 
 class Connection:
-    """One request over raw ASGI. A test can hang up, and can read the reply piece by piece."""
+    """One POST request, sent through ASGI without an HTTP client. A test can hang up or read the reply in pieces."""
 
     def __init__(self, harness: Harness, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
         self.pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -134,7 +134,7 @@ class Connection:
         await asyncio.wait_for(self.task, timeout=30)
 
     async def status(self) -> int:
-        """Wait for the head of the reply and return its status."""
+        """Wait for the headers of the reply and return the reply's status."""
         return (await asyncio.wait_for(self.pieces.get(), timeout=30))["status"]
 
     async def read(self) -> bytes:
@@ -142,7 +142,7 @@ class Connection:
         return (await asyncio.wait_for(self.pieces.get(), timeout=30))["body"]
 
     async def rest(self) -> bytes:
-        """Wait for the end of the reply and return the pieces that no call has read yet."""
+        """Wait for the end of the reply and return the pieces that `read` has not returned."""
         await asyncio.wait_for(self.task, timeout=30)
         pieces = [self.pieces.get_nowait() for _ in range(self.pieces.qsize())]
         return b"".join(piece.get("body", b"") for piece in pieces)
