@@ -19,7 +19,7 @@ def compute_reward(response: Any, answer: str) -> float:
 
 
 class MyAgent:
-    """The example of (Agent Workflow, "Proxy Approach"). Only the limit on the answer's length is added."""
+    """The example in AReaL's page Agent Workflow, "Proxy Approach". This copy also limits the length of the answer."""
 
     async def run(self, data, **extra_kwargs):
         # AReaL injects these kwargs
@@ -38,7 +38,7 @@ class MyAgent:
 
 
 class MySyncAgent:
-    """The example of (Agent Workflow, "Subprocess Mode")."""
+    """The example in AReaL's page Agent Workflow, "Subprocess Mode". This copy also limits the length of the answer."""
 
     async def run(self, data, **extra_kwargs):
         # In subproc mode, base_url comes from environment
@@ -50,7 +50,7 @@ class MySyncAgent:
 
 
 class Talks:
-    """An agent that makes two calls in one conversation, and then calls the function that `data["then"]` names."""
+    """An agent that asks the model two times and then runs the function that `data["then"]` names, if there is one."""
 
     async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> Any:
         client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
@@ -84,7 +84,10 @@ class CountsSessions:
 
 
 class Endpoint:
-    """An agent that returns 1 if OPENAI_BASE_URL is its base_url, or calls the function that `data["then"]` names."""
+    """An agent that runs the function that `data["then"]` names.
+
+    If `data["then"]` is "tells", the agent returns whether OPENAI_BASE_URL equals its base_url (1 or 0).
+    """
 
     async def run(self, data: dict, base_url: str, **extra_kwargs: Any) -> float:
         alone = os.environ.get("OPENAI_BASE_URL") == base_url
