@@ -13,7 +13,7 @@ from conftest import ROOT
 
 SMALL_GUESS = ["--config", "configs/demo.yaml", "gconfig.n_samples=4", "actor.ppo_n_minibatches=2"]
 MAZE_BATCH = 8  # prompt groups per step in configs/maze.yaml
-STRADDLING_MAZE = [  # the maze with completions that last until a weight update (walkers.py)
+STRADDLING_MAZE = [  # the maze, with completions that a weight update interrupts (walkers.py)
     *("--config", "configs/maze.yaml", "workflow=walkers.WalkUntilUpdated"),
     *(f"workflow_kwargs.batch_size={MAZE_BATCH}", "workflow_kwargs.reward_fn=tasks.maze.reward"),
 ]
@@ -27,7 +27,7 @@ def command(tmp_path: Path, *words: str) -> list[str]:
 
 
 def signalled(command: list[str], line: str, number: signal.Signals) -> list[str]:
-    """Return `command`, changed so that the run sends itself the signal as soon as it prints `line`."""
+    """Return a command whose run sends itself the signal as soon as the run prints a line that begins with `line`."""
     python, unbuffered, *script = command
     return [python, unbuffered, "tests/signalled.py", line, str(int(number)), *script]
 
@@ -43,7 +43,7 @@ def run(tmp_path: Path, *words: str) -> list[dict]:
 
 
 def start_and_hold(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
-    """Start a run that stops (SIGSTOP) after its first step. Return the run and its children's pids by script.
+    """Start a run that stops (SIGSTOP) after its first step. Return its process and its `children`.
 
     The run continues when it receives SIGCONT.
     """
@@ -59,14 +59,14 @@ def start_and_hold(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], 
 
 
 def start_and_wait_for_step(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
-    """Start a run, wait for its first step, and return the run and its children's pids by script."""
+    """Start a run, wait for its first step, and return its process and its `children`."""
     process, pids = start_and_hold(tmp_path, *words)
     process.send_signal(signal.SIGCONT)
     return process, pids
 
 
 def children(pid: int) -> dict[str, int]:
-    """Return the pids of a process's children, keyed by the script that the child runs."""
+    """Return {script: pid} for the child processes of a process."""
     table = subprocess.run(
         ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
     ).stdout
@@ -95,7 +95,7 @@ def is_alive(pid: int) -> bool:
 
 
 def check_metrics(metrics: list[dict], eta: int) -> None:
-    """Check that every line has every metric, that no token is older than eta, and that no episode failed."""
+    """Check that every line has every metric, that no token is older than eta versions, and that no episode failed."""
     names = [
         "step",
         "version",
@@ -134,7 +134,7 @@ def check_metrics(metrics: list[dict], eta: int) -> None:
 
 
 def wait_gone(pid: int) -> None:
-    """Wait until a process that is not our child ends. On Linux a pidfd becomes readable when its process ends."""
+    """Wait until a process ends that another process started. On Linux its pidfd then becomes readable."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
