@@ -11,8 +11,8 @@ from workflow import RolloutWorkflow, workflow_context
 
 
 class ScriptedEngine:
-    """An engine that answers each request with the text `script(request)`. If `cut`, the end-of-turn token is
-    missing."""
+    """An engine that answers each request with the text `script(request)`. If `cut` is true, the answer has no
+    end-of-turn token."""
 
     def __init__(self, tokenizer: Any, script: Callable[[ModelRequest], str] = lambda request: "ok") -> None:
         self.tokenizer = tokenizer
@@ -47,7 +47,7 @@ class ScriptedEngine:
 
 
 def loader(samples: list[dict], batch_size: int = 2, seed: int | None = None) -> DataLoader:
-    """Return a dataloader of lists of samples, shuffled if `seed` is given."""
+    """Return a dataloader whose batches are lists of samples. If `seed` is given, the samples are shuffled."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     return DataLoader(
         samples,  # type: ignore[arg-type]
