@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run the script that the third argument names, with the arguments after the script's name."""
+    """Run the script that the third argument names. The script gets the arguments that follow its name."""
     _, beginning, number, *sys.argv = sys.argv
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     write = sys.stdout.write
