@@ -31,8 +31,8 @@ def make_batch(lengths=(9, 14, 5, 21, 12, 17, 7, 16), seed=0) -> dict[str, Tenso
 
 
 def make_config(**changes) -> PPOActorConfig:
-    """Make a configuration with one mini-batch; `changes` sets keys of PPOActorConfig and gradient_clipping."""
-    # With AdamW's usual small eps, the rounding error of a gradient near 0 would become a full step up or down.
+    """Make a configuration with one mini-batch. `changes` sets keys of PPOActorConfig, and `gradient_clipping`."""
+    # With AdamW's usual small eps, the rounding error of a gradient near 0 would move a weight by a full step.
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, gradient_clipping=changes.pop("gradient_clipping", 1e9))
     defaults: dict[str, Any] = {
         "ppo_n_minibatches": 1,
