@@ -12,8 +12,8 @@ class WalkUntilUpdated(RLVRWorkflow):
 
     Step s trains on the groups (s - 1) * batch_size to s * batch_size - 1, and then updates the weights. A group with
     a larger number repeats its completion until the update is over. So the last completion of this group begins
-    before the update and ends after the update. With eta = 0 the gate admits no such group, so no completion is
-    repeated.
+    before the update and ends after the update. With eta = 0 the gate admits no group with a larger number, so no
+    episode repeats its completion.
     """
 
     batch_size: int
