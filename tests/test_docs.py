@@ -1,8 +1,7 @@
 """These tests check that every command, file, key, test and module that the pages name exists, and that every module
 keeps its size limit.
 
-README.md and the pages in docs/ make many statements about the code. The tests check the statements that a program
-can check.
+The pages are README.md and docs/*.md.
 """
 
 import ast
@@ -43,8 +42,8 @@ def code_lines(path: Path) -> int:
 
 
 def test_budget() -> None:
-    """A module has at most 300 lines of code, the seven files have together at most 1,500, and docs/log.md explains
-    the total."""
+    """A module has at most 300 lines of code. The seven files have together at most 1,500 lines. docs/log.md explains
+    the limit of all modules."""
     sizes = {path.relative_to(ROOT): code_lines(path) for path in MODULES}
     assert {path: n for path, n in sizes.items() if n > 300} == {}
     assert sum(sizes[Path(f"{name}.py")] for name in SEVEN) <= 1500
@@ -92,7 +91,7 @@ def test_named_files_exist(page: Path) -> None:
 
 
 def is_skip(marker: ast.expr) -> bool:
-    """Return whether a marker always skips its tests. (A skipif skips them only under a condition.)"""
+    """Return whether a pytest marker always skips its tests. The marker skipif does not, because it has a condition."""
     return ast.unparse(marker).partition("(")[0] == "pytest.mark.skip"
 
 
@@ -129,8 +128,8 @@ def test_a_skipped_test_is_no_answer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", TEXTS, ids=name_in_project)
 def test_documents_are_cited_by_title(path: Path) -> None:
-    """No module, test or page cites one of AReaL's pages by a file name, because the reader has only the page's
-    title."""
+    """Modules, tests and pages cite a page of AReaL by its title, because a reader cannot find the page by a file
+    name."""
     text = re.sub(r"https?://\S+", "", path.read_text())
     cited = set(re.findall(r"\bdocs/[\w.-]+\.(?:txt|md)\b|\b(?:agent|rollout|openai)_workflows?\.(?:txt|md)\b", text))
     assert {name for name in cited if not (ROOT / name).exists()} == set()
