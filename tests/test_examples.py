@@ -1,8 +1,8 @@
 """Agents in six frameworks call the proxy, and every token that the model samples is trained exactly one time.
 
-`make agents` installs the frameworks into .venv-agents and runs this file there. In other environments an agent is
-skipped if its framework is missing, unless AGENTS=1 is set. examples/calculator.py makes the model. The inference
-server and the proxy are real processes.
+`make agents` installs the frameworks into .venv-agents and runs this file there with AGENTS=1. If an agent's framework
+is missing, the agent's test fails with AGENTS=1 and is skipped without AGENTS=1. examples/calculator.py makes the
+model. The inference server and the proxy are real processes.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from workflow import WorkflowContext, is_interactions, resolve_workflow, workflo
 # Warnings that the frameworks cause: connections that are not closed, and deprecated names.
 NOT_OURS = ("ResourceWarning", "DeprecationWarning", "UserWarning", "pytest.PytestUnraisableExceptionWarning")
 pytestmark = [pytest.mark.runs, *(pytest.mark.filterwarnings(f"ignore::{kind}") for kind in NOT_OURS)]
-EXAMPLES = {  # module: the package that it needs, and the prefix of its interaction ids
+EXAMPLES = {  # module of the agent: its framework's package, and the prefix of the interaction ids
     "openai_sdk": ("openai", "chatcmpl-"),
     "openai_agents_sdk": ("agents", "resp_"),
     "langgraph_agent": ("langgraph", "chatcmpl-"),
@@ -41,8 +41,8 @@ EXAMPLES = {  # module: the package that it needs, and the prefix of its interac
 
 @pytest.fixture(scope="module", autouse=True)
 def collected() -> Iterator[None]:
-    """Run the garbage collector after a test, so that a framework's unclosed connections cause no warnings in later
-    tests."""
+    """Run the garbage collector after this file's tests. Else the frameworks' unclosed connections would cause warnings
+    in the tests of other files."""
     yield
     with warnings.catch_warnings(action="ignore"):
         gc.collect()
@@ -133,7 +133,7 @@ def check_conversation(interactions: Any, sample: dict, engine: RemoteInfEngine,
 def test_an_agent_of_another_framework_trains(
     module: str, servers: dict[str, str], engine: RemoteInfEngine, model_dir: Path
 ) -> None:
-    """A framework's conversation becomes one row, whose tokens are exactly those that the model sampled."""
+    """A conversation of each framework becomes one row, which ends with the tokens of the expected conversation."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     for sample, interactions in zip(SAMPLES, episodes(module, servers["proxy"]), strict=True):
         check_conversation(interactions, sample, engine, EXAMPLES[module][1])
@@ -152,8 +152,8 @@ def test_an_example_in_a_process_of_its_own(module: str, servers: dict[str, str]
 
 
 def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) -> None:
-    """`python -m run.episode` prints the conversation tree with rewards and token counts, or one line for an
-    error."""
+    """`python -m run.episode` prints the conversation tree with rewards and token counts. If the agent does not exist,
+    the command prints one line, the error."""
     command = [sys.executable, "-m", "run.episode", "--model-path", str(model_dir), "--discount", "0.5"]
     command += ["--server", servers["inference.tiny.server"], "--data", json.dumps(SAMPLES[0])]
 
