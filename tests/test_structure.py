@@ -1,8 +1,8 @@
 """These tests compare every import statement of the project with the table in docs/structure.md.
 
 A module may import the modules of its row in the table, and no other module of this project. No two modules import
-each other, directly or through others. The proxy and the modules of the core idea start without torch. The page's
-picture shows the current modules and imports.
+each other, directly or through others. The import of the proxy, the engine or the staleness gate does not load
+torch. The picture docs/structure.svg shows the current modules and imports.
 """
 
 import ast
@@ -109,14 +109,14 @@ def test_no_circles() -> None:
 
 
 def test_light_imports() -> None:
-    """The proxy and the modules of the core idea do not load torch when they start."""
+    """The proxy, the engine, the staleness gate, the dispatcher and the conversation tree do not import torch."""
     modules = "staleness, rollout.dispatcher, engine, calls.messages, cache, calls.client, proxy"
     check = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, timeout=100).returncode == 0
 
 
 def test_every_room_says_what_is_in_it() -> None:
-    """The __init__.py of a room (a package of this project) has a docstring of at least 20 words and no code."""
+    """The __init__.py of each folder of modules has a docstring of at least 20 words and no code."""
     for room in ROOMS:
         tree = ast.parse((ROOT / room / "__init__.py").read_text())
         assert [type(node) for node in tree.body] == [ast.Expr], room
@@ -124,11 +124,11 @@ def test_every_room_says_what_is_in_it() -> None:
 
 
 def test_the_picture_names_todays_modules() -> None:
-    """In docs/structure.svg every module's name is in the box of the module's room, and no other name is there."""
+    """In docs/structure.svg the box of each folder shows exactly the names of the folder's modules."""
     shown, room = set(), ""
     for text in ElementTree.parse(ROOT / "docs/structure.svg").iter("{http://www.w3.org/2000/svg}text"):
         label = text.text or ""
-        if label.endswith("/"):  # a room's label comes before the labels of its modules
+        if label.endswith("/"):  # a folder's label comes before the labels of its modules
             room = label.replace("/", ".")
         elif label.endswith(".py"):
             shown.add(label.removesuffix(".py"))
