@@ -58,8 +58,8 @@ def test_guess_staleness(guess_run, eta: int) -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize("eta", [0, 2])
 def test_maze_staleness(tmp_path: Path, eta: int) -> None:
-    """Weight updates interrupt completions with eta = 2 and never with eta = 0. No trained token is older than eta
-    versions."""
+    """With eta = 2 weight updates interrupt completions. With eta = 0 no weight update interrupts a completion. No
+    trained token is older than eta versions."""
     metrics = run(tmp_path, *STRADDLING_MAZE, "max_steps=5", f"rollout.max_head_offpolicyness={eta}")
     check_metrics(metrics, eta)
     mixed = max(line["mixed_version_share"] for line in metrics)
@@ -76,9 +76,9 @@ def test_synchronous_runs_repeat(guess_run) -> None:
 
 
 def test_decoupled_is_standard_where_the_data_is_fresh(guess_run) -> None:
-    """With eta = 0 the decoupled loss equals the standard loss, except for rounding in the server and in the trainer.
+    """With eta = 0 the decoupled loss and the standard loss differ only by rounding in the server and in the trainer.
 
-    With eta = 0 pi_behav and pi_prox are the same weights. The server computes log pi_behav and the trainer computes
+    With eta = 0 pi_behav and pi_prox have the same weights. The server computes log pi_behav and the trainer computes
     log pi_prox. A token's two losses differ by at most |log pi_prox - log pi_behav| * (1 + eps) * |A|.
     """
     folder, metrics = guess_run(0)
@@ -139,8 +139,8 @@ def test_killed_server(tmp_path: Path, victim: str) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd")
 def test_killed_trainer(tmp_path: Path) -> None:
-    """After kill -9 of the trainer no server or proxy is left behind, because each child ends when the pipe from the
-    trainer closes."""
+    """If kill -9 ends the trainer, the server and the proxy end, too. Each of them ends when the pipe from the trainer
+    closes."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
     process.kill()
     process.communicate(timeout=30)
@@ -149,8 +149,8 @@ def test_killed_trainer(tmp_path: Path) -> None:
 
 
 def test_exception_in_the_trainer(tmp_path: Path) -> None:
-    """An exception in the trainer ends the run, and no process is left behind. (Here a checkpoint cannot be
-    written.)"""
+    """An exception in the trainer ends the run, and no process is left behind. In this test a file prevents the
+    writing of a checkpoint."""
     folder = tmp_path / "e" / "t"
     folder.mkdir(parents=True)
     (folder / "checkpoints").write_text("in the way")
