@@ -94,8 +94,8 @@ async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(tiny_to
 
 
 async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: Any) -> None:
-    """If the template's tail depends on the history, the proxy renders every prompt in full and keeps no parent's
-    tokens."""
+    """If the template writes a new message differently after a longer history, the proxy renders every prompt in
+    full and reuses no tokens of the parent."""
     looks_back = tiny_tokenizer.chat_template.replace("{{ m['role'] }}", "{{ m['role'] }}{{ messages | length }}")
     own = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
@@ -110,14 +110,15 @@ async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: An
     await harness.chat(session, messages)
     full = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert harness.engine.requests[1].input_ids == full
-    assert len(await harness.export(session, style="concat")) == 2  # the tokens differ, so each turn is a row
+    # The second prompt does not begin with the tokens of the first turn, so each turn is a row.
+    assert len(await harness.export(session, style="concat")) == 2
     await harness.http.aclose()
 
 
 @pytest.mark.parametrize("ends", [False, True])
 async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
-    """While a thread tokenises a long prompt, the proxy answers other calls. If the session ends during this time,
-    the call is removed."""
+    """While a thread tokenises a long prompt, the proxy answers other calls. If the session ends before the thread
+    is done, the proxy removes the call."""
     harness = start()
     session, other = await harness.start(), await harness.start()
     prompts, go_on = harness.app.state.proxy.prompts, threading.Event()
@@ -143,8 +144,8 @@ async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "none"])
 async def test_another_form_is_read_with_its_marks(start: Start, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
-    """A parser of SGLang may look for special tokens, so special tokens stay in the parsed text if the call offers
-    tools."""
+    """If the model may call tools, special tokens stay in the text, because a parser of SGLang may search for special
+    tokens."""
     read: list[str] = []
 
     def parse(text: str, offered: Any) -> tuple[str, list]:
@@ -233,8 +234,8 @@ async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> N
 
 
 async def test_a_seed_that_is_fixed_is_the_runs(start: Start) -> None:
-    """If the seed is fixed, the proxy ignores an agent's seed and uses its own `seed`, or the seed in `sampling` if
-    `seed` is None."""
+    """If `fixed_sampling` names the seed, the proxy ignores an agent's seed and derives every seed from its own `seed`.
+    If its own `seed` is None, the proxy uses the seed in `sampling`."""
     for seed, expected in ((1, [call_seed(1, "task", 0), call_seed(1, "task", 1)]), (None, [7, 7])):
         harness = start(seed=seed, sampling={"seed": 7}, fixed_sampling=["seed"])
         await harness.chat(await harness.start(), HELLO, seed=99, n=2)
@@ -264,8 +265,8 @@ async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
 
 @pytest.mark.parametrize("path", ["/{}/v1", "/{}", "/v1", ""])
 async def test_the_official_sdk_is_served_by_url_or_by_key(start: Start, path: str) -> None:
-    """A client names its session by the URL (with any API key) or by the API key. `/v1` may be left out of the
-    URL."""
+    """A client names its session in the URL or as the API key. If the URL names the session, any API key is good. `/v1`
+    may be left out of the URL."""
     harness = start("hi there")
     session = await harness.start()
     api_key = "DUMMY" if "{}" in path else session
@@ -293,7 +294,7 @@ async def test_the_sdk_gets_typed_errors(start: Start) -> None:
 
 
 async def test_x_api_key_serves_too(start: Start) -> None:
-    """The proxy also accepts the key in the header x-api-key, and ignores a query string."""
+    """The proxy also accepts the API key in the header x-api-key. The proxy ignores a query string."""
     harness = start()
     session = await harness.start()
     answer = await harness.post("/v1/chat/completions?beta=true", {"messages": HELLO}, headers={"x-api-key": session})
@@ -321,8 +322,8 @@ async def test_x_api_key_serves_too(start: Start) -> None:
 async def test_a_body_is_json_whatever_it_says_it_is(
     start: Start, content: bytes, status: int, content_type: str
 ) -> None:
-    """The proxy reads every body as JSON and ignores the content type, because curl -d sends JSON as a form. A body
-    that is not JSON gets a 400."""
+    """The proxy reads every body as JSON, whatever the content type is. For example, `curl -d` sends JSON with the
+    content type of a form. A body that is not JSON gets a 400."""
     harness = start()
     session = await harness.start()
     path, headers = f"/{session}/v1/chat/completions", {"content-type": content_type}
@@ -357,7 +358,7 @@ async def test_an_engines_refusal_is_passed_on(start: Start, error: Exception, s
 
 
 async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: Any) -> None:
-    """If the chat template refuses the order of roles, the reply is a 400 whose message names the messages."""
+    """If the chat template refuses the order of roles, the reply is a 400 with the template's message."""
     own = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     refusal = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tool first') }}{% endif %}"
     own.chat_template = refusal + tiny_tokenizer.chat_template
@@ -381,7 +382,8 @@ async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: An
     ],
 )
 async def test_a_reward_that_makes_no_sense_is_a_400(start: Start, body: Any) -> None:
-    """A reward that is not finite, or is for an unknown interaction, gets a 400 and is not stored."""
+    """A reward gets a 400 if it is not a finite number or names an unknown interaction. The proxy does not store such
+    a reward."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -416,7 +418,8 @@ async def test_management_needs_the_admin_key(start: Start, path: str) -> None:
 
 
 async def test_one_grant_starts_one_session(start: Start) -> None:
-    """A start without a grant gets a 429. A failed start does not use up its grant. An unused grant expires."""
+    """If there is no grant, the start of a session gets a 429. If a start fails, the next start can use the grant. An
+    unused grant expires."""
     harness = start()
     begin: Any = {"path": "/rl/start_session", "body": {"task_id": "t"}, "headers": ADMIN}
     assert (await harness.post(**begin)).status_code == 429
@@ -525,7 +528,7 @@ async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> 
     call = asyncio.ensure_future(harness.post(f"/{busy}/v1/chat/completions", {"messages": HELLO}))
     await harness.engine.started.wait()
     harness.clock.now = 9.0
-    # The proxy refuses the reward because the session has no call yet, but the request restarts the timeout.
+    # The proxy refuses the reward, because the session has no call yet. The request still restarts the timeout.
     assert (await harness.post(f"/{idle}/rl/set_reward", {"reward": 1})).status_code == 400
     harness.clock.now = 18.0
     harness.sessions.expire()
@@ -544,8 +547,8 @@ async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> 
 
 
 def test_use_keeps_a_session_and_not_its_neighbours() -> None:
-    """A request restarts the timeout of its own session only. The proxy answers requests of an expired session as
-    unknown."""
+    """A request restarts the timeout of its own session only. After its timeout a session cannot be
+    found."""
     clock = Clock()
     table = SessionTable(10.0, clock)
     for _ in range(2):
@@ -608,9 +611,11 @@ def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
 
 @pytest.mark.parametrize("source", ["environment", "option", "made up"])
 def test_only_an_admin_key_that_was_made_up_is_printed(tiny_model_dir: Any, tiny_server: str, source: str) -> None:
-    """The proxy prints only an admin key that it generated, because its output may go to a log file."""
+    """If the proxy generates an admin key, the proxy prints the key. A key of the user is never printed, because the
+    output may go to a log file."""
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
-    command += ["--admin-key", "s3cret"] * (source == "option") + ["--exit-with-parent"]  # stdin is at its end
+    # The proxy ends immediately, because its standard input is empty.
+    command += ["--admin-key", "s3cret"] * (source == "option") + ["--exit-with-parent"]
     environment = {name: value for name, value in os.environ.items() if name != "NANO_AREAL_ADMIN_KEY"}
     environment |= {"NANO_AREAL_ADMIN_KEY": "s3cret"} if source == "environment" else {}
     streams: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
@@ -641,12 +646,12 @@ async def test_a_proxy_started_by_hand_offers_a_session(tiny_model_dir: Any, tin
 
 
 async def test_end_to_end_with_real_servers(tiny_model_dir: Any, tiny_server: str) -> None:
-    """With an SDK, a proxy process and a server process, every exported token is one that the server sampled, and
-    each prompt begins with all earlier tokens."""
+    """An SDK makes three calls to a proxy process, which uses a server process. The export is one row, in which every
+    trained token has a version, a log-probability and a reward."""
     port = free_port()
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
     command += ["--port", str(port), "--seed", "1", "--exit-with-parent"]
-    environment = {**os.environ, "NANO_AREAL_ADMIN_KEY": "admin"}  # as train.py passes the key
+    environment = {**os.environ, "NANO_AREAL_ADMIN_KEY": "admin"}  # train.py passes the key in this way
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
     url = f"http://127.0.0.1:{port}"
