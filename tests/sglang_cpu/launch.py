@@ -1,16 +1,16 @@
 """Run the unmodified SGLang server on a machine without a GPU: `python launch.py --model-path DIR --port 30000 ...`.
 
 SGLang can compute with torch alone (torch_native attention, pytorch sampling). SGLang still imports three packages
-that have no build for a plain CPU, and calls no function of these packages:
+that have no build for a plain CPU. On a CPU it calls no function of these packages:
 
 - torchvision: SGLang's configurations of vision models import it. Its wheel is compiled for a CUDA build of torch.
 - triton: SGLang declares kernels with @triton.jit, but launches no kernel on a CPU.
 - sgl_kernel: this package is compiled for CUDA only. With SGLANG_USE_CPU_ENGINE=1 SGLang does not call it.
 
-An import hook replaces these packages by empty modules in which every name exists. A capitalised name is a class, and
-any other name is a decorator that changes nothing. A function of sgl_kernel raises an error when it is called, so a
-stand-in never returns a wrong result. The hook is installed at the top level of this module, because each worker of
-SGLang is a spawned process that imports this module again.
+An import hook replaces each of these packages by a stand-in, which is a module in which every name exists. A
+capitalised name is a class, and any other name is a decorator that changes nothing. If SGLang calls a function of
+sgl_kernel, the stand-in raises an error instead of returning a wrong result. The hook is installed at the top level of
+this module, because each worker of SGLang is a spawned process that imports this module again.
 
 This script adds the flag --exit-with-parent. With this flag the server and all its workers end when standard input is
 closed.
@@ -38,7 +38,7 @@ DEFAULTS = {
 FLAGS = ("--disable-cuda-graph", "--disable-overlap-schedule")
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # with more OpenMP threads than cores the threads slow each other down
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # more OpenMP threads than cores would slow each other down
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
@@ -81,7 +81,7 @@ class StandIn(ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """An import hook that finds a stand-in for each absent package and for each module in it."""
+    """An import hook that makes a stand-in for each package in ABSENT and for each module of these packages."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name.partition(".")[0] in ABSENT:
