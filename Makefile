@@ -43,7 +43,7 @@ agents: .venv-agents/ready     ## test the example agents, in a separate venv wi
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: python3 is too old, 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	@# Install torch first, so that pip prefers the CPU build of the pinned version if the index has such a build.
+	@# If the index has a CPU build of the pinned torch, pip takes this build, because torch is installed first.
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
