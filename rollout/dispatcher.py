@@ -4,34 +4,38 @@ A training step needs B finished prompt groups, and an episode takes seconds to 
 many groups running as the staleness gate allows, and returns finished groups in order of start.
 
 **Three parts.**
-- DispatchState makes the decisions. It records which tasks are pending, running and finished. A method is called when
-  a task is submitted or ends, and returns for example the tasks that must start. The class has no thread or clock.
+- DispatchState makes the decisions. It records which tasks are pending, running and finished. Each event, for example
+  the end of a task, has a method. The method `start` returns the tasks that must start. The class has no thread or
+  clock.
 - BatchTaskDispatcher carries out the decisions. It calls the methods of DispatchState while it holds the lock.
 - AsyncTaskRunner (runner.py) owns the thread, the event loop and the lock, and lets callers wait.
 
 **Producer and consumer.** In the write-up the producer and the consumer are threads that poll. Here they are methods:
-`_produce` starts the tasks that the gate admits, and `_consume` records the result of a task. Events call these methods
-directly: a caller submits a task, a task ends in the event loop's thread, or the trainer sets a new version. Every
-event that may open the gate therefore starts the next tasks at once.
+`_produce` starts the tasks that the gate admits, and `_consume` records the result of a task. The dispatcher calls
+`_produce` at every event that may open the gate: a caller submits a task, a task ends, or the trainer sets a new
+version. The next tasks therefore start at once.
 
 **Order of start.** A batch consists of the B groups that started first and are not consumed yet. A slow group delays
-its batch; groups that finish earlier wait for it. A rejected group leaves the order and gives its place back, and
-active_submit_and_wait draws another task. staleness.py proves that this order keeps every age within
-max_head_offpolicyness, and take() checks each age.
+its batch, and faster groups wait for the slow group. A rejected group leaves the order and frees its place at the gate.
+active_submit_and_wait then draws another task. staleness.py proves that consumption in order of start keeps every age
+within max_head_offpolicyness, and take() checks each age.
 
 **Failure.** A task that returns None is rejected. A task that raises is rejected and also counted as failed. If
-max_failures tasks in a row raise, the run stops and reports the first exception, because every episode may have the
-same bug. max_failures rejections in a row only log a warning, because a strict filter may reject many groups. A caller
-stops the run with fail(), for example when a server died. An exception of the dispatcher's own code in the event loop's
-thread also stops the run. After the run has stopped, every waiting and every later call raises RuntimeError.
+max_failures tasks in a row raise, every episode may have the same bug. The run then stops and reports the first
+exception. If max_failures tasks in a row are rejected, the dispatcher logs a warning and continues, because a strict
+filter may reject many groups. A caller stops the run with fail(), for example when a server died. If the dispatcher's
+own code raises in the event loop's thread, the run also stops. After the run has stopped, every waiting and every later
+call raises RuntimeError.
 
-**Locks.** The dispatcher uses the runner's lock, which is re-entrant. While it holds this lock it takes the staleness
-manager's lock and the lock that get_version() uses. A caller must therefore not hold a lock that get_version() needs:
-set the version, release that lock, then call on_new_version(). Episodes and the task generator run without the lock.
-The dispatcher calls trace and head_version while it holds the lock, so they must return quickly.
+**Locks.** The runner's lock guards the dispatcher's state. A thread that holds this lock may take it again.
+- The dispatcher holds the lock while it calls get_version(), head_version and trace. These functions must return
+  quickly, because other threads wait meanwhile.
+- Episodes and the task generator run without the lock.
+- If get_version() takes a lock L, a caller must release L before it calls the dispatcher. If the caller kept L, it
+  would wait for the runner's lock, while a thread that holds the runner's lock would wait for L.
 
 **What is not promised.** The age bound holds only if each batch has the gate's consumer_batch_size groups. Groups that
-wait_for_task returns belong to no batch, and their age is not checked.
+wait_for_task returns belong to no batch, and the dispatcher does not check their age.
 """
 
 import logging
@@ -48,7 +52,7 @@ logger = logging.getLogger("nano_areal.dispatcher")
 
 
 class WithTaskID(Protocol):
-    """A task that the dispatcher can identify."""
+    """A task with an id."""
 
     @property
     def task_id(self) -> int: ...
@@ -73,9 +77,10 @@ class DispatchState(Generic[TInput, TResult]):
     drop_stale: bool = False  # whether a group that is too old is dropped instead of raising StalenessError
     max_failures: int = 0  # failures in a row that stop the run; 0: max(8, 2 * consumer_batch_size)
     trace: Callable[[str, int], None] = untraced  # called with the event and task id
+
     # All fields below are mutable state.
     pending: OrderedDict[int, TInput] = field(default_factory=OrderedDict)  # submitted tasks that have not started
-    order: OrderedDict[int, TResult | None] = field(default_factory=OrderedDict)  # by start; None: still running
+    order: OrderedDict[int, TResult | None] = field(default_factory=OrderedDict)  # all started tasks; None: running
     rejected: set[int] = field(default_factory=set)  # ids of rejected tasks, for wait_for_task
     paused: bool = False
     failure: tuple[str, BaseException] | None = None  # message and cause of the stop; None: not stopped
@@ -99,15 +104,15 @@ class DispatchState(Generic[TInput, TResult]):
         return max(0, min(self.manager.get_capacity(), self.max_queue_size - self.manager.get_stats().running))
 
     def is_stalled(self) -> bool:
-        """Return whether nothing can happen until a caller submits a task or sets a new version."""
+        """Return whether no task runs, so that only a new task or a new version can end a wait."""
         return not (self.manager.get_stats().running or self.paused or self.failure)
 
     def in_flight(self) -> set[int]:
-        """Return the ids of the tasks that may still be consumed, which are pending, running or finished."""
+        """Return the ids of the pending, running and finished tasks. These tasks may still be consumed."""
         return {*self.pending, *self.order}
 
     def oldest(self, count: int) -> dict[int, TResult]:
-        """Return the results of the `count` tasks that started first, by task id, or {} if one is not finished."""
+        """Return {task id: result} of the `count` tasks that started first, or {} if one of them is not finished."""
         finished = {task_id: data for task_id, data in islice(self.order.items(), count) if data is not None}
         return finished if len(finished) == count else {}
 
@@ -133,7 +138,7 @@ class DispatchState(Generic[TInput, TResult]):
         return started
 
     def finish(self, result: TimedResult[TResult]) -> None:
-        """Record how a task ended: a task that returned data is accepted, every other task is rejected."""
+        """Record how a task ended. A task that returned data is accepted, and every other task is rejected."""
         task_id = result.task_id
         self.trace("finish", task_id)
         if result.data is not None:
@@ -154,7 +159,7 @@ class DispatchState(Generic[TInput, TResult]):
         """Consume and return the `count` groups that started first, or return [] if one of them is not finished.
 
         With drop_stale, groups that are too old are dropped, and the next groups in the order replace them. Without
-        drop_stale, a group that is too old causes StalenessError, and no group is consumed.
+        drop_stale, a group that is too old raises StalenessError, and no group is consumed.
         """
         while True:
             oldest = self.oldest(count)
@@ -171,9 +176,10 @@ class DispatchState(Generic[TInput, TResult]):
                 self.trace("drop", task_id)
 
     def take_task(self, task_id: int) -> list[TResult | None]:
-        """Forget a finished task and return [result], or [None] if it was rejected. Return [] if it is not finished.
+        """Return [result] for a finished task, [None] for a rejected task, and [] for a task that has not ended.
 
-        Raises ValueError if the task was never submitted, or if its result was already taken.
+        A finished or rejected task is forgotten. Raises ValueError if the task was never submitted, or if its result
+        was already taken.
         """
         if task_id in self.rejected:
             self.rejected.remove(task_id)
@@ -192,7 +198,7 @@ class DispatchState(Generic[TInput, TResult]):
         self.failure = self.failure or (message, cause)
 
     def _count_in_a_row(self, result: TimedResult[TResult]) -> None:
-        """Count errors and rejections in a row. max_failures errors stop the run; as many rejections log a warning."""
+        """Stop the run after max_failures errors in a row. Log a warning after max_failures rejections in a row."""
         if result.error is None:
             self.errors_in_a_row, self.first_error = 0, None
         else:
@@ -248,25 +254,24 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> TResult | None:
         """Wait for one task and return its result, or None if it was rejected.
 
-        The task leaves the order and gives its place back. The age of the result is not checked, because the result
-        is for evaluation. Raises ValueError if the id is unknown, and TimeoutError after `timeout` seconds.
+        The task leaves the order and frees its place at the gate. The age of the result is not checked, because the
+        result is for evaluation. Raises ValueError if the id is unknown, and TimeoutError after `timeout` seconds.
         """
         return self._wait(f"task {task_id}", lambda: self._state.take_task(task_id), timeout)[0]
 
     def active_submit_and_wait(self, task_generator: Iterator[TInput], batch_size: int) -> list[TResult]:
-        """Return a batch of accepted results. The method draws as many tasks from the endless generator as it needs."""
+        """Return a batch of accepted results. Draw as many tasks from the endless generator as the batch needs."""
         batch: list[TResult] = []
-
-        def take_batch_or_run_dry() -> bool:
-            batch.extend(self._state.take(batch_size))
-            return bool(batch) or not self._state.pending
-
         while not batch:
-            # 1. Draw tasks, so that the producer has something to start.
+            # 1. Draw tasks, so that the producer can start them.
             self._top_up(task_generator)
-            # 2. Wait until the batch is complete or no task is pending. If no task is pending, draw more tasks.
-            self._wait("a batch", take_batch_or_run_dry)
-        # 3. Draw the tasks that will start while the trainer trains on this batch.
+            # 2. Wait until the oldest groups are finished, or until no task is pending and step 1 must draw tasks.
+            self._wait("a batch", lambda: self._state.oldest(batch_size) or not self._state.pending)
+            # 3. Take the batch, which is empty if a group is not finished, or if take() dropped groups.
+            with self.runner.lock:
+                batch = self._state.take(batch_size)
+                self._produce()  # each dropped group has freed its place
+        # 4. Draw the tasks that will start while the trainer trains on this batch.
         self._top_up(task_generator)
         return batch
 
@@ -286,8 +291,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def restore(self, results: dict[int, TResult]) -> None:
         """Add the finished results of an earlier process. `results` maps task ids to results, in order of start.
 
-        Call this method before any task is submitted. The caller must also call on_version_recovered of the staleness
-        manager.
+        Call this method before any task is submitted, and call the staleness manager's on_version_recovered, too.
         """
         with self.runner.lock:
             assert not self._state.in_flight(), f"restore results before any task is submitted: {self._state}"
@@ -322,26 +326,26 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         self.fail(RuntimeError(reason), reason)
         self.runner.destroy()
 
-    # ---- producer and consumer: both are called while the lock is held, in the thread that reports the event
+    # ---- producer and consumer: the thread that reports an event calls them while it holds the lock
 
     def _produce(self) -> None:
-        """Start every pending task that the gate admits now (the producer, write-up, section 3.2)."""
+        """Start every pending task that the gate admits (the producer of the write-up, section 3.2)."""
         for task in self._state.start():
             self.runner.submit(self.task_factory, task, task_id=task.task_id)
 
     def _consume(self, result: TimedResult[TResult]) -> None:
-        """Record how a task ended, and start tasks in the freed place (the consumer, write-up, section 3.3)."""
+        """Record how a task ended, then start tasks like `_produce` (the consumer of the write-up, section 3.3)."""
         self._state.finish(result)
         self._produce()
 
     # ---- waiting
 
     def _top_up(self, task_generator: Iterator[TInput]) -> None:
-        """Submit the tasks that the gate can admit before the next call. Raises RuntimeError if the generator ends.
+        """Draw tasks until as many tasks are pending as the gate can admit between two batches, and submit the tasks.
 
-        The number of draws is fixed before the loop. If there is no staleness limit, tasks may end as fast as they are
-        drawn, and a loop that drew until the queue is full might never end. Drawing may be slow, so this method does
-        not hold the lock meanwhile.
+        The number of draws is computed before the loop. A loop that drew until the queue is full might never end,
+        because tasks may end as fast as they are drawn. Drawing may be slow, so this method does not hold the lock.
+        Raises RuntimeError if the generator ends.
         """
         limit = min(self._state.manager.get_pending_limit(), self._state.max_queue_size)
         for _ in range(limit - len(self._state.pending)):
