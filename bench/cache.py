@@ -6,14 +6,15 @@ The first part counts operations in a conversation of 100 turns. Each turn sends
 
     read       messages that were brought into canonical form and hashed; every message of each request is read
     rendered   messages that were rendered by the chat template and tokenised
-    looked up  places at which the cache looked for a parent
+    looked up  how often the cache looked for the turn's parent
 
 The counts `rendered` and `looked up` of a turn should depend only on the turn's new messages. The second part measures
-processor time, alternates with AReaL's cache, and takes the smallest of several repetitions:
+processor time. This project's cache and AReaL's cache alternate, and the smallest of several repetitions counts:
 
     chain      400 turns of one conversation
     siblings   800 turns that share 200 messages; target: at most a quarter of AReaL's time
-    export     512 conversations of 4 turns: discount rewards, export (concat), make tensors; target: AReaL's time
+    export     512 conversations of 4 turns: discount rewards, export (concat), make tensors; target: at most
+               AReaL's time
 """
 
 import gc
@@ -83,7 +84,7 @@ def add_peers(cache: Any, name: str, messages: Messages, said: dict[str, Any], t
 
 
 def timed(make: Callable[[], Any], add: Callable[..., None], fill: Callable[[Callable[..., None]], None]) -> float:
-    """Return the milliseconds for all calls that `fill` makes. The arguments of the calls are made before."""
+    """Return the milliseconds of all calls that `fill` makes. The arguments are made before the clock starts."""
     calls: list[tuple] = []
     fill(lambda *call: calls.append(call))
     cache = make()

@@ -4,7 +4,7 @@
 
 The benchmark generates 128 new tokens for random prompts of 64 tokens, with 1, 16 and 64 concurrent requests. Each
 measurement is done in four ways, with the same Qwen3 model in float32 on one thread. The unit is tokens per CPU-second,
-because wall time would also measure other programs of the machine.
+because wall time would also measure other programs on the machine.
 
     generate  model.generate on one batch, sampling at temperature 1
     engine    the scheduler and the slot cache, called in this process; sampling and logprobs for every token
@@ -13,9 +13,9 @@ because wall time would also measure other programs of the machine.
 
 The four ways alternate at least three times. The fastest repetition of each way counts, because other programs can only
 slow a repetition down. Target: engine / generate is at least 0.9 for the two larger models and 0.8 for the smallest.
-The last column shows a check of the deterministic mode on this machine. "yes" means that the logits of a prompt are
-equal bit by bit if the prompt is computed alone, computed in a batch, or decoded after a shorter prefill
-(inference/tiny/model.py, "Bits").
+The last column shows a check of the deterministic mode on this machine (inference/tiny/model.py, "Bits"). The check
+computes a prompt alone, then in a batch, then with the last token decoded. "yes" means that the three ways give equal
+logits, bit by bit.
 """
 
 import argparse
@@ -125,7 +125,7 @@ def by_http(url: str, batch: list[list[int]], new: int) -> float:
 
 
 def bits_agree(tiny: TinyModel, batch: list[list[int]]) -> bool:
-    """Return whether a prompt's logits are equal when computed alone, in a batch, and with the last token decoded."""
+    """Compute a prompt alone, in a batch, and with the last token decoded. Return whether the logits are equal."""
     first = batch[0]
     alone = tiny.step([first], [0])[0, -1].clone()
     among = tiny.step(batch, [0] * len(batch))[0, -1].clone()

@@ -23,7 +23,7 @@ SHAPES = {  # layers, width, inner width, heads, key-value heads, width of a hea
 MISMATCH = {
     "0.6b": 0.2,
     "tiny": 0.05,
-}  # largest allowed mismatch in nats; bf16 rounds a log-probability of 12 nats to 0.06
+}  # largest allowed mismatch in nats; bf16 rounds a log-probability near 12 nats to a multiple of 0.06
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -6,9 +6,10 @@
 **Time of the advantages.** The benchmark computes the advantages of 64 rows of 2,048 tokens. The target is at most a
 tenth of AReaL's time.
 
-**Time of the loss.** The benchmark computes the loss of these tokens and its metrics, without the backward pass. The
-target is at most the time of AReaL's loss with an equal objective. Both times are medians of `--repeat` rounds. In each
-round the functions alternate in one process. If `areal` cannot be imported, the benchmark prints "peer absent".
+**Time of the loss.** The benchmark computes the loss of the same rows and the loss's metrics, without the backward
+pass. The target is at most the time of AReaL's loss with an equal objective. The printed times of advantages and loss
+are medians of `--repeat` rounds. In each round the functions alternate in one process. If `areal` cannot be imported,
+the benchmark prints "peer absent".
 
 **Memory.** The benchmark computes log-probabilities, entropy and the backward pass with T = 4,096 tokens, V = 151,936
 and hidden size 256. The plain way holds all logits; the chunked way holds one chunk of logits at a time. Each way runs
@@ -81,7 +82,7 @@ def make_batch(B: int = 64, T: int = 2048) -> dict[str, torch.Tensor]:
 
 
 def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
-    """Return AReaL's function for an equal recipe. If AReaL is absent, print the reason and return None."""
+    """Return AReaL's function for advantages, set up equally. If AReaL is absent, print why and return None."""
     try:
         from areal.api.cli_args import NormConfig as PeerNorm
         from areal.api.cli_args import PPOActorConfig as PeerConfig
@@ -113,7 +114,7 @@ def bench_times(repeat: int) -> None:
     else:
         from areal.api.cli_args import RejectionSamplingConfig
 
-        # By default AReaL has no behaviour weight. With rejection sampling its objective equals this project's.
+        # AReaL's default objective has no behaviour weight. With rejection sampling AReaL's objective equals this one.
         where = {"logprobs": theta, "proximal_logprobs": prox, "old_logprobs": old, "advantages": A, "eps_clip": 0.2}
         same = RejectionSamplingConfig(upper=config.behave_imp_weight_cap)
         here, there = (

@@ -2,9 +2,10 @@
 
     python bench/proximal.py [--eta 4] [--steps 80] [--seed 1]
 
-The benchmark trains the maze asynchronously (train.py, eta = 4) with `actor.prox_logp_method=metrics`. Such a run also
-recomputes pi_prox, so the true log pi_prox is known for every trained token. The run writes its tokens to
-tokens/*.safetensors. For each lag v - v_b the benchmark prints the mean of |estimate - log pi_prox| of three estimates:
+The benchmark trains a model on the maze asynchronously (train.py, eta = 4) with `actor.prox_logp_method=metrics`. With
+this setting the trainer recomputes pi_prox, so the true log pi_prox is known for every trained token. The run writes
+its tokens to tokens/*.safetensors. A token has lag v - v_b if version v trains on the token and version v_b sampled the
+token. For each lag the benchmark prints the mean of |estimate - log pi_prox| of three estimates:
 
     loglinear    alpha = (v - v_b) / (v + f - v_b), as in training/proximal.py
     AReaL        alpha = (v - 1 - v_b) / (v - v_b), where v_b is the version of the previous token; after a prompt token
@@ -34,7 +35,7 @@ from training.proximal import interpolation, loglinear  # noqa: E402
 
 
 def train(folder: Path, eta: int, steps: int, seed: int) -> None:
-    """Train the maze in another process; the run writes to `folder`."""
+    """Train a model on the maze in another process. The run writes to `folder`."""
     words = [f"fileroot={folder.parent.parent}", f"trial_name={folder.name}", "experiment_name=maze", f"seed={seed}"]
     words += [f"rollout.max_head_offpolicyness={eta}", "rollout.max_concurrent_rollouts=null", f"max_steps={steps}"]
     words += ["actor.prox_logp_method=metrics", "logger.live=false"]

@@ -12,12 +12,12 @@ The benchmark prints:
     calls/s, CPU ms    calls a second, and the proxy's processor time for a call, with 200 concurrent sessions of 10
                        turns; every turn sends its whole history. Target: 500 calls a second on one core
     p50 added          median time of a single call, minus the time of an empty handler for an equally large body
-    2 MB history       time of the first call with 1,000 messages of 2 kB, which are all rendered and tokenised, and of
-                       the next calls, which render and tokenise only new messages
-    streamed           the numbers of the first line with streamed replies
+    2 MB history       times of successive calls with 1,000 messages of 2 kB; the first call renders and tokenises all
+                       messages, and the next calls render and tokenise only new messages
+    streamed           calls/s and CPU ms, with streamed replies
 
-For comparison, the benchmark sends the first load to LiteLLM's proxy, also on one core. LiteLLM's proxy returns a
-constant (mock_response) and does not render, tokenise or store anything.
+For comparison, the benchmark also sends the load of the line `calls/s` to LiteLLM's proxy, on one core. LiteLLM's proxy
+returns a constant (mock_response) and does not render, tokenise or store anything.
 """
 
 import argparse
@@ -41,7 +41,7 @@ import orjson
 
 ROOT = Path(__file__).resolve().parent.parent
 PERMIT = "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"  # allows a proxy without a key, for this benchmark only
-LITELLM = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", PERMIT: "true"}  # LOCAL: no download of a price list
+LITELLM = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", PERMIT: "true"}  # LOCAL: do not download a price list
 ADMIN = "authorization: Bearer admin\r\n"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -115,7 +115,7 @@ CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
 
 
 def pin(core: int, pid: int = 0) -> None:
-    """Bind a process to one core; the default is this process. Do nothing if there is only one core."""
+    """Bind the process `pid` to one core; 0 is this process. If there is only one core, do nothing."""
     if CORES[1:]:
         os.sched_setaffinity(pid, {CORES[core]})
 
@@ -247,7 +247,7 @@ def wait_for(port: int, process: subprocess.Popen) -> None:
 
 
 def bench_peer(python: str, sessions: int, turns: int) -> str:
-    """Return the calls a second of LiteLLM's proxy under the first load, or a message if LiteLLM is not installed."""
+    """Return the calls a second of LiteLLM's proxy. If LiteLLM is not installed, return a message."""
     if subprocess.run([python, "-c", "import litellm"], capture_output=True, env=LITELLM).returncode:
         return "peer absent: litellm is not installed"
     port = free_port()

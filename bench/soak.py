@@ -1,4 +1,4 @@
-"""Kill processes of a run at random, restart the run each time, and check that the results hold every step once.
+"""Kill processes of a run at random, restart the run each time, and check that the results contain every step once.
 
     python bench/soak.py                    30 kills over 60 steps of the demo, seed 1 (`make soak`)
     python bench/soak.py --kills 5 --steps 12 --seed 7
@@ -7,8 +7,9 @@ After a random number of steps the script kills the trainer, the proxy or the se
 the run again with an identical command. Every random choice comes from the printed seed.
 
 At the end the script checks the trained samples (tokens/*.safetensors). Every step occurs exactly once. No prompt group
-is trained in two steps, and no group that was drawn early is missing. No group is older than eta, and no token has a
-newer version than its step. After each kill, the script also checks that every process of the run ends.
+is trained on in two steps. Every group that was drawn early enough is trained on. No group is older than eta versions.
+No token's version is newer than the version that trains on the token. After each kill, the script also checks that
+every process of the run ends.
 """
 
 import argparse
@@ -62,7 +63,7 @@ def live(command: list[str], rng: random.Random, log: Path) -> tuple[int, str]:
             os.kill(up[victim], signal.SIGKILL)
         rest, _ = run.communicate(timeout=120)
         out.write(rest)
-    deadline = time.monotonic() + 120  # a server that is still importing modules may need long to end
+    deadline = time.monotonic() + 120  # a server that is still importing modules may end late
     while left := [pid for pid in up.values() if is_alive(pid)]:
         if time.monotonic() > deadline:
             raise SystemExit(f"{left} of {up} outlived the {victim}")

@@ -5,22 +5,23 @@
     python bench/staleness.py --draw                       only the table and the figure, from the CSV file
 
 The benchmark repeats the experiment of the paper's staleness table (arXiv 2505.24298) on the game of tasks/guess.py.
-Training uses training/actor.py and ppo.py, as in a real run. Each run writes one line of docs/staleness.csv, and a run
-with an existing line is not repeated. The figure is docs/staleness.png. docs/staleness.md explains the results.
+Training uses training/actor.py and ppo.py, as in a real run. Each run writes one line of docs/staleness.csv. If a run
+has a line already, the benchmark does not repeat the run. The figure is docs/staleness.png. docs/staleness.md explains
+the results.
 
 **A fixed lag.** On a small machine generation is as fast as training, so a real run has little lag. In this benchmark
 generation and training alternate in one process. Step s, counted from 0, trains on a batch whose tokens were all
-sampled by version max(s - eta, 0). This lag is the largest that the gate of staleness.py allows. With eta = inf there
-is no gate: the sampler generates two batches while the trainer consumes one batch, so step s trains on samples of
-version s // 2. Every run trains on 64 batches of 120 games. The CSV file contains the measured lag: the trainer's
-version minus the version of each trained token.
+sampled by version max(s - eta, 0). The gate of staleness.py allows no larger lag. With eta = inf there is no gate. The
+sampler then generates two batches while the trainer consumes one batch, so step s trains on samples of version s // 2.
+Every run trains on 64 batches of 120 games. The CSV file contains the measured lag, which is the trainer's version
+minus the version of each trained token.
 
 **Methods.** "naive" is standard PPO whose old policy is the behaviour policy. "decoupled" is decoupled PPO that
 computes pi_prox by a forward pass. "loglinear" is decoupled PPO that interpolates pi_prox between pi_behav and
 pi_theta.
 
 **Recipe.** The recipe is configs/demo.yaml with one pass over each batch instead of two. An entropy bonus replaces
-the KL penalty, because the KL penalty would also keep the policy close to an old policy. With a learning rate of 1e-3
+the KL penalty, because the KL penalty would also keep the policy near an old policy. With a learning rate of 1e-3
 and four mini-batches the policy changes much in a few versions. With a learning rate of 1e-4 the policy changes too
 little in 64 steps for a lag to have an effect. Rows with shared prefixes are trained as trees
 (training/tree_attention.py), which changes only the time.
@@ -268,7 +269,7 @@ def spread(values: list[float]) -> float:
 
 
 def draw(lines: list[dict[str, Any]], curves_of: str = "16") -> None:
-    """Draw the final success against eta (left), and the success during training at one value of eta (right)."""
+    """Draw two plots: left the final success against eta, right the success during training at one value of eta."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -309,7 +310,7 @@ def main() -> None:
     done = {(line["eta"], line["method"], line["seed"]) for line in read()}
     for seed in (
         [] if args.draw else args.seeds
-    ):  # the outer loop is over seeds, so a stopped benchmark has complete results for some seeds
+    ):  # seeds are the outer loop, so a stopped benchmark has complete results for some seeds
         base = BASES / f"base-{seed}"
         guess.make_model(base, seed)
         for eta in args.etas:

@@ -3,8 +3,8 @@
     python bench/tree.py [--quick]
 
 **Training.** A random Qwen3 (4 layers, float32, one thread) makes one forward and one backward pass over 16 rows. The
-rows share a prefix, and the tokens after the prefix are trained. The benchmark compares five ways to compute the pass,
-which must give equal gradients:
+rows share a prefix, and the tokens after the prefix are trained. The benchmark compares five ways to compute the pass.
+The five ways must give equal gradients:
 
     padded    a batch of 16 rows, causal attention without a mask; all rows are equally long
     packed    the rows end to end; each token attends only to its own row (actor.layout=packed)
@@ -13,12 +13,12 @@ which must give equal gradients:
     tree      the tree with the blocks of training/tree_attention.py; the time includes building the tree
 
 The ways alternate for some rounds, and the smallest process time of each way counts. (Wall time would also measure
-other programs.) `gain` is the smaller time of padded and packed, divided by the time of tree. `ratio` is the number of
-tokens of the tree, divided by the number of tokens of the rows. The gain is at most 1 / ratio. The target is a gain of
-2 at hidden size 384, for rows of 256 tokens that share 3/4 of their tokens.
+other programs.) `gain` is the smaller of the times of padded and packed, divided by the time of tree. `ratio` is the
+number of tokens of the tree, divided by the number of tokens of the rows. The gain is at most 1 / ratio. The target is
+a gain of 2 at hidden size 384, for rows of 256 tokens that share 3/4 of their tokens.
 
-**Building.** The benchmark measures the time to build the tree of 16 rows of 2,500 tokens. For comparison, AReaL's
-`_greedy_build_tries` builds a tree of equal rows, if `areal` can be imported (areal 1.0.4, in a separate venv).
+**Building.** The benchmark measures the time to build the tree of 16 rows of 2,500 tokens. If `areal` can be imported
+(areal 1.0.4, in a separate venv), AReaL's `_greedy_build_tries` builds a tree of the same rows for comparison.
 """
 
 import argparse
@@ -72,14 +72,14 @@ def build(width: int) -> Any:
 
 
 def make_rows(length: int, share: float) -> Tensor:
-    """Make random rows (ROWS, length). All rows begin with equal tokens; `share` is their share of the row."""
+    """Make random rows (ROWS, length). The first `share` of each row is equal in all rows."""
     rows = torch.randint(VOCABULARY, (ROWS, length), generator=torch.Generator().manual_seed(0))
     rows[:, : int(share * length)] = rows[0, : int(share * length)]
     return rows
 
 
 def loss_of(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
-    """Return the mean of - log p over the token ids (n,). Each id is predicted by its hidden state in (n, H)."""
+    """Return the mean of - log p over the token ids (n,). Row i of `hidden` (n, H) predicts id i."""
     return torch.nn.functional.cross_entropy(model.lm_head(hidden).float(), ids)
 
 
