@@ -1,4 +1,4 @@
-"""The task of the example agents, and a tiny base model for this task, which is trained in seconds on one core.
+"""The task of the example agents, and a tiny base model for this task. The model is trained in seconds on one core.
 
 The agent computes ( a + b ) * c with two tools, add and multiply, and gives the answer in words. An episode has three
 turns: a call of add, a call of multiply with the sum, and the answer.
@@ -9,7 +9,8 @@ turns: a call of add, a call of multiply with the sum, and the answer.
 Every word is one token of the model (tasks/base_model.py). The model learns to imitate such conversations. Its tool
 calls have the format of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...} </tool_call>. The model copies
 numbers from the question and from the tools' results. The words of a framework's system prompt become unknown tokens.
-The examples show that training works with the conversations of each framework. The model already solves the task.
+The base model already solves the task, so the examples show only that training works with each framework's
+conversations.
 
     python -m examples.calculator .cache/calculator        make the folder of the model, for the server and the proxy
 """
@@ -52,7 +53,7 @@ def conversation(sample: dict, noise: random.Random) -> list[dict]:
         ("tool", sample["answer"]),
         ("assistant", f"the answer is {sample['answer']}"),
     ]
-    tools = [("system", "add multiply")]  # the chat template renders the tools as this message
+    tools = [("system", "add multiply")]  # the chat template renders the tools as a system message
     prompt = "unknown " * noise.randrange(1, 40)
     system = [("system", prompt)] if noise.randrange(2) else []
     return [{"role": role, "content": content} for role, content in tools + system + talk]
