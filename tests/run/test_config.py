@@ -60,7 +60,7 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_later_words_win(tmp_path: Path) -> None:
-    """The command line overrides the recipe, and the recipe overrides the defaults."""
+    """Command-line words override the recipe, and the recipe overrides the defaults."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_steps: 3\nactor: {eps_clip: 0.3}\nworkflow_kwargs: {any: {thing: 1}}\n")
     config = load(["--config", str(recipe), "max_steps=4"])
@@ -86,7 +86,7 @@ def test_spellings_of_the_documents() -> None:
 
 
 def test_group_size_and_n_samples_are_one_number() -> None:
-    """gconfig.n_samples and rollout.group_size are one number: to set one key sets both keys."""
+    """gconfig.n_samples and rollout.group_size have the same value: setting one key sets both."""
     config = load(["--config", "configs/maze.yaml", "gconfig.n_samples=1", "rollout.group_size=4"])
     assert (config.gconfig.n_samples, config.rollout.group_size) == (4, 4)
 
@@ -99,8 +99,8 @@ def test_derived_values_are_written_back() -> None:
 
 
 def test_a_run_that_goes_on_says_what_is_set_otherwise(tmp_path: Path) -> None:
-    """`changed` lists the keys that differ from the config.yaml of an earlier run. Without such a file the list is
-    empty."""
+    """`changed` lists the keys that differ from the config.yaml of an earlier run. Without a config.yaml the list
+    is empty."""
     assert changed(tmp_path / "config.yaml", load([])) == []
     OmegaConf.save(asdict(load(["actor.eps_clip=0.1"])), tmp_path / "config.yaml")
     assert changed(tmp_path / "config.yaml", load(["actor.eps_clip=0.1"])) == []

@@ -1,5 +1,5 @@
-"""A user's modules may have nearly any name, because most modules of this project are in packages. A name that is
-taken causes a warning."""
+"""A user's modules may have nearly any name, because most modules of this project are in packages. If a user's
+module has the name of one of this project's modules, the run logs a warning."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ class Agent:
 
 
 def dry_run(folder: Path, model: Path, names: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run train.py --dry-run with an agent that imports modules with these names from the agent's own folder."""
+    """Run train.py --dry-run with an agent whose folder has modules with these names, which the agent imports."""
     for name in names:
         (folder / f"{name}.py").write_text("MINE = True\n")
     imports = "\n".join(f"import {name}; assert {name}.MINE" for name in names)
@@ -41,8 +41,8 @@ def test_own_modules_beside_an_agent(tmp_path: Path, tiny_model_dir: Path) -> No
 
 @pytest.mark.parametrize("name", ["cache", "engine"])
 def test_a_name_of_the_seven_is_taken(tmp_path: Path, tiny_model_dir: Path, name: str) -> None:
-    """If a user's module is named like one of the seven files, Python imports this project's module, and a warning
-    asks the user to rename."""
+    """If a user's module is named like one of the seven files, Python imports this project's file, and a warning
+    asks the user to rename the module."""
     done = dry_run(tmp_path, tiny_model_dir, [name])
     assert done.returncode == 2
     assert f"`import {name}` finds this project's module first; rename your module" in done.stderr

@@ -1,7 +1,8 @@
 """Tests of the launcher: which processes a run plans, which configurations a run refuses, and what happens when a
 process ends.
 
-The plan is a pure function, so the tests of the plan need no GPUs. The tests of processes start real processes.
+The plan is a pure function of the configuration and the list of GPUs, so the tests of the plan need no GPUs. The tests
+of processes start real processes.
 """
 
 import os
@@ -181,7 +182,7 @@ def test_too_little_memory_says_what_to_turn_down() -> None:
 
 
 def test_the_estimate_follows_its_formula(tiny_model_dir: Path) -> None:
-    """The estimated memory equals a formula, here for 2 layers of width 64 and 2 key-value heads of size 16."""
+    """The estimated memory follows the formula of `estimate_memory`, here with 2 layers of width 64 and 2 key-value heads."""
     from transformers import AutoModelForCausalLM
 
     n = AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
@@ -207,7 +208,7 @@ def test_dry_run_starts_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
 
 
 def test_an_unreachable_server_is_one_line(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """train.py refuses an address without a server with a one-line error, and writes no file."""
+    """If no server answers at an address, train.py refuses the run with a one-line error and writes no file."""
     whole = command(tmp_path, "rollout.server_addrs=[http://127.0.0.1:9]")
     done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
@@ -227,8 +228,7 @@ def python(code: str, *words: str) -> list[str]:
 def test_agents_requests_are_as_patient_as_configured(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The proxy's engine gets rollout.request_timeout and rollout.request_retries through the proxy's command
-    line."""
+    """The proxy's command line passes rollout.request_timeout and rollout.request_retries to the proxy's engine."""
     planned, given = list[Planned](), {}
 
     class Recorder:

@@ -1,5 +1,5 @@
-"""Side conversations, which training leaves out, are counted in every line of metrics.jsonl and announced one
-time."""
+"""Every line of metrics.jsonl counts the side conversations, which training leaves out. The logger announces the
+first one."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_side_conversations_are_counted_and_said_once(
     tiny_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """If each of two steps has a title call, the metric counts both calls. The logger prints only the first call,
-    with the key to change."""
+    with the configuration key for such calls."""
     cache = InteractionCache()
     for name, system in (("work", "You code."), ("title", "You write titles.")):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": "hello"}]

@@ -1,4 +1,4 @@
-"""After `kill -9` and a restart, no step is lost or repeated, no group is lost or trained on twice, and no token
+"""Tests of `kill -9` and a restart: no step is lost or repeated, no group is lost or trained on twice, and no token
 comes from lost weights.
 
 The first tests check the parts: metrics.jsonl, the group files, the position in the data, the gate. Later tests kill
@@ -67,8 +67,8 @@ def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
 
 
 def test_groups_of_weights_that_are_gone_are_not_put_back(tmp_path: Path) -> None:
-    """GroupLog returns open groups in order, without half-written groups and groups with tokens that are newer than
-    the checkpoint."""
+    """GroupLog returns open groups in order. It leaves out half-written groups, and groups with tokens that are
+    newer than the checkpoint."""
     log = GroupLog(tmp_path / "groups")
     for task_id, version in ((7, 3), (5, 2), (6, 4), (9, 1)):
         log.write(task_id, group(version, task_id))
@@ -110,10 +110,10 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
     """After a restart no sample is lost or repeated, the gate admits as many groups as before, and old groups are
     consumed first.
 
-    AReaL's issue #1388 is a mistake in this computation.
+    AReaL's issue #1388 is a mistake in the computation of the gate's size after a restart.
     """
     log = GroupLog(tmp_path / "groups")
-    samples = [{"n": n} for n in range(5)]  # 16 draws are more than three epochs; each epoch has a different order
+    samples = [{"n": n} for n in range(5)]  # 16 draws take more than three epochs, each in a different order
     first, data = make_executor(keep=log.write), loader(samples, seed=3)
     trained, seen = [], []
 
@@ -129,8 +129,8 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
     state = first.state_dict()
     assert trained == list(range(6))
     assert sorted(state["open"]) == list(range(6, state["next_id"]))
-    log.write(7, group(4, 7))  # as if a lost step had rolled out group 7 again
-    (log.folder / "10.safetensors").unlink()  # as if group 10 had still been running
+    log.write(7, group(4, 7))  # a lost step rolled out group 7 again
+    (log.folder / "10.safetensors").unlink()  # group 10 was still running
 
     second = make_executor(version=3)
     finished = log.read(state["open"], 3)
@@ -178,8 +178,7 @@ def test_a_run_goes_on_with_another_eta_or_batch(
 
 
 def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """A step after a restart equals the step without a restart, because model, optimizer and random numbers are
-    restored."""
+    """A restart restores model, optimizer and random numbers, so the next step equals the step without a restart."""
 
     class Executor:
         def state_dict(self):
@@ -207,8 +206,8 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     shutil.copytree(tmp_path / "recover" / "step00001", tmp_path / "recover" / "step00002")
     (
         tmp_path / "recover" / "step00002" / "state.pickle"
-    ).unlink()  # as if the process had died while it wrote this checkpoint
-    (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # as if nine ranks had written it
+    ).unlink()  # the process died while it wrote this checkpoint
+    (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # nine ranks wrote this checkpoint
     own = {"stepping", "step00001-before-I-changed-lr", "step00000"}  # a user's two folders, and an earlier checkpoint
     for name in own:
         (tmp_path / "recover" / name).mkdir()
@@ -278,7 +277,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_model_dir: Path, tmp_path
     ],
 )
 def test_a_summary_says_what_it_has_counted(capsys, counted: dict[int, int], says: str) -> None:
-    """The count of tokens by lag begins anew after a restart, and the summary then adds "since the restart"."""
+    """After a restart the count of tokens by lag begins anew, and the summary adds "since the restart"."""
     line = {"success": 0.5, "staleness_max": 1.0, "staleness_mean": 0.75, "wall_s": 2.0}
     history = [line | {"tokens": 10}, line | {"tokens": 6}]
     run = SimpleNamespace(history=history, lag_counts=Counter(counted), config=SimpleNamespace(run_dir="here"))
@@ -312,8 +311,8 @@ def finish(folder: Path, *words: str) -> tuple[str, list[dict]]:
 
 
 def check_lineage(run_dir: Path, metrics: list[dict], batch: int, eta: int) -> None:
-    """Check that every step is listed one time, each group is trained on in one step, no group is skipped, and no
-    group is too old."""
+    """Check that every step is listed once. Check that each group is trained on in one step, none is skipped, and
+    none is too old."""
     assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
     assert max(line["staleness_max"] for line in metrics) <= eta
     trained: list[int] = []
@@ -353,8 +352,8 @@ def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_run_that_is_alive_is_left_alone(tmp_path: Path, mode: str) -> None:
-    """While the process of a run is alive, a second process with the same run folder is refused in one line and
-    writes nothing."""
+    """While a run's process lives, a second process with the same run folder is refused in one line and writes
+    nothing."""
     again = command(tmp_path, f"mode={mode}", "max_steps=1")
     with claim(tmp_path / "e/t"):
         done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=100)
@@ -389,7 +388,7 @@ os._exit(0)
 def test_half_an_update_stays_half_where_a_run_fails_before_its_first_step(
     tmp_path: Path, start_tiny_server, tiny_model_dir: Path
 ) -> None:
-    """If a run fails before its first step, the servers that the run took over keep a version that no engine
+    """If a run fails before its first step, the servers in rollout.server_addrs keep a version that no engine
     accepts."""
     url = start_tiny_server("--model-path", str(tiny_model_dir), "--weight-version", "3")
     httpx.post(f"{url}/update_weight_version", json={"new_version": "4-incomplete"})
@@ -426,7 +425,7 @@ def test_recover_off_does_not_touch_a_run(tmp_path: Path) -> None:
     """With recover=off a run writes no checkpoint for recovery, and cannot be started again with the same name."""
     finish(tmp_path, "max_steps=1", "recover=off")
     assert not (tmp_path / "e/t/recover").exists()
-    for mode in ("off", "auto"):  # recover=auto does not overwrite such a run, either
+    for mode in ("off", "auto"):  # recover=auto does not overwrite this run, either
         again = command(tmp_path, "max_steps=1", f"recover={mode}")
         done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=100)
         assert done.returncode == 2
@@ -449,8 +448,8 @@ def test_evaluation_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [0, 2, 9, 40])
 def test_a_trace_goes_on(tmp_path: Path, cut: int) -> None:
-    """A run that continues appends to its trace. A line that a kill cut short is removed, so the file is valid
-    JSON."""
+    """A run that continues appends to its trace. The restart removes a line that a kill cut short, so the
+    file is valid JSON."""
     path = tmp_path / "trace.json"
     for _ in range(2):
         trace = Trace(path)
@@ -459,11 +458,11 @@ def test_a_trace_goes_on(tmp_path: Path, cut: int) -> None:
         whole = path.read_bytes()
         events = json.loads(whole)
         path.write_bytes(whole[: len(whole) - cut])
-    assert len(events) >= 6  # the names, the events and the end, without the cut line
+    assert len(events) >= 6  # two names and four events or more; the cut line is gone
 
 
 def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddress) -> None:
-    """With evaluator.base_url the recipe's task is evaluated at any OpenAI endpoint, here a session of a proxy."""
+    """With evaluator.base_url the agents call any OpenAI endpoint, here a session of a proxy."""
     key = {"Authorization": f"Bearer {proxy.admin_key}"}
     httpx.post(f"{proxy.proxy_addr}/grant_capacity", headers=key)
     started = httpx.post(f"{proxy.proxy_addr}/rl/start_session", headers=key, json={"task_id": "t"}).json()
@@ -475,8 +474,8 @@ def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddres
 
 
 def test_evaluation_has_a_workflow_of_its_own(tiny_model_dir: Path) -> None:
-    """Evaluation has its own instance of the agent, because evaluation runs in a different event loop and an agent
-    may belong to one loop."""
+    """Evaluation has its own instance of the agent. Evaluation runs in a different event loop, and an agent may
+    belong to one loop."""
     inputs = load_inputs(load([f"model_path={tiny_model_dir}"]))
     assert type(inputs.workflow) is type(inputs.evaluated)
     assert inputs.workflow is not inputs.evaluated
@@ -521,8 +520,8 @@ def test_an_episode_of_several_rows_has_the_reward_of_the_last(make_executor, re
 
 @pytest.mark.parametrize("mode", ["inline", "subproc"])
 def test_an_agent_is_evaluated_where_it_is_trained(mode: str) -> None:
-    """In mode subproc each agent is evaluated in a worker process. If a worker process ends, only the worker's
-    episode fails."""
+    """In mode subproc each agent is evaluated in a worker process. If a worker process ends, only its episode
+    fails."""
     words = ["evaluator.base_url=http://nowhere/v1", f"rollout.openai.mode={mode}"]
     samples = [{"then": "tells"}, {"then": "exits"}, {"then": "leaves_at_once" if mode == "subproc" else "raises"}]
     found = evaluate_endpoint(load(words), Inputs(None, [], samples, None, mode_agents.Endpoint()))

@@ -59,7 +59,7 @@ def train(url: str, model_dir: Path, folder: Path, *words: str) -> list[dict]:
 
 
 def test_a_run_on_sglang_learns(sglang: str, model_dir: Path, tmp_path: Path) -> None:
-    """In a run on SGLang the reward rises by more than two standard errors, and new weights interrupt some
+    """In a run on SGLang the reward rises by more than two standard errors, and weight updates interrupt some
     answers."""
     metrics = train(sglang, model_dir, tmp_path, f"max_steps={STEPS}")
     assert len(metrics) == STEPS

@@ -1,6 +1,6 @@
 """Whole runs of the GSM8K recipe on a CPU, with twelve problems, a tiny model, and the command line of a GPU machine.
 
-A random model solves no problem, so the runs check only properties that hold whatever the model learns. One run uses
+A random model solves no problem, so the runs check only properties that hold for any model. One run uses
 a reward that a random model can earn, and checks that training uses the configured reward function.
 """
 
@@ -98,8 +98,8 @@ def test_the_agent_with_a_second_try(tmp_path: Path, tiny_model_dir: Path) -> No
 
 
 def test_data_and_reward_of_ones_own_by_configuration(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """To train on their own data, users need only a JSONL file, a reward function, and configuration keys that name
-    both."""
+    """Users can train on their own data with a JSONL file, a reward function, and configuration keys that name the
+    file and the function."""
     (tmp_path / "mine.jsonl").write_text(
         "\n".join(json.dumps({"messages": [{"role": "user", "content": f"say {c}"}], "wanted": c}) for c in "abcdef")
     )

@@ -22,7 +22,7 @@ TASKS = pytest.mark.parametrize("task", [guess, maze], ids=["guess", "maze"])
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """The directories of base models after two steps of warm-up, keyed by task, seed and copy."""
+    """Return the directories of base models with two warm-up steps each. The keys are (task, seed, copy)."""
     made = {}
     for task in (guess, maze):
         for seed, copy in ((1, 0), (1, 1), (2, 0)):
@@ -146,7 +146,7 @@ def test_a_strategy_is_judged_as_it_plays(rng: random.Random) -> None:
 
 @pytest.mark.parametrize("answer", ["", None, "3 4", "7", "0", "-3", "03", "three", "higher", "3.0", "³", "3 <end>"])
 def test_what_is_no_guess(answer: str | None) -> None:
-    """An answer is a guess only if the answer is a single number in range."""
+    """An answer counts as a guess only if it is a single number in range."""
     assert guess.parse(answer) is None
     assert guess.parse(" 3 ") == 3
 
@@ -205,7 +205,7 @@ def test_maze_is_perfect() -> None:
 
 
 def test_instances() -> None:
-    """The maze has 286 prompts. Their shortest ways have 1 to 108 moves, and 50 to 60 moves on average."""
+    """The maze has 286 prompts. The shortest ways of the prompts have 1 to 108 moves, and 50 to 60 on average."""
     instances = maze.dataset()
     lengths = [maze.distances(d["home"])[maze.CELLS[d["start"]]] for d in instances]
     assert len(instances) == len({d["messages"][0]["content"] for d in instances}) == 286
@@ -246,7 +246,7 @@ def test_spl() -> None:
 
 
 def test_drunkard_comes_home_sometimes() -> None:
-    """The drunk that the base model imitates never goes through a wall, and gets home in a quarter of his walks."""
+    """The drunk that the base model imitates never goes through a wall, and a quarter of its walks end at home."""
     rng = random.Random(0)
     walks = [(d, maze.stagger(rng, d["start"], d["home"])) for d in maze.dataset() for _ in range(3)]
     answers = [(" ".join(map(maze.name, walk)), d["start"], d["home"]) for d, walk in walks]
