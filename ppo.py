@@ -6,32 +6,33 @@ give a log-probability to every sampled token:
     pi_behav   the behaviour policy: the weights that sampled the token. The inference server reports the
                log-probability. A weight update may interrupt a completion, so each token has its own version.
     pi_prox    the proximal policy: the weights at the start of the training step. One forward pass over the batch
-               computes the log-probabilities.
+               computes its log-probabilities.
     pi_theta   the current policy: the weights that the optimizer is changing. Only pi_theta receives a gradient.
 
-Standard PPO uses one old policy for two jobs: to correct for data that older weights sampled, and to be the centre of
-the clip, which limits how far one step moves the policy. If the data is several versions old, such a clip pulls the
-new policy back towards old weights. Decoupled PPO (arXiv 2505.24298, equation 5) uses one policy for each job. With
-u = pi_theta / pi_prox, its objective is
+Standard PPO uses one old policy for two jobs. The old policy corrects for data that older weights sampled. It is also
+the centre of the clip, which limits how far one step moves the policy. If the data is several versions old, such a clip
+pulls the new policy back towards old weights. Decoupled PPO (arXiv 2505.24298, equation 5) uses one policy for each
+job. With u = pi_theta / pi_prox, its objective is
 
     J = mean over trained tokens of   pi_prox / pi_behav * min(u A, clip(u, 1 - eps, 1 + eps) A)
                                       behaviour weight     the clip, centred on pi_prox
 
 The behaviour weight is a constant: no gradient flows through it. If pi_prox equals pi_behav, the weight is 1 and J is
-the objective of standard PPO. Without the decoupled loss the code puts one old policy in both places.
+the objective of standard PPO. With use_decoupled_loss=false one old policy serves as pi_prox and as pi_behav.
 
 Example: a token has probability 0.2 under pi_behav, 0.3 under pi_prox and 0.45 under pi_theta, and A = 1. Then the
 behaviour weight is 1.5 and u is 1.5. With eps = 0.2 the clip lowers u to 1.2, so the token adds 1.5 * 1.2 = 1.8.
 
 Three guards limit what a single token can do:
   cap           A token whose behaviour weight exceeds behave_imp_weight_cap is left out of the sum. The mean still
-                divides by the number of all trained tokens, so a batch of such tokens makes a small step.
+                divides by the number of all trained tokens, so a batch with many such tokens makes a small step.
   clip higher   The upper bound of u may be further from 1 (eps_clip_higher), so that rare tokens can become likelier.
   dual clip     For A < 0 the term u A has no lower bound. Setting c_clip = c gives this term the lower bound c A.
 
-All trained tokens of a turn get the advantage of the turn, or a share of the advantage with GAE. The return of a turn
-starts from the turn's final reward, which includes discounted rewards of later turns (cache.py). A turn is compared
-with turns of its group. The tensor group_ids names the group of each row, so rows may be in any order.
+Every trained token of a turn gets the turn's advantage. With GAE, earlier tokens get a smaller share of the advantage.
+The return of a turn starts from the turn's final reward, which includes discounted rewards of later turns (cache.py).
+A turn is compared with turns of its group. The tensor group_ids names the group of each row, so rows may be in any
+order.
 
 Limits: the clip does not keep u inside the bounds. A clipped token has no gradient, but gradients of other tokens
 still change its probability. The cap makes the correction biased. There is no critic.
@@ -118,38 +119,38 @@ def compute_advantages(batch: dict[str, Tensor], config: PPOActorConfig) -> Tens
     Raises ValueError if a trained token belongs to no turn or if its reward is not finite.
     """
     trained = batch["loss_mask"] > 0  # (B, T)
-    at = trained.flatten().nonzero()[:, 0]  # (M,) positions of the trained tokens in the flattened batch
-    turn_ids = batch["turn_ids"].flatten()[at].long()  # (M,)
-    rewards = batch["turn_rewards"].flatten()[at].float()  # (M,) each token has the final reward of its turn
+    turn_ids = batch["turn_ids"][trained].long()  # (M,)
+    rewards = batch["turn_rewards"][trained].float()  # (M,) each token has the final reward of its turn
     if bool((turn_ids < 0).any()):
         raise ValueError("loss_mask is 1 on a token whose turn_ids is -1; every trained token belongs to a turn")
     if not bool(rewards.isfinite().all()):
         raise ValueError("turn_rewards is not finite on a trained token; check what the reward function returns")
 
-    # 1. Number the N trained turns. The tokens of a turn are neighbours in `at`, so a new turn starts where the row or
-    #    the turn id changes.
-    row, starts = at // max(trained.shape[1], 1), torch.ones(len(at), dtype=torch.bool)  # (M,), (M,)
-    starts[1:] = (row[1:] != row[:-1]) | (turn_ids[1:] != turn_ids[:-1])
+    # 1. Number the N trained turns. The M trained tokens are in the order of the batch, row after row. A turn starts
+    #    where the row or the turn id changes.
+    rows = trained.nonzero()[:, 0]  # (M,) the row of each trained token
+    starts = torch.ones(len(rows), dtype=torch.bool)  # (M,) the first trained token starts a turn
+    starts[1:] = (rows[1:] != rows[:-1]) | (turn_ids[1:] != turn_ids[:-1])
     turn_of = starts.cumsum(0) - 1  # (M,) the number of each token's turn, from 0 to N - 1
-    row, turn, returns = row[starts], turn_ids[starts], rewards[starts]  # (N,), (N,), (N,)
+    returns = rewards[starts]  # (N,)
 
     # 2. R = clip((r + overlong penalty + bias) * scaling, -c, c), where r is the turn's reward and c is reward_clip
     if config.overlong_tokens and config.max_new_tokens:
-        limit, margin = config.max_new_tokens, config.overlong_tokens
-        returns += overlong_penalty(torch.bincount(turn_of), limit, margin, config.overlong_penalty_factor)
+        n = torch.bincount(turn_of)  # (N,) trained tokens of each turn
+        returns += overlong_penalty(n, config.max_new_tokens, config.overlong_tokens, config.overlong_penalty_factor)
     returns = (returns + config.reward_bias) * config.reward_scaling
     returns = returns.clamp(-config.reward_clip, config.reward_clip)
 
     # 3. R <- R - kl_ctl * sum over the turn's tokens of the estimated KL(pi_behav, pi_ref)
     if config.kl_ctl > 0 and config.kl_placement == "reward" and "ref_logp" in batch:
-        logp, ref_logp = batch["logprobs"].flatten()[at], batch["ref_logp"].flatten()[at]  # (M,)
-        kl = kl_estimate(logp, ref_logp, config.kl_estimator)  # (M,)
+        kl = kl_estimate(batch["logprobs"][trained], batch["ref_logp"][trained], config.kl_estimator)  # (M,)
         returns.index_add_(0, turn_of, kl, alpha=-config.kl_ctl)
 
     # 4. A = (R - b) / s. Each token of the turn gets A, or a share of A with GAE.
-    A = normalise(returns, batch["group_ids"][row].long(), turn, config.adv_norm)  # (N,)
-    credit = generalised_advantage(A, turn_of, config.gamma, config.gae_lambda)  # (M,)
-    return torch.zeros(trained.numel()).index_copy_(0, at, credit).view(trained.shape)  # (B, T)
+    A = normalise(returns, batch["group_ids"][rows[starts]].long(), turn_ids[starts], config.adv_norm)  # (N,)
+    advantages = torch.zeros(trained.shape)  # (B, T)
+    advantages[trained] = generalised_advantage(A, turn_of, config.gamma, config.gae_lambda)  # (M,)
+    return advantages
 
 
 def behaviour_weight(log_weight: Tensor, cap: float | None, action: str) -> tuple[Tensor, Tensor]:
@@ -163,10 +164,10 @@ def behaviour_weight(log_weight: Tensor, cap: float | None, action: str) -> tupl
 
 
 def sequence_mean(x: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Return for each entry of x the mean of x over the trained tokens of its sequence, or 0 if there are none.
+    """Return for each entry of x the mean of x over the trained tokens of the entry's sequence.
 
-    If x holds log weights, the result is the log of the geometric mean of each sequence's weights, as in GSPO
-    (arXiv 2507.18071).
+    The mean is 0 for a sequence without trained tokens. If x holds log weights, the result is the log of the geometric
+    mean of each sequence's weights, as in GSPO (arXiv 2507.18071).
     """
     ids = sequence_ids.expand(x.shape)  # the sequence of each token
     # `total` and `count` have one number for each sequence.
