@@ -6,16 +6,14 @@ agent sends the whole conversation with every call, so a later call begins with 
     system - user - [A] assistant -+- user  - [B] assistant       The messages of B and C begin with the messages
                                    +- user' - [C] assistant       and the output of A, so A is the parent of both.
 
-The parent of an interaction is the finished interaction whose messages and output are the longest prefix of the
-interaction's messages. Messages are compared by meaning (calls/messages.py, `canonical`), because clients reorder keys
-and change spaces. Tools and template arguments must be equal. An interaction without a parent is a root.
+The tree. The messages of a session form a prefix tree: an edge is a message, and a node is the conversation from the
+root to this node. Each finished interaction belongs to the node after its output. To find the parent of a new
+interaction, the cache follows the interaction's messages from the root. The last finished interaction on this path is
+the parent. An interaction without a parent is a root. Two messages are the same edge if they have the same meaning
+(calls/messages.py, `canonical`), because clients reorder keys and change spaces.
 
-How a parent is found. Each message of a conversation has a *place*: a hash of the message and of the place before the
-message. The first place is the template key (tools and template arguments). `enter` computes all places of a request in
-one pass. The cache stores the place where each finished interaction ends. The parent of a request is the interaction
-that ends at the latest of the request's places. Each place takes one dictionary access, however long the history is.
-(Two different places have equal hashes with probability 2^-64.) A child reuses the message objects of its parent, so
-the cache holds each message of a long conversation only one time.
+Most calls continue the call that finished last. The cache therefore compares a request with that conversation first,
+and then follows only the messages after it.
 
 Rewards. The final reward R of a turn i is computed from the leaves to the roots:
 
@@ -27,20 +25,18 @@ that a client makes for itself, such as a title. It takes no reward of the sessi
 
 Export. Style "individual" makes one row of every turn. Style "concat" makes one row of every leaf, with all turns from
 the root to the leaf. A turn joins its parent's row only if the turn's prompt begins with exactly the parent's tokens.
-If the prompt differs, the turn starts a new row. A turn that several leaves share is trained in only one of their rows.
-Thus each sampled token is trained once, in the context in which it was sampled, with the final reward of its own turn.
-
-rollout/rows.py makes the row, and says which of a row's tokens are not trained.
+If the prompt differs, for example because the agent offers other tools, the turn starts a new row. A turn that several
+leaves share is trained in only one of their rows. Thus each sampled token is trained once, in the context in which it
+was sampled, with the final reward of its own turn. rollout/rows.py makes the rows.
 
 Not promised. If the agent rewrites the messages or the output of a turn, the next call is not a child of this turn. If
 two siblings have equal messages and outputs, the next turn becomes a child of the newer sibling.
 """
 
-import math
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
-from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
@@ -49,14 +45,16 @@ from calls.side_conversations import PATTERNS, find_side_conversations
 from inference.io_struct import ModelResponse
 from rollout.rows import is_left_out, make_row, row_to_tensors
 
+LARGEST_REWARD = 1e30  # greatest absolute value of a reward; sums of such rewards still fit into a float32
+
 
 @dataclass(eq=False, repr=False)
 class InteractionWithTokenLogpReward:
-    """One call of an agent, which is a node of the tree. A finished interaction has tokens and output messages."""
+    """One call of an agent. A finished interaction has tokens and output messages."""
 
     messages: list[Message]
     interaction_id: str = ""
-    template_key: str = ""  # key of the tools and template arguments, which decide the prompt with the messages
+    template_key: str = ""  # key of the tools and template arguments, which change the prompt of the same messages
     trainable: bool = True  # False if the agent asked the proxy not to store this call
     tools: list[dict[str, Any]] = field(default_factory=list)  # tools offered to the model, in chat-completions format
     model_response: ModelResponse | None = None
@@ -82,6 +80,11 @@ class InteractionWithTokenLogpReward:
             raise ValueError(f"interaction {self.interaction_id!r} is unfinished: it has no tokens")
         return self.model_response
 
+    @property
+    def conversation(self) -> list[Message]:
+        """The messages of the call and its output, with which the messages of a child begin."""
+        return self.messages + self.output_message_list
+
     def continues(self, parent: "InteractionWithTokenLogpReward") -> bool:
         """Whether the prompt of this turn begins with exactly the parent's prompt and output tokens."""
         tokens = parent.tokens
@@ -105,23 +108,27 @@ Interaction = InteractionWithTokenLogpReward  # short for AReaL's name
 
 
 def finite(reward: Any) -> float:
-    """Return `reward` as a float. Raises Refusal, a ValueError, if it is not a finite number (a string, nan, inf)."""
+    """Return `reward` as a float. Raises Refusal, a ValueError, if it is no number, nan, or beyond LARGEST_REWARD."""
     try:
-        if math.isfinite(reward):
+        if abs(reward) <= LARGEST_REWARD:
             return float(reward)
-    except (TypeError, OverflowError):  # not a number, or an integer too large for a float
+    except TypeError:  # not a number
         pass
-    raise Refusal(f"reward: a finite number is needed, not {reward!r}")
+    raise Refusal(f"reward: a finite number of at most {LARGEST_REWARD:g} is needed, not {reward!r}")
 
 
-def walk(place: Hashable, messages: list[Message]) -> list[Hashable]:
-    """Return the places along `messages`: first `place` itself, then the place after each message."""
-    return list(accumulate(messages, lambda here, message: hash((here, canonical(message))), initial=place))
+def check_style(style: Any) -> None:
+    """Raise Refusal, a ValueError, if `style` is no style of an export."""
+    if style not in ("individual", "concat"):
+        raise Refusal(f"style: individual or concat is needed, not {style!r}")
 
 
-def end_of(interaction: Interaction) -> Hashable:
-    """Return the place after the output of a finished interaction. The new messages of its children follow there."""
-    return walk(interaction.template_key, interaction.messages + interaction.output_message_list)[-1]
+@dataclass(eq=False)
+class Node:
+    """A node of the prefix tree, which stands for the messages on the path from the root."""
+
+    edges: dict[Hashable, "Node"] = field(default_factory=dict)  # canonical message -> the node after this message
+    ended: list[Interaction] = field(default_factory=list)  # finished interactions that end at this node, oldest first
 
 
 class InteractionCache(OrderedDict[str, Interaction]):
@@ -134,34 +141,15 @@ class InteractionCache(OrderedDict[str, Interaction]):
         super().__init__()
         self.side_patterns = side_patterns
         # All mutable state, in addition to the dictionary itself:
-        self._ends: dict[Hashable, Interaction] = {}  # place -> finished interaction that ends at this place
-        self._unfinished: dict[str, Hashable] = {}  # id -> place after the last message of the request
+        self._root = Node()
+        self._newest: tuple[list[Message], Node] = ([], self._root)  # conversation that finished last, and its end
+        self._unfinished: dict[str, tuple[Node, list[Message]]] = {}  # id -> deepest node so far, messages after it
         self._discounted = False
-
-    # ---- queries
-
-    def finished(self) -> list[Interaction]:
-        """Return the finished interactions, in the order of their requests."""
-        return [interaction for interaction in self.values() if interaction.complete]
-
-    def find_parent(self, places: list[Hashable]) -> Interaction | None:
-        """Return the finished interaction that ends at the last possible place in `places`, or None without one."""
-        for place in reversed(places):
-            if place in self._ends:
-                return self._ends[place]
-        return None
-
-    def mark_side_conversations(self) -> list[Interaction]:
-        """Set `is_side` of every interaction from the current calls of the session; return the side conversations."""
-        side = find_side_conversations(self.finished(), self.side_patterns)
-        for interaction in self.values():
-            interaction.is_side = interaction in side
-        return side
 
     # ---- the life of a call
 
     def enter(self, interaction_id: str, interaction: Interaction) -> Interaction:
-        """Add an interaction to the tree, find its parent, and return the interaction.
+        """Add an interaction, find its parent, and return the interaction.
 
         An interaction that already has tokens is also finished. Raises ValueError if the interaction has no messages or
         if the cache already contains the id.
@@ -170,16 +158,15 @@ class InteractionCache(OrderedDict[str, Interaction]):
             raise ValueError(f"interaction {interaction_id!r} has no messages")
         if interaction_id in self:
             raise ValueError(f"interaction {interaction_id!r} is already in the cache")
-        places = walk(interaction.template_key, interaction.messages)
         interaction.interaction_id = interaction_id
-        interaction.parent = parent = self.find_parent(places)
-        if parent:
+        interaction.parent, node, known = self._follow(interaction.messages)
+        self._unfinished[interaction_id] = node, interaction.messages[known:]
+        if parent := interaction.parent:
             parent.children += 1
             interaction.turn = parent.turn + 1
-            history = parent.messages + parent.output_message_list
-            interaction.messages = history + interaction.messages[len(history) :]
+            shared = parent.conversation  # the same objects, so that the cache holds each message only once
+            interaction.messages = shared + interaction.messages[len(shared) :]
         self[interaction_id] = interaction
-        self._unfinished[interaction_id] = places[-1]
         if interaction.model_response:
             self.finish(interaction_id, interaction.model_response, interaction.output_message_list)
         return interaction
@@ -188,7 +175,11 @@ class InteractionCache(OrderedDict[str, Interaction]):
         """Store the tokens and the output of a call. A finished call can be a parent, take a reward and be exported."""
         interaction = self[interaction_id]
         interaction.model_response, interaction.output_message_list = response, output
-        self._ends[walk(self._unfinished.pop(interaction_id), output)[-1]] = interaction
+        node, rest = self._unfinished.pop(interaction_id)
+        for message in rest + output:
+            node = node.edges.setdefault(canonical(message), Node())
+        node.ended.append(interaction)
+        self._newest = interaction.conversation, node
 
     def discard(self, interaction_id: str) -> None:
         """Remove an unfinished interaction whose call failed or was cancelled. A finished interaction stays."""
@@ -198,15 +189,32 @@ class InteractionCache(OrderedDict[str, Interaction]):
     def drop_orphan(self, interaction_id: str) -> None:
         """Remove a finished interaction whose reply the client never read. An interaction with children stays."""
         interaction = self.get(interaction_id)
-        if interaction is None or not interaction.complete or interaction.children:
-            return
-        self._remove(interaction_id)
-        place = end_of(interaction)
-        if self._ends[place] is interaction:
-            del self._ends[place]
-            for twin in self.finished():  # an older interaction with equal messages and output takes the place
-                if end_of(twin) == place:
-                    self._ends[place] = twin
+        if interaction is not None and interaction.complete and not interaction.children:
+            self._follow(interaction.conversation)[1].ended.remove(interaction)
+            self._newest = [], self._root
+            self._remove(interaction_id)
+
+    def find_parent(self, messages: list[Message]) -> Interaction | None:
+        """Return the finished interaction whose conversation is the longest prefix of `messages`, or None."""
+        return self._follow(messages)[0]
+
+    def _follow(self, messages: list[Message]) -> tuple[Interaction | None, Node, int]:
+        """Follow `messages` along the tree as far as possible.
+
+        Return the last finished interaction on the path, the last node, and the number of messages before this node.
+        """
+        conversation, node = self._newest
+        known = len(conversation)
+        if messages[:known] != conversation:
+            node, known = self._root, 0
+        parent = node.ended[-1] if node.ended else None
+        for message in messages[known:]:
+            following = node.edges.get(canonical(message))
+            if following is None:
+                break
+            node, known = following, known + 1
+            parent = node.ended[-1] if node.ended else parent
+        return parent, node, known
 
     def _remove(self, interaction_id: str) -> None:
         removed = self.pop(interaction_id)
@@ -241,6 +249,8 @@ class InteractionCache(OrderedDict[str, Interaction]):
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called; the rewards are the final ones")
         gamma = finite(turn_discount)
+        if not 0 <= gamma <= 1:
+            raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma}")
         self._discounted = True
         self.mark_side_conversations()
         child_rewards: defaultdict[Any, list[float]] = defaultdict(list)  # parent (None: roots) -> R of its children
@@ -250,29 +260,43 @@ class InteractionCache(OrderedDict[str, Interaction]):
             interaction.reward = (interaction.reward or 0.0) + gamma * fmean(child_rewards[interaction] or [0.0])
             child_rewards[interaction.parent].append(interaction.reward)
 
-    # ---- rows
+    # ---- queries
+
+    def finished(self) -> list[Interaction]:
+        """Return the finished interactions, in the order of their requests."""
+        return [interaction for interaction in self.values() if interaction.complete]
+
+    def mark_side_conversations(self) -> list[Interaction]:
+        """Set `is_side` of every interaction from the current calls of the session; return the side conversations."""
+        side = find_side_conversations(self.finished(), self.side_patterns)
+        for interaction in self.values():
+            interaction.is_side = interaction in side
+        return side
 
     def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
-        """Return the interactions that become training rows, by id.
+        """Return the interactions that become training rows, by id. Raises ValueError for an unknown style.
 
-        Style "individual" returns every finished interaction, style "concat" only the last interaction of each row.
-        Raises ValueError for any other style.
+        Style "individual" returns every finished interaction. Style "concat" returns a copy of each leaf; the copy's
+        `row_turns` are all turns of the row.
         """
-        if style not in ("individual", "concat"):
-            raise Refusal(f"style: individual or concat is needed, not {style!r}")
+        check_style(style)
         self.mark_side_conversations()
         finished = self.finished()
-        joined = {i: i.parent for i in finished if style == "concat" and i.parent and i.continues(i.parent)}
+        if style == "individual":
+            return {turn.interaction_id: turn for turn in finished}
+        joined = {turn: turn.parent for turn in finished if turn.parent and turn.continues(turn.parent)}
         inner = set(joined.values())
-        leaves = [interaction for interaction in finished if interaction not in inner]
+        leaves = [turn for turn in finished if turn not in inner]
+        rows: dict[str, Interaction] = {}
         trained: set[Interaction] = set()
         for leaf in leaves:
             path = [leaf]  # from the leaf to the first turn of its row
             while path[-1] in joined:
                 path.append(joined[path[-1]])
-            leaf.row_turns = [(turn, turn not in trained) for turn in reversed(path)]
+            row = rows[leaf.interaction_id] = copy.copy(leaf)
+            row.row_turns = [(turn, turn not in trained) for turn in reversed(path)]
             trained.update(path)
-        return {leaf.interaction_id: leaf for leaf in leaves}
+        return rows
 
     def __repr__(self) -> str:
         unset = sum(i.reward is None for i in self.values())

@@ -58,7 +58,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from cache import Interaction, walk
+from cache import Interaction, check_style
 from calls.messages import AgentRequest, Refusal
 from calls.prompts import PromptBuilder, TextReader
 from calls.replies import PROTOCOLS, Protocol
@@ -188,7 +188,7 @@ class Proxy:
         body = await read_json(request)
         session = self.sessions.open(session_id_of(request))
         ask = PROTOCOLS["messages"].parse(body, session.finished)
-        parent = session.cache.find_parent(walk(ask.template_key, ask.messages))
+        parent = session.cache.find_parent(ask.messages)
         return reply({"input_tokens": len(self.prompt(ask, parent)[0])})
 
     async def models(self, request: Request) -> Response:
@@ -232,8 +232,10 @@ class Proxy:
         session = self.sessions.find(str(body.get("session_id")))
         if not session.ended:
             raise Refusal("session_id: the session is still open; POST /{session_id}/rl/end_session first")
-        exported = session.cache.export_interactions(body.get("style", "individual"))
+        style = body.get("style", "individual")
+        check_style(style)  # before the discount, which changes the rewards
         session.cache.apply_reward_discount(body.get("discount", 1.0))
+        exported = session.cache.export_interactions(style)
         self.sessions.forget(session)
         return reply({"interactions": {key: exported_form(i) for key, i in exported.items()}})
 

@@ -102,7 +102,7 @@ class AgentRequest:
     def template_key(self) -> str:
         """Return the template's variables and the tools as one text. The prompt depends on this text and the messages.
 
-        All turns of one conversation have equal keys. Raises Refusal if a value is nested too deeply.
+        A turn reuses its parent's tokens only if both keys are equal. Raises Refusal if a value is nested too deeply.
         """
         return write_json(self.template_kwargs, "chat_template_kwargs") + write_json(self.tools, "tools")
 

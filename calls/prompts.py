@@ -85,8 +85,8 @@ class PromptBuilder:
             names = ", ".join(sorted(taken))
             raise Refusal(f"chat_template_kwargs: {names} cannot be set; only variables of the template can")
         variables = ask.template_kwargs | ({"tools": ask.tools} if ask.tools else {})
-        if parent and self.splices:
-            known = len(parent.messages) + len(parent.output_message_list)
+        if parent and self.splices and parent.template_key == ask.template_key:
+            known = len(parent.conversation)
             with contextlib.suppress(Refusal):  # the template may refuse the stub, but accept the whole conversation
                 tail = self._tail(ask.messages[known:], variables)
                 said = parent.tokens.output_tokens

@@ -50,7 +50,7 @@ class Session:
     def finished(self, interaction_id: str) -> Found | None:
         """Return the messages and tools of the finished interaction with this id, or None if there is none."""
         found = self.cache.get(interaction_id)
-        return (found.messages + found.output_message_list, found.tools) if found and found.complete else None
+        return (found.conversation, found.tools) if found and found.complete else None
 
 
 class SessionTable(dict[str, Session]):

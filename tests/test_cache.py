@@ -202,14 +202,17 @@ def test_real_clients_turns_are_chained(pair: dict[str, Any]) -> None:
     assert cache["child"].parent is cache["parent"]
 
 
-def test_tools_and_template_arguments_belong_to_the_key() -> None:
-    """A turn is no child of a turn with different tools, because tools are a part of the rendered prompt."""
+def test_a_turn_with_other_tools_stays_in_the_tree() -> None:
+    """A final answer that the agent asks for without tools is a child of the turn before, so the reward of the answer
+    reaches the earlier turns. The tools change the prompt's tokens, so each of the two turns has a row of its own."""
     cache = InteractionCache()
-    cache.enter("a", turn([user("hi")], "ok", template_key="thinking"))
-    cache.enter("b", turn([user("hi"), said("ok"), user("more")]))
-    cache.enter("c", turn([user("hi"), said("ok"), user("more")], template_key="thinking"))
-    assert cache["b"].parent is None
-    assert cache["c"].parent is cache["a"]
+    cache.enter("work", turn([user("hi")], "ok", [1], [2], template_key="tools"))
+    cache.enter("answer", turn([user("hi"), said("ok"), user("now answer")], "42", [8, 9], [3]))
+    assert cache["answer"].parent is cache["work"]
+    cache.set_last_reward(1.0)
+    cache.apply_reward_discount(0.5)
+    assert cache["work"].reward == 0.5
+    assert cache.export_interactions("concat").keys() == {"work", "answer"}
 
 
 def test_an_unfinished_call_is_never_a_parent() -> None:
@@ -241,26 +244,20 @@ def test_finding_a_parent_costs_messages_not_interactions() -> None:
     cache = InteractionCache()
     for k in range(800):
         cache.enter(str(k), turn(list(shared), str(k)))
-    assert Counted.looks == 800 * 200
+    assert Counted.looks == 800 * 200 + 1  # the first request finds no edge, and adds its first message after that
 
 
-def test_a_turn_looks_back_over_its_new_messages_only() -> None:
-    """The search for a parent costs one lookup for each new message and one lookup more, even in a chain of 100
-    turns."""
-    cache = chain(0)
-    looked = []
-
-    class Ends(dict):
-        def __contains__(self, place: Any) -> bool:
-            looked.append(place)
-            return super().__contains__(place)
-
-    cache._ends = Ends()
-    messages = [user("0")]
+def test_a_turn_reads_its_new_messages_only() -> None:
+    """In a chain of 100 turns, a turn reads its new question two times (the search, then the new edge) and its answer
+    one time. The older messages are compared with the newest conversation as a whole."""
+    Counted.looks = 0
+    cache, messages = InteractionCache(), [Counted(user("0"))]
     for k in range(100):
-        cache.enter(str(k), turn(list(messages), str(k)))
-        messages += [said(str(k)), user(str(k + 1))]
-    assert len(looked) == 2 + 99 * 2  # one lookup per new message, and one at the root or the parent
+        interaction = InteractionWithTokenLogpReward([Counted(message) for message in messages])
+        cache.enter(str(k), interaction)
+        cache.finish(str(k), turn([]).tokens, [Counted(said(str(k)))])
+        messages += [said(str(k)), Counted(user(str(k + 1)))]
+    assert Counted.looks == 100 * 3
 
 
 def test_a_conversation_is_kept_once() -> None:
@@ -419,7 +416,7 @@ def test_an_orphan_leaves_its_twin() -> None:
     assert cache["next"].parent is cache["twin"]
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, "1", None, [1], 10**400])
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, "1", None, [1], 10**400, 1.7e308])
 def test_a_reward_is_a_finite_number(reward: Any) -> None:
     """The cache refuses a reward of NaN or infinity, because one such reward would make the whole batch NaN."""
     with pytest.raises(ValueError, match="finite"):
@@ -540,6 +537,24 @@ def test_depth_is_no_limit() -> None:
     assert cache["0"].reward == 1.0
     (row,) = (i.to_lists() for i in cache.export_interactions("concat").values())
     assert sum(row["loss_mask"]) == 2 * depth
+
+
+def test_a_later_export_leaves_exported_rows_alone() -> None:
+    """An export in another style does not change the rows of the first export."""
+    cache = chain(3)
+    first = cache.export_interactions("concat")
+    before = {name: row.to_lists() for name, row in first.items()}
+    assert {
+        name: sum(row.to_lists()["loss_mask"]) for name, row in cache.export_interactions().items()
+    } == dict.fromkeys("012", 2)
+    assert {name: row.to_lists() for name, row in first.items()} == before
+
+
+@pytest.mark.parametrize("discount", [-0.1, 1.5, math.nan])
+def test_a_discount_is_between_0_and_1(discount: float) -> None:
+    """The cache refuses a discount outside [0, 1], under which the final rewards of a long chain could overflow."""
+    with pytest.raises(ValueError, match="needed"):
+        chain(1).apply_reward_discount(discount)
 
 
 def test_an_unknown_style_is_an_error() -> None:

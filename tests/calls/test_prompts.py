@@ -63,8 +63,9 @@ class Talk:
         """Build the prompt of a turn, answer the prompt with these tokens, and return the prompt."""
         self.messages.append(question)
         name = str(len(self.cache))
-        turn = self.cache.enter(name, InteractionWithTokenLogpReward(list(self.messages)))
-        prompt = self.prompts.prompt(AgentRequest(list(self.messages), **ask), turn.parent)
+        request = AgentRequest(list(self.messages), **ask)
+        interaction = InteractionWithTokenLogpReward(request.messages, template_key=request.template_key)
+        prompt = self.prompts.prompt(request, self.cache.enter(name, interaction).parent)
         output = self.tokenizer.encode(answer) + ([self.tokenizer.convert_tokens_to_ids(ends)] if ends else [])
         n = len(output)
         said = {"role": "assistant", "content": answer}
