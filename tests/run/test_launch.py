@@ -182,7 +182,7 @@ def test_too_little_memory_says_what_to_turn_down() -> None:
 
 
 def test_the_estimate_follows_its_formula(tiny_model_dir: Path) -> None:
-    """The estimated memory follows the formula of `estimate_memory`, here with 2 layers of width 64 and 2 key-value heads."""
+    """The estimated memory equals the formula of its docstring, here for 2 layers and 2 key-value heads."""
     from transformers import AutoModelForCausalLM
 
     n = AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()

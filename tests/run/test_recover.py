@@ -204,9 +204,7 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     recovery.save(1, actor, Executor())
     shutil.copytree(tmp_path / "recover" / "step00001", tmp_path / "recover" / "step00002")
-    (
-        tmp_path / "recover" / "step00002" / "state.pickle"
-    ).unlink()  # the process died while it wrote this checkpoint
+    (tmp_path / "recover" / "step00002" / "state.pickle").unlink()  # the process died while it wrote this checkpoint
     (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # nine ranks wrote this checkpoint
     own = {"stepping", "step00001-before-I-changed-lr", "step00000"}  # a user's two folders, and an earlier checkpoint
     for name in own:
