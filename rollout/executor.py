@@ -1,9 +1,9 @@
 """WorkflowExecutor connects the dataloader, the workflows, the staleness gate and the training step.
 
 `prepare_batch` returns the B oldest prompt groups that were not rejected, in order of start, as one padded dict of
-tensors (trajectory.py). As many groups as the gate allows keep running, so the next batches are generated while the
-trainer trains on this one. Example: with B = 4 and eta = 1 eight groups start at version 0. The first call returns
-four of these groups, and the other four continue to run.
+tensors (trajectory.py). While the trainer trains on one batch, the groups of the next batches run, as many as the gate
+allows. Example: with B = 4 and eta = 1, eight groups start at version 0. The first call returns four of these groups,
+and the other four continue to run.
 
 Each prompt group goes through these steps:
 
@@ -13,17 +13,18 @@ Each prompt group goes through these steps:
  4. Interactions become tensors, and check_trajectory_format checks these tensors.
  5. `complete` adds the tensors that the workflow left out.
  6. should_accept_fn accepts or rejects the group.
- 7. With dump_to_file each row is written as one line of text, whether or not the group was accepted, to
+ 7. With dump_to_file each row of an accepted or rejected group becomes one line of text in the file
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl.
- 8. `keep` writes an accepted group to a file, so that the group survives a crash. Then the group counts as accepted.
- 9. The group waits for its turn in the order of start. prepare_batch consumes it.
+ 8. `keep` writes an accepted group to a file, so that the group survives a crash. The group counts as accepted after
+    `keep` has returned.
+ 9. The group waits until it is among the B oldest groups. Then prepare_batch consumes the group.
 
-A workflow that returns None rejects the group, and another sample is drawn instead. An exception in steps 3 to 8
-also rejects the group, and counts it as failed. Many failures in a row stop the run (dispatcher.py).
+If a workflow returns None, its group is rejected, and another sample is drawn instead. If steps 3 to 8 raise, the group
+is rejected and also counted as failed. Many failures in a row stop the run (dispatcher.py).
 
-**Arguments.** Every call of prepare_batch uses its own workflow and should_accept_fn for the samples that the call
-draws. A sample that an earlier call drew keeps the workflow of that call. A workflow given as a class is instantiated
-in every call. Pass an instance if the workflow must keep state from call to call.
+**Arguments.** The workflow and should_accept_fn that a call of prepare_batch gets apply to the samples that this call
+draws. A sample that an earlier call drew keeps the workflow of the earlier call. If the workflow is a class, every call
+makes a new instance. If the workflow must keep state from call to call, pass an instance.
 
 **Recovery.** A task is open from the draw of its sample until its group is consumed or rejected. A checkpoint holds the
 open tasks, and after a crash the unfinished tasks start again under their old ids (DataCursor, run/recover.py).
@@ -31,8 +32,9 @@ open tasks, and after a crash the unfinished tasks start again under their old i
 **Evaluation.** `for_evaluation()` makes a second executor that uses this engine and proxy. The second executor has no
 staleness gate, and it counts its task ids from 0.
 
-**What is not promised.** rollout_batch on an executor with a gate can wait for ever. If groups that wait for training
-hold all places, only a new version frees a place. Evaluations should use the executor that for_evaluation() made.
+**What is not promised.** rollout_batch on an executor with a gate can wait for ever: groups that wait for training may
+take all places of the gate, and only a new version adds places. Evaluations should use the executor that
+for_evaluation() made.
 """
 
 import asyncio
@@ -53,7 +55,7 @@ from staleness import RolloutStat, StalenessManager
 
 logger = logging.getLogger("nano_areal.executor")
 
-NO_LIMIT = 10**12  # an evaluation's limit for ages and for failures in a row
+NO_LIMIT = 10**12  # a limit for ages and for failures in a row that no evaluation reaches
 AcceptFn = Callable[[Trajectory], bool]
 Sample = dict[str, Any]
 NumberedSample = tuple[int, Sample]  # (task id, sample)
@@ -61,7 +63,7 @@ NumberedSample = tuple[int, Sample]  # (task id, sample)
 
 @dataclass(frozen=True)
 class ProxyAddress:
-    """The URLs of the proxies, through which agents reach the policy, and their admin key."""
+    """The URLs and the admin key of the proxies. Agents reach the policy through a proxy."""
 
     proxy_addr: str | tuple[str, ...]  # the URL of each proxy
     admin_key: str  # key of the proxies' management endpoints
@@ -100,8 +102,8 @@ class DataCursor:
     def number(self, samples: Iterable[Sample]) -> Iterator[NumberedSample]:
         """Yield each sample with a new task id."""
         for sample in samples:
-            self.next_id += 1
-            yield self.next_id - 1, sample
+            task_id, self.next_id = self.next_id, self.next_id + 1
+            yield task_id, sample
 
     def draw(self, dataloader: Any) -> Iterator[NumberedSample]:
         """Yield samples without end: first samples of tasks that start again, then new samples of `dataloader`."""
@@ -121,7 +123,7 @@ class DataCursor:
             raise
 
     def forget_closed(self, in_flight: set[int]) -> None:
-        """Forget the samples of closed tasks. A closed task is not in flight and does not wait to start again."""
+        """Keep the samples of the tasks that are in flight or must start again. Forget all other samples."""
         still_open = in_flight.union(self.restart)
         self.open = {task_id: sample for task_id, sample in self.open.items() if task_id in still_open}
 
@@ -151,13 +153,13 @@ class WorkflowExecutor:
             raise ValueError("rollout.dump_to_file writes text and needs a tokenizer: set tokenizer_path")
         batch, eta = config.consumer_batch_size or 1, config.max_head_offpolicyness
         concurrent = config.max_concurrent_rollouts or (eta + 1) * batch
-        self.staleness_manager = StalenessManager(self.engine, concurrent, batch, NO_LIMIT if self.evaluation else eta)
-        max_queue_size, max_failures = config.queue_size or 16 * concurrent, NO_LIMIT if self.evaluation else 0
-        decisions: DispatchState[RolloutTask, Trajectory] = DispatchState(
-            self.staleness_manager, head_version, max_queue_size, config.drop_stale, max_failures, self.trace
+        max_age, max_failures = (NO_LIMIT, NO_LIMIT) if self.evaluation else (eta, 0)
+        self.staleness_manager = gate = StalenessManager(self.engine, concurrent, batch, max_age)
+        max_queue = config.queue_size or 16 * concurrent
+        self.dispatcher: BatchTaskDispatcher[RolloutTask, Trajectory] = BatchTaskDispatcher(
+            self._run_episode, DispatchState(gate, head_version, max_queue, config.drop_stale, max_failures, self.trace)
         )
-        self.dispatcher = BatchTaskDispatcher(self._run_episode, decisions)
-        # The engine calls the first three of these methods, and the watcher of the processes calls `fail`.
+        # The engine calls `pause`, `resume` and `on_new_version`. The watcher of the processes calls `fail`.
         self.pause, self.resume = self.dispatcher.pause, self.dispatcher.resume
         self.on_new_version, self.fail = self.dispatcher.on_new_version, self.dispatcher.fail
         # All mutable state of this object. The dispatcher and the staleness manager have state of their own.
@@ -167,7 +169,7 @@ class WorkflowExecutor:
             self.engine.executor = self
 
     def for_evaluation(self) -> "WorkflowExecutor":
-        """Return a second executor, without a staleness gate. Destroy the second executor before this one."""
+        """Return a second executor, without a staleness gate. Destroy the second executor before the first."""
         return replace(self, trace=untraced, keep=None, evaluation=True)
 
     @property
@@ -178,7 +180,7 @@ class WorkflowExecutor:
     # ---- rollouts
 
     def submit(self, data: Sample, *args: Any, **kwargs: Any) -> int:
-        """Enqueue one prompt, which starts when the gate allows. Return its task id, for wait_for_task.
+        """Enqueue one prompt, which starts when the gate allows. Return the task id that wait_for_task needs.
 
         The arguments after `data` are passed to `make_tasks`: workflow, workflow_kwargs, should_accept_fn, group_size
         and is_eval.
@@ -195,7 +197,7 @@ class WorkflowExecutor:
         return concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Trajectory | None:
-        """Return one task's group, or None if it was rejected. The group then belongs to no batch."""
+        """Wait for one task and return its group, or None if the group was rejected. No batch will hold the group."""
         return self.dispatcher.wait_for_task(task_id, timeout)
 
     def rollout_batch(self, data: Iterable[Sample], *args: Any, **kwargs: Any) -> Trajectory:
@@ -207,7 +209,7 @@ class WorkflowExecutor:
         return concat_padded_tensors(groups)
 
     def rollout_each(self, data: Iterable[Sample], *args: Any, **kwargs: Any) -> list[Trajectory | None]:
-        """Roll out all prompts of `data`. Return one group for each prompt, in order, with None for a rejected group.
+        """Roll out all prompts of `data`. Return a list with the group of each prompt, or None for a rejected group.
 
         The arguments after `data` are passed to `make_tasks`.
         """
@@ -219,15 +221,14 @@ class WorkflowExecutor:
     def prepare_batch(self, dataloader: Any, *args: Any, **kwargs: Any) -> Trajectory:
         """Return the next training batch: dataloader.batch_size groups in order of start.
 
-        The arguments after `dataloader` are passed to `make_tasks`.
-        Raises ValueError if the dataloader's batch size is not the gate's consumer_batch_size, because the gate admits
-        as many groups per version as a step consumes.
+        The arguments after `dataloader` are passed to `make_tasks`. The gate admits consumer_batch_size groups for each
+        version. Raises ValueError if the dataloader's batch size is a different number.
         """
-        batch, counted = dataloader.batch_size, self.staleness_manager.consumer_batch_size
-        if batch != counted:
-            raise ValueError(f"rollout.consumer_batch_size={counted} must equal the dataloader's batch_size={batch}")
+        size, gate_size = dataloader.batch_size, self.staleness_manager.consumer_batch_size
+        if size != gate_size:
+            raise ValueError(f"rollout.consumer_batch_size={gate_size} must equal the dataloader's batch_size={size}")
         tasks = self.make_tasks(self._cursor.draw(dataloader), *args, **kwargs)
-        groups = self.dispatcher.active_submit_and_wait(tasks, batch)
+        groups = self.dispatcher.active_submit_and_wait(tasks, size)
         self._cursor.forget_closed(self.dispatcher.in_flight())
         return concat_padded_tensors(groups)
 
@@ -236,7 +237,7 @@ class WorkflowExecutor:
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run in its data: next_id, drawn, and open (see DataCursor).
 
-        Raises RuntimeError if the run has stopped, because it is then unknown which tasks are open.
+        Raises RuntimeError if the run has stopped, because a stopped run does not know which tasks are open.
         """
         self._cursor.forget_closed(self.dispatcher.in_flight())
         return {"next_id": self._cursor.next_id, "drawn": self._cursor.drawn, "open": dict(self._cursor.open)}
@@ -244,16 +245,16 @@ class WorkflowExecutor:
     def load_state_dict(self, state: dict[str, Any], finished: dict[int, Trajectory], version: int) -> None:
         """Continue from `state`, the state_dict after the step that made `version`. Call this before any submit.
 
-        `finished` maps task ids to the groups of open tasks that an earlier process had finished. These groups are
-        consumed first. All other open tasks start again under their ids. A finished group also starts again if it
-        would be too old when a step consumes it, which can happen if eta or the batch size is smaller now. A recovered
-        run has only one dataloader.
+        `finished` maps ids of open tasks to the groups that an earlier process had finished. The finished groups are
+        consumed first, and all other open tasks start again under their ids. If a finished group would be too old when
+        a step consumes it, its task also starts again. A group can be too old if the new run has a smaller eta or batch
+        size. A recovered run has only one dataloader.
         """
         gate, kept = self.staleness_manager, dict[int, Trajectory]()
         for task_id, group in finished.items():
             head = head_version(group)
-            turn = version + len(kept) // gate.consumer_batch_size  # the version that would consume this group
-            if head is None or turn - head <= gate.max_staleness:
+            consumed_at = version + len(kept) // gate.consumer_batch_size  # the version that would consume this group
+            if head is None or consumed_at - head <= gate.max_staleness:
                 kept[task_id] = group
         restart = [task_id for task_id in state["open"] if task_id not in kept]
         self._cursor = DataCursor(state["next_id"], state["drawn"], dict(state["open"]), restart, skip=state["drawn"])
@@ -313,7 +314,7 @@ class WorkflowExecutor:
     # ---- one prompt group, in the event loop's thread
 
     async def _run_episode(self, task: RolloutTask) -> Trajectory | None:
-        """Run steps 3 to 8 (see the top of this file) for one task. Return its group, or None to reject the task."""
+        """Run steps 3 to 8 (top of this file) for one task. Return the task's group, or None to reject the task."""
         version = self.engine.get_version()
         workflows.workflow_context.set(workflows.WorkflowContext(task.is_eval, task.task_id))
         try:
@@ -347,15 +348,15 @@ class WorkflowExecutor:
         self._keys.setdefault(kind, frozenset(trajectory))
 
     async def _count_members(self, failed: int) -> None:
-        """Count the members that raised in a group in which at least one member did not raise."""
+        """Count the `failed` members of a group. At least one other member of the group did not raise."""
         await self._hold_failure()
         self.staleness_manager.on_members_failed(failed)
 
     async def _hold_failure(self) -> None:
         """Wait `hold_failures` seconds before a failure counts. Raises RuntimeError if the run has stopped meanwhile.
 
-        When the proxy or a server dies, every episode raises. The wait gives `fail` time to stop the run, before
-        samples count as failed and are replaced.
+        When the proxy or a server dies, every episode raises. During the wait, `fail` can stop the run. Without the
+        wait, the samples would count as failed, and other samples would replace them.
         """
         await asyncio.sleep(self.hold_failures)
         self.dispatcher.check_alive()
