@@ -1,4 +1,4 @@
-"""Rewards: which values are rewards, and how a reward function runs without delaying other episodes.
+"""This module checks rewards, and runs a reward function without delaying other episodes.
 
 `parse_rewards` checks the rewards that an agent returned. `AsyncRewardWrapper` runs the reward function of a workflow
 that is not an agent.
@@ -52,8 +52,8 @@ _pool = PerLoop(lambda: WorkerPool(min(4, os.cpu_count() or 1)))  # all wrappers
 class AsyncRewardWrapper:
     """Makes a reward function awaitable: `await wrapper(prompt, completion, prompt_ids, completion_ids, **data)`.
 
-    A call raises what the function raises, or TimeoutError after `timeout_seconds`. The constructor raises ValueError
-    for a plain function that another process cannot import.
+    If the function raises, the call raises the same exception. After `timeout_seconds` the call raises TimeoutError.
+    The constructor raises ValueError for a plain function that another process cannot import.
     """
 
     def __init__(self, reward_fn: Callable[..., Any], timeout_seconds: float = 15.0) -> None:

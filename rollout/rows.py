@@ -1,8 +1,8 @@
-"""One row for training from the turns of one conversation.
+"""make_row makes one row for training from the turns of one conversation.
 
 The prompt of a conversation's last turn contains the tokens of all earlier turns, so the last turn's prompt and output
-are the whole row. The row marks which tokens each turn generated. An example with two turns, where a tool answered
-between them and a weight update came before the second turn:
+are the whole row. The row marks which tokens each turn generated. Example: a conversation has two turns. Between the
+turns a tool answered, and the policy got new weights:
 
     tokens       p  p  p  a  a  t  t  b  b  b       p: first prompt, a: output of turn 0, t: tool, b: output of turn 1
     loss_mask    0  0  0  1  1  0  0  1  1  1
@@ -11,9 +11,11 @@ between them and a weight update came before the second turn:
 
 Number t of each list describes token t.
 
-Which turns are trained. A turn stays in the row as context without being trained in four cases: another row already
-trains the turn, the agent asked the proxy not to store the call, the trainer cannot reproduce how the tokens were
-sampled (`trains_exactly`), or the turn is a side conversation (calls/side_conversations.py).
+A row trains on its turns. In four cases a turn is only context:
+- another row already trains on the turn;
+- the agent asked the proxy not to store the call;
+- the trainer cannot reproduce how the tokens were sampled (`trains_exactly`);
+- the turn is a side conversation (calls/side_conversations.py).
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ from typing import Any
 
 
 def is_left_out(turn: Any) -> bool:
-    """Return whether an interaction is a side conversation that nobody rewarded by its id."""
+    """Return whether an interaction is a side conversation without a reward of its own."""
     return turn.is_side and turn.reward is None
 
 
@@ -31,9 +33,9 @@ def is_trainable(turn: Any) -> bool:
 
 
 def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
-    """Return the row of a conversation: lists of L numbers, one for each token, and lists of one number.
+    """Return the row of a conversation as a dict of lists. A list has L numbers, one for each token, or one number.
 
-    `turns` are the finished interactions of the row from the first to the last, each with whether this row trains it.
+    `turns` holds pairs, from the first turn to the last: a finished interaction, and whether the row trains on it.
     L numbers: input_ids, attention_mask, loss_mask, logprobs (behaviour policy), versions, turn_ids, turn_rewards
     (final reward of the token's turn), temperatures. One number: rewards (of the last turn), truncated (1 if the length
     limit ended the last turn), regenerated (number of segments generated again), side_conversations (1 if left out).
@@ -64,13 +66,13 @@ def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
         row["turn_ids"][span] = [turn.turn] * n
         row["turn_rewards"][span] = [turn.reward or 0.0] * n
         row["temperatures"][span] = [turn.tokens.temperature] * n
-        row["regenerated"][0] += turn.tokens.regenerated * trained  # counts a turn only in the row that trains it
+        row["regenerated"][0] += turn.tokens.regenerated * trained  # only the row that trains on a turn counts it
     return row
 
 
 def row_to_tensors(row: dict[str, list]) -> dict[str, Any]:
     """Return a row as tensors of shape (1, L) or (1,), with the dtypes of trajectory.py."""
-    import torch  # here, because the proxy makes rows and starts faster without torch
+    import torch  # not at the top, because the proxy imports this module and starts faster without torch
 
     from rollout.trajectory import ROW_KEYS, TOKEN_KEYS
 

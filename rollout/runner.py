@@ -6,19 +6,19 @@ episodes.
     runner.submit(async_fn, *args, task_id=7)   starts async_fn(*args) in the loop
     runner.on_done(result)                      is called in the loop's thread when the task has ended
 
-**Every change of state happens under one lock.** `wait_for(attempt)` calls `attempt` again after each change, and only
-then, so no thread polls. Example: three tasks run and the trainer waits for two results. The runner calls `attempt`
-when the first task ends, and again when the second task ends.
+**Every change of state happens under one lock.** `wait_for(attempt)` calls `attempt` after each change, so no thread
+polls. Example: three tasks run and the trainer waits for two results. The runner calls `attempt` when the first task
+ends, and again when the second task ends.
 
 **Replacing the runner.** The dispatcher uses threads and time only through the public names of this class. The tests
 therefore run the dispatcher on a subclass with a virtual clock (tests/rollout/test_dispatcher.py: VirtualRunner).
 
-**Errors.** An exception of a task becomes the result of the task. An exception of the runner's or the dispatcher's own
-code in the thread goes to `on_failure`, and the dispatcher then stops the run. destroy() cancels the running tasks,
-lets them clean up, and joins the thread.
+**Errors.** If a task raises, the exception becomes the result of the task. If the runner's or the dispatcher's own code
+raises in the thread, the runner calls `on_failure`, and the dispatcher stops the run. destroy() cancels the running
+tasks, lets them clean up, and joins the thread.
 
-**What is not promised.** A task that blocks the loop blocks all tasks. A task that ignores its cancellation outlives
-destroy(), which writes the task's id to the log.
+**What is not promised.** A task that blocks the loop blocks all tasks. If a task ignores its cancellation, it continues
+after destroy(), and destroy() writes the task's id to the log.
 """
 
 import asyncio
@@ -84,10 +84,10 @@ class AsyncTaskRunner:
             self._loop.call_soon_threadsafe(self._start, task_id, async_fn, args, context=contextvars.Context())
 
     def wait_for(self, attempt: Callable[[], T], timeout: float | None) -> T:
-        """Call attempt() under the lock, now and after every `lock.notify_all()`, until its result is true.
+        """Call attempt() under the lock, at once and after every `lock.notify_all()`, until its result is true.
 
-        Returns the last result of attempt(), which is false if `timeout` seconds have passed (None: wait for ever).
-        Raises what attempt() raises. Ctrl-C ends the wait of the main thread at once.
+        Returns the last result of attempt(). After `timeout` seconds this result may be false (None: wait for ever).
+        If attempt() raises, the wait ends with the same exception. Ctrl-C ends the wait of the main thread at once.
         """
         with self.lock:
             return self.lock.wait_for(attempt, timeout)
@@ -122,11 +122,11 @@ class AsyncTaskRunner:
         self._active[task_id] = self._loop.create_task(self._supervise(task_id, async_fn, args))
 
     async def _supervise(self, task_id: int, async_fn: AsyncFn, args: tuple) -> None:
-        """Run one task to its end and report its result. An exception of on_done goes to on_failure."""
+        """Run one task to its end and report its result. If on_done raises, pass the exception to on_failure."""
         create_time = time.monotonic_ns()
         try:
             result = TimedResult(task_id, create_time, await async_fn(*args))
-        except (KeyboardInterrupt, GeneratorExit):  # the interpreter raised this, and the loop must end
+        except (KeyboardInterrupt, GeneratorExit):  # raised by the interpreter to end the loop
             raise
         except BaseException as error:  # also SystemExit, and errors that do not derive from Exception
             result = TimedResult(task_id, create_time, None, error)

@@ -118,7 +118,7 @@ def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = No
 
 
 def number_turns(loss_mask: Tensor) -> Tensor:
-    """Return (B, L) with k on the k-th unbroken run of ones in each row (k = 0, 1, ...), and -1 elsewhere."""
+    """Return (B, L): k on the k-th unbroken run of ones in each row (k = 0, 1, ...), and -1 on zeros."""
     trained = loss_mask > 0  # (B, L)
     starts = trained.clone()
     starts[:, 1:] &= ~trained[:, :-1]
@@ -129,7 +129,7 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
     """Return a trajectory with every key of the table, in the dtype of the table. All other keys are kept.
 
     If `versions` is missing, every generated token gets `version`. The caller passes the policy version at the start of
-    the episode, so that the age is never understated. Missing `logprobs` become zeros, which are correct only for an
+    the episode, so that the age is never understated. Missing `logprobs` become zeros. Zeros are correct only for an
     objective that recomputes the old log-probabilities.
     """
     rows, shape = len(traj["input_ids"]), traj["input_ids"].shape
@@ -151,9 +151,9 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
 def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad all trajectories to the longest one, and stack their rows in order.
 
-    A key whose tensors all have the shape [B, L, ...] is padded along L, with its value in PADDING or else with 0.
-    Tensors of every other key are concatenated without padding. Raises ValueError if there is no trajectory, or
-    if the trajectories have different keys.
+    If all tensors of a key have the shape [B, L, ...], they are padded along L with PADDING[key], or with 0 if PADDING
+    lacks the key. Tensors of every other key are concatenated without padding. Raises ValueError if there is no
+    trajectory, or if the trajectories have different keys.
     """
     if not trajectories:
         raise ValueError("no trajectories to concatenate")

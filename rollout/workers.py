@@ -8,25 +8,25 @@ All episodes of a run share one event loop, so such code runs in a separate proc
         async with time_limit(15, "..."):       the wait for a worker does not count
             value = await worker.call(function, *args)
 
-**One call at a time.** While a block `async with pool.worker()` runs, no other block uses its worker. If the block
+**One call at a time.** Only one block `async with pool.worker()` uses a worker at a time. If the block
 ends before the call has returned (after a cancellation or a time limit), the worker is killed, and the next call gets
 a new process. If a worker dies by itself, only the call that the worker was running fails.
 
 **How a worker ends.** A worker and its parent hold the two ends of a socket, and a thread of the worker reads from the
 socket. When the parent ends, even by kill -9, the read returns. The thread then kills the worker's process group: the
-worker and every process that its code has started. Processes that the worker starts do not inherit its end of the
-socket, so the parent notices at once when a worker dies. Ctrl-C reaches only the parent, because each worker has a
+worker and every process that its code has started. Processes that the worker starts do not inherit the worker's end of
+the socket, so the parent notices at once when a worker dies. Ctrl-C reaches only the parent, because each worker has a
 process group of its own.
 
 **Messages.** The calls and results that go through the socket are pickled: functions by name, arguments and results by
-value. The caller receives the worker's exception, with the worker's traceback as a note, or a RuntimeError with the
-text of the exception if it cannot be pickled. A worker imports the module of the function, but not the script that was
-started, because that script would import torch in every worker. Functions and classes must therefore not be defined in
-`__main__`. A worker serves many calls, one after another. A later call sees the global variables and the environment
-that earlier calls have left.
+value. If the worker raises, the caller receives the exception, with the worker's traceback as a note. If the exception
+cannot be pickled, the caller receives a RuntimeError with the text of the exception. A worker imports the module of the
+function. It does not import the script that was started, because the script would import torch in every worker.
+Functions and classes must therefore not be defined in `__main__`. A worker serves many calls, one after another. A
+later call sees the global variables and the environment that earlier calls have left.
 
-**Agents.** `run_agent` puts the URL and the key of the session into the environment, where the SDKs look for them. An
-agent may use synchronous clients, because nothing else runs in its process.
+**Agents.** `run_agent` puts the URL and the key of the session into the environment. The SDKs of OpenAI and Anthropic
+read the URL and the key from there. An agent may use synchronous clients, because nothing else runs in its process.
 
 **What is not promised.** Workers need process groups, so workers do not run on Windows. If a worker's code never
 releases the interpreter's lock, the worker outlives a parent that was killed.
@@ -81,7 +81,7 @@ def check_importable(thing: Any, name: str, remedy: str) -> None:
 
 
 class Worker:
-    """One process, with the parent's end of the socket to this process."""
+    """A process, and the parent's end of the socket that connects the parent with the process."""
 
     def __init__(self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process, self._reader, self._writer = process, reader, writer
@@ -94,7 +94,7 @@ class Worker:
         with theirs:
             streams = await asyncio.open_unix_connection(sock=ours)
             fd = theirs.fileno()
-            paths = [path for path in sys.path if isinstance(path, str)]  # Python's import also ignores other entries
+            paths = [path for path in sys.path if isinstance(path, str)]  # Python's import ignores all other entries
             code = f"import sys; sys.path[:] = {paths}; from rollout import workers; workers.serve({fd})"
             command = [sys.executable, "-c", code]
             process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True)
@@ -159,7 +159,7 @@ class WorkerPool:
                     await worker.end()
 
     async def aclose(self) -> None:
-        """End the idle workers. A worker that runs a call ends when the event loop cancels that call."""
+        """End the idle workers. Every other worker runs a call, and ends when the event loop cancels its call."""
         while self._idle:
             await self._idle.pop().end()
 
@@ -172,8 +172,8 @@ def serve(fd: int) -> None:
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
     # A forked child must close the socket. If the child kept the socket open, the parent would not notice the death of
-    # this worker. The close() of the base class is used, because the close() of Python's socket class would wait for
-    # the stream that the thread below reads.
+    # this worker. The child calls the close() of the base class. The close() of Python's socket class would wait for
+    # the thread below, which reads from the socket.
     os.register_at_fork(after_in_child=functools.partial(socket.SocketType.close, channel))
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
@@ -224,7 +224,8 @@ async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, ours: bool = True) -> Any:
     """Run `agent.run` in a worker, with the session's URL and key in the environment. Return the rewards.
 
-    With `ours`, requests to the host of base_url bypass the HTTP proxy that environment variables may set.
+    If `ours` is true, the host of base_url belongs to this run. Requests to the host then bypass any HTTP proxy that
+    environment variables name.
     """
     hosts = {*os.environ.get("NO_PROXY", "").split(","), urlsplit(base_url).hostname if ours else None}
     no_proxy = ",".join(host for host in hosts if host)
