@@ -1,9 +1,9 @@
 """The staleness gate limits how many prompt groups may start, and checks the age of each group before training.
 
 Asynchronous training starts rollouts before the weights that will be trained on them exist. The **age** of a prompt
-group is the policy version of the step that consumes the group, minus the group's head version (the oldest version
-among its generated tokens). `max_head_offpolicyness`, here eta, is the largest age allowed. With eta = 0 training is
-synchronous.
+group is the policy version of the step that consumes the group, minus the group's head version. The head version is the
+oldest version among the group's generated tokens. `max_head_offpolicyness`, here eta, is the largest age allowed. With
+eta = 0 training is synchronous.
 
 **The unit is one prompt group.** The n_samples episodes of one prompt start, finish, are accepted or rejected, and are
 consumed together. B (`consumer_batch_size`) and `max_concurrent_rollouts` count groups, not sequences.
@@ -11,21 +11,22 @@ consumed together. B (`consumer_batch_size`) and `max_concurrent_rollouts` count
 **The gate** (write-up, section 1.2). At version v a group may start while fewer than (eta + v + 1) * B groups are
 accepted or running, and fewer than `max_concurrent_rollouts` groups are running. A group goes through these states:
 
-    enqueued -> running -> accepted   (the group keeps its place in the sum, even after a step has consumed the group)
+    enqueued -> running -> accepted   (the group keeps its place for ever: every step adds B places to the limit)
                         -> rejected   (the group's place becomes free; a failed group counts as rejected, too)
 
-An accepted group may later be dropped because it is too old, or withdrawn because wait_for_task fetched it. The place
-of a dropped or withdrawn group becomes free.
+The gate has (eta + v + 1) * B places, one for each group. If an accepted group is too old, a step drops the group.
+If wait_for_task fetches an accepted group, the group is withdrawn from the batches. The place of a dropped or withdrawn
+group becomes free.
 
 **Why age <= eta.** The gate bounds the age only together with *consumption in order of start*. Number the groups that
 were not rejected 1, 2, 3, ... in order of start. A group that starts at version s gets a number p <= (eta + s + 1) *
 B, because the gate counted this group and every group before it. Later rejections can only lower p. Each step
-consumes the next B numbers. Step 1 consumes at version 0 and makes version 1, so group p, which belongs to step
-ceil(p / B), is consumed at version ceil(p / B) - 1 <= eta + s. No token of the group has a version below s, so the
-group's age is at most eta.
+consumes the next B numbers, so step ceil(p / B) consumes group p. Step 1 consumes at version 0 and makes version 1, so
+group p is consumed at version ceil(p / B) - 1 <= eta + s. No token of the group has a version below s, so the group's
+age is at most eta.
 
-The gate cannot block forever. At version v, v * B groups have been consumed. If no group runs and no batch of B is
-complete, fewer than (v + 1) * B groups are counted, and the gate lets another group start.
+The gate cannot block forever. At version v, v * B groups have been consumed. Suppose that no group runs, and that fewer
+than B finished groups wait. Then fewer than (v + 1) * B groups are counted, and the gate lets another group start.
 
 Example: with eta = 1 and B = 2, four groups start at version 0. Two groups are consumed at age 0, two at age 1.
 
@@ -36,7 +37,8 @@ slowest group.
 
 **What is not promised.** The proof assumes that a trainer consumes B groups per version, that versions only grow, and
 that set_version is called after the servers have the new weights. If an assumption is violated, a group can be too old
-when a step consumes it. The age check then raises StalenessError. With drop_stale the group is dropped and counted.
+when a step consumes it. The age check finds such a group, and raises StalenessError. With drop_stale the dispatcher
+drops and counts the group instead.
 """
 
 import threading
@@ -72,8 +74,8 @@ class RolloutStat:
 class StalenessManager:
     """The staleness gate (write-up, section 1.2) and the age check at consumption. All methods are thread-safe.
 
-    A method calls version_provider.get_version() before the method takes `_lock`, so `_lock` is never held meanwhile.
-    If the version grows between these two events, the gate is stricter than necessary for a moment, never too loose.
+    No method holds `_lock` while it calls version_provider.get_version(). get_capacity reads the version before the
+    counters. If the version grows between the two reads, the gate is too strict for a moment, and never too loose.
     """
 
     version_provider: VersionProvider
@@ -106,7 +108,7 @@ class StalenessManager:
         return min(concurrency_capacity, staleness_capacity)
 
     def get_pending_limit(self) -> int:
-        """Return how many prompts to keep enqueued: (eta + 1) * B, the most groups that start between two batches."""
+        """Return how many prompts to enqueue: the gate admits at most (eta + 1) * B groups between two batches."""
         return (self.max_staleness + 1) * self.consumer_batch_size
 
     def get_stats(self) -> RolloutStat:
@@ -157,15 +159,15 @@ class StalenessManager:
         self._move("accepted", "withdrawn")
 
     def on_members_failed(self, count: int) -> None:
-        """Count group members that raised an exception. Their group is counted separately."""
+        """Count `count` group members that raised an exception. The counters of groups stay as they are."""
         with self._lock:
             self._stat.failed_members += count
 
     def on_version_recovered(self, version: int, finished_untrained: int = 0) -> None:
         """Set `accepted` after a restart: version * B consumed groups, plus the finished groups that were restored.
 
-        Without this call `accepted` would start at 0 while the version does not. The gate would then admit
-        version * B groups too many (AReaL #1388).
+        Without this call `accepted` would be 0 after a restart, and the gate would admit version * B groups too many
+        (AReaL #1388).
         """
         with self._lock:
             self._stat.accepted = version * self.consumer_batch_size + finished_untrained
