@@ -19,8 +19,8 @@ If a workflow raises, the sample is rejected and also counted as failed.
 `resolve_workflow` makes a workflow from a workflow object, a class with its arguments, an import path, or an agent.
 
 **Agents.** The proxy opens a session for each episode, and the agent gets the session's URL as base_url. The agent
-returns a number (the reward of its last completion), or a dict {completion id: reward}, or None if it has already sent
-its rewards to the proxy over HTTP. An episode in which no reward was set is rejected.
+returns a number (the reward of its last completion) or a dict {completion id: reward}. If the agent has already sent
+its rewards to the proxy over HTTP, it returns None. An episode without any reward is rejected.
 
 **Where agents run** (Agent Workflow, "Execution Modes"). In mode inline all agents run in one event loop. One agent
 object serves many episodes at once, so `run` must keep the state of an episode in local variables. A blocking call (a
@@ -29,8 +29,9 @@ of the agent (rollout/workers.py), so agents may use synchronous code. The agent
 takes about 50 MB.
 
 **Groups** (Rollout Workflow, "Grouped Rollout"). The members of a group run concurrently, each with its own copy of
-`data`. A member that returns None or raises is left out, and the other members are kept. Example: of four members one
-raises and one returns None; the group then has two rows. If all members raise, the group raises the first exception.
+`data`. A member that returns None or raises is left out, and the other members are kept. Example: in a group of four,
+one member raises and one returns None. The group then has two rows. If all members raise, the group raises the first
+exception.
 
 **Seeds.** If the run has a seed, the sampling seed of each request depends only on (seed, task, member, turn). Other
 episodes that run at the same time do not change the sampling seed.
@@ -110,7 +111,7 @@ def is_interactions(result: Any) -> bool:
 
 
 def to_tensors(result: Any) -> Trajectory:
-    """Return an episode's result as tensors, one row per interaction. `parents` holds the index of each parent row."""
+    """Return an episode's result as tensors: one row per interaction. `parents` holds the row of each row's parent."""
     if not is_interactions(result):
         return result
     places = {interaction: k for k, interaction in enumerate(result.values())}
@@ -170,14 +171,13 @@ class RLVRWorkflow(RolloutWorkflow):
 class MultiTurnWorkflow(RLVRWorkflow):
     """Sample an answer. While the reward is not positive, add `reflection_message` and sample another answer.
 
-    If the k-th answer is the last one (k = 1, 2, ...), the episode's reward is turn_discount^(k-1) times the reward of
-    this answer. Each new prompt consists of the last prompt, the sampled tokens, and the reflection message. Sampled
-    tokens are not tokenised again (calls/prompts.py). A conversation that fills the context ends with the reward of
-    its last answer.
+    After k answers the episode's reward is turn_discount^(k-1) times the reward of the last answer. Each new prompt
+    consists of the last prompt, the sampled tokens, and the reflection message. Sampled tokens are not tokenised again
+    (calls/prompts.py). A conversation ends when it fills the context.
     """
 
     max_turns: int = 3  # the largest number of answers
-    turn_discount: float = 0.9  # factor on the reward for each further answer
+    turn_discount: float = 0.9  # each answer after the first multiplies the reward by this factor
     reflection_message: str = "That is not right. Think about what went wrong, then answer again."
 
     def __post_init__(self) -> None:
@@ -196,7 +196,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
         while len(turns) < self.max_turns and reward <= 0 and (not turns or len(prompt_ids) < context):
             turns.append(await self.turn(engine, prompt_ids, turn=len(turns)))
             reward = await self.reward(turns[-1], data)
-            # The next prompt holds the tokens of the answer, so the text of the answer is a placeholder.
+            # The text of the answer is a placeholder, because the next prompt holds the sampled tokens instead.
             answer = [{"role": "assistant", "content": "replaced by the sampled tokens"}]
             parent = Interaction(messages, model_response=turns[-1], output_message_list=answer)
             messages = [*messages, *answer, {"role": "user", "content": self.reflection_message}]
@@ -227,7 +227,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
             return None
         if not all(map(is_interactions, episodes)):
             rows = [to_tensors(episode) for episode in episodes]
-            # `parents` holds row numbers within one member, which would be wrong within the group.
+            # `parents` is left out, because its row numbers count the rows of one member and not of the group.
             return concat_padded_tensors([{k: x for k, x in row.items() if k != "parents"} for row in rows])
         merged = {key: value for episode in episodes for key, value in episode.items()}
         if len(merged) < sum(map(len, episodes)):
@@ -247,20 +247,20 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 def make_agents_client() -> Any:
-    """Return an HTTP client for agents that use the openai SDK. No request has a time limit; each episode has one."""
+    """Return an HTTP client for agents that use the openai SDK. Episodes have a time limit, and requests have none."""
     transport: Any = StackTransport(sdk_http)
     return openai.DefaultAsyncHttpxClient(transport=transport, timeout=None, trust_env=False)
 
 
-# The episodes of one event loop share a transport for the proxy's /rl endpoints, the agents' HTTP client, and the
-# worker processes of mode subproc.
+# The episodes of one event loop share three things: a transport for the proxy's /rl endpoints, the agents' HTTP client,
+# and the worker processes of mode subproc.
 _rl_transport = PerLoop(StackTransport)
 _agents_client = PerLoop(make_agents_client)
 
 
 @functools.cache
 def agents_pool(size: int) -> PerLoop[WorkerPool]:
-    """Return the pool of at most `size` worker processes for mode subproc; one pool for each event loop."""
+    """Return the pools of mode subproc. Each event loop has one pool of at most `size` worker processes."""
     return PerLoop(lambda: WorkerPool(size))
 
 
@@ -311,7 +311,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         return side | interactions if client.rewarded_count else None
 
     def _choose_proxy(self) -> str:
-        """Return the proxy of this episode, chosen by task and member so that all proxies get as many episodes."""
+        """Return the proxy of this episode. Task and member decide, so all proxies get equally many episodes."""
         addresses = (self.proxy_addr,) if isinstance(self.proxy_addr, str) else self.proxy_addr
         context = _context.get()
         return addresses[((context.task_id or 0) + context.sample_idx) % len(addresses)]
@@ -334,7 +334,7 @@ def import_string(path: str) -> Any:
 
 
 def _instantiate(cls: type, kwargs: dict[str, Any], defaults: dict[str, Any]) -> Any:
-    """Return `cls(**kwargs)`, after adding each of `defaults` that the class accepts and kwargs lack."""
+    """Return `cls(**kwargs)`. If the class accepts an argument that kwargs lack, the value comes from `defaults`."""
     signature = inspect.signature(cls)
     kwargs = {key: value for key, value in defaults.items() if key in signature.parameters} | kwargs
     try:
