@@ -97,7 +97,7 @@ def test_the_pending_limit_is_one_gate_full():
 
 
 def test_an_impossible_event_is_an_error():
-    """To accept a rollout that was never submitted raises an error, and no counter becomes negative."""
+    """If a rollout is accepted that was never submitted, the manager raises an error. No counter becomes negative."""
     manager = make_manager()
     with pytest.raises(RuntimeError, match="became accepted, but none was running"):
         manager.on_rollout_accepted()
@@ -278,10 +278,10 @@ def test_dropping_never_ends_in_a_deadlock(eta, batch, concurrent, data):
 
 
 def largest_age(eta: int, batch: int, late: int, in_order_of_start: bool) -> int:
-    """Return the largest age if group 0 is much slower than the other groups, with or without order of start.
+    """Return the largest age if group 0 is much slower than all others and groups are consumed in the given order.
 
-    Every other group ends as soon as it has started. In order of start the first batch waits for group 0. In order of
-    completion group 0 ends at version `late`. The gate is a real StalenessManager.
+    Every other group ends as soon as it has started. In order of start, the first batch waits for group 0. In order of
+    completion, group 0 ends at version `late`. The gate is a real StalenessManager.
     """
     clock = Version()
     manager = StalenessManager(clock, 100, batch, eta)

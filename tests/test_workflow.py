@@ -54,7 +54,7 @@ def interaction(*output: int, reward: float = 0.0) -> InteractionWithTokenLogpRe
 
 
 class Function(RolloutWorkflow):
-    """A workflow that returns the result of a function of the workflow context and the sample."""
+    """A workflow that returns function(workflow context, sample)."""
 
     def __init__(self, function: Callable[[WorkflowContext, dict], Any]) -> None:
         self.function = function
@@ -341,7 +341,7 @@ def test_a_member_that_exits_is_a_failed_member(caplog: pytest.LogCaptureFixture
     async def episode() -> Any:
         return await GroupedRolloutWorkflow(Function(member), 3).arun_episode(None, {})
 
-    assert len(asyncio.run(episode())["rewards"]) == 2  # asyncio.run, because a SystemExit would end the event loop
+    assert len(asyncio.run(episode())["rewards"]) == 2  # a SystemExit would end asyncio.run
     assert "RuntimeError: the episode called sys.exit(3)" in caplog.text
 
 
@@ -362,8 +362,8 @@ async def test_a_ragged_group_is_still_one_group() -> None:
 
 @pytest.mark.anyio
 async def test_a_group_of_nothing_is_rejected_and_a_group_of_errors_raises_the_first() -> None:
-    """A group is rejected if its members return None or raise exceptions. If all members raise, the group raises the
-    first exception.
+    """If some members raise and all others return None, the group is rejected. If every member raises, the group raises
+    the first exception.
 
     GroupedRolloutWorkflow calls on_failures if some members raised an exception and others did not.
     """
@@ -419,8 +419,8 @@ async def test_members_do_not_write_into_each_others_sample() -> None:
 
 @pytest.mark.anyio
 async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() -> None:
-    """The interactions of all members are merged, or become tensors if a member returned tensors. A repeated
-    interaction id raises an error."""
+    """The interactions of all members are merged. If a member returned tensors, all interactions become tensors. A
+    repeated interaction id raises an error."""
 
     def calls(context: WorkflowContext, data: dict) -> Any:
         name = data["names"][context.sample_idx]

@@ -119,7 +119,7 @@ class Stage:
 
 
 class Background:
-    """A call that runs in a thread. result() returns the result of the call, or raises the exception of the call."""
+    """Runs `call` in a thread. result() waits, then returns what the call returned or raises what the call raised."""
 
     def __init__(self, call: Callable[[], Any]):
         self._future: Future = Future()
@@ -228,8 +228,8 @@ def test_a_waiting_trainer_is_woken_by_a_new_version(make_stage, log):
 
 
 def test_waiting_for_what_was_never_submitted_is_logged(make_stage, log):
-    """Waiting for a task that was never submitted is logged, but is no error, because another thread may submit the
-    task."""
+    """If the trainer waits before any task is submitted, the dispatcher logs a warning. The wait goes on, because
+    another thread may submit a task."""
     stage = make_stage()
     waiting = Background(lambda: stage.take(1, timeout=None))
     assert "waiting for a new task" in log.get(timeout=DEADLINE)
@@ -350,7 +350,7 @@ def test_the_same_error_again_and_again_ends_the_run(make_stage):
 
 
 def test_how_many_failures_are_a_bug():
-    """By default the run stops after two batches of failures in a row, and never after fewer than eight failures."""
+    """By default the run stops after two batches of failures in a row, and at least eight failures are needed."""
     for batch, limit in ((1, 8), (32, 64)):
         manager = StalenessManager(Version(), 1, batch, 0)
         state: DispatchState = DispatchState(manager, lambda _: None, max_queue_size=1)
@@ -358,8 +358,8 @@ def test_how_many_failures_are_a_bug():
 
 
 def test_one_success_ends_a_row_of_failures(make_stage):
-    """Only failures in a row stop the run. A rejection between failures starts the count anew, because a rejected
-    episode worked."""
+    """Only failures in a row stop the run. After a rejection the count begins anew, because a rejected episode did not
+    raise."""
     stage = make_stage(eta=100, concurrent=1, max_failures=2)
     for task_id in range(0, 20, 2):
         stage.crash(task_id, ValueError("now and then"))
@@ -371,9 +371,9 @@ def test_one_success_ends_a_row_of_failures(make_stage):
 
 
 def test_a_row_of_rejections_is_logged_once(make_stage, caplog):
-    """Many rejections in a row are logged one time. After an accepted group the count begins anew."""
+    """Many rejections in a row log one warning. After an accepted group the count begins anew."""
     stage = make_stage(eta=100, concurrent=1, max_failures=3)
-    accepted = (2, 10)  # so 2, 7 and 3 rejections follow each other
+    accepted = (2, 10)  # 2, 7 and 3 rejections in a row
     for task_id in range(14):
         stage.finish(task_id) if task_id in accepted else stage.reject(task_id)
     stage.submit(*range(14))
@@ -534,9 +534,9 @@ def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
     lock, main_thread, through = stage.dispatcher.runner.lock, threading.get_ident(), threading.Event()
 
     async def interrupt(task: Prompt) -> None:
-        with lock:  # the main thread frees the lock when it waits
+        with lock:  # wait until the main thread waits and so frees the lock
             pass
-        while not through.is_set():  # repeated, because a signal may come before the wait
+        while not through.is_set():  # a loop, because the first signal may come before the wait
             signal.pthread_kill(main_thread, signal.SIGINT)
             await asyncio.sleep(1)
         await asyncio.get_running_loop().create_future()
@@ -557,13 +557,13 @@ def test_repr_shows_the_state(make_stage):
     assert repr(stage.state).startswith("DispatchState(open, pending=1, started=2, StalenessManager(version=0,")
 
 
-# ---- the seam: virtual time
+# ---- virtual time
 
 
 class VirtualRunner(AsyncTaskRunner):
-    """A runner in virtual time. A task takes durations(task_id) seconds, and only a wait moves the clock."""
+    """A runner in virtual time. A task takes durations(task_id) seconds, and the clock moves only in wait_for."""
 
-    def __init__(self, durations: Callable[[int], float]):  # without an event loop and a thread
+    def __init__(self, durations: Callable[[int], float]):  # makes no thread and no event loop
         self.lock = threading.Condition()
         self.durations = durations
         self.now = 0.0

@@ -44,7 +44,7 @@ class Waits(Echo):
         self.loop = asyncio.get_running_loop()
         self.started.append(data["n"])
         await self.gates[data["n"]].wait()
-        if data["n"] == 3:  # each episode ends an older episode, so the order is reversed
+        if data["n"] == 3:  # each episode ends an older episode, so the oldest ends last
             self.gates[2].set()
         elif data["n"] > 0:
             self.gates[data["n"] - 1].set()
@@ -213,8 +213,8 @@ def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size:
     """If the proxy dies, the run stops before any episode counts as failed, and every later call of state_dict raises
     an error.
 
-    If such an episode counted as failed, a new prompt would replace the episode's prompt, and a checkpoint would lose
-    it.
+    If the episode counted as failed, a new prompt would replace its prompt, and the next checkpoint would lack the old
+    prompt.
     """
 
     class LosesItsProxy(Echo):
@@ -244,8 +244,8 @@ def test_the_same_failure_again_and_again_stops_the_run(make: Make) -> None:
 
 
 def test_the_loaders_batch_is_what_the_gate_counts(make: Make) -> None:
-    """A dataloader whose batch size differs from consumer_batch_size raises an error, and so does a dataloader
-    without samples."""
+    """prepare_batch raises an error if the dataloader's batch size is not consumer_batch_size, or if the dataloader
+    has no samples."""
     with pytest.raises(ValueError, match="consumer_batch_size=2 must equal the dataloader's batch_size=3"):
         make().prepare_batch(loader(SAMPLES, batch_size=3), Echo())
     with pytest.raises(ValueError, match="no samples"):
@@ -410,7 +410,7 @@ async def pays(prompt: str, completion: str, prompt_ids: list, completion_ids: l
 
 
 def test_dumps_are_the_documents_lines(make: Make, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """The files of dumped trajectories have the paths and the fields of (Rollout Workflow, "Trajectory Dumping")."""
+    """Dumped files have the paths and the fields that (Rollout Workflow, "Trajectory Dumping") describes."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "vier")
     executor = make(engine, tokenizer=tiny_tokenizer, dump_dir=tmp_path)
     engine.set_version(5)
@@ -440,7 +440,7 @@ def test_dumps_are_the_documents_lines(make: Make, tiny_tokenizer: Any, tmp_path
 
 
 def test_dumps_without_a_tokenizer_are_refused_at_the_start(make: Make, tmp_path: Path) -> None:
-    """An executor that is to dump trajectories raises an error at its construction if it gets no tokenizer."""
+    """An executor with dump_to_file and without a tokenizer raises an error at its construction."""
     with pytest.raises(ValueError, match="set tokenizer_path"):
         make(dump_dir=tmp_path)
     make(dump_dir=tmp_path, config={"dump_to_file": False})
@@ -526,8 +526,7 @@ def test_a_dict_rewards_the_completions_it_names(run_agent: Any) -> None:
 
 
 def test_none_means_what_the_agent_set_itself(run_agent: Any) -> None:
-    """If an agent returns None, its episode is rejected, unless the agent has posted a reward. The posted reward may
-    be 0."""
+    """If an agent posts no reward and returns None, its episode is rejected. A posted reward of 0 is a reward."""
     assert run_agent(Talks(lambda ids: None)) == (None, RolloutStat(rejected=1))
 
     class SetsItself(Talks):

@@ -80,7 +80,7 @@ async def test_both_modes_sample_the_same_tokens(proxy: ProxyAddress) -> None:
     apart = replace(inline, mode="subproc")
     rows = [to_tensors(await workflow.arun_episode(None, QUESTION)) for workflow in (inline, apart)]
     assert rows[0]["input_ids"].shape[1] > 40
-    for key in rows[0]:  # the cached prompt changes the order of the server's sums
+    for key in rows[0]:  # not bit by bit: with a cached prompt the server adds in another order
         torch.testing.assert_close(rows[0][key], rows[1][key], rtol=0, atol=1e-5)
 
 
@@ -104,7 +104,7 @@ def test_an_episode_that_waits_for_a_process_holds_no_session(run_agent: Run, pr
 
 @pytest.mark.parametrize("mode", ["inline", "subproc"])
 def test_an_agent_that_sets_nothing_is_rejected(run_agent: Run, mode: str) -> None:
-    """In both modes an agent that returns None and posts no reward is rejected, and does not count as failed."""
+    """If an agent returns None and posts no reward, each mode rejects its episode and counts no failure."""
     assert run_agent(mode_agents.Talks, {"then": "is_silent"}, mode=mode) == ([None], RolloutStat(rejected=1))
 
 
@@ -241,7 +241,7 @@ async def test_a_function_that_a_worker_cannot_import_is_an_error_and_no_hang(
     (tmp_path / "only_here.py").write_text("def f():\n    return 1\n")
     pool = WorkerPool(1)
     async with pool.worker() as worker:
-        monkeypatch.syspath_prepend(tmp_path)  # so the worker, already started, cannot import only_here
+        monkeypatch.syspath_prepend(tmp_path)  # the worker started earlier, so it cannot import only_here
         module = __import__("only_here")
         with pytest.raises(ModuleNotFoundError, match="only_here") as caught:
             await worker.call(module.f)

@@ -95,7 +95,7 @@ NUMBERS = [
 
 @pytest.mark.parametrize("value", NUMBERS, ids=lambda v: f"{type(v).__name__} {getattr(v, 'dtype', '')}")
 def test_every_kind_of_number_is_a_reward(value: Any) -> None:
-    """Python numbers and bools and scalars of numpy and torch are valid rewards; here each value becomes 1.0."""
+    """Numbers and bools of Python are valid rewards, and so are scalars of numpy and torch. Here each is 1.0."""
     assert parse_rewards(value) == 1.0
     assert type(parse_rewards(value)) is float
     assert parse_rewards({"chatcmpl-1": value, "chatcmpl-2": 0}) == {"chatcmpl-1": 1.0, "chatcmpl-2": 0.0}
@@ -237,7 +237,7 @@ def test_a_worker_does_not_outlive_a_killed_trainer(rewards: ModuleType, tmp_pat
     with subprocess.Popen(command, env=env, stderr=quiet) as trainer, open(fifo) as file:
         assert file.read(5) == "alive"
         trainer.kill()
-        assert select.select([file], [], [], 30)[0], "the worker lives on"  # a readable pipe is at its end
+        assert select.select([file], [], [], 30)[0], "the worker lives on"  # no process holds the pipe
         assert file.read() == ""
 
 

@@ -76,7 +76,7 @@ def test_runner_reports_when_a_task_started_and_how_it_ended(runner, ended):
 
 
 def test_runner_refuses_what_it_has_no_room_for(runner, ended):
-    """A full runner refuses a new task. A task that ends makes room for a new task."""
+    """A full runner refuses a new task. After a task has ended, the runner takes a new task."""
     gate: Future[str] = Future()
 
     async def waits() -> str:

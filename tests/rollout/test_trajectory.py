@@ -1,5 +1,7 @@
-"""Tests of the trajectory format: position t of every tensor describes token t, version -1 marks a token that no
-policy sampled, and padding is never trained."""
+"""Position t of every tensor of a trajectory describes token t. Version -1 marks a token that no policy sampled.
+
+Padding is never trained.
+"""
 
 import pytest
 import torch
@@ -25,8 +27,7 @@ def ints(*rows: list[int]) -> Tensor:
 
 
 def documented() -> dict[str, Tensor]:
-    """Return the example of (Rollout Workflow, "Tensor Dictionary Format"), whose prompt tokens have version 0, not
-    -1."""
+    """Return the example of (Rollout Workflow, "Tensor Dictionary Format"). Its prompt has version 0, not -1."""
     return {
         "input_ids": ints([1, 2, 3, 4, 5]),
         "attention_mask": torch.ones(1, 5, dtype=torch.bool),
