@@ -1,7 +1,7 @@
 """The training side: the model that learns.
 
-Read actor.py first, which takes a batch through the model and the optimizer. layout.py turns rows into the input of a
-forward pass. tree_attention.py computes shared prefixes only one time. logprobs.py computes log-probabilities without
+Read actor.py first. The actor takes a batch through the model and the optimizer. layout.py turns rows into the input of
+a forward pass. tree_attention.py computes shared prefixes only one time. logprobs.py computes log-probabilities without
 the logits of the whole batch. advantages.py and proximal.py hold variants of the objective in ppo.py. ranks.py
 connects the processes that train together. Modules of this folder import nothing from rollout/ and calls/.
 """

@@ -19,13 +19,14 @@ Each piece divides its loss by the number of trained tokens in the whole mini-ba
 the pieces add up. The size of the pieces therefore changes only time and memory. Example: 64 rows of 1,000 tokens, 4
 mini-batches and mb_tokens=4096 give 4 optimizer steps, each with 16 rows in 4 pieces.
 
-**Layouts and logits.** A layout arranges the rows of a piece: padded, packed, or as a tree (`layout.py`).
-Log-probabilities are computed from hidden states, a chunk of tokens at a time (`logprobs.py`).
+**Layouts and logits.** A layout arranges the rows of a piece as padded rows, as one long row, or as a tree
+(`layout.py`). Log-probabilities are computed from hidden states, a chunk of tokens at a time (`logprobs.py`).
 
 **Ranks.** FSDP2 shards the model over all ranks. Without torchrun one rank runs this code alone. Rank 0 gets each
-batch from the rollout side and sends the whole batch to every rank. Each rank computes advantages and mini-batches
-from the whole batch, so all ranks agree on them. Only the model's work is divided: each rank passes its own rows of a
-mini-batch through the model. The sum over ranks then gives the gradient that one rank alone would compute.
+batch from the rollout side and sends the whole batch to every rank. Each rank computes all advantages and divides the
+whole batch into mini-batches, so all ranks have equal mini-batches. Only the model's work is divided: each rank passes
+its own rows of a mini-batch through the model. The gradients of the ranks add up to the gradient that one rank alone
+would compute.
 
 **Temperature.** A token's log-probability is computed at the temperature that the token was sampled at, so that
 pi_theta, pi_prox and pi_behav are comparable.
@@ -66,8 +67,8 @@ from training.tree_attention import TREES
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
     """Return the learning rate of training step `step`, counted from 0, as a share of the peak learning rate.
 
-    During the warm-up the share rises linearly to 1. After the warm-up the share stays at 1 for "constant". For
-    "linear" and "cosine" the share falls, and reaches min_lr_ratio at step max_steps.
+    During the warm-up the share rises linearly to 1. Then the schedule "constant" keeps the share at 1. The schedules
+    "linear" and "cosine" lower the share, which reaches min_lr_ratio at step max_steps.
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
@@ -103,7 +104,7 @@ class FSDPEngine:
         return dist.get_rank()
 
     def create_process_group(self) -> None:
-        """Join the ranks of torchrun, or make a process group of one rank. Do nothing if there is a process group."""
+        """Join the ranks of torchrun, or make a process group of one rank. An existing process group is kept."""
         self.owns_process_group = join_ranks() or self.owns_process_group
 
     def initialize(self) -> None:
@@ -118,7 +119,7 @@ class FSDPEngine:
         self.load(model)
         model.eval()  # no dropout
         if self.config.gradient_checkpointing:
-            # The switch of transformers works only in training mode, in which some models apply dropout.
+            # transformers has a switch for this, which works only in training mode. Some models then apply dropout.
             for layer in layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         add_read_hidden(model)
@@ -138,7 +139,7 @@ class FSDPEngine:
         if self.rank == 0:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
-            # inference/weights.py uses these rules to turn the model's tensors back into the tensors of the files. A
+            # With these rules inference/weights.py turns the model's tensors back into the tensors of the files. A
             # rule that splits a tensor cannot be undone, because weights.py handles one tensor at a time.
             model._weight_conversions = whole._weight_conversions
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
@@ -162,13 +163,13 @@ class FSDPEngine:
             for piece in self.passes(batch, range(len(logp))):
                 index, piece_logp, _ = self.forward(batch, piece, batch["attention_mask"])
                 logp[index] = piece_logp.cpu()  # (N,)
-        return self.all_reduce(logp)  # one rank computed each token, and all other ranks have 0 there
+        return self.all_reduce(logp)  # the rank that computed a token has its value, and all other ranks have 0
 
     def forward(self, batch: Batch, piece: Piece, mask: Tensor) -> tuple[TokenIndex, Tensor, Tensor]:
-        """Run one forward pass and compute log p and entropy of the N tokens of the piece at which `mask` is set.
+        """Run the model on a piece and compute log p and entropy of N tokens: the tokens whose `mask` (B, T) is set.
 
-        `mask` has shape (B, T). Returns the index of these tokens in the batch, their log-probabilities (N,), and the
-        entropies (N,) of the distributions that the tokens were sampled from.
+        Returns the index of the N tokens in the batch, their log-probabilities (N,), and the entropies (N,) of the
+        distributions that the tokens were sampled from.
         """
         index, predicted_by = piece.select(mask)  # ((N,), (N,)), (N,)
         ids = batch["input_ids"][index].to(self.device).long()  # (N,)
@@ -182,13 +183,13 @@ class FSDPEngine:
         return index, *self.model.read_hidden(read, **inputs)  # ((N,), (N,)), (N,), (N,)
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Replace `x` by its sum (or, with `op`, its maximum) over the ranks, and return it."""
+        """Replace `x` by its sum over the ranks, or by the result of another `op`, and return `x`."""
         if dist.get_world_size() > 1:
             dist.all_reduce(x, op)
         return x
 
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
-        """Deal `rows` to the ranks by their lengths and return this rank's share, cut into pieces.
+        """Deal `rows` to the ranks by the rows' lengths and return this rank's share, cut into pieces.
 
         In FSDP all ranks gather each layer together, so all ranks must make equally many forward passes. A rank with
         fewer pieces gets extra pieces, from which no token is read.
@@ -246,7 +247,7 @@ class FSDPPPOActor(FSDPEngine):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), o.lr, betas, o.eps, o.weight_decay, fused=True)
 
     def connect_engine(self, rollout: Any, meta: weights.WeightUpdateMeta) -> None:
-        """Set the rollout engine that batches come from and that new weights are sent to."""
+        """Set the rollout engine, which makes the batches and receives new weights."""
         self.rollout, self.weight_update_meta = rollout, meta
 
     def prepare_batch(self, *args: Any, **kwargs: Any) -> Batch:
@@ -277,9 +278,9 @@ class FSDPPPOActor(FSDPEngine):
         """Make ppo_epochs * ppo_n_minibatches optimizer steps and return the metrics of the training step.
 
         Writes batch["theta_logp"] (B, T): log pi_theta of each trained token in the last training pass over the token.
-        Writes batch["step_fraction"] (B,): the share of this step's mini-batches that were done before that pass.
-        Raises ValueError if the batch lacks a key or has no trained token. Raises FloatingPointError if a loss or a
-        gradient is not finite; the optimizer then does not make this step.
+        Writes batch["step_fraction"] (B,): the share of this step's mini-batches that were done before the row's last
+        training pass. Raises ValueError if the batch lacks a key or has no trained token. If a loss or a gradient is
+        not finite, the optimizer does not make its step, and the method raises FloatingPointError.
         """
         needed = {"advantages", *self.policies()}
         if self.guesses:
@@ -314,7 +315,8 @@ class FSDPPPOActor(FSDPEngine):
         `fraction` is the share of this training step's mini-batches that are already done.
         """
         c = self.config
-        trained = torch.zeros(len(batch["loss_mask"]), dtype=torch.int64)  # (B,) trained tokens of `rows`, else 0
+        # The number of trained tokens of each row in `rows`, and 0 for all other rows.
+        trained = torch.zeros(len(batch["loss_mask"]), dtype=torch.int64)  # (B,)
         trained[rows] = (batch["loss_mask"][rows, 1:] > 0).sum(1)
         tokens = int(trained.sum())
         if tokens == 0:
@@ -322,7 +324,8 @@ class FSDPPPOActor(FSDPEngine):
         batch["step_fraction"][rows] = fraction
         shares = aggregation_weights(trained, c.loss_aggregation, c.max_new_tokens)  # (B,)
 
-        # 1. Add up the gradients of all pieces. FSDP averages over ranks, and the world size turns the mean into a sum.
+        # 1. Add up the gradients of all pieces. FSDP takes the mean of the gradients over the ranks, and the factor
+        #    world size turns the mean into a sum.
         self.optimizer.zero_grad()
         parts = []
         for piece in self.passes(batch, rows):
@@ -345,10 +348,10 @@ class FSDPPPOActor(FSDPEngine):
         return stats | {"grad_norm": grad_norm, "tokens": tokens}
 
     def piece_loss(self, batch: Batch, piece: Piece, tokens: int, shares: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this piece's part of the mini-batch's loss, with a graph for the backward pass, and its metrics.
+        """Return the loss of a piece, with a graph for the backward pass, and the metrics of the piece.
 
         The mini-batch has `tokens` trained tokens, N of them in this piece. `shares` (B,) are the aggregation weights
-        of the rows. Loss and metrics are divided by `tokens`, so the losses and metrics of all pieces add up.
+        of the rows. Loss and metrics are divided by `tokens`, so those of all pieces add up.
         """
         c = self.config
         # 1. pi_theta
@@ -394,7 +397,7 @@ class FSDPPPOActor(FSDPEngine):
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
 
     def load_state(self, path: Path) -> None:
-        """Load a checkpoint that save_state wrote. The number of ranks may have changed since.
+        """Load a checkpoint that save_state wrote, with this or another number of ranks.
 
         Learning rate, betas, eps and weight decay come from this run's configuration, not from the checkpoint.
         """
@@ -403,9 +406,9 @@ class FSDPPPOActor(FSDPEngine):
         sharded.set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def update_weights(self, meta: weights.WeightUpdateMeta) -> None:
-        """Send the weights to the servers as version meta.version. Call this between rollout.pause and rollout.resume.
+        """Send the weights to the servers as version meta.version. Call it between rollout.pause and rollout.resume.
 
-        Raises RuntimeError on rank 0 if the update fails; rank 0 then ends, and so do all other ranks.
+        If the update fails, rank 0 raises RuntimeError and ends. All other ranks then end too.
         """
         if meta.mode == "disk":
             self.save(meta.directory)

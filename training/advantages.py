@@ -1,7 +1,7 @@
 """Variants of the advantage: length penalty, KL penalty, leave-one-out baseline, GAE, and a filter of groups.
 
 ppo.py compares the return of a turn with the returns of its group. Each function here is one well-known change to this
-comparison, and one configuration key switches the change on. compute_advantages calls the functions in this order:
+comparison, and a configuration key switches the change on. compute_advantages calls four functions in this order:
 
     overlong_penalty        A turn near its length limit pays a growing penalty (DAPO, arXiv 2503.14476).
     kl_estimate             A turn pays a penalty for its distance from a reference model.
@@ -15,10 +15,10 @@ are 0, -1 and 1. With the leave-one-out mean the advantages are 1 - 1 = 0, 0 - 1
 rewards of later turns to earlier turns (cache.py), so GAE stays inside a turn. If GAE crossed into the next turn, the
 rewards of later turns would count twice.
 
-**Filter.** `informative` is meant for should_accept_fn. If all members of a group earned equal rewards, every
-advantage is 0, so training on the group changes nothing. Rejecting such groups is the dynamic sampling of DAPO, and it
-leaves out prompts that are too easy or impossible. If every group is rejected, the run waits for ever; a growing
-metric `rejected` warns of this.
+**Filter.** If all members of a group earned equal rewards, every advantage is 0, so training on the group changes
+nothing. `informative` is a filter for the key should_accept_fn that rejects such groups, as the dynamic sampling of
+DAPO does. The filter rejects prompts that are too easy or too hard. If the filter rejects every group, the run waits
+for ever, and the metric `rejected` grows.
 """
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 def overlong_penalty(lengths: Tensor, limit: int, margin: int, factor: float) -> Tensor:
     """Return the penalty (N,) of N turns, from 0 to -factor, given their `lengths` (N,) in tokens.
 
-    Up to limit - margin tokens the penalty is 0. Above that it falls linearly, to -factor at `limit` tokens.
+    Up to limit - margin tokens the penalty is 0. From there the penalty falls linearly to -factor at `limit` tokens.
     """
     # r_len = -factor * clip((n - (limit - margin)) / margin, 0, 1)
     return -factor * ((lengths - (limit - margin)) / margin).clamp(0, 1)
@@ -67,8 +67,8 @@ def generalised_advantage(advantages: Tensor, turn_of: Tensor, gamma: float, lam
 
     turn_of (M,) is the number of each token's turn. Tokens of different turns may be interleaved.
     """
-    # GAE is A_t = delta_t + gamma lambda A_(t+1). Without a critic delta is A at the turn's last token, else 0. So
-    # A_t = (gamma lambda)^(last - t) A
+    # GAE is A_t = delta_t + gamma lambda A_(t+1). Without a critic, delta_t is A at the turn's last token and 0 at all
+    # other tokens. Therefore A_t = (gamma lambda)^(last - t) A
     order = torch.argsort(turn_of, stable=True)  # (M,) tokens sorted by turn, in their own order within a turn
     ends = torch.bincount(turn_of, minlength=len(advantages)).cumsum(0)  # (N,) the end of each turn in this order
     to_end = torch.empty_like(turn_of)  # (M,) last - t

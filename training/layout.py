@@ -1,11 +1,11 @@
 """A layout turns the rows of a batch into the inputs of forward passes.
 
-A layout cuts rows into pieces. A piece is the input of one forward pass, together with an index that says which hidden
-state of that pass predicts which token of the batch. The actor (`actor.py`) runs the model on the input of the piece,
-picks the hidden states of the wanted tokens, and computes log-probabilities from these states.
+A layout cuts rows into pieces. A piece holds the input of one forward pass, and an index. The index says for each token
+which hidden state of the pass predicts the token. The actor (`actor.py`) runs the model on the input, picks the hidden
+states of the wanted tokens, and computes log-probabilities from these states.
 
-**The rule.** In every layout a token's log-probability is what it would be if the token's row were computed alone.
-A layout therefore changes only time and memory, and a run may change its layout between two steps.
+**The rule.** A token gets the same log-probability in every layout, namely the one that it gets if its row goes through
+the model alone. A layout therefore changes only time and memory, and a run may change its layout between two steps.
 
 **padded** stacks rows of similar length and pads the shorter rows on the right. In a causal model no token sees the
 padding after it, so padded rows need no attention mask. This layout is simple, and it is the fastest layout if all
@@ -15,16 +15,15 @@ rows are equally long.
 each sequence. The attention function cuts the queries, keys and values of the long row into sequences and computes
 attention for one sequence at a time. The function builds no mask of t * t numbers.
 
-**tree** computes a prefix only one time if several rows share the prefix (`tree_attention.py`).
+**tree** computes each shared prefix only one time (`tree_attention.py`).
 
 **Example.** Two rows of tokens, [a b c] and [d e], have three tokens that a model can predict: b, c and e. A padded
 piece of these rows has 6 hidden states, numbered a 0, b 1, c 2, d 3, e 4, padding 5. A packed piece has only the first
 5 hidden states. In both pieces state 0 predicts b, state 1 predicts c, and state 3 predicts e.
 
-**Why packed rows need an attention function.** A model may take position_ids that start over as a hint that its row
-holds several sequences, but not every attention kernel follows the hint. If a kernel ignores the hint, tokens attend to
-tokens of other sequences, and no error is raised. A dense mask would be correct, but most of its t * t numbers would
-be zero.
+**Why packed rows need an attention function.** In a packed row position_ids start over at each sequence. Some
+attention kernels see this and separate the sequences. With any other kernel tokens attend to tokens of other sequences,
+and no error is raised. A dense mask would be correct, but most of its t * t numbers would be zero.
 
 **Limits.** In packed rows and trees only the attention function keeps sequences apart. Models with sliding windows,
 capped attention, attention sinks, convolutions or recurrent states are therefore refused in these two layouts.
@@ -47,7 +46,7 @@ BEYOND_CAUSAL = ("sliding_window", "softcap", "s_aux")
 
 
 class Piece(NamedTuple):
-    """The input of one forward pass, and the places of its n predictable tokens in the batch.
+    """The input of one forward pass, and the index of its n predictable tokens.
 
     The first token of a row is not among the n tokens, because no hidden state predicts a row's first token.
     """
@@ -58,7 +57,7 @@ class Piece(NamedTuple):
     predicted_by: Tensor  # (n,) the number of the hidden state that predicts each token, from 0 to b * t - 1
 
     def select(self, mask: Tensor) -> tuple[TokenIndex, Tensor]:
-        """Return the index of the N tokens at which `mask` (B, T) is set, and the numbers of their hidden states."""
+        """Return the index of the N tokens whose `mask` (B, T) is set, and which hidden states predict them."""
         wanted = mask[self.row, self.column] > 0  # (n,)
         return (self.row[wanted], self.column[wanted]), self.predicted_by[wanted]  # ((N,), (N,)), (N,)
 
@@ -71,7 +70,7 @@ class Layout(NamedTuple):
 
 
 def row_lengths(batch: Batch) -> list[int]:
-    """Return the number of tokens of each row. Raises ValueError if a row is padded anywhere but on the right."""
+    """Return the number of tokens of each row. Raises ValueError if a row has padding before a token."""
     mask = batch["attention_mask"].bool()  # (B, T)
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
         raise ValueError("attention_mask has a 1 after a 0: pad the rows on the right")
@@ -110,9 +109,9 @@ def split_microbatches(rows: Sequence[int], lengths: Sequence[int], mb_tokens: i
 
 
 def split_packs(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> list[list[int]]:
-    """Cut rows into pieces by first-fit decreasing: longest row first, each row into the first piece with room.
+    """Cut rows into pieces by first-fit decreasing: longest row first, each row into the first piece that has space.
 
-    A piece has room for `mb_tokens` tokens. A row of more than `mb_tokens` tokens becomes a piece of its own.
+    A piece has space for `mb_tokens` tokens. A row of more than `mb_tokens` tokens becomes a piece of its own.
     """
     pieces: list[list[int]] = []
     room: list[int] = []  # tokens that each piece can still take
@@ -148,13 +147,13 @@ def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]
         ids = batch["input_ids"][part][real].long()[None]  # (1, t)
         lengths = real.sum(1).tolist()  # b numbers, for attend_apart
         inputs = {"input_ids": ids, "position_ids": column[None], "sequence_lengths": lengths}
-        later = column.nonzero()[:, 0]  # (n,) places in the long row of all tokens but the first of each row
+        later = column.nonzero()[:, 0]  # (n,) positions in the long row; each row's first token is left out
         pieces.append(Piece(inputs, torch.tensor(part)[row[later]], column[later], predicted_by=later - 1))
     return pieces
 
 
 def refuse(features: Iterable[str]) -> None:
-    """Raise ValueError if a model has any `features`, which are those that packed rows and trees do not support."""
+    """Raise ValueError if a model has `features` that packed rows and trees do not support."""
     names = ", ".join(sorted(features))
     if names:
         raise ValueError(f"packed rows and trees allow no {names}; set actor.layout=padded, enable_tree_training=false")
@@ -174,7 +173,7 @@ def refuse_layers(model: Any) -> None:
 
 
 def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any):
-    """Compute causal attention within each sequence of a packed row: transformers' attention function "packed".
+    """Compute causal attention within each sequence of a packed row. transformers calls this function "packed".
 
     query (1, heads, t, d); key and value (1, groups, t, d); the `sequence_lengths` of the piece add up to t.
     Returns the output (1, t, heads, d), and None in place of the attention weights.

@@ -6,7 +6,7 @@ prox_logp_method=loglinear this module guesses log pi_prox from two known log-pr
 
 **The idea.** Let v be the version at the start of the step. The behaviour policy pi_behav, which sampled the token, is
 version v_b. The training pass computes pi_theta. After a fraction f of the step's mini-batches, pi_theta is roughly
-version v + f. The proximal policy is version v, which lies between v_b and v + f. So log pi_prox is interpolated:
+version v + f. The proximal policy is version v, which lies between v_b and v + f. The guess is an interpolation:
 
     alpha       = (v - v_b) / (v + f - v_b)        between 0 and 1; 0 if v = v_b
     log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
@@ -14,15 +14,17 @@ version v + f. The proximal policy is version v, which lies between v_b and v + 
 **Example.** v = 7, v_b = 5, and half of the mini-batches are done (f = 0.5). Then alpha = 2 / 2.5 = 0.8. With
 log pi_behav = -2.0 and log pi_theta = -1.5 the guess is -2.0 + 0.8 * 0.5 = -1.6.
 
-**Both ends are exact.** In the first mini-batch f is 0 and pi_theta is pi_prox, so alpha is 1. A fresh token has v_b =
-v and its pi_behav is pi_prox, so alpha is 0 and the objective is standard PPO. Between these ends the interpolation
-has an error. The guess is a constant: no gradient flows through it. After a recovery from an older checkpoint a token
-can be newer than the trainer (v_b > v). Such a token is treated as fresh, and the metric versions_ahead counts it.
+**Two cases are exact.** In the first mini-batch f is 0, so pi_theta is pi_prox and alpha is 1. A fresh token has
+v_b = v, so pi_behav is pi_prox, alpha is 0, and the objective is that of standard PPO. In all other cases the
+interpolation has an error. The guess is a constant: no gradient flows through it. After a recovery from an older
+checkpoint a token can be newer than the trainer (v_b > v). Such a token is treated as fresh, and the metric
+versions_ahead counts it.
 
 **Comparison.** prox_logp_method=metrics trains with the recomputed pi_prox and logs the errors of three guesses:
 loglinear, linear (the same alpha, applied to probabilities) and rollout (pi_behav itself).
 
-**Limit.** The guess may be poor for old tokens: for v_b far below v, alpha is close to 1 and the guess is pi_theta.
+**Limit.** The guess may be poor for old tokens: if v_b is far below v, alpha is close to 1 and the guess is close to
+pi_theta.
 """
 
 import torch
@@ -52,20 +54,20 @@ def linear(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> Tensor:
 
 
 def rollout(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> Tensor:
-    """Return log pi_behav as the guess, as standard PPO does; theta_logp and alpha are not used."""
+    """Guess that pi_prox is pi_behav, as in standard PPO. The function does not use theta_logp and alpha."""
     # pi_prox = pi_behav
     return old_logp
 
 
 def guess_errors(prox_logp: Tensor, old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> dict[str, Tensor]:
-    """Return the absolute and the relative error (N,) of each guess, for log pi_prox and for the weights w and u.
+    """Return for each guess the absolute and the relative errors (N,) of log pi_prox, w and u.
 
     prox_logp (N,) is the recomputed log pi_prox. The behaviour weight is w = pi_prox / pi_behav, and the ratio is
     u = pi_theta / pi_prox. The keys of the result are {guess}_{logp | behave_weight | ratio}_{abs | rel}_error.
     """
 
     def quantities(prox: Tensor) -> dict[str, Tensor]:
-        """Return log pi_prox, w and u for one guess; the clamp keeps w and u finite."""
+        """Return log pi_prox, w and u for one guess. The clamp keeps w and u finite."""
         w, u = (x.clamp(-20, 20).exp() for x in (prox - old_logp, theta_logp - prox))
         return {"logp": prox, "behave_weight": w, "ratio": u}
 

@@ -4,8 +4,8 @@
 rollouts. All other ranks only train. In a collective operation, such as a sum of gradients, every rank waits for all
 other ranks.
 
-**The problem.** If a rank dies, a rank that waits for the dead rank may hang for hours (NCCL), or until its next
-operation (gloo).
+**The problem.** If a rank dies, the ranks that wait for the dead rank may hang: for hours with NCCL, until their next
+operation with gloo.
 
 **The solution.** When a rank's work is over, the rank sends a small message, called a farewell. Rank 0 exchanges
 farewells with every other rank. For each peer a thread waits for the peer's farewell. If the connection closes before
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 LIFETIME = timedelta(days=365)  # longest time to wait for a farewell; longer than any run
-PATIENCE = timedelta(hours=2)  # longest time to wait in all other operations, for example until the rollouts are done
+PATIENCE = timedelta(hours=2)  # longest time to wait in any other operation; waiting for rollouts can take long
 
 _group: Any = None  # the process group of the farewells
 _waiting: dict[int, threading.Thread] = {}  # for each peer, the thread that waits for its farewell
@@ -56,7 +56,7 @@ def join_ranks() -> bool:
 def leave_ranks() -> None:
     """Exchange farewells with all peers, then end the process group. Every rank must call this function.
 
-    The function returns when every peer has called it too.
+    The function returns when all peers have called the function too.
     """
     for peer in _waiting:
         dist.send(torch.zeros(1), peer, _group)

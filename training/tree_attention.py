@@ -5,7 +5,7 @@ exported turn by turn repeats its beginning in every row. In a causal model the 
 the token and the tokens before it. This module therefore arranges rows as a tree, in which each prefix occurs once.
 
 **The tree needs no nodes.** The rows are sorted by their tokens. Each row adds to the tree the tokens that it does not
-share with the row before it. One after another, the added tokens form the tree in depth-first order. Example: the rows
+share with the row before it. The list of all added tokens is the tree in depth-first order. Example: the rows
 [a b c d], [a b e] and [a f] have 9 tokens, and their tree has 6:
 
     index            0   1   2   3   4   5
@@ -31,7 +31,7 @@ in which no query sees a key. The tests compare both implementations with the de
 
 **Limits.** A tree adds numbers in a different order than separate rows do. Losses therefore agree to 1e-6 and gradients
 to 1e-5, not bit for bit. The metric `tree_token_ratio` is the number of tokens in the trees divided by the number of
-tokens in the rows; rows that share few tokens have a ratio near 1. Rows in different mini-batches share no tree. The
+tokens in the rows. If the rows share few tokens, the ratio is near 1. Rows in different mini-batches share no tree. The
 last layer still runs once for each trained token of each row. Models that need more than causal attention are refused
 (`layout.py`).
 """
@@ -67,7 +67,7 @@ class PackedTree:
 
     @cached_property
     def blocks(self) -> list[tuple[slice, Tensor, Tensor]]:
-        """One entry per block of b queries: its slice, the m keys that some query sees (m,), the mask (b, m) bool."""
+        """For each block of b queries: its slice, the m keys (m,) that its queries see, and their mask (b, m) bool."""
         found = []
         for start in range(0, len(self.subtree_end), BLOCK):
             stop = min(start + BLOCK, len(self.subtree_end))
@@ -152,7 +152,7 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
     trees = []
     for part in split_packs(range(len(runs)), [size for _, _, size in runs], max_tokens):
         places = [i for first, last, _ in sorted(runs[k] for k in part) for i in range(first, last)]
-        # Sorted rows a and b share as many tokens as the two neighbours between a and b that share the fewest.
+        # Sorted rows a < b share the minimum of shared[a + 1], ..., shared[b] tokens.
         common = [0] + [int(shared[a + 1 : b + 1].min()) for a, b in pairwise(places)]
         trees.append(lay_out([order[i] for i in places], arrays, common))
     return trees
@@ -171,7 +171,7 @@ def cut_trees(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
 
 @lru_cache(maxsize=1)  # all layers of a forward or backward pass use one mask
 def block_mask(tree: PackedTree, device: torch.device) -> BlockMask:
-    """Return the mask for FlexAttention: for each block of queries, the full and the mixed blocks of keys."""
+    """Return FlexAttention's mask: for each block of queries, the blocks of keys that it sees fully or in part."""
     length = len(tree.subtree_end)
     n = -(-length // BLOCK)  # blocks, rounded up
     # No query sees the padding at the end, because the padding's subtree_end is 0.
@@ -184,7 +184,7 @@ def block_mask(tree: PackedTree, device: torch.device) -> BlockMask:
     full = (key < query) & (end.view(n, BLOCK).amin(1) >= (query + 1) * BLOCK)  # (n, n)
 
     def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return for each block of queries the number of chosen key blocks, and all key blocks, chosen ones first."""
+        """Return for each query block the number of its chosen key blocks, and all key blocks with the chosen first."""
         order = chosen.int().argsort(dim=1, descending=True, stable=True)  # (n, n)
         return chosen.sum(1).int()[None, None], order.int()[None, None]  # (1, 1, n), (1, 1, n, n)
 
