@@ -187,7 +187,7 @@ def test_a_weight_at_the_cap_stays():
 
 
 def test_dual_clip_bounds_what_one_token_can_do():
-    """With dual clip, a token with A < 0 whose probability grew much costs c |A| and has gradient 0."""
+    """With dual clip, a token with A < 0 costs at most c |A|. At this bound the token has gradient 0."""
     theta = torch.tensor([-0.001], requires_grad=True)
     old, A, one = torch.tensor([-8.0]), torch.tensor([-2.3]), torch.ones(1)
     assert ppo_actor_loss_fn(theta, old, old, A, one)[0].item() > 1000
@@ -199,8 +199,8 @@ def test_dual_clip_bounds_what_one_token_can_do():
 
 
 def test_the_pieces_of_a_batch_add_up():
-    """The losses and metrics of the pieces add up to the batch's loss and metrics if each piece divides by the whole
-    batch's denominator."""
+    """If each piece divides by the whole batch's denominator, the losses and metrics of the pieces add up to those of
+    the batch."""
     tensors = random_tokens(2)
     n = int(tensors[-1].sum())
     whole, stats = ppo_actor_loss_fn(*tensors)

@@ -44,7 +44,7 @@ def make_actor(tiny_model_dir: Path):
 
 @pytest.fixture
 def plain(tiny_model_dir: Path):
-    """The tiny model as an unmodified Hugging Face model."""
+    """Return the tiny model as an unmodified Hugging Face model."""
     return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
 
 
@@ -314,8 +314,7 @@ def test_metrics_trains_on_the_truth_and_reports_the_guesses(make_actor):
 
 
 def test_a_token_from_the_future_counts_as_fresh_and_is_counted(make_actor):
-    """Tokens with a newer version than the trainer's give a finite loss, and the metric versions_ahead counts these
-    tokens."""
+    """Tokens that are newer than the trainer give a finite loss, and the metric versions_ahead counts these tokens."""
     actor = make_actor(prox_logp_method="loglinear", ppo_n_minibatches=2)
     batch = stale(actor)
     ahead = batch["loss_mask"][0] > 0
@@ -347,7 +346,8 @@ def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
 
 @pytest.mark.parametrize("how", ["sequence", "constant"])
 def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how):
-    """With loss_aggregation=sequence or constant the loss equals a plain sum, for any pieces and any layout."""
+    """If loss_aggregation is sequence or constant, the loss equals a plain sum for all sizes of pieces and all
+    layouts."""
     actors = [
         make_actor(loss_aggregation=how, max_new_tokens=20, **cut) for cut in ({"mb_tokens": 40}, {"layout": "packed"})
     ]
@@ -379,7 +379,8 @@ def test_kl_in_the_loss_pulls_towards_the_reference(make_actor):
 
 
 def test_half_precision_trains_float32_weights(make_actor):
-    """With dtype=bfloat16 parameters and gradients stay float32, and the gradient norm is within 10 percent."""
+    """With dtype=bfloat16, parameters and gradients stay float32, and the gradient norm changes by at most 10
+    percent."""
     exact, half = make_actor(), make_actor(dtype="bfloat16")
     batch = prepare(exact, make_batch())
     a, b = (actor.ppo_update(dict(batch)) for actor in (exact, half))
@@ -407,7 +408,7 @@ def test_a_model_that_bends_its_logits_is_refused(make_actor, tmp_path, name):
 
 
 def test_the_mode_is_said_in_words():
-    """describe_mode returns a sentence that says where the log-probabilities of each policy come from."""
+    """describe_mode says where the log-probabilities of each policy come from."""
     assert "pi_prox from a forward pass" in describe_mode(make_config())
     assert "pi_old from a forward pass" in describe_mode(make_config(use_decoupled_loss=False))
     assert "no forward pass" in describe_mode(make_config(prox_logp_method="loglinear"))
@@ -502,7 +503,7 @@ def test_saved_weights_are_a_hugging_face_model(make_actor, tmp_path):
 
 
 def test_a_weight_update_writes_first_and_tells_the_servers_then(make_actor, tmp_path):
-    """update_weights writes a complete checkpoint before it calls the servers to load the checkpoint."""
+    """update_weights writes a complete checkpoint. Only then does it tell the servers to load the checkpoint."""
     actor = make_actor()
     seen = []
 

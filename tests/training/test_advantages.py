@@ -46,7 +46,7 @@ def recursion(rewards: list[float], gamma: float, lam: float) -> list[float]:
 
 @pytest.mark.parametrize(("gamma", "lam"), [(0.9, 0.8), (0.5, 1.0), (1.0, 0.0), (1.0, 1.0)])
 def test_gae_is_the_recursion_over_a_turns_trained_tokens(gamma, lam):
-    """GAE runs one recursion for each turn, even if the tokens of several turns are mixed."""
+    """Even if the tokens of several turns are mixed, GAE runs one recursion for each turn."""
     turn_of = torch.tensor([2, 2, 2, 0, 1, 1, 0, 0])
     A = torch.tensor([1.5, -2.0, 3.0])
     expected = [0.0] * 8
@@ -104,7 +104,8 @@ def test_each_kl_in_the_reward_is_charged_to_its_turn(kind):
 
 
 def test_the_overlong_penalty_is_a_ramp():
-    """The overlong penalty is 0 up to limit - margin tokens and falls linearly to -factor at the limit and beyond."""
+    """The overlong penalty is 0 up to limit - margin tokens, then falls linearly to -factor at the limit, and stays
+    there."""
     lengths = torch.tensor([1, 6, 7, 8, 10, 12])
     assert overlong_penalty(lengths, 10, 4, 0.5).tolist() == [0, 0, -0.125, -0.25, -0.5, -0.5]
     batch = make_batch((0, [(1.0, 3, True), (1.0, 8, True)]))

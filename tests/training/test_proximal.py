@@ -1,5 +1,4 @@
-"""Tests of the guess of pi_prox from versions: its formula, the two cases in which it is exact, and AReaL's guess in
-comparison."""
+"""The guess of pi_prox follows its formula, is exact in two cases, and has a smaller error than AReaL's guess."""
 
 import math
 
@@ -44,8 +43,8 @@ def test_on_fresh_data_loglinear_is_standard_ppo_bit_for_bit():
 
 
 def policy(version: float) -> torch.Tensor:
-    """Return logprobs (400,) of a policy that moves along a curve from version to version, so a linear guess has an
-    error."""
+    """Return the log-probabilities (400,) of one version of a policy. Each moves along a curve, so a linear guess has
+    an error."""
     g = torch.Generator().manual_seed(1)
     way = torch.randn(400, generator=g)
     return -2 + 0.05 * version * way + 0.01 * version**2 * torch.randn(400, generator=g)
@@ -60,8 +59,8 @@ def areal(old, theta, v_b, v):
 
 
 def test_the_error_falls_to_nothing_as_the_data_gets_fresh():
-    """The mean error of the guess falls with the lag, and is 0 at lag 0. At lag 1 the error is less than half of
-    AReaL's error."""
+    """A smaller lag gives a smaller mean error of the guess, and lag 0 gives no error. At lag 1 the error is less than
+    half of AReaL's error."""
     v, f = 9, 0.5
     theta, truth = policy(v + f), policy(v)
     errors, theirs = [], []
@@ -75,8 +74,7 @@ def test_the_error_falls_to_nothing_as_the_data_gets_fresh():
 
 
 def test_the_reported_errors_are_those_of_the_definition():
-    """The errors of log pi_prox, of w = prox / behav and of u = theta / prox from guess_errors equal the errors from
-    a loop."""
+    """guess_errors returns the errors that a loop computes, for log pi_prox, w = prox / behav and u = theta / prox."""
     g = torch.Generator().manual_seed(2)
     prox, old, theta = (-3 * torch.rand(20, generator=g, dtype=torch.float64) - 0.1 for _ in range(3))
     alpha = torch.rand(20, generator=g, dtype=torch.float64)

@@ -74,8 +74,8 @@ def work_numbers(model_dir: Path, out: Path) -> None:
 
 
 def work_memory(model_dir: Path, out: Path) -> None:
-    """Write, for each rank, the number of parameters that the rank holds after loading and how often it read the
-    model's files."""
+    """Write two numbers for each rank: how many parameters it holds after loading, and how often it read the model's
+    files."""
     from transformers import AutoModelForCausalLM
 
     reads = []
@@ -91,8 +91,8 @@ def work_memory(model_dir: Path, out: Path) -> None:
 
 
 def work_wait(model_dir: Path, out: Path) -> None:
-    """Let rank 0 wait outside of any collective operation, rank 1 wait in a collective operation, and rank 2 wait or
-    raise."""
+    """Rank 0 waits outside of any collective operation. Rank 1 waits in a collective operation. Rank 2 waits or
+    raises."""
     actor = FSDPPPOActor(make_config(), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=1)
@@ -184,8 +184,8 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> No
 
 
 def start_node(folder: Path, port: int, log: Path, host: bool, held: bool) -> subprocess.Popen:
-    """Start torchrun as one of two nodes. The node with `host` runs the rendezvous. A run with `held` stops itself
-    after step 3."""
+    """Start torchrun as one of two nodes. With `host` the node runs the rendezvous. With `held` the node's rank stops
+    itself after step 3."""
     launch = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     launch += [f"--rdzv-conf=is_host={int(host)}"]
     small = ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "logger.live=false", "recover_interval=2"]
@@ -212,7 +212,7 @@ def kill_node(node: subprocess.Popen) -> None:
 
 
 def wait_until_held(nodes: list[subprocess.Popen]) -> None:
-    """Wait until a rank has stopped itself, by reading the rank's state again and again."""
+    """Read the states of the ranks again and again until a rank has stopped itself."""
     while not any(state.startswith("T") for node in nodes for state in ranks_of(node).values()):
         assert all(node.poll() is None for node in nodes), "a node has ended"
         time.sleep(0.05)

@@ -196,8 +196,8 @@ def test_interleaved_groups_find_each_other(seed: int) -> None:
 
 
 def test_a_conversation_of_5000_turns_with_a_branch_each() -> None:
-    """5,000 rows that each branch off one token later than the previous row become one tree of 10,000 tokens, without
-    recursion."""
+    """5,000 rows, each of which branches off one token later than the row before, become one tree of 10,000 tokens
+    without recursion."""
     trunk = np.arange(5000) % 1000
     rows = [np.append(trunk[: i + 1], 1000) for i in range(5000)]
     [tree] = build_trees(rows, 10_000)
@@ -285,7 +285,7 @@ def test_flex_attention_sees_what_the_blocks_see() -> None:
 
 
 def test_what_tree_attention_cannot_do_is_refused(model: Any) -> None:
-    """A forward pass without a tree raises an error, and so does a layer with a sliding window."""
+    """A forward pass without a tree raises an error. A layer with a sliding window raises an error as well."""
     q = torch.randn(1, 2, 3, 8)
     [tree] = build_trees([[1, 2, 3]], 8)
     model.set_attn_implementation("tree")
@@ -300,7 +300,7 @@ def test_what_tree_attention_cannot_do_is_refused(model: Any) -> None:
 
 
 async def guess_batch(style: str) -> dict[str, Tensor]:
-    """Play 36 guessing games (6 secrets, 6 games each) through the proxy and export them as the loop does."""
+    """Play 36 guessing games (6 secrets, 6 games each) through the proxy and export them as in a training run."""
     tokenizer, rng = base_model.make_tokenizer(guess.WORDS), random.Random(0)
     engine = ScriptedEngine(tokenizer, lambda request: str(rng.choice(guess.SECRETS)))
     app = create_app(engine, tokenizer, "admin")
@@ -397,7 +397,7 @@ def one_update(path: Path, trees: bool, **changes: Any) -> tuple[dict[str, float
     actor.compute_advantages(batch)
     stats = actor.ppo_update(batch)
     weights = actor.full_state()
-    torch.distributed.barrier()  # a rank that ends closes its connections, so it waits here
+    torch.distributed.barrier()  # a rank that ends closes its connections, so it waits for the others
     actor.destroy()
     return stats | {"logp": float(batch["prox_logp"].sum())}, weights
 
