@@ -7,8 +7,8 @@ The first part counts operations in a conversation of 100 turns. Each turn sends
     read       messages that were brought into canonical form
     rendered   messages that were rendered by the chat template and tokenised
 
-Both counts of a turn should depend only on the turn's new messages. The second part measures
-processor time. This project's cache and AReaL's cache alternate, and the smallest of several repetitions counts:
+Both counts of a turn should depend only on the turn's new messages. The second part measures processor time. This
+project's cache and AReaL's cache alternate, and the smallest of several repetitions counts:
 
     chain      400 turns of one conversation
     siblings   800 turns that share 200 messages; target: at most a quarter of AReaL's time

@@ -52,7 +52,7 @@ _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode  # made on
 
 
 def write_json(value: Any, name: str) -> str:
-    """Return `value` as JSON text with sorted keys. Raises Refusal, with the field's `name`, if nested too deeply."""
+    """Return `value` as JSON text with sorted keys. For too deep nesting, raise Refusal with the field's `name`."""
     try:
         text = _encode(value)
         # Counting brackets is fast. The number of opening brackets is never smaller than the number of levels.

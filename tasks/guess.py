@@ -88,7 +88,7 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def play_at_random(rng: random.Random) -> list[dict]:
-    """Return the messages of one random game. Half of the players ignore the game's answers."""
+    """Return the messages of one random game. Half of the players use the game's answers."""
     secret, listens = rng.choice(SECRETS), rng.random() < 0.5
     possible: Sequence[int] = SECRETS
     messages = list(START)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.runs
 
 
 def test_the_script_on_a_cpu(tmp_path: Path) -> None:
-    """The page has a row of numbers for each successful run. For each failed run it has a row with the reason."""
+    """The page has a row of numbers for each successful run. A failed run has a row with the reason."""
     work = tmp_path / "work"
     environment = {
         **os.environ,

@@ -67,8 +67,8 @@ def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
 
 
 def test_groups_of_weights_that_are_gone_are_not_put_back(tmp_path: Path) -> None:
-    """GroupLog returns open groups in order. It leaves out half-written groups, and groups with tokens that are
-    newer than the checkpoint."""
+    """GroupLog returns open groups in order. GroupLog leaves out half-written groups, and groups with tokens that
+    are newer than the checkpoint."""
     log = GroupLog(tmp_path / "groups")
     for task_id, version in ((7, 3), (5, 2), (6, 4), (9, 1)):
         log.write(task_id, group(version, task_id))
