@@ -45,7 +45,6 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +148,7 @@ class RemoteInfEngine:
     async def _generate_segment(
         self, server: str, rid: str, req: ModelRequest, response: ModelResponse, on_tokens: OnTokens | None
     ) -> None:
-        """Send one POST /generate to `server`, and append the generated tokens to `response`.
+        """Generate one segment: send one POST /generate to `server`, and append the generated tokens to `response`.
 
         A streamed answer has many events, and an answer without streaming has one event. Every event contains all
         tokens of the segment so far. An event therefore replaces all tokens of `response` from index `start` on.
@@ -157,9 +156,12 @@ class RemoteInfEngine:
         url = server + "/generate"
         start = response.output_len
         oldest_allowed = self.servers.newest  # tokens of an older version mean that the server was restarted
-        response.stop_reason = ""
         body = generate_body(response.input_tokens + response.output_tokens, req.gconfig, start)
         body |= {"rid": rid, "stream": on_tokens is not None}
+
+        # 1. Receive the tokens. The last event also sets `stop_reason`. An answer that ends before is a failure.
+        response.stop_reason = ""
+        failure = EngineError(f"{url} ended its answer before the completion was finished", 503)
         try:
             async with contextlib.aclosing(self._wire.stream(url, body, self.request_timeout)) as events:
                 async for event in events:
@@ -168,19 +170,21 @@ class RemoteInfEngine:
                     response.replace_from(start, segment)
                     if on_tokens and segment.output_len:
                         on_tokens(response)
-            if not response.stop_reason:
-                raise EngineError(f"{url} ended its answer before the completion was finished", 503)
+        except EngineError as error:
+            failure = error
         except asyncio.CancelledError:  # the caller does not want the completion any more
             await self._abort(server, rid)
             raise
-        except EngineError as error:
-            is_complete = response.stop_reason or response.output_len >= req.gconfig.max_new_tokens
-            if is_complete:  # the connection broke after the last token, so no token is missing
-                return
-            if error.status != 400:  # the server has not refused the request and may still be generating
-                response.regenerated += 1
-                await self._abort(server, rid)
-            raise
+
+        # 2. Return if the segment is complete. A failure after the last token does no harm.
+        if response.stop_reason or response.output_len >= req.gconfig.max_new_tokens:
+            return
+
+        # 3. The segment is incomplete. Tell the server to stop generating, and raise the failure.
+        if failure.status != 400:  # the server has not refused the request and may still be generating
+            response.regenerated += 1
+            await self._abort(server, rid)
+        raise failure
 
     async def _abort(self, server: str, rid: str) -> None:
         """Tell a server to stop generating for request `rid`. SGLang does not notice that a client has disconnected.
@@ -231,8 +235,7 @@ class RemoteInfEngine:
         """Check that `ids` is a non-empty list of Python ints inside the vocabulary, or raise EngineError (400)."""
         if not ids:
             raise EngineError("the prompt is empty", 400)
-        wrong_types = {type(token) for token in ids} - {int}
-        if wrong_types:
+        if wrong_types := {type(token) for token in ids} - {int}:
             raise EngineError(f"input_ids must be Python ints, not {[kind.__name__ for kind in wrong_types]}", 400)
         for token in (min(ids), max(ids)):
             if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
@@ -278,8 +281,7 @@ class RemoteInfEngine:
         Raises EngineError with the message of every server that failed.
         """
         # In mode in_place the paused requests still need the KV cache.
-        meta = replace(meta, flush_cache=self.pause_mode != "in_place")
-        weights.send(meta, self.servers.post_all, buckets)
+        weights.send(replace(meta, flush_cache=self.pause_mode != "in_place"), self.servers.post_all, buckets)
         self.servers.newest = meta.version
 
     def set_version(self, version: int) -> None:
@@ -335,22 +337,28 @@ class RemoteInfEngine:
 
     # 3. Rollouts. The WorkflowExecutor implements these methods, and the engine forwards each call to the executor.
 
-    def _roll_out(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the executor's method with the name `method`. Raises RuntimeError if no executor is attached."""
+    def _rollouts(self) -> Any:
+        """Return the executor. Raises RuntimeError if no executor is attached."""
         if self.executor is None:
             raise RuntimeError("this engine runs no rollouts: attach a WorkflowExecutor(engine, ...) first")
-        return getattr(self.executor, method)(*args, **kwargs)
+        return self.executor
 
-    # Each line below defines one method that forwards its call through `_roll_out`. For example,
-    # engine.submit(data, workflow) returns the result of engine.executor.submit(data, workflow).
+    def submit(self, data: Any, *args: Any, **kwargs: Any) -> int:
+        """Put one prompt in the queue, and return its task id."""
+        return self._rollouts().submit(data, *args, **kwargs)
 
-    # submit(data, workflow, ...): put one prompt in the queue, and return its task id.
-    submit = partialmethod(_roll_out, "submit")
-    # wait(count, timeout): wait for the `count` oldest groups that were not rejected, and return them as one batch.
-    wait = partialmethod(_roll_out, "wait")
-    # wait_for_task(task_id, timeout): wait for one submitted group, and return it, or None if it was rejected.
-    wait_for_task = partialmethod(_roll_out, "wait_for_task")
-    # rollout_batch(data, workflow, ...): run all prompts of `data`, and return their accepted groups as one batch.
-    rollout_batch = partialmethod(_roll_out, "rollout_batch")
-    # prepare_batch(dataloader, workflow, ...): return the next training batch, and keep later prompts running.
-    prepare_batch = partialmethod(_roll_out, "prepare_batch")
+    def wait(self, count: int, timeout: float | None = None) -> dict[str, Any]:
+        """Wait for the `count` oldest groups that were not rejected, and return these groups as one batch."""
+        return self._rollouts().wait(count, timeout)
+
+    def wait_for_task(self, task_id: int, timeout: float | None = None) -> dict[str, Any] | None:
+        """Wait for one submitted group, and return the group, or None if it was rejected."""
+        return self._rollouts().wait_for_task(task_id, timeout)
+
+    def rollout_batch(self, data: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Run all prompts of `data`, and return their accepted groups as one batch."""
+        return self._rollouts().rollout_batch(data, *args, **kwargs)
+
+    def prepare_batch(self, dataloader: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the next training batch, and keep later prompts running."""
+        return self._rollouts().prepare_batch(dataloader, *args, **kwargs)
