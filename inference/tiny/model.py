@@ -1,14 +1,19 @@
 """This module computes one step: a Hugging Face model processes a batch of sequences with a cache of keys and values.
 
-**The rule.** A step feeds to the model all tokens of each sequence whose keys and values are not in the cache yet. The
-step returns the logits of each sequence's last token. One function computes prefill, decoding, a restart with new
+**The rule.** A step feeds to the model those tokens of each sequence that are not in the cache yet, and returns the
+logits of each sequence's last token. One method, `TinyModel.step`, computes prefill, decoding, a restart with new
 weights and the next turn of a conversation. These cases differ only in the number of tokens that are already cached.
+
+**The parts.** `SlotCache` stores keys and values. `TinyModel` computes a batch with an unmodified transformers model,
+which calls `SlotCache.update` and `slot_attention` in each layer. `read_weights`, `receive_weights` and
+`unpack_weights` each read new weights. `sample` draws the next tokens. `run_step` connects the scheduler, the model and
+`sample`.
 
 **Three coordinates** locate a token:
 
     slot      the row of the cache that belongs to the token's sequence; four spare slots follow the scheduler's slots
     row       the row of the batch that feeds the token; row r belongs to slot first_slot + r
-    position  the place of the token in its sequence, from 0; the cache stores its key and value at (slot, position)
+    position  the index of the token in its sequence, from 0; the cache stores its key and value at (slot, position)
 
 An example with 6 + 4 slots: step(feeds=[[b0, b1, b2, b3], [c2, c3]], cached=[0, 2], first_slot=1). All rows end in the
 last column, so the last column contains the last token of each sequence. Padding (--) is written to the last spare
@@ -19,15 +24,19 @@ slot, which no step reads.
     slot 1            .  .  .  .      row 0           b0 b1 b2 b3      0  1  2  3     1  1  1  1
     slot 2            c0 c1 .  .      row 1           -- -- c2 c3      0  0  2  3     9  9  2  2
 
-The model is an unmodified transformers model, which calls `SlotCache.update` and `slot_attention` in each layer.
+**Bits.** In deterministic mode (`--seed`) a row's logits must not depend on the other rows of the batch, so that two
+runs with one seed give the same tokens. Only rounding could make the rows depend on each other: for a matrix product of
+a different shape the library may choose a different kernel, which adds the numbers in a different order. Two rules keep
+the choice constant:
 
-**Bits.** A row's logits must not depend on the other rows of the batch. Otherwise two runs with one seed would differ.
-A matrix product of a different shape may use a different kernel, which rounds differently. With torch 2.13 and MKL on a
-CPU with AVX-512, logits are equal bit by bit if every product has at least four rows and the number of keys follows
-`key_length`. Under these conditions a row has equal logits alone and in a batch of 65 rows, and equal logits in prefill
-and in decoding. Padding a decode step to four rows makes a single sequence of a larger model a quarter slower, so only
-`deterministic` does this padding. On processors with different kernels, logits agree to about 1e-6, and sampled tokens
-are almost always equal. bench/engine.py prints whether the bits are equal on your machine.
+- Every matrix product has at least four rows (MIN_ROWS).
+- The number of keys is a number that `key_length` returns.
+
+The rules come from measurements with torch 2.13 and MKL on a CPU with AVX-512. On this CPU a row has the same logits,
+bit by bit, alone and in a batch of 65 rows, in prefill and in decoding. On a CPU with other kernels, logits agree to
+about 1e-6, and sampled tokens are almost always equal. bench/engine.py prints whether the bits are equal on your
+machine. Padding a decode step to four rows makes a single sequence up to a third slower (docs/results.md), so only
+deterministic mode does this padding.
 
 **Randomness.** The uniform number that chooses the token at position p of a request with seed s is a hash of (s, p). No
 random generator keeps a state. If a client sends an aborted request again together with its partial output, the new
@@ -60,10 +69,10 @@ MIN_ROWS = 4  # with fewer rows a matrix product may use a kernel that rounds di
 
 
 class ModelError(ValueError):
-    """The error of a model folder or a set of weights that cannot be used. The message is one line."""
+    """A model folder or a set of weights cannot be used. The message says why in one line."""
 
 
-# The cache, and the attention function that reads the cache
+# The cache, and the attention function that reads it
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -74,8 +83,8 @@ def round_up(n: int, multiple: int) -> int:
 def key_length(longest: int) -> int:
     """Return the number of keys, at least `longest`, to which every row of a step attends. It is a multiple of 64.
 
-    The attention kernel works in blocks of 512 keys, and uses a different order of summation if the last block has 256
-    or 320 keys. In both cases the function returns a number with 384 keys in the last block.
+    As measured, the attention kernel works in blocks of 512 keys, and adds in a different order if the last block has
+    256 or 320 keys. The function avoids both numbers: the last block then has 384 keys.
     """
     keys = round_up(longest, 64)
     return round_up(keys + 1, 128) if keys % 512 in (256, 320) else keys
@@ -92,7 +101,7 @@ def slot_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, atten
     rows = stacked.shape[2]
     if q > 1:
         attention_mask = attention_mask.repeat(1, 1, rows // q, 1)
-    elif rows < MIN_ROWS:
+    elif rows < MIN_ROWS:  # decoding: repeat the rows, and drop the copies after the product
         stacked = stacked.repeat(1, 1, -(-MIN_ROWS // rows), 1)
     out = F.scaled_dot_product_attention(stacked, key, value, attention_mask, scale=kwargs.get("scaling"))
     return out[:, :, :rows].reshape(n, heads, q, d).transpose(1, 2).contiguous(), None
@@ -104,8 +113,8 @@ AttentionInterface.register("slots", slot_attention)
 class SlotCache:
     """The keys and values of all slots, in one tensor `kv` (layers, 2, slots + 4, groups, positions, d).
 
-    The four spare slots serve as additional rows of small batches. The last spare slot, `discard`, receives the keys
-    and values of padding.
+    The four spare slots serve as additional rows of small batches. Padding writes its keys and values to the last spare
+    slot, `discard`.
     """
 
     def __init__(self, layers: int, slots: int, groups: int, d: int) -> None:
@@ -115,11 +124,11 @@ class SlotCache:
         self.read: tuple[slice, ...] = ()  # index of the keys and values that the step reads
 
     def begin_step(self, slots: Tensor, positions: Tensor, read_slots: slice, n_keys: int) -> None:
-        """Make room for n_keys positions, and choose the entries of the cache that `update` writes and returns.
+        """Make the cache long enough for n_keys positions, and choose the entries that `update` writes and returns.
 
         `slots` and `positions`, both (rows, columns), tell where the key and value of each fed token are written.
         `read_slots` has one slot for each row, and `update` returns the first n_keys positions of these slots. If the
-        cache is too short, its length at least doubles.
+        cache is too short, its length is at least doubled.
         """
         length = self.kv.shape[-2]
         if n_keys > length:
@@ -153,8 +162,8 @@ class TinyModel:
     def __init__(self, path: str, slots: int, deterministic: bool = False) -> None:
         """Load the model of a Hugging Face folder, with `slots` slots for sequences.
 
-        Raises ModelError if the folder contains no model, or a model that the slot cache cannot serve. transformers
-        raises OSError or ValueError for other errors of the folder.
+        Raises ModelError if the folder contains no model, or a model that the slot cache cannot serve. If the folder
+        has another error, transformers raises OSError or ValueError.
         """
         if not (Path(path) / "config.json").is_file():
             raise ModelError(f"no model in {path}: a Hugging Face directory with config.json is needed")
@@ -247,7 +256,7 @@ class TinyModel:
         for name, tensor in named.items():
             own[name].copy_(tensor)
         # Bad weights may have left NaNs and infinities in the cache. The mask does not remove them: NaN + -inf is NaN,
-        # and 0 times NaN is NaN. They are therefore replaced by 0 here.
+        # and 0 times NaN is NaN. The next line therefore replaces them by 0.
         self.cache.kv.nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -275,10 +284,10 @@ def receive_weights(group: Any, names: list[str], dtypes: list[str], shapes: lis
 
 
 class TensorReader(pickle.Unpickler):
-    """An unpickler that accepts only tensors, because a pickle from the network could call any function."""
+    """An unpickler that accepts only tensors. A pickle from the network could otherwise call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the function or class with this name. Raises ModelError if a pickled tensor does not need it."""
+        """Return the function or class with this name. Raises ModelError if a pickled tensor needs no such name."""
         if (module, name) == ("torch.storage", "_load_from_bytes"):  # torch's own function would read any pickle
             return lambda raw: torch.load(io.BytesIO(raw), weights_only=True)
         if (module, name) in {("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")}:
@@ -309,7 +318,7 @@ def uniforms(seeds: list[int], positions: list[int]) -> Tensor:
 
 
 def truncate(weights: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Set the weights of all tokens that top_k or top_p excludes to 0. The most likely token is never excluded.
+    """Set the weight of each token that top_k or top_p excludes to 0. The most likely token is never excluded.
 
     `weights` and the result have the shape (n, vocab). The rows of the result do not sum to 1.
     """
@@ -354,15 +363,18 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
 def score_prompt(prompt: list[int], logits: Tensor) -> list[float | None]:
     """Return log p(token | tokens before it) at temperature 1 for each prompt token, and None for the first token.
 
-    `logits` has the shape (k, vocab) with k >= len(prompt). Its last len(prompt) rows belong to the prompt.
+    `logits` has the shape (k, vocab) with k >= len(prompt). The last len(prompt) rows of `logits` belong to the prompt.
     """
     logprobs = torch.log_softmax(logits[-len(prompt) : -1], dim=-1)  # (len(prompt) - 1, vocab)
     return [None, *logprobs.gather(1, torch.tensor(prompt)[1:, None])[:, 0].tolist()]
 
 
+# One step of the scheduler, the model and the sampling
+
+
 @torch.inference_mode()
 def run_step(scheduler: Scheduler, model: TinyModel) -> bool:
-    """Plan one step, compute the step, and give the new tokens to the scheduler. Return False if the step is empty."""
+    """Plan one step, compute it, and give the new tokens to the scheduler. Return False if the step is empty."""
     step = scheduler.plan()
     if not step.sequences:
         return False

@@ -70,10 +70,9 @@ class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
 
 
 @dataclass(eq=False)
-class Sequence:
-    """A client's request together with the tokens generated for it so far."""
+class GenerateRequest:
+    """One prompt of a client's POST /generate. The fields never change."""
 
-    # The client's request, which never changes:
     rid: str  # the request's id, for /abort_request
     prompt: list[int]
     params: SamplingParams
@@ -81,24 +80,30 @@ class Sequence:
     stream: bool = False  # True if the client receives every token immediately
     return_logprob: bool = False  # True if the reply contains logprobs
     wants_prompt_logprobs: bool = False  # True if the reply also contains logprobs of the prompt
-    # The results of the steps:
+
+    @property
+    def reserved(self) -> int:
+        """The largest number of tokens that this request may store in the cache."""
+        return len(self.prompt) + self.params.max_new_tokens
+
+
+@dataclass(eq=False)
+class Sequence(GenerateRequest):
+    """A request together with the results of its steps so far."""
+
+    # The scheduler decides by these fields:
     tokens: list[int] = field(init=False)  # prompt and output
     logprobs: list[float] = field(default_factory=list)  # one for each output token
-    prompt_logprobs: list[float | None] = field(default_factory=list)  # one for each prompt token, if requested
     finish: dict[str, Any] | None = None  # SGLang's finish_reason; None until the sequence has finished
-    # Fields that only the reply needs:
+    # Only the reply needs these fields:
     version_starts: list[tuple[str, int]] = field(default_factory=list)  # (version, index of its first output token)
+    prompt_logprobs: list[float | None] = field(default_factory=list)  # one for each prompt token, if requested
     retractions: int = 0  # how often a pause took the sequence out of its slot
     reused_tokens: int = 0  # number of tokens whose keys were in the cache when the sequence started
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # set at the end; if streaming, at every token
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
-
-    @property
-    def reserved(self) -> int:
-        """The largest number of tokens that this sequence may store in the cache."""
-        return len(self.prompt) + self.params.max_new_tokens
 
     @property
     def output(self) -> list[int]:
@@ -136,10 +141,7 @@ class Step:
 
 def common_prefix(a: list[int], b: list[int]) -> int:
     """Return the length of the longest common prefix of a and b."""
-    for length, (x, y) in enumerate(zip(a, b)):
-        if x != y:
-            return length
-    return min(len(a), len(b))
+    return next((length for length, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 class Scheduler:
