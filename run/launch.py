@@ -50,6 +50,8 @@ GIB = 2**30
 START_SECONDS = 1800.0  # longest time until a server's first reply; a large model may load for minutes
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
 DEATH_SECONDS = 0.5  # longest time from the moment a killed process closes its connections to its end
+# The environment variables of torchrun. A child with these variables would join the trainer's ranks instead of its own.
+TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
 HOLD_SECONDS = 3.0  # longest time for a process to end; the process finishes its replies first (serve.py, 2 s)
 
 
@@ -124,6 +126,7 @@ class Fleet:
         port = planned.port or free_port()
         self.log_dir.mkdir(parents=True, exist_ok=True)
         log = self.log_dir / f"{planned.name}.log"
+        inherited = {name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)}
         ours = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ",".join(planned.gpus)}
         ours["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         with log.open("wb") as out:
@@ -133,7 +136,7 @@ class Fleet:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **ours, **planned.environment},
+                env={**inherited, **ours, **planned.environment},
             )
         self.children.append(Child(planned.name, f"http://127.0.0.1:{port}", log, process))
         return self.children[-1]

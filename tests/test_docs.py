@@ -42,7 +42,7 @@ def code_lines(path: Path) -> int:
 
 
 # The limit of all code lines is 6,510, and these parts raise it, each by the lines that it needed.
-RAISED_BY = {"agents that change their tools, cheap long chains": 22}
+RAISED_BY = {"agents that change their tools, cheap long chains": 22, "ways to start on GPUs": 2}
 
 
 def test_budget() -> None:

@@ -5,7 +5,9 @@ The plan is a pure function of the configuration and the list of GPUs, so the te
 of processes start real processes.
 """
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -223,6 +225,30 @@ def test_an_unreachable_server_is_one_line(tmp_path: Path, tiny_model_dir: Path)
 def python(code: str, *words: str) -> list[str]:
     """Return the command that runs a piece of Python code."""
     return [sys.executable, "-c", code, *words]
+
+
+def test_a_child_does_not_inherit_torchruns_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that torchrun started starts its children without torchrun's variables, and with all other variables.
+
+    SGLang connects its own processes to each other. With torchrun's variables SGLang would wait for torchrun's store.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", sys.executable, "-c"]
+    show = "import json, os; print(json.dumps(dict(os.environ)))"
+    shown = subprocess.run([*torchrun, show], capture_output=True, text=True, timeout=100, check=True)
+    given = json.loads(shown.stdout) | {"LOCAL_SCRATCH": "/scratch"}
+    added = given.keys() - os.environ.keys() - {"LOCAL_SCRATCH", "OMP_NUM_THREADS"}
+    assert {"RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} < added
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    fleet = Fleet(tmp_path)
+    child = fleet.start(Planned("server-0", python(show)))
+    child.process.wait(timeout=30)
+    fleet.stop()
+    seen = json.loads(child.log.read_text())
+    assert {
+        name for name in added if re.search("RANK|WORLD_SIZE|ROLE|MASTER|TORCHELASTIC", name)
+    } & seen.keys() == set()
+    assert seen["LOCAL_SCRATCH"] == "/scratch"
 
 
 def test_agents_requests_are_as_patient_as_configured(

@@ -81,15 +81,37 @@ def test_a_run_moves_its_weights_without_a_file(sglang: str, model_dir: Path, tm
     assert not (tmp_path / "e" / "t" / "weights").exists()
 
 
+def recipe(model_dir: Path) -> list[str]:
+    """Return the words of a small run of configs/gsm8k.yaml that starts the real SGLang on a CPU."""
+    words = ["--config", "configs/gsm8k.yaml", f"model={model_dir}", "data=tests/data/gsm8k.jsonl"]
+    words += ["server.backend=sglang", f"server.command={SGLANG} tests/sglang_cpu/launch.py", "max_steps=3"]
+    words += ["gconfig.n_samples=2", "gconfig.max_new_tokens=12", "train_dataset.batch_size=3", "evaluator.interval=2"]
+    return [*words, "actor.dtype=float32", "server.max_total_tokens=16384", "server.max_running_requests=16"]
+
+
+def check_three_steps(folder: Path) -> list[dict]:
+    """Check that the run in folder/e/t made three steps without a failure, and return the lines of its metrics."""
+    metrics = [json.loads(line) for line in (folder / "e/t/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    assert all(line["failed"] == 0 and line["logp_mismatch"] < MISMATCH for line in metrics)
+    return metrics
+
+
+def test_two_ranks_of_torchrun_launch_sglang(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Under torchrun with two ranks, train.py starts SGLang and trains three steps."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = command(tmp_path, *recipe(tiny_model_dir), "evaluator.interval=0")[2:]
+    done = subprocess.run([*torchrun, *script], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    check_three_steps(tmp_path)
+
+
 def test_the_gsm8k_recipe_launches_its_own_sglang(tiny_model_dir: Path, tmp_path: Path) -> None:
     """train.py starts SGLang, trains, and ends every process that it started.
 
     With --dry-run the command only prints the processes that it would start.
     """
-    words = ["--config", "configs/gsm8k.yaml", f"model={tiny_model_dir}", "data=tests/data/gsm8k.jsonl"]
-    words += ["server.backend=sglang", f"server.command={SGLANG} tests/sglang_cpu/launch.py", "max_steps=3"]
-    words += ["gconfig.n_samples=2", "gconfig.max_new_tokens=12", "train_dataset.batch_size=3", "evaluator.interval=2"]
-    words += ["actor.dtype=float32", "server.max_total_tokens=16384", "server.max_running_requests=16"]
+    words = recipe(tiny_model_dir)
     whole = command(tmp_path, *words)
     plan = subprocess.run([*whole, "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert plan.returncode == 0, plan.stderr
@@ -100,9 +122,7 @@ def test_the_gsm8k_recipe_launches_its_own_sglang(tiny_model_dir: Path, tmp_path
     process, pids = start_and_wait_for_step(tmp_path, *words)
     output = rest_of(process, 300)
     assert process.returncode == 0, output[-3000:]
-    metrics = [json.loads(line) for line in (tmp_path / "e/t/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in metrics] == [1, 2, 3]
-    assert all(line["failed"] == 0 and line["logp_mismatch"] < MISMATCH for line in metrics)
+    metrics = check_three_steps(tmp_path)
     assert "eval_reward" in metrics[1]
     assert pids
     assert_gone(pids)
