@@ -12,8 +12,8 @@ interaction, the cache follows the interaction's messages from the root. The las
 the parent. An interaction without a parent is a root. Two messages are the same edge if they have the same meaning
 (calls/messages.py, `canonical`), because clients reorder keys and change spaces.
 
-Most calls continue the call that finished last. The cache therefore compares a request with that conversation first,
-and then follows only the messages after it.
+Most calls continue the call that finished last. The cache therefore first checks whether a request begins with that
+whole conversation. If it does, the cache follows only the messages after the conversation.
 
 Rewards. The final reward R of a turn i is computed from the leaves to the roots:
 
@@ -21,16 +21,18 @@ Rewards. The final reward R of a turn i is computed from the leaves to the roots
 
 (OpenAI-Compatible Workflows, "Reward Backpropagation Process"). With gamma = 0.5 and a reward of 1 at the end, a chain
 of three turns gets the final rewards 0.25, 0.5 and 1 (Agent Workflow, "Reward System"). A side conversation is a call
-that a client makes for itself, such as a title. It takes no reward of the session (calls/side_conversations.py).
+that a client makes for its own purposes, for example to get a title. The session's reward does not go to such a call
+(calls/side_conversations.py).
 
-Export. Style "individual" makes one row of every turn. Style "concat" makes one row of every leaf, with all turns from
-the root to the leaf. A turn joins its parent's row only if the turn's prompt begins with exactly the parent's tokens.
-If the prompt differs, for example because the agent offers other tools, the turn starts a new row. A turn that several
-leaves share is trained in only one of their rows. Thus each sampled token is trained once, in the context in which it
-was sampled, with the final reward of its own turn. rollout/rows.py makes the rows.
+Export. A row is a sequence of tokens for training. With style "individual" each turn has its own row. With style
+"concat" each leaf has a row, which holds all turns from the root to the leaf. A turn joins its parent's row only if the
+turn's prompt begins with exactly the parent's tokens. If the prompt differs, for example because the agent offers other
+tools, the turn starts a new row. If several leaves share a turn, the turn is trained in only one of their rows. Each
+sampled token is therefore trained once, in the context in which it was sampled, with the final reward of its own turn.
+The module rollout/rows.py makes the rows.
 
-Not promised. If the agent rewrites the messages or the output of a turn, the next call is not a child of this turn. If
-two siblings have equal messages and outputs, the next turn becomes a child of the newer sibling.
+Not promised. If an agent changes the messages or the output of a turn, its next call is not a child of this turn. If
+two turns have identical messages and outputs, the next call becomes a child of the newer turn.
 """
 
 import copy
@@ -45,7 +47,7 @@ from calls.side_conversations import PATTERNS, find_side_conversations
 from inference.io_struct import ModelResponse
 from rollout.rows import is_left_out, make_row, row_to_tensors
 
-LARGEST_REWARD = 1e30  # greatest absolute value of a reward; sums of such rewards still fit into a float32
+LARGEST_REWARD = 1e30  # maximum absolute value of a reward, so that a sum of many rewards fits into a float32
 
 
 @dataclass(eq=False, repr=False)
@@ -54,7 +56,7 @@ class InteractionWithTokenLogpReward:
 
     messages: list[Message]
     interaction_id: str = ""
-    template_key: str = ""  # key of the tools and template arguments, which change the prompt of the same messages
+    template_key: str = ""  # the tools and template arguments as one text; they change how messages are rendered
     trainable: bool = True  # False if the agent asked the proxy not to store this call
     tools: list[dict[str, Any]] = field(default_factory=list)  # tools offered to the model, in chat-completions format
     model_response: ModelResponse | None = None
@@ -65,9 +67,9 @@ class InteractionWithTokenLogpReward:
     parent: "InteractionWithTokenLogpReward | None" = None
     turn: int = 0  # number of ancestors in the tree
     children: int = 0  # number of interactions that continue this one
-    is_side: bool = False  # whether this call is a side conversation, which takes no reward of the session
+    is_side: bool = False  # whether this call is a side conversation
+    # The turns of this interaction's row, each with True if the row trains the turn. Empty: this turn alone, trained.
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
-    # ^ the turns in this interaction's row, each with whether the row trains it; empty: this turn alone
 
     @property
     def complete(self) -> bool:
@@ -82,7 +84,7 @@ class InteractionWithTokenLogpReward:
 
     @property
     def conversation(self) -> list[Message]:
-        """The messages of the call and its output, with which the messages of a child begin."""
+        """The messages of the call and its output. The messages of every child begin with this list."""
         return self.messages + self.output_message_list
 
     def continues(self, parent: "InteractionWithTokenLogpReward") -> bool:
@@ -108,7 +110,7 @@ Interaction = InteractionWithTokenLogpReward  # short for AReaL's name
 
 
 def finite(reward: Any) -> float:
-    """Return `reward` as a float. Raises Refusal, a ValueError, if it is no number, nan, or beyond LARGEST_REWARD."""
+    """Return `reward` as a float. Raises Refusal, a ValueError, unless it is a number up to +-LARGEST_REWARD."""
     try:
         if abs(reward) <= LARGEST_REWARD:
             return float(reward)
@@ -118,7 +120,7 @@ def finite(reward: Any) -> float:
 
 
 def check_style(style: Any) -> None:
-    """Raise Refusal, a ValueError, if `style` is no style of an export."""
+    """Raise Refusal, a ValueError, if `style` is not the name of an export style."""
     if style not in ("individual", "concat"):
         raise Refusal(f"style: individual or concat is needed, not {style!r}")
 
@@ -140,10 +142,10 @@ class InteractionCache(OrderedDict[str, Interaction]):
     def __init__(self, side_patterns: Collection[str] = PATTERNS) -> None:
         super().__init__()
         self.side_patterns = side_patterns
-        # All mutable state, in addition to the dictionary itself:
+        # Together with the dictionary itself, these four attributes are all mutable state:
         self._root = Node()
         self._newest: tuple[list[Message], Node] = ([], self._root)  # conversation that finished last, and its end
-        self._unfinished: dict[str, tuple[Node, list[Message]]] = {}  # id -> deepest node so far, messages after it
+        self._unfinished: dict[str, tuple[Node, list[Message]]] = {}  # id -> last node that existed, messages after it
         self._discounted = False
 
     # ---- the life of a call
@@ -243,8 +245,8 @@ class InteractionCache(OrderedDict[str, Interaction]):
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
         """Replace every reward with the final reward, R(i) = r(i) + gamma * mean of R(children).
 
-        A child is always younger than its parent, so the reversed order visits every child before its parent.
-        A second call would count rewards twice, so a second call raises RuntimeError.
+        A child is always younger than its parent, so a loop in reverse order visits every child before its parent.
+        Raises RuntimeError at a second call, which would count the rewards twice.
         """
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called; the rewards are the final ones")
@@ -267,7 +269,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         return [interaction for interaction in self.values() if interaction.complete]
 
     def mark_side_conversations(self) -> list[Interaction]:
-        """Set `is_side` of every interaction from the current calls of the session; return the side conversations."""
+        """Set `is_side` of every interaction, and return the side conversations among the finished interactions."""
         side = find_side_conversations(self.finished(), self.side_patterns)
         for interaction in self.values():
             interaction.is_side = interaction in side
@@ -276,8 +278,8 @@ class InteractionCache(OrderedDict[str, Interaction]):
     def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
         """Return the interactions that become training rows, by id. Raises ValueError for an unknown style.
 
-        Style "individual" returns every finished interaction. Style "concat" returns a copy of each leaf; the copy's
-        `row_turns` are all turns of the row.
+        Style "individual" returns every finished interaction. Style "concat" returns a copy of each leaf. `row_turns`
+        of the copy contains all turns of the row.
         """
         check_style(style)
         self.mark_side_conversations()

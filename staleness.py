@@ -1,9 +1,9 @@
 """The staleness gate limits how many prompt groups may start, and checks the age of each group before training.
 
-Asynchronous training starts rollouts before the weights that will be trained on them exist. The **age** of a prompt
-group is the policy version of the step that consumes the group, minus the group's head version. The head version is the
-oldest version among the group's generated tokens. `max_head_offpolicyness`, here eta, is the largest age allowed. With
-eta = 0 training is synchronous.
+In asynchronous training a rollout starts under one policy version, and a later version is trained on it. The **age** of
+a prompt group is the policy version of the step that consumes the group, minus the group's head version. The head
+version is the oldest version among the group's generated tokens. `max_head_offpolicyness`, called eta here, is the
+maximum age. With eta = 0 training is synchronous.
 
 **The unit is one prompt group.** The n_samples episodes of one prompt start, finish, are accepted or rejected, and are
 consumed together. B (`consumer_batch_size`) and `max_concurrent_rollouts` count groups, not sequences.
@@ -25,20 +25,19 @@ consumes the next B numbers, so step ceil(p / B) consumes group p. Step 1 consum
 group p is consumed at version ceil(p / B) - 1 <= eta + s. No token of the group has a version below s, so the group's
 age is at most eta.
 
-The gate cannot block forever. At version v, v * B groups have been consumed. Suppose that no group runs, and that fewer
-than B finished groups wait. Then fewer than (v + 1) * B groups are counted, and the gate lets another group start.
+The gate cannot block forever. At version v the trainer has consumed v * B groups. If no group runs, and if fewer than B
+finished groups wait for the trainer, the gate counts fewer than (v + 1) * B groups and lets another group start.
 
 Example: with eta = 1 and B = 2, four groups start at version 0. Two groups are consumed at age 0, two at age 1.
 
-**Why not order of completion.** A slow group holds only one of the (eta + v + 1) * B places. Younger groups finish
-and are consumed while the slow group still runs, so the slow group's age grows with every version. With eta = 1, B = 2
-and one slow group, the age reaches 5 (tests/test_staleness.py). Order of start has a cost: a batch waits for its
-slowest group.
+**Why not order of completion.** Suppose that each step consumed the groups that finished first. While a slow group
+runs, younger groups would finish and be consumed, so the slow group's age would grow with every version. With eta = 1
+and B = 2, the age reaches 5 (tests/test_staleness.py). Order of start has a cost: a batch waits for its slowest group.
 
 **What is not promised.** The proof assumes that a trainer consumes B groups per version, that versions only grow, and
-that set_version is called after the servers have the new weights. If an assumption is violated, a group can be too old
-when a step consumes it. The age check finds such a group, and raises StalenessError. With drop_stale the dispatcher
-drops and counts the group instead.
+that set_version is called after the servers have the new weights. If an assumption does not hold, a group can be too
+old when a step consumes it. The age check then raises StalenessError, or with drop_stale the dispatcher drops the group
+and counts it.
 """
 
 import threading

@@ -7,7 +7,7 @@ train on. The executor decides when an episode starts and what happens to its re
 - a dict of tensors, which is a trajectory (rollout/trajectory.py);
 - a dict of interactions: the calls of an agent, with their tokens and rewards (cache.py);
 - None, which rejects the sample.
-If a workflow raises, the sample is rejected and also counted as failed.
+If a workflow raises an exception, the sample is rejected and also counted as failed.
 
 **The workflows here:**
 
@@ -29,12 +29,12 @@ of the agent (rollout/workers.py), so agents may use synchronous code. The agent
 takes about 50 MB.
 
 **Groups** (Rollout Workflow, "Grouped Rollout"). The members of a group run concurrently, each with its own copy of
-`data`. A member that returns None or raises is left out, and the other members are kept. Example: in a group of four,
-one member raises and one returns None. The group then has two rows. If all members raise, the group raises the first
-exception.
+`data`. If a member returns None or raises an exception, the group continues without this member. Example: in a group of
+four, one member raises an exception and one returns None. The group then has two rows. If all members raise exceptions,
+the group raises the first one.
 
-**Seeds.** If the run has a seed, the sampling seed of each request depends only on (seed, task, member, turn). Other
-episodes that run at the same time do not change the sampling seed.
+**Seeds.** If the run has a seed, the sampling seed of each request depends only on (seed, task, member, turn), and not
+on the other episodes that run at the same time.
 """
 
 import asyncio
@@ -247,7 +247,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 def make_agents_client() -> Any:
-    """Return an HTTP client for agents that use the openai SDK. Episodes have a time limit, and requests have none."""
+    """Return an HTTP client for agents that use the openai SDK. Its requests have no time limit of their own."""
     transport: Any = StackTransport(sdk_http)
     return openai.DefaultAsyncHttpxClient(transport=transport, timeout=None, trust_env=False)
 
@@ -311,7 +311,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         return side | interactions if client.rewarded_count else None
 
     def _choose_proxy(self) -> str:
-        """Return the proxy of this episode. Task and member decide, so all proxies get equally many episodes."""
+        """Return the URL of this episode's proxy. Task id plus member index choose the proxy, so the load is even."""
         addresses = (self.proxy_addr,) if isinstance(self.proxy_addr, str) else self.proxy_addr
         context = _context.get()
         return addresses[((context.task_id or 0) + context.sample_idx) % len(addresses)]

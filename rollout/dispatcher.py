@@ -20,19 +20,18 @@ its batch, and faster groups wait for the slow group. A rejected group leaves th
 active_submit_and_wait then draws another task. staleness.py proves that consumption in order of start keeps every age
 within max_head_offpolicyness, and take() checks each age.
 
-**Failure.** A task that returns None is rejected. A task that raises is rejected and also counted as failed. If
-max_failures tasks in a row raise, every episode may have the same bug. The run then stops and reports the first
-exception. If max_failures tasks in a row are rejected, the dispatcher logs a warning and continues, because a strict
-filter may reject many groups. A caller stops the run with fail(), for example when a server died. If the dispatcher's
-own code raises in the event loop's thread, the run also stops. After the run has stopped, every waiting and every later
-call raises RuntimeError.
+**Failure.** A task that returns None is rejected. A task that raises an exception is rejected and also counted as
+failed. Three events stop the run: max_failures tasks in a row raise an exception, a caller calls fail() (for example
+because a server died), or the dispatcher's own code raises an exception in the event loop's thread. After that every
+call that waits, and every later call, raises RuntimeError with the first exception as its cause. If max_failures tasks
+in a row are rejected without an exception, the run continues and the dispatcher logs a warning.
 
-**Locks.** The runner's lock guards the dispatcher's state. A thread that holds this lock may take it again.
-- The dispatcher holds the lock while it calls get_version(), head_version and trace. These functions must return
-  quickly, because other threads wait meanwhile.
+**Locks.** The runner's lock guards the dispatcher's state. The lock is re-entrant.
+- The dispatcher holds the lock while it calls get_version(), head_version and trace, so these functions must return
+  quickly.
 - Episodes and the task generator run without the lock.
-- If get_version() takes a lock L, a caller must release L before it calls the dispatcher. If the caller kept L, it
-  would wait for the runner's lock, while a thread that holds the runner's lock would wait for L.
+- If get_version() takes another lock, a caller must release that lock before it calls the dispatcher. Otherwise two
+  threads could each hold one lock and wait for the other lock.
 
 **What is not promised.** The age bound holds only if each batch has the gate's consumer_batch_size groups. Groups that
 wait_for_task returns belong to no batch, and the dispatcher does not check their age.
@@ -74,7 +73,7 @@ class DispatchState(Generic[TInput, TResult]):
     manager: StalenessManager
     head_version: Callable[[TResult], int | None]  # oldest version in a result; None: no generated tokens
     max_queue_size: int  # largest number of tasks that run at once
-    drop_stale: bool = False  # whether a group that is too old is dropped instead of raising StalenessError
+    drop_stale: bool = False  # whether take() drops a group that is too old; otherwise take() raises StalenessError
     max_failures: int = 0  # failures in a row that stop the run; 0: max(8, 2 * consumer_batch_size)
     trace: Callable[[str, int], None] = untraced  # called with the event and task id
 
@@ -104,7 +103,7 @@ class DispatchState(Generic[TInput, TResult]):
         return max(0, min(self.manager.get_capacity(), self.max_queue_size - self.manager.get_stats().running))
 
     def is_stalled(self) -> bool:
-        """Return whether no task runs, so that only a new task or a new version can end a wait."""
+        """Return whether no task runs and none will start by itself."""
         return not (self.manager.get_stats().running or self.paused or self.failure)
 
     def in_flight(self) -> set[int]:
@@ -315,7 +314,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.runner.lock.notify_all()
 
     def fail(self, error: BaseException, message: str = "") -> None:
-        """Stop the run: every waiting and every later call raises RuntimeError(message), with `error` as its cause."""
+        """Stop the run. Calls that wait, and all later calls, raise RuntimeError(message) with `error` as its cause."""
         with self.runner.lock:
             self._state.fail(message or f"the rollout cannot go on: {error!r}", error)
             self.runner.lock.notify_all()
@@ -329,23 +328,23 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     # ---- producer and consumer: the thread that reports an event calls them while it holds the lock
 
     def _produce(self) -> None:
-        """Start every pending task that the gate admits (the producer of the write-up, section 3.2)."""
+        """Start the pending tasks that the gate admits (the producer of the write-up, section 3.2)."""
         for task in self._state.start():
             self.runner.submit(self.task_factory, task, task_id=task.task_id)
 
     def _consume(self, result: TimedResult[TResult]) -> None:
-        """Record how a task ended, then start tasks like `_produce` (the consumer of the write-up, section 3.3)."""
+        """Record how a task ended, then start the next tasks (the consumer of the write-up, section 3.3)."""
         self._state.finish(result)
         self._produce()
 
     # ---- waiting
 
     def _top_up(self, task_generator: Iterator[TInput]) -> None:
-        """Draw tasks until as many tasks are pending as the gate can admit between two batches, and submit the tasks.
+        """Submit tasks of the generator until enough tasks are pending for the time between two batches.
 
-        The number of draws is computed before the loop. A loop that drew until the queue is full might never end,
-        because tasks may end as fast as they are drawn. Drawing may be slow, so this method does not hold the lock.
-        Raises RuntimeError if the generator ends.
+        The method computes the number of tasks before the loop. Without that, the loop might never end, because new
+        tasks can start and end while the loop submits more. The method does not hold the lock, because the generator
+        may be slow. Raises RuntimeError if the generator ends.
         """
         limit = min(self._state.manager.get_pending_limit(), self._state.max_queue_size)
         for _ in range(limit - len(self._state.pending)):

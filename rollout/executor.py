@@ -22,19 +22,19 @@ Each prompt group goes through these steps:
 If a workflow returns None, its group is rejected, and another sample is drawn instead. If steps 3 to 8 raise, the group
 is rejected and also counted as failed. Many failures in a row stop the run (dispatcher.py).
 
-**Arguments.** The workflow and should_accept_fn that a call of prepare_batch gets apply to the samples that this call
-draws. A sample that an earlier call drew keeps the workflow of the earlier call. If the workflow is a class, every call
-makes a new instance. If the workflow must keep state from call to call, pass an instance.
+**Arguments.** Each call of prepare_batch draws new samples, and runs these samples with the workflow and the
+should_accept_fn of this call. A sample that an earlier call drew keeps the arguments of the earlier call. If the
+workflow is a class, every call makes a new instance. If a workflow must keep state from call to call, pass an instance.
 
-**Recovery.** A task is open from the draw of its sample until its group is consumed or rejected. A checkpoint holds the
-open tasks, and after a crash the unfinished tasks start again under their old ids (DataCursor, run/recover.py).
+**Recovery.** A task is open until its group is consumed or rejected. A checkpoint holds the open tasks. After a crash
+the unfinished tasks start again under their old ids (DataCursor, run/recover.py).
 
 **Evaluation.** `for_evaluation()` makes a second executor that uses this engine and proxy. The second executor has no
 staleness gate, and it counts its task ids from 0.
 
-**What is not promised.** rollout_batch on an executor with a gate can wait for ever: groups that wait for training may
-take all places of the gate, and only a new version adds places. Evaluations should use the executor that
-for_evaluation() made.
+**What is not promised.** On an executor with a gate, rollout_batch may wait for ever. Finished groups keep their places
+at the gate until the next version, and these groups may take all places. For an evaluation, use the executor that
+for_evaluation() returns.
 """
 
 import asyncio
@@ -83,9 +83,9 @@ class RolloutTask(NamedTuple):
 class DataCursor:
     """The position of the run in its data: the drawn samples, their task ids, and the open tasks.
 
-    A checkpoint saves next_id, drawn and open. After a crash, the open tasks that were not finished start again, each
-    under its old task id. Then the dataloader skips the samples that were drawn before the crash, and new samples get
-    the ids next_id, next_id + 1, and so on.
+    A checkpoint saves next_id, drawn and open. After a crash, the open tasks that were not finished start again under
+    their old ids. The dataloader then skips all samples that were drawn before the crash. New samples get the ids
+    next_id, next_id + 1, and so on.
 
     Example: the samples of tasks 0 to 7 were drawn, tasks 0 to 3 were trained on, and task 5 is finished. Then the
     checkpoint holds next_id = 8, drawn = 8 and the samples of tasks 4 to 7. After a crash tasks 4, 6 and 7 start again,
@@ -180,7 +180,7 @@ class WorkflowExecutor:
     # ---- rollouts
 
     def submit(self, data: Sample, *args: Any, **kwargs: Any) -> int:
-        """Enqueue one prompt, which starts when the gate allows. Return the task id that wait_for_task needs.
+        """Enqueue one prompt, and return its task id for wait_for_task. The task starts when the gate admits it.
 
         The arguments after `data` are passed to `make_tasks`: workflow, workflow_kwargs, should_accept_fn, group_size
         and is_eval.
@@ -197,7 +197,7 @@ class WorkflowExecutor:
         return concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Trajectory | None:
-        """Wait for one task and return its group, or None if the group was rejected. No batch will hold the group."""
+        """Wait for one task and return its group, or None if it was rejected. The group will not be in any batch."""
         return self.dispatcher.wait_for_task(task_id, timeout)
 
     def rollout_batch(self, data: Iterable[Sample], *args: Any, **kwargs: Any) -> Trajectory:
@@ -209,7 +209,7 @@ class WorkflowExecutor:
         return concat_padded_tensors(groups)
 
     def rollout_each(self, data: Iterable[Sample], *args: Any, **kwargs: Any) -> list[Trajectory | None]:
-        """Roll out all prompts of `data`. Return a list with the group of each prompt, or None for a rejected group.
+        """Run all prompts of `data`. Return a list with one entry for each prompt: its group, or None if rejected.
 
         The arguments after `data` are passed to `make_tasks`.
         """
@@ -355,8 +355,8 @@ class WorkflowExecutor:
     async def _hold_failure(self) -> None:
         """Wait `hold_failures` seconds before a failure counts. Raises RuntimeError if the run has stopped meanwhile.
 
-        When the proxy or a server dies, every episode raises. During the wait, `fail` can stop the run. Without the
-        wait, the samples would count as failed, and other samples would replace them.
+        If the proxy or a server dies, every running episode fails at once. The wait gives the watcher of the processes
+        time to stop the run. Otherwise the samples would count as failed, and new samples would replace them.
         """
         await asyncio.sleep(self.hold_failures)
         self.dispatcher.check_alive()

@@ -3,17 +3,17 @@
 `parse_rewards` checks the rewards that an agent returned. `AsyncRewardWrapper` runs the reward function of a workflow
 that is not an agent.
 
-All episodes of a run share one event loop. If a function computed for one second in the event loop, every agent would
-stop for one second. AsyncRewardWrapper therefore runs a plain function in a worker process (workers.py) and awaits the
-result. A coroutine function is awaited in the event loop.
+All episodes of a run share one event loop. A function that computes for one second in the event loop stops every agent
+for one second. AsyncRewardWrapper therefore runs a plain function in a worker process (workers.py) and awaits the
+result. AsyncRewardWrapper awaits a coroutine function in the event loop.
 
 Both kinds of function have a time limit. If a plain function takes too long, its process is killed. If a coroutine
 function takes too long, it is cancelled. The clock starts when a worker takes the call, so the time in the queue does
 not count. Example: with timeout_seconds=15 and four workers, the fifth call waits until a worker is free, and then has
 15 s. If an episode is cancelled, its reward computation ends as well.
 
-If a reward function raises or takes too long, its episode fails. The episode does not get a reward of 0, because the
-policy would learn from that wrong number.
+If a reward function raises an exception or takes too long, its episode fails. The episode does not get the reward 0,
+because the policy would learn from this wrong reward.
 """
 
 import inspect

@@ -11,7 +11,7 @@ turns a tool answered, and the policy got new weights:
 
 Number t of each list describes token t.
 
-A row trains on its turns. In four cases a turn is only context:
+A row trains on its turns. A turn is only context in four cases:
 - another row already trains on the turn;
 - the agent asked the proxy not to store the call;
 - the trainer cannot reproduce how the tokens were sampled (`trains_exactly`);

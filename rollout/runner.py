@@ -10,12 +10,12 @@ episodes.
 polls. Example: three tasks run and the trainer waits for two results. The runner calls `attempt` when the first task
 ends, and again when the second task ends.
 
-**Replacing the runner.** The dispatcher uses threads and time only through the public names of this class. The tests
-therefore run the dispatcher on a subclass with a virtual clock (tests/rollout/test_dispatcher.py: VirtualRunner).
+**A runner for tests.** The dispatcher uses threads and time only through the public methods of this class. The tests
+can therefore replace the runner with a subclass that has a virtual clock (tests/rollout/test_dispatcher.py).
 
-**Errors.** If a task raises, the exception becomes the result of the task. If the runner's or the dispatcher's own code
-raises in the thread, the runner calls `on_failure`, and the dispatcher stops the run. destroy() cancels the running
-tasks, lets them clean up, and joins the thread.
+**Errors.** If a task raises an exception, the task's result holds this exception. If the dispatcher's or the runner's
+own code raises an exception in the thread, the runner calls `on_failure`, and the dispatcher stops the run. destroy()
+cancels the running tasks, lets them clean up, and joins the thread.
 
 **What is not promised.** A task that blocks the loop blocks all tasks. If a task ignores its cancellation, it continues
 after destroy(), and destroy() writes the task's id to the log.
@@ -84,10 +84,11 @@ class AsyncTaskRunner:
             self._loop.call_soon_threadsafe(self._start, task_id, async_fn, args, context=contextvars.Context())
 
     def wait_for(self, attempt: Callable[[], T], timeout: float | None) -> T:
-        """Call attempt() under the lock, at once and after every `lock.notify_all()`, until its result is true.
+        """Call attempt() under the lock until its result is true, and return the last result.
 
-        Returns the last result of attempt(). After `timeout` seconds this result may be false (None: wait for ever).
-        If attempt() raises, the wait ends with the same exception. Ctrl-C ends the wait of the main thread at once.
+        The first call of attempt() is at once, and the next calls are after each `lock.notify_all()`. The wait ends
+        after `timeout` seconds even if the result is false (None: no limit). If attempt() raises an exception, the wait
+        ends with this exception. Ctrl-C ends a wait of the main thread at once.
         """
         with self.lock:
             return self.lock.wait_for(attempt, timeout)
@@ -112,7 +113,7 @@ class AsyncTaskRunner:
     async def _main(self) -> None:
         """Keep the loop running until destroy() is called, then cancel the running tasks."""
         await self._stop.wait()
-        # Wait for the episodes, because a cancelled episode may have to send its server a request.
+        # Wait for the episodes, because a cancelled episode may still have to send a request to its server.
         episodes = [task for task in self._active.values() if task]
         for episode in episodes:
             episode.cancel()

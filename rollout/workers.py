@@ -1,29 +1,30 @@
 """Workers are processes that run the user's code and can be killed.
 
-Two kinds of the user's code may compute for a long time, hang, or die: reward functions, and agents in mode subproc.
-All episodes of a run share one event loop, so such code runs in a separate process and the event loop awaits it.
+Reward functions and agents in mode subproc are the user's code, which may compute for a long time, hang, or crash. All
+episodes of a run share one event loop. The user's code therefore runs in a separate process, and the event loop awaits
+the result.
 
     pool = WorkerPool(4)                        at most four calls at once; later calls wait in order
     async with pool.worker() as worker:         starts a process, or takes an idle one
         async with time_limit(15, "..."):       the wait for a worker does not count
             value = await worker.call(function, *args)
 
-**One call at a time.** Only one block `async with pool.worker()` uses a worker at a time. If the block
-ends before the call has returned (after a cancellation or a time limit), the worker is killed, and the next call gets
-a new process. If a worker dies by itself, only the call that the worker was running fails.
+**One call at a time.** Only one block `async with pool.worker()` uses a worker at a time. If a cancellation or a time
+limit ends the block before the call has returned, the worker is killed, and the next call gets a new process. If a
+worker crashes, only the call of this worker fails.
 
-**How a worker ends.** A worker and its parent hold the two ends of a socket, and a thread of the worker reads from the
-socket. When the parent ends, even by kill -9, the read returns. The thread then kills the worker's process group: the
-worker and every process that its code has started. Processes that the worker starts do not inherit the worker's end of
-the socket, so the parent notices at once when a worker dies. Ctrl-C reaches only the parent, because each worker has a
-process group of its own.
+**How a worker ends.** A worker and its parent are connected by a socket, and a thread of the worker reads from the
+socket. When the parent ends, even by kill -9, the read returns. The thread then kills the worker and every process that
+the worker has started. A process that the worker starts does not inherit the socket, so the socket closes when the
+worker dies, and the parent notices at once. Ctrl-C reaches only the parent, because each worker has a process group of
+its own.
 
-**Messages.** The calls and results that go through the socket are pickled: functions by name, arguments and results by
-value. If the worker raises, the caller receives the exception, with the worker's traceback as a note. If the exception
-cannot be pickled, the caller receives a RuntimeError with the text of the exception. A worker imports the module of the
-function. It does not import the script that was started, because the script would import torch in every worker.
-Functions and classes must therefore not be defined in `__main__`. A worker serves many calls, one after another. A
-later call sees the global variables and the environment that earlier calls have left.
+**Messages.** The socket carries pickled calls and results. A pickled function is its name, and the worker imports the
+function's module. The worker does not import the main script, because the script would import torch in every worker.
+Functions and classes must therefore not be defined in `__main__`. If a function raises an exception, the caller
+receives the exception with the worker's traceback as a note. If the exception cannot be pickled, the caller receives a
+RuntimeError with the exception's text. A worker runs many calls one after another, so a call sees the changes that
+earlier calls made to global variables and to the environment.
 
 **Agents.** `run_agent` puts the URL and the key of the session into the environment. The SDKs of OpenAI and Anthropic
 read the URL and the key from there. An agent may use synchronous clients, because nothing else runs in its process.
@@ -81,7 +82,7 @@ def check_importable(thing: Any, name: str, remedy: str) -> None:
 
 
 class Worker:
-    """A process, and the parent's end of the socket that connects the parent with the process."""
+    """A process, and the socket that connects the parent with it."""
 
     def __init__(self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process, self._reader, self._writer = process, reader, writer
