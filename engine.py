@@ -101,7 +101,7 @@ class RemoteInfEngine:
         # The engine's changing state (`pause_mode` may change too):
         self.servers = Servers(self.addresses, self._wire)
         self.vocab_size: int | None = None  # number of token ids; None if no config.json of the model can be read
-        self.context_length: int | None = None  # most tokens of prompt and completion together; None if unknown
+        self.context_length: int | None = None  # maximum length of prompt plus completion; None if unknown
         self.has_grammar = False  # True if every server can restrict its output to a JSON schema
         self.executor: Any = None  # the WorkflowExecutor of training, which sets this attribute itself
         self._version = 0  # newest policy version that all servers have
@@ -159,7 +159,7 @@ class RemoteInfEngine:
         body = generate_body(response.input_tokens + response.output_tokens, req.gconfig, start)
         body |= {"rid": rid, "stream": on_tokens is not None}
 
-        # 1. Receive the tokens. The last event also sets `stop_reason`. An answer that ends before is a failure.
+        # 1. Receive the tokens. The last event sets `stop_reason`. If the answer ends before that, the segment failed.
         response.stop_reason = ""
         failure = EngineError(f"{url} ended its answer before the completion was finished", 503)
         try:

@@ -38,7 +38,7 @@ class GenerationHyperparameters:
     """The sampling parameters of a request."""
 
     n_samples: int = 1  # samples per prompt (the group size); a request to the engine needs 1
-    max_new_tokens: int = 512  # most tokens to generate in one turn; the context window may leave room for fewer
+    max_new_tokens: int = 512  # maximum number of tokens of one turn; the context window may allow fewer
     temperature: float = 1.0  # number that divides the logits before sampling; 0 means greedy
     top_p: float = 1.0  # sample from the likeliest tokens up to this total probability; 1: from all tokens
     top_k: int = -1  # sample from this number of likeliest tokens; -1: from all tokens

@@ -1,7 +1,7 @@
 """This module records which inference servers are alive, and chooses a server for each conversation.
 
-**If a server is lost, only its tokens that have not arrived are lost.** A request keeps the tokens that have arrived,
-and a different server generates the missing tokens. The run continues while at least one server is alive.
+**A request survives the loss of its server.** The request keeps the tokens that have arrived, and a different server
+generates the missing tokens. The run continues while at least one server is alive.
 
 **Affinity.** All turns of a conversation go to one server, because this server has cached the conversation's prefix.
 Each conversation ranks all servers by a hash of the server's URL and the conversation's key (rendezvous hashing), and

@@ -91,7 +91,7 @@ class StackTransport(httpx.AsyncBaseTransport):
         stream = response.stream
 
         async def close_and_free() -> None:
-            del stream.aclose  # restores the stream's own aclose: a second close then adds no connection
+            del stream.aclose  # if the caller closes the stream again, the connection is not returned again
             await stream.aclose()
             self.idle.append(connection)
 
@@ -105,7 +105,7 @@ class StackTransport(httpx.AsyncBaseTransport):
 
 
 class PerLoop(Generic[T]):
-    """One object for each event loop. The first `get` in a loop makes the object, and the loop's end closes it."""
+    """One object for each event loop. The first `get` in a loop makes the object. When the loop ends, the object is closed."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make

@@ -13,7 +13,7 @@ FSDPEngine is a frozen model that computes log-probabilities. The reference mode
 policy: an FSDPEngine with an optimizer, learning rate schedule, policy version, and connection to the servers.
 
 **A batch is cut twice.** First the B rows of the batch are dealt to mini-batches, and each mini-batch makes one
-optimizer step. Rows are dealt by length, so that all mini-batches have about equally many tokens. Then the rows of a
+optimizer step. Rows are dealt by length, so that all mini-batches have about the same number of tokens. Then the rows of a
 mini-batch are cut into pieces, and each piece makes one forward and one backward pass of at most `mb_tokens` tokens.
 Each piece divides its loss by the number of trained tokens in the whole mini-batch on all ranks, so the gradients of
 the pieces add up. The size of the pieces therefore changes only time and memory. Example: 64 rows of 1,000 tokens, 4
@@ -24,7 +24,7 @@ mini-batches and mb_tokens=4096 give 4 optimizer steps, each with 16 rows in 4 p
 
 **Ranks.** FSDP2 shards the model over all ranks. Without torchrun one rank runs this code alone. Rank 0 gets each
 batch from the rollout side and sends the whole batch to every rank. Each rank computes all advantages and divides the
-whole batch into mini-batches, so all ranks have equal mini-batches. Only the model's work is divided: each rank passes
+whole batch into mini-batches, so all ranks have the same mini-batches. Only the model's work is divided: each rank passes
 its own rows of a mini-batch through the model. The gradients of the ranks add up to the gradient that one rank alone
 would compute.
 
@@ -139,8 +139,8 @@ class FSDPEngine:
         if self.rank == 0:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
-            # With these rules inference/weights.py turns the model's tensors back into the tensors of the files. A
-            # rule that splits a tensor cannot be undone, because weights.py handles one tensor at a time.
+            # inference/weights.py uses these rules to restore the tensors of the files from the model's tensors. It
+            # handles one tensor at a time, so it cannot undo a rule that splits a tensor of the files.
             model._weight_conversions = whole._weight_conversions
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
                 raise ValueError(f"{type(model).__name__} splits its files' tensors, which cannot be undone")
@@ -156,7 +156,7 @@ class FSDPEngine:
     def compute_logp(self, batch: Batch) -> Tensor:
         """Return log p(token t | tokens before t), (B, T) float32, at each token's temperature.
 
-        Position 0 and padding have the value 0. All ranks call this method with equal batches and get equal results.
+        Position 0 and padding have the value 0. All ranks call this method with the same batch and get the same result.
         """
         logp = torch.zeros(batch["input_ids"].shape)  # (B, T)
         with torch.no_grad():
@@ -191,8 +191,8 @@ class FSDPEngine:
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
         """Deal `rows` to the ranks by the rows' lengths and return this rank's share, cut into pieces.
 
-        In FSDP all ranks gather each layer together, so all ranks must make equally many forward passes. A rank with
-        fewer pieces gets extra pieces, from which no token is read.
+        In FSDP all ranks gather each layer together, so all ranks must make the same number of forward passes. A rank with
+        fewer pieces computes additional pieces and does not use their results.
         """
         lengths = row_lengths(batch)
         shares = split_minibatches([lengths[row] for row in rows], dist.get_world_size())
@@ -225,7 +225,7 @@ class FSDPEngine:
 
 
 class FSDPPPOActor(FSDPEngine):
-    """The policy that learns. All ranks must call each method with equal arguments."""
+    """The policy that learns. All ranks must call each method with the same arguments."""
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         super().__init__(config, model_path)
@@ -351,7 +351,8 @@ class FSDPPPOActor(FSDPEngine):
         """Return the loss of a piece, with a graph for the backward pass, and the metrics of the piece.
 
         The mini-batch has `tokens` trained tokens, N of them in this piece. `shares` (B,) are the aggregation weights
-        of the rows. Loss and metrics are divided by `tokens`, so those of all pieces add up.
+        of the rows. The loss and the metrics are divided by `tokens`, so their sums over the
+        pieces are means over the mini-batch.
         """
         c = self.config
         # 1. pi_theta

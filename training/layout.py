@@ -66,7 +66,7 @@ class Layout(NamedTuple):
     """A way to cut rows into pieces, and the attention function that these pieces need."""
 
     attention: str  # the name of the attention function in transformers' AttentionInterface
-    cut: Callable[[Batch, Sequence[int], int], list[Piece]]  # (batch, rows, most tokens in a piece) -> pieces
+    cut: Callable[[Batch, Sequence[int], int], list[Piece]]  # (batch, rows, mb_tokens) -> pieces
 
 
 def row_lengths(batch: Batch) -> list[int]:
@@ -86,7 +86,7 @@ def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
     parts: list[list[int]] = [[] for _ in range(n)]
     loads = [0] * n  # tokens of each mini-batch
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        # If two mini-batches have equally many tokens, the mini-batch with fewer rows gets the row.
+        # If two mini-batches have the same number of tokens, the one with fewer rows gets the row.
         lightest = min(range(n), key=lambda j: (loads[j], len(parts[j])))
         parts[lightest].append(row)
         loads[lightest] += lengths[row]

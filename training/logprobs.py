@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-CHUNK_ELEMENTS = 1 << 25  # the most logits in one chunk: 128 MiB in float32, for each of up to 3.5 such matrices
+CHUNK_ELEMENTS = 1 << 25  # maximum number of logits in one chunk, which is 128 MiB in float32
 
 # The configuration keys with which models of transformers cap or scale their logits.
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")

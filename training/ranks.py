@@ -4,8 +4,8 @@
 rollouts. All other ranks only train. In a collective operation, such as a sum of gradients, every rank waits for all
 other ranks.
 
-**The problem.** If a rank dies, the ranks that wait for the dead rank may hang: for hours with NCCL, until their next
-operation with gloo.
+**The problem.** If a rank dies, the ranks that wait for the dead rank may hang. With NCCL they may hang for hours, and
+with gloo until their next operation.
 
 **The solution.** When a rank's work is over, the rank sends a small message, called a farewell. Rank 0 exchanges
 farewells with every other rank. For each peer a thread waits for the peer's farewell. If the connection closes before

@@ -1,8 +1,9 @@
 """This module computes one step: a Hugging Face model processes a batch of sequences with a cache of keys and values.
 
 **The rule.** A step feeds to the model those tokens of each sequence that are not in the cache yet, and returns the
-logits of each sequence's last token. One method, `TinyModel.step`, computes prefill, decoding, a restart with new
-weights and the next turn of a conversation. These cases differ only in the number of tokens that are already cached.
+logits of each sequence's last token. One method, `TinyModel.step`, serves for prefill, for decoding, for continuing
+under new weights, and for the next turn of a conversation. These cases differ only in how many tokens are cached
+already.
 
 **The parts.** `SlotCache` stores keys and values. `TinyModel` computes a batch with an unmodified transformers model,
 which calls `SlotCache.update` and `slot_attention` in each layer. `read_weights`, `receive_weights` and
@@ -30,7 +31,7 @@ a different shape the library may choose a different kernel, which adds the numb
 the choice constant:
 
 - Every matrix product has at least four rows (MIN_ROWS).
-- The number of keys is a number that `key_length` returns.
+- `key_length` chooses the number of keys to which a step attends.
 
 The rules come from measurements with torch 2.13 and MKL on a CPU with AVX-512. On this CPU a row has the same logits,
 bit by bit, alone and in a batch of 65 rows, in prefill and in decoding. On a CPU with other kernels, logits agree to
@@ -287,7 +288,7 @@ class TensorReader(pickle.Unpickler):
     """An unpickler that accepts only tensors. A pickle from the network could otherwise call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the function or class with this name. Raises ModelError if a pickled tensor needs no such name."""
+        """Return the function or class with this name. Raises ModelError if no tensor needs this name."""
         if (module, name) == ("torch.storage", "_load_from_bytes"):  # torch's own function would read any pickle
             return lambda raw: torch.load(io.BytesIO(raw), weights_only=True)
         if (module, name) in {("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")}:

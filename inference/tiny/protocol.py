@@ -45,7 +45,7 @@ class Protocol:
     """The parser of requests and the writer of replies for one model."""
 
     vocab_size: int
-    max_length: int  # most tokens of prompt and output together
+    max_length: int  # maximum number of tokens of prompt and output together
     eos: frozenset[int]  # token ids that end a text
     decode: Callable[..., str]  # the tokenizer's method that turns token ids into text
     seeds: random.Random  # generates the seeds of requests that have no seed

@@ -48,7 +48,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-PREFILL_TOKENS = 1024  # most tokens of one prefill step, with padding; larger steps overflow a CPU's cache
+PREFILL_TOKENS = 1024  # maximum number of tokens in one prefill step, padding included
 
 
 class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
@@ -282,7 +282,7 @@ class Scheduler:
     def _best_slot(self, sequence: Sequence) -> tuple[int, int]:
         """Return the idle slot with the longest cached beginning of the sequence, and the number of reusable tokens.
 
-        If several slots have equally many reusable tokens, the method returns the slot that has been idle longest.
+        If several slots have the same number of reusable tokens, the method returns the slot that was idle longest.
         """
         # The last token is always fed, because its logits give the next token. For prompt logprobs all tokens are fed.
         reusable = 0 if sequence.wants_prompt_logprobs else len(sequence.tokens) - 1

@@ -162,7 +162,7 @@ class Server:
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             self.engine.loop = asyncio.get_running_loop()
             yield
-            # At shutdown, first drop the waiting weight updates, because a pause would start them. Then stop the steps.
+            # At shutdown, drop the waiting weight updates, which a pause would otherwise start. Then stop the steps.
             self.engine.call(self.scheduler.updates.clear)
             paused = self.engine.call(self.scheduler.pause, "in_place")
             await asyncio.wait({paused}, timeout=10)
