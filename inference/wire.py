@@ -105,7 +105,7 @@ class StackTransport(httpx.AsyncBaseTransport):
 
 
 class PerLoop(Generic[T]):
-    """One object for each event loop. The first `get` in a loop makes the object. When the loop ends, the object is closed."""
+    """One object for each event loop. The first `get` in a loop makes the object, which is closed with the loop."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make

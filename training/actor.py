@@ -13,20 +13,20 @@ FSDPEngine is a frozen model that computes log-probabilities. The reference mode
 policy: an FSDPEngine with an optimizer, learning rate schedule, policy version, and connection to the servers.
 
 **A batch is cut twice.** First the B rows of the batch are dealt to mini-batches, and each mini-batch makes one
-optimizer step. Rows are dealt by length, so that all mini-batches have about the same number of tokens. Then the rows of a
-mini-batch are cut into pieces, and each piece makes one forward and one backward pass of at most `mb_tokens` tokens.
-Each piece divides its loss by the number of trained tokens in the whole mini-batch on all ranks, so the gradients of
-the pieces add up. The size of the pieces therefore changes only time and memory. Example: 64 rows of 1,000 tokens, 4
-mini-batches and mb_tokens=4096 give 4 optimizer steps, each with 16 rows in 4 pieces.
+optimizer step. Rows are dealt by length, so that all mini-batches have about the same number of tokens. Then the rows
+of a mini-batch are cut into pieces, and each piece makes one forward and one backward pass of at most `mb_tokens`
+tokens. Each piece divides its loss by the number of trained tokens in the whole mini-batch on all ranks, so the
+gradients of the pieces add up. The size of the pieces therefore changes only time and memory. Example: 64 rows of 1,000
+tokens, 4 mini-batches and mb_tokens=4096 give 4 optimizer steps, each with 16 rows in 4 pieces.
 
 **Layouts and logits.** A layout arranges the rows of a piece as padded rows, as one long row, or as a tree
 (`layout.py`). Log-probabilities are computed from hidden states, a chunk of tokens at a time (`logprobs.py`).
 
 **Ranks.** FSDP2 shards the model over all ranks. Without torchrun one rank runs this code alone. Rank 0 gets each
 batch from the rollout side and sends the whole batch to every rank. Each rank computes all advantages and divides the
-whole batch into mini-batches, so all ranks have the same mini-batches. Only the model's work is divided: each rank passes
-its own rows of a mini-batch through the model. The gradients of the ranks add up to the gradient that one rank alone
-would compute.
+whole batch into mini-batches, so all ranks have the same mini-batches. Only the model's work is divided: each rank
+passes its own rows of a mini-batch through the model. The gradients of the ranks add up to the gradient that one rank
+alone would compute.
 
 **Temperature.** A token's log-probability is computed at the temperature that the token was sampled at, so that
 pi_theta, pi_prox and pi_behav are comparable.
@@ -191,8 +191,8 @@ class FSDPEngine:
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
         """Deal `rows` to the ranks by the rows' lengths and return this rank's share, cut into pieces.
 
-        In FSDP all ranks gather each layer together, so all ranks must make the same number of forward passes. A rank with
-        fewer pieces computes additional pieces and does not use their results.
+        In FSDP all ranks gather each layer together, so all ranks must make the same number of forward passes. A rank
+        with fewer pieces computes additional pieces and does not use their results.
         """
         lengths = row_lengths(batch)
         shares = split_minibatches([lengths[row] for row in rows], dist.get_world_size())
