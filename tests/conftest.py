@@ -22,7 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 torch.set_num_threads(1)
-# A background job of a shell ignores Ctrl-C, and so do its child processes. This call makes Ctrl-C work again.
+# If a shell starts pytest as a background job, pytest and its child processes ignore Ctrl-C. This call makes Ctrl-C
+# work again.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,7 +39,8 @@ def anyio_backend() -> str:
 
 
 def make_byte_model(path: Path, seed: int = 0, layers: int = 2, width: int = 64, tied: bool = False) -> Path:
-    """Write a random Qwen3 model. Its 259 tokens are the 256 bytes and three chat markers, and its context is 2,048."""
+    """Write a random Qwen3 model. Its vocabulary has 259 tokens (the 256 bytes and three chat markers), and its context
+    length is 2,048."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -73,13 +75,14 @@ def make_byte_model(path: Path, seed: int = 0, layers: int = 2, width: int = 64,
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Hugging Face directory of the tiny model (make_byte_model with seed 0)."""
+    """The directory of the tiny model, which make_byte_model writes with seed 0."""
     return make_byte_model(tmp_path_factory.mktemp("tiny_model"))
 
 
 @pytest.fixture(scope="session")
 def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a model like the tiny model with different weights (seed 1), for tests of weight updates."""
+    """The directory of a second model for tests of weight updates. It differs from the tiny model only in its weights
+    (seed 1)."""
     return make_byte_model(tmp_path_factory.mktemp("other_model"), seed=1)
 
 
@@ -99,7 +102,7 @@ def free_port() -> int:
 def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
     """Wait until a process ends, and return its unread output. If the process runs longer than `seconds`, kill it.
 
-    A test may read single lines before it calls this function. After such reads communicate() can lose output.
+    This function does not use communicate(), which can lose output if the test has already read some lines.
     """
     assert process.stdout is not None
     watchdog = threading.Timer(seconds, process.kill)
@@ -112,8 +115,7 @@ def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
 
 
 def wait_until_up(url: str, process: subprocess.Popen, path: str = "/health", seconds: float = 60) -> None:
-    """Request `path` again and again until the server answers 200. Raises RuntimeError if the server's process
-    ends."""
+    """Request `path` repeatedly until the server answers 200. If the server's process ends, raise RuntimeError."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -158,7 +160,7 @@ def start_tiny_server(tiny_model_dir: Path) -> Iterator[StartServer]:
         process.wait(timeout=20)
 
 
-SGLANG = os.environ.get("NANO_AREAL_SGLANG", "")  # the Python that has SGLang; `make test-sglang` sets this path
+SGLANG = os.environ.get("NANO_AREAL_SGLANG", "")  # interpreter that can import SGLang; `make test-sglang` sets it
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A proxy that runs in the process of the test, with a scripted engine. Tests talk to the proxy over HTTP."""
+"""A proxy that runs in the test's own process and uses a scripted engine. Tests talk to the proxy over HTTP."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,10 +20,10 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 class ScriptedEngine:
-    """An engine that answers each call with the next of the given texts, and records its requests.
+    """An engine that answers each call with the next of the given texts, and keeps a list of the requests.
 
-    If a text ends with "…", its answer ends with the stop reason "length". If `hold` is an event, a generation waits
-    for the event. A generation that streams sends `held_tokens` tokens before it waits.
+    If a text ends with "…", its answer ends with the stop reason "length". If `hold` is an event, each generation waits
+    until the event is set. A streamed generation first sends `held_tokens` tokens and then waits.
     """
 
     def __init__(self, tokenizer: Any, *texts: str) -> None:
@@ -36,7 +36,8 @@ class ScriptedEngine:
         self.started, self.cancelled = asyncio.Event(), asyncio.Event()
 
     async def agenerate(self, request: ModelRequest, on_tokens: Any = None) -> ModelResponse:
-        """Answer with the next text, or with "ok" if no text is left. With `on_tokens`, report each token."""
+        """Answer with the next text, or with "ok" if no text is left. If `on_tokens` is given, call it after each
+        token."""
         self.requests.append(request)
         self.started.set()
         if self.error:
@@ -74,7 +75,7 @@ class Clock:
 
 
 class Harness:
-    """A proxy in this process with a ScriptedEngine, and an HTTP client of the proxy."""
+    """A proxy in this process, the proxy's ScriptedEngine, and an HTTP client that is connected to the proxy."""
 
     def __init__(self, tokenizer: Any, *texts: str, **options: Any) -> None:
         self.engine = ScriptedEngine(tokenizer, *texts)
@@ -112,7 +113,8 @@ class Harness:
 
 
 class Connection:
-    """One POST request, sent through ASGI without an HTTP client. A test can hang up or read the reply in pieces."""
+    """One POST request that reaches the proxy through ASGI, without an HTTP client. A test can close the connection
+    early or read the reply piece by piece."""
 
     def __init__(self, harness: Harness, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
         self.pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -142,7 +144,7 @@ class Connection:
         return (await asyncio.wait_for(self.pieces.get(), timeout=30))["body"]
 
     async def rest(self) -> bytes:
-        """Wait for the end of the reply and return the pieces that `read` has not returned."""
+        """Wait for the end of the reply and return the part of the body that `read` has not returned yet."""
         await asyncio.wait_for(self.task, timeout=30)
         pieces = [self.pieces.get_nowait() for _ in range(self.pieces.qsize())]
         return b"".join(piece.get("body", b"") for piece in pieces)
@@ -150,7 +152,7 @@ class Connection:
 
 @asynccontextmanager
 async def sdk(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncIterator[openai.AsyncOpenAI]:
-    """Return an OpenAI client whose base URL is the proxy's URL and `path`."""
+    """Return an OpenAI client whose base URL is the proxy's URL followed by `path`."""
     transport = httpx2.ASGITransport(harness.app)
     async with openai.DefaultAsyncHttpxClient(transport=transport) as http:
         yield openai.AsyncOpenAI(base_url=f"http://proxy{path}", api_key=api_key, http_client=http, max_retries=0)
@@ -158,7 +160,7 @@ async def sdk(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncItera
 
 @asynccontextmanager
 async def claude(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncIterator[anthropic.AsyncAnthropic]:
-    """Return an Anthropic client whose base URL is the proxy's URL and `path`."""
+    """Return an Anthropic client whose base URL is the proxy's URL followed by `path`."""
     transport = httpx2.ASGITransport(harness.app)
     async with anthropic.DefaultAsyncHttpxClient(transport=transport) as http:
         yield anthropic.AsyncAnthropic(base_url=f"http://proxy{path}", api_key=api_key, http_client=http, max_retries=0)

@@ -19,7 +19,7 @@ def compute_reward(response: Any, answer: str) -> float:
 
 
 class MyAgent:
-    """The example in AReaL's page Agent Workflow, "Proxy Approach". This copy also limits the length of the answer."""
+    """The "Proxy Approach" example from AReaL's page Agent Workflow. This copy also limits the length of the answer."""
 
     async def run(self, data, **extra_kwargs):
         # AReaL injects these kwargs
@@ -38,7 +38,8 @@ class MyAgent:
 
 
 class MySyncAgent:
-    """The example in AReaL's page Agent Workflow, "Subprocess Mode". This copy also limits the length of the answer."""
+    """The "Subprocess Mode" example from AReaL's page Agent Workflow. This copy also limits the length of the
+    answer."""
 
     async def run(self, data, **extra_kwargs):
         # In subproc mode, base_url comes from environment
@@ -50,7 +51,8 @@ class MySyncAgent:
 
 
 class Talks:
-    """An agent that asks the model two times and then runs the function that `data["then"]` names, if there is one."""
+    """An agent that asks the model two times. If `data` has the key `then`, the agent finally runs the function of that
+    name."""
 
     async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> Any:
         client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
@@ -86,7 +88,7 @@ class CountsSessions:
 class Endpoint:
     """An agent that runs the function that `data["then"]` names.
 
-    If `data["then"]` is "tells", the agent returns whether OPENAI_BASE_URL equals its base_url (1 or 0).
+    If `data["then"]` is "tells", the reward is 1 if OPENAI_BASE_URL equals the agent's base_url, and 0 otherwise.
     """
 
     async def run(self, data: dict, base_url: str, **extra_kwargs: Any) -> float:
@@ -125,7 +127,7 @@ def raises(data: dict) -> float:
 
 
 def breaks_off(data: dict) -> float:
-    """Raise an exception of the SDK that cannot be unpickled."""
+    """Make the OpenAI SDK raise an exception that cannot be unpickled."""
     OpenAI(max_retries=0).chat.completions.create(model="m", messages=[])
     return 1.0
 

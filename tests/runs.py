@@ -1,4 +1,5 @@
-"""Helpers for tests of whole runs: start train.py as a user does, wait for a step, check that its children end."""
+"""Helpers for tests of whole runs: start train.py as a user does, wait for a step, and check that its child processes
+end."""
 
 import json
 import os
@@ -13,7 +14,7 @@ from conftest import ROOT
 
 SMALL_GUESS = ["--config", "configs/demo.yaml", "gconfig.n_samples=4", "actor.ppo_n_minibatches=2"]
 MAZE_BATCH = 8  # prompt groups per step in configs/maze.yaml
-STRADDLING_MAZE = [  # the maze, with completions that a weight update interrupts (walkers.py)
+STRADDLING_MAZE = [  # the maze task; walkers.py makes weight updates interrupt completions
     *("--config", "configs/maze.yaml", "workflow=walkers.WalkUntilUpdated"),
     *(f"workflow_kwargs.batch_size={MAZE_BATCH}", "workflow_kwargs.reward_fn=tasks.maze.reward"),
 ]
@@ -27,7 +28,8 @@ def command(tmp_path: Path, *words: str) -> list[str]:
 
 
 def signalled(command: list[str], line: str, number: signal.Signals) -> list[str]:
-    """Return a command whose run sends itself the signal as soon as the run prints a line that begins with `line`."""
+    """Change the command of a run: when the run prints a line that begins with `line`, it sends itself the signal
+    `number`."""
     python, unbuffered, *script = command
     return [python, unbuffered, "tests/signalled.py", line, str(int(number)), *script]
 
@@ -43,7 +45,8 @@ def run(tmp_path: Path, *words: str) -> list[dict]:
 
 
 def start_and_hold(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
-    """Start a run that stops (SIGSTOP) after its first step. Return its process and its `children`.
+    """Start a run that suspends itself (SIGSTOP) after its first step. Return its process and {script: pid} of its
+    children.
 
     The run continues when it receives SIGCONT.
     """
@@ -59,7 +62,7 @@ def start_and_hold(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], 
 
 
 def start_and_wait_for_step(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
-    """Start a run, wait for its first step, and return its process and its `children`."""
+    """Start a run and wait for its first step. Return its process and {script: pid} of its children."""
     process, pids = start_and_hold(tmp_path, *words)
     process.send_signal(signal.SIGCONT)
     return process, pids
@@ -80,7 +83,7 @@ def children(pid: int) -> dict[str, int]:
 
 
 def assert_gone(pids: dict[str, int]) -> None:
-    """Check that no process of `pids` is alive."""
+    """Check that all processes in `pids` have ended."""
     for name, pid in pids.items():
         assert not is_alive(pid), f"{name} ({pid}) is still there"
 
@@ -95,7 +98,8 @@ def is_alive(pid: int) -> bool:
 
 
 def check_metrics(metrics: list[dict], eta: int) -> None:
-    """Check that every line has every metric, that no token is older than eta versions, and that no episode failed."""
+    """Check the metrics of each step: no metric is missing, no token is older than eta versions, and no episode
+    failed."""
     names = [
         "step",
         "version",
@@ -134,7 +138,8 @@ def check_metrics(metrics: list[dict], eta: int) -> None:
 
 
 def wait_gone(pid: int) -> None:
-    """Wait until a process ends that another process started. On Linux its pidfd then becomes readable."""
+    """Wait for the end of a process that is not a child of this process. When a process ends, Linux makes its pidfd
+    readable."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

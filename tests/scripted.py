@@ -59,7 +59,7 @@ def loader(samples: list[dict], batch_size: int = 2, seed: int | None = None) ->
 
 
 class Echo(RolloutWorkflow):
-    """A workflow that returns a row of three token ids: the sample's number + 1, the member's index, and `name`."""
+    """A workflow that returns one row with three token ids: the sample's number + 1, the member's index, and `name`."""
 
     def __init__(self, name: int = 0, fails: tuple[int, ...] = (), rejects: tuple[int, ...] = ()) -> None:
         self.name, self.fails, self.rejects = name, fails, rejects

@@ -1,4 +1,4 @@
-"""Run a script that sends itself a signal when it prints a line with a given beginning.
+"""Run a script that sends itself a signal when it prints a line that begins with a given text.
 
     python tests/signalled.py "step 3 " 9 train.py max_steps=5
 

@@ -1,5 +1,5 @@
-"""The calls of a session form a tree. These tests check how a call finds its parent, how rewards pass along the
-branches, and that each sampled token is trained exactly one time."""
+"""The calls of a session form a tree. These tests check how a call finds its parent, how rewards pass from children to
+parents, and that each sampled token is trained exactly once."""
 
 import json
 import math
@@ -46,7 +46,8 @@ def turn(
 
 
 def chain(length: int) -> InteractionCache:
-    """Return a cache with one conversation. The prompt of turn k is every token of turn k - 1 and one more token."""
+    """Return a cache with one conversation. The prompt of each turn consists of all tokens of the previous turn and one
+    new token."""
     cache, messages, ids = InteractionCache(), [user("0")], [0]
     for k in range(length):
         cache.enter(str(k), turn(list(messages), str(k), list(ids), [100 + k, 200 + k]))
@@ -60,14 +61,14 @@ def chain(length: int) -> InteractionCache:
 
 @dataclass
 class Call:
-    """One call of a random agent: the earlier call that it continues (None for a root), and the text of its
-    messages."""
+    """One call of a random agent. `goes_on_from` chooses the earlier call that this call continues; None makes a
+    root."""
 
     goes_on_from: int | None
     question: str
     answer: str
     reward: float | None
-    drifts: bool  # whether the prompt does not begin with the parent's tokens
+    drifts: bool  # true if the prompt does not begin with the parent's tokens
     finishes: bool
     sampled: int  # number of sampled tokens
 
@@ -88,7 +89,7 @@ calls = st.lists(
 
 
 def play(session: list[Call]) -> InteractionCache:
-    """Return a cache that contains the calls of the session. Every new token of the session gets a different id."""
+    """Return a cache that contains the calls of the session. All new tokens of the session have different ids."""
     cache, fresh = InteractionCache(), iter(range(1, 10_000))
     for k, call in enumerate(session):
         names = [name for name in cache if cache[name].complete]
@@ -111,8 +112,8 @@ def play(session: list[Call]) -> InteractionCache:
 
 @given(calls)
 def test_the_parent_is_the_longest_finished_prefix(session: list[Call]) -> None:
-    """The cache finds the parent that a search through all interactions finds. If two parents are equal, both
-    searches choose the newer parent."""
+    """The cache finds the same parent as a search through all interactions. Of two identical candidates, the newer
+    candidate becomes the parent."""
     cache = play(session)
     names = list(cache)
     for i, name in enumerate(names):
@@ -144,8 +145,8 @@ def test_discounting_is_its_recursive_definition(session: list[Call], gamma: flo
 
 @given(calls)
 def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
-    """Style concat trains each sampled token in exactly one row. The row contains the token's own prompt before the
-    token, and the data of the token's own turn."""
+    """In an export in style concat, each sampled token is trained in exactly one row. In this row the token follows the
+    tokens from which it was sampled, and has the version, log-probability, temperature and reward of its turn."""
     cache = play(session)
     cache.apply_reward_discount(0.5)
     of_token = {t: i for i in cache.finished() for t in i.tokens.output_tokens}
@@ -175,7 +176,7 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
 
 @given(calls)
 def test_individual_exports_every_finished_call(session: list[Call]) -> None:
-    """Style individual exports each finished call as one row, even if an export in style concat came first."""
+    """An export in style individual has one row for each finished call, even after an export in style concat."""
     cache = play(session)
     cache.export_interactions("concat")
     exported = cache.export_interactions("individual")
@@ -191,7 +192,8 @@ def test_individual_exports_every_finished_call(session: list[Call]) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair["id"])
 def test_real_clients_turns_are_chained(pair: dict[str, Any]) -> None:
-    """If a framework rewrites the form of the history, its next turn is still the child of its previous turn."""
+    """If a framework sends the history back in a different form, the next turn is still a child of the previous
+    turn."""
     cache = InteractionCache()
     response = ModelResponse([1], [2], [-1.0], [0], "stop")
     cache.enter(
@@ -203,8 +205,9 @@ def test_real_clients_turns_are_chained(pair: dict[str, Any]) -> None:
 
 
 def test_a_turn_with_other_tools_stays_in_the_tree() -> None:
-    """A final answer that the agent asks for without tools is a child of the turn before, so the reward of the answer
-    reaches the earlier turns. The tools change the prompt's tokens, so each of the two turns has a row of its own."""
+    """An agent may leave out the tools when it asks for a final answer. This call is still a child of the previous
+    turn, so its reward reaches the earlier turns. Without the tools the prompt has different tokens, so each of the two
+    turns becomes its own row."""
     cache = InteractionCache()
     cache.enter("work", turn([user("hi")], "ok", [1], [2], template_key="tools"))
     cache.enter("answer", turn([user("hi"), said("ok"), user("now answer")], "42", [8, 9], [3]))
@@ -216,7 +219,7 @@ def test_a_turn_with_other_tools_stays_in_the_tree() -> None:
 
 
 def test_an_unfinished_call_is_never_a_parent() -> None:
-    """A call can be a parent only when its output is known. A call that fails is removed from the cache."""
+    """A call cannot be a parent before its output is known. A call that fails is removed from the cache."""
     cache = InteractionCache()
     cache.enter("a", InteractionWithTokenLogpReward([user("hi")]))
     cache.enter("b", turn([user("hi"), said("ok"), user("more")]))
@@ -237,19 +240,20 @@ class Counted(dict):
 
 
 def test_finding_a_parent_costs_messages_not_interactions() -> None:
-    """The search for a parent reads each message of a request one time, even if 800 siblings share 200 messages with
-    the request."""
+    """To find the parent of a request, the cache reads each message of the request only once. In this test 800 requests
+    share the same 200 messages."""
     Counted.looks = 0
     shared = [Counted(user(str(i))) for i in range(200)]
     cache = InteractionCache()
     for k in range(800):
         cache.enter(str(k), turn(list(shared), str(k)))
-    assert Counted.looks == 800 * 200 + 1  # the first request finds no edge, and adds its first message after that
+    assert Counted.looks == 800 * 200 + 1  # + 1: the first request's first message is read twice (search, insert)
 
 
 def test_a_turn_reads_its_new_messages_only() -> None:
-    """In a chain of 100 turns, a turn reads its new question two times (the search, then the new edge) and its answer
-    one time. The older messages are compared with the newest conversation as a whole."""
+    """In a chain of 100 turns, the cache reads each new question two times (to search for it and to insert it) and each
+    answer one time. It does not read the older messages one by one, because it compares them with the newest
+    conversation in one list comparison."""
     Counted.looks = 0
     cache, messages = InteractionCache(), [Counted(user("0"))]
     for k in range(100):
@@ -261,7 +265,7 @@ def test_a_turn_reads_its_new_messages_only() -> None:
 
 
 def test_a_conversation_is_kept_once() -> None:
-    """A turn holds the message objects of its parent, so the cache keeps a conversation once."""
+    """A turn reuses its parent's message objects, so the cache stores each message of a conversation only once."""
     cache = chain(50)
     first, last = cache["0"], cache["49"]
     assert all(mine is theirs for mine, theirs in zip(last.messages, first.messages, strict=False))
@@ -294,7 +298,8 @@ def test_a_sibling_keeps_its_reward_to_itself() -> None:
 
 
 def test_a_chain_gives_the_geometric_series() -> None:
-    """In a chain A -> B -> C with reward 1 on C and gamma = 0.9, B gets 0.9 and A gets 0.81, as in the documents."""
+    """In a chain A -> B -> C with reward 1 on C and gamma = 0.9, B gets 0.9 and A gets 0.81, as in AReaL's
+    documentation."""
     cache = chain(3)
     cache.set_last_reward(1.0)
     cache.apply_reward_discount(0.9)
@@ -304,8 +309,8 @@ def test_a_chain_gives_the_geometric_series() -> None:
 
 
 def test_the_last_reward_goes_to_the_last_finished_call() -> None:
-    """The last finished call takes the reward, even if a later call is unfinished. (In AReaL the unfinished call
-    takes the reward.)"""
+    """The last finished call gets the reward, even if a later call is unfinished. (In AReaL the unfinished call gets
+    the reward.)"""
     cache = chain(2)
     cache.enter("cut", InteractionWithTokenLogpReward([user("0")]))
     cache.set_last_reward(1.0)
@@ -319,8 +324,8 @@ CODER = {"role": "system", "content": "You code."}
 
 
 def title_call(cache: InteractionCache, title_first: bool, turns: int) -> None:
-    """Make the calls of opencode: a request for a title, without tools, while the agent's first turn, with tools,
-    runs."""
+    """Make the same calls as opencode: while the agent's first turn runs, a second call asks for a title. Only the
+    agent's calls have tools."""
     title = InteractionWithTokenLogpReward([TITLE, user("hello")])
     agent = InteractionWithTokenLogpReward([CODER, user("hello")], tools=TOOLS)
     entered = {"title": title, "0": agent}
@@ -337,7 +342,8 @@ def title_call(cache: InteractionCache, title_first: bool, turns: int) -> None:
 @pytest.mark.parametrize("title_first", [True, False])
 @pytest.mark.parametrize("turns", [1, 3])
 def test_a_side_conversation_takes_no_reward(title_first: bool, turns: int) -> None:
-    """Whether opencode's title call starts or ends last, the agent's own last turn takes the reward."""
+    """opencode's title call gets no reward, whether it starts before or after the agent's first turn. The agent's last
+    turn gets the reward."""
     cache = InteractionCache()
     title_call(cache, title_first, turns)
     assert [i.interaction_id for i in cache.mark_side_conversations()] == ["title"]
@@ -350,7 +356,7 @@ def test_a_side_conversation_takes_no_reward(title_first: bool, turns: int) -> N
 
 
 def test_a_side_conversation_that_is_rewarded_is_trained() -> None:
-    """A title call is trained if the agent gives a reward to the call's id."""
+    """If the agent sets a reward for a title call by its id, the title call is trained."""
     cache = InteractionCache()
     title_call(cache, True, 2)
     cache.set_reward("title", 0.5)
@@ -360,8 +366,8 @@ def test_a_side_conversation_that_is_rewarded_is_trained() -> None:
 
 
 def test_what_comes_later_is_no_side_conversation() -> None:
-    """A last call without tools and with a different prompt takes the reward, and so does the last of several equal
-    drafts."""
+    """A call is no side conversation if it comes after all other calls, even without tools and with a different prompt.
+    Two identical drafts, one of which the agent continues, are no side conversations either."""
     cache = InteractionCache()
     cache.enter("work", turn([user("work")], tools=TOOLS))
     cache.enter("answer", turn([user("answer")]))
@@ -377,8 +383,8 @@ def test_what_comes_later_is_no_side_conversation() -> None:
 
 
 def test_an_orphan_leaves_no_trace() -> None:
-    """If a client retries a request, the turn whose reply the client never read is removed, unless another turn
-    continues it."""
+    """If a client retries a request because it never read the reply, the turn of the first attempt is removed. A turn
+    that another turn continues is kept."""
     cache = chain(2)
     for name in ("0", "1", "unknown"):
         cache.drop_orphan(name)
@@ -394,7 +400,7 @@ def test_an_orphan_leaves_no_trace() -> None:
 
 @given(calls, st.lists(st.integers(0, 11)))
 def test_what_failed_leaves_no_trace(session: list[Call], orphans: list[int]) -> None:
-    """Failed calls leave no trace: the tree is the tree of a session without those calls, also after orphans were
+    """A session with failed calls has the same tree as the session without the failed calls, even after orphans were
     dropped."""
     caches = play(session), play([call for call in session if call.finishes])
     for cache in caches:
@@ -407,7 +413,7 @@ def test_what_failed_leaves_no_trace(session: list[Call], orphans: list[int]) ->
 
 
 def test_an_orphan_leaves_its_twin() -> None:
-    """If the newer of two equal answers is dropped, the next turn continues the older answer."""
+    """If two turns are identical and the newer turn is dropped, the next turn continues the older turn."""
     cache = InteractionCache()
     for name in ("twin", "orphan"):
         cache.enter(name, turn([user("q")], "same"))
@@ -446,8 +452,8 @@ def test_a_reward_for_nobody_is_an_error() -> None:
 
 
 def test_tensors_are_the_documents() -> None:
-    """An interaction's tensors have the keys, dtypes and shapes of the documents. Prompt positions hold 0 in
-    loss_mask and logprobs, and -1 in versions."""
+    """An interaction's tensors have the keys, dtypes and shapes that AReaL's documentation describes. At prompt
+    positions, loss_mask and logprobs are 0 and versions is -1."""
     cache = InteractionCache()
     cache.enter("a", turn([user("q")], prompt=[5, 6], tokens=[7, 8, 9], reward=2.0))
     tensors = cache["a"].to_tensor_dict()
@@ -474,8 +480,8 @@ def test_tensors_are_the_documents() -> None:
 
 
 def test_a_reward_set_after_the_tensors_shows() -> None:
-    """A reward that is set late appears in the tensors, because each request makes the tensors anew. (AReaL keeps the
-    first tensors.)"""
+    """A reward that is set after to_tensor_dict() appears in the tensors of the next to_tensor_dict() call. (AReaL
+    returns the first tensors again.)"""
     cache = chain(2)
     leaf = cache.export_interactions("concat")["1"]
     assert leaf.to_tensor_dict()["rewards"].tolist() == [0.0]
@@ -487,7 +493,8 @@ def test_a_reward_set_after_the_tensors_shows() -> None:
 
 
 def test_an_unsampled_token_is_never_trained() -> None:
-    """A child whose prompt tokens differ from its parent's tokens starts a new row, even if the lengths agree."""
+    """If a child's prompt does not begin with exactly the parent's tokens, the child starts a new row, even if only one
+    token differs."""
     cache = InteractionCache()
     cache.enter("a", turn([user("q")], "a", prompt=[1, 2], tokens=[3, 4]))
     cache.enter("b", turn([user("q"), said("a"), user("r")], prompt=[1, 2, 3, 99, 5], tokens=[6]))
@@ -498,7 +505,8 @@ def test_an_unsampled_token_is_never_trained() -> None:
 
 
 def test_an_inner_turns_reward_survives_concat() -> None:
-    """Each turn of a row is trained with its own final reward. (AReaL exports only the leaf's reward.)"""
+    """In a row of several turns, each turn is trained with its own final reward. (AReaL exports only the leaf's
+    reward.)"""
     cache = chain(2)
     cache.set_reward("0", 1.0)
     (row,) = (i.to_lists() for i in cache.export_interactions("concat").values())
@@ -519,8 +527,8 @@ def test_a_shared_turn_is_trained_in_the_first_leaf_only() -> None:
 
 
 def test_what_training_cannot_reproduce_stays_out_of_the_loss() -> None:
-    """A turn that was sampled with top_p, or requested with store=False, is context for later turns and is not
-    trained."""
+    """A turn that was sampled with top_p, or requested with store=False, is not trained. It is only context for later
+    turns."""
     cache = chain(3)
     cache["0"].tokens.trains_exactly = False
     cache["1"].trainable = False
@@ -529,7 +537,8 @@ def test_what_training_cannot_reproduce_stays_out_of_the_loss() -> None:
 
 
 def test_depth_is_no_limit() -> None:
-    """A chain longer than Python's recursion limit is discounted and exported, because cache.py uses no recursion."""
+    """The cache can discount and export a chain that is longer than Python's recursion limit, because cache.py uses no
+    recursion."""
     depth = sys.getrecursionlimit() + 50
     cache = chain(depth)
     cache.set_last_reward(1.0)
@@ -552,7 +561,8 @@ def test_a_later_export_leaves_exported_rows_alone() -> None:
 
 @pytest.mark.parametrize("discount", [-0.1, 1.5, math.nan])
 def test_a_discount_is_between_0_and_1(discount: float) -> None:
-    """The cache refuses a discount outside [0, 1], under which the final rewards of a long chain could overflow."""
+    """The cache refuses a discount outside [0, 1], because such a discount could make the rewards of a long chain
+    overflow."""
     with pytest.raises(ValueError, match="needed"):
         chain(1).apply_reward_discount(discount)
 

@@ -1,5 +1,5 @@
-"""These tests check that every command, file, key, test and module that the pages name exists, and that every module
-keeps its size limit.
+"""These tests check that every command, file, key, test and module that the pages name exists, and that no module
+exceeds its size limit.
 
 The pages are README.md and docs/*.md.
 """
@@ -41,13 +41,13 @@ def code_lines(path: Path) -> int:
     return len(lines)
 
 
-# The limit of all code lines is 6,510, and these parts raise it, each by the lines that it needed.
+# All modules together may have 6,510 lines of code, plus the lines that each of these parts needed.
 RAISED_BY = {"agents that change their tools, cheap long chains": 22, "ways to start on GPUs": 2}
 
 
 def test_budget() -> None:
     """A module has at most 300 lines of code. The seven files have together at most 1,500 lines. docs/log.md explains
-    the limit of all modules."""
+    the limit for all modules together."""
     sizes = {path.relative_to(ROOT): code_lines(path) for path in MODULES}
     assert {path: n for path, n in sizes.items() if n > 300} == {}
     assert sum(sizes[Path(f"{name}.py")] for name in SEVEN) <= 1500
@@ -95,7 +95,8 @@ def test_named_files_exist(page: Path) -> None:
 
 
 def is_skip(marker: ast.expr) -> bool:
-    """Return whether a pytest marker always skips its tests. The marker skipif does not, because it has a condition."""
+    """Return whether a pytest marker always skips its tests. For a skipif marker the answer is False, because skipif
+    has a condition."""
     return ast.unparse(marker).partition("(")[0] == "pytest.mark.skip"
 
 
@@ -116,7 +117,8 @@ def test_named_tests_exist(page: Path) -> None:
 
 
 def test_a_skipped_test_is_no_answer(tmp_path: Path) -> None:
-    """`running_tests` leaves out a test that is always skipped, and keeps a test that is skipped on a condition."""
+    """`running_tests` leaves out a test that is always skipped, and keeps a test that is skipped only under a
+    condition."""
     markers = {
         "test_a": "skip",
         "test_b": "skip(reason='later')",

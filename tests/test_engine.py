@@ -1,7 +1,8 @@
-"""Interruptions and failures never lose a token of a completion, and every token keeps its true version.
+"""The engine loses no token when a server is interrupted or fails, and records which weight version computed each
+token.
 
-Most tests replace the network by servers that answer from a script (httpx.MockTransport). In these tests the engine
-never waits: a list records the seconds that the engine wanted to wait. The tests with `real_engine` talk to a real
+Most tests replace the network with servers that answer from a script (httpx.MockTransport). In these tests the engine
+never sleeps; a list records how many seconds each sleep would have taken. The tests with `real_engine` talk to a real
 server process.
 """
 
@@ -55,8 +56,8 @@ def without_spans(tokens: list[int], finish: str, version: int) -> httpx.Respons
 
 
 class Script:
-    """Servers that answer /generate with the lines of a script, and every other request with success. The script's
-    last line answers all further requests."""
+    """Servers that answer /generate with the lines of a script, and every other request with success. When only the
+    last line is left, it answers all further requests."""
 
     def __init__(self, *answers: Answer, info: dict[str, Any] | None = None) -> None:
         self.answers = list(answers)
@@ -99,8 +100,8 @@ def request(*ids: int, **gconfig: Any) -> ModelRequest:
 
 @pytest.mark.anyio
 async def test_resumes_where_it_was_interrupted():
-    """An interrupted completion continues after its last token, and each token has the version that computed the
-    token."""
+    """An interrupted completion continues after its last token. The response names, for each token, the weight version
+    that computed it."""
     script = Script(generated([10, 11], "abort"), generated([12, 13, 14], "stop", spans=[(1, 3)]))
     response = await script.engine().agenerate(request(max_new_tokens=8))
     assert response.output_tokens == [10, 11, 12, 13, 14]
@@ -116,7 +117,7 @@ async def test_resumes_where_it_was_interrupted():
 
 @pytest.mark.anyio
 async def test_spans_within_one_answer():
-    """In mode retract a server sends one answer, and the answer's spans show where the weights changed."""
+    """In pause mode retract a server sends a single answer, and the answer's spans show where the weights changed."""
     script = Script(generated([5, 6, 7, 8, 9], spans=[(3, 2), (4, 3)]))
     response = await script.engine().agenerate(request())
     assert response.output_versions == [3, 3, 4, 4, 4]
@@ -144,7 +145,7 @@ def test_any_interruptions_give_the_same_answer(cuts: list[tuple[int, bool]]):
 
 @pytest.mark.anyio
 async def test_abort_that_spent_the_budget_is_length():
-    """If an abort arrives with the last allowed token, the completion ends with stop reason `length`."""
+    """If an aborted answer contains the last allowed token, the completion ends with stop reason `length`."""
     script = Script(generated([4, 5], "abort"))
     response = await script.engine().agenerate(request(max_new_tokens=2))
     assert response.stop_reason == "length"
@@ -166,12 +167,13 @@ async def test_version_is_the_servers_not_the_clocks():
     await in_flight.wait()
     engine.set_version(1)
     release.set()
-    assert (await answer).output_versions == [3, 3]  # the engine's own version was 0 and is 1
+    assert (await answer).output_versions == [3, 3]  # the engine's own version changed from 0 to 1
 
 
 @pytest.mark.anyio
 async def test_empty_aborts_are_no_storm():
-    """After each abort without a new token the engine waits: 0.05 seconds at first, and one second at most."""
+    """After each aborted answer without a new token, the engine waits. The waits grow from 0.05 seconds to a maximum of
+    one second."""
     script = Script(*[generated([], "abort")] * 40, generated([9]))
     response = await script.engine().agenerate(request())
     assert response.output_tokens == [9]
@@ -182,7 +184,8 @@ async def test_empty_aborts_are_no_storm():
 
 @pytest.mark.anyio
 async def test_a_resumed_segment_has_noise_of_its_own():
-    """A segment's seed depends on the segment's first position, so a retried segment has an equal seed."""
+    """A segment's seed depends on the position of the segment's first token, so a retried segment gets the same
+    seed."""
     script = Script(generated([5], "abort"), httpx.Response(503), generated([6]))
     await script.engine().agenerate(request(seed=11))
     seeds = [body["sampling_params"]["sampling_seed"] for body in script.sent()]
@@ -349,7 +352,7 @@ async def test_every_sampling_parameter_is_sent():
 @pytest.mark.anyio
 @pytest.mark.parametrize("gconfig", [{"greedy": True}, {"temperature": 0.0}, {"temperature": 9e-7}])
 async def test_greedy_is_temperature_zero(gconfig: dict[str, Any]):
-    """A greedy request is sent with temperature 0, and the response has trains_exactly = False."""
+    """The engine sends a greedy request with temperature 0, and the response has trains_exactly = False."""
     script = Script(generated([5]))
     response = await script.engine().agenerate(request(**gconfig))
     assert script.sent()[0]["sampling_params"]["temperature"] == 0.0
@@ -357,7 +360,8 @@ async def test_greedy_is_temperature_zero(gconfig: dict[str, Any]):
 
 
 def test_trains_exactly_means_pure_temperature_sampling():
-    """`trains_exactly` is true for pure temperature sampling, and false with top_p, top_k, penalties or greedy."""
+    """`trains_exactly` is true for pure temperature sampling, and false with top_p, top_k, penalties or greedy
+    sampling."""
     pure = GenerationHyperparameters(temperature=0.5)
     assert pure.trains_exactly
     assert pure.new(temperature=1e-6).trains_exactly
@@ -367,7 +371,7 @@ def test_trains_exactly_means_pure_temperature_sampling():
 
 @pytest.mark.parametrize("seed", [0, 7, -1, 2**63, 10**30])
 def test_any_seed_is_one_that_servers_take(seed: int):
-    """A seed of any size is reduced to 63 bits, and a smaller seed stays as it is."""
+    """A negative seed or a seed of more than 63 bits is reduced to 63 bits. Every other seed is unchanged."""
     assert segment_seed(seed, 0) == seed % 2**63
     assert 0 <= segment_seed(seed, 5) < 2**63
 
@@ -401,7 +405,8 @@ async def test_turns_of_a_conversation_go_to_one_server():
 
 @pytest.mark.anyio
 async def test_a_dead_server_hands_over():
-    """If a server dies, the next server continues the completion, and `regenerated` counts the repeated segment."""
+    """If a server dies, another server continues the completion, and `regenerated` counts the segment that was
+    repeated."""
     script = Script(generated([4], "abort"), httpx.ConnectError("refused"), generated([5]))
     response = await script.engine(A, B).agenerate(request())
     first, dead, alive = (url for url, body in script.requests if url.endswith("/generate"))
@@ -414,7 +419,8 @@ async def test_a_dead_server_hands_over():
 
 
 class Executor:
-    """A fake WorkflowExecutor that appends each call of the engine to the script's list of requests."""
+    """A fake WorkflowExecutor. When the engine calls any of its methods, the call is added to the script's list of
+    requests."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -460,7 +466,8 @@ def test_a_server_without_spans_is_paused_by_abort(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.anyio
 async def test_without_spans_a_segment_has_one_version():
-    """In mode abort the versions are right even without spans, because an update ends every running segment."""
+    """In pause mode abort every token gets the right version even if the server sends no spans, because a weight update
+    ends every running segment."""
     script = Script(without_spans([4, 5], "abort", 0), without_spans([6], "stop", 1))
     response = await script.engine(pause_mode="abort").agenerate(request())
     assert response.output_versions == [0, 0, 1]
@@ -538,7 +545,8 @@ def test_an_engine_refuses_an_unknown_pause_mode():
 
 
 class CountingServer(BaseHTTPRequestHandler):
-    """A server that counts its connections. Each connection has a thread; `server_close` waits for all threads."""
+    """A server that counts its connections. Each connection has its own thread, and `server_close` waits for all
+    threads."""
 
     protocol_version = "HTTP/1.1"
     connections = 0
@@ -606,8 +614,8 @@ def forward_logprobs(model_dir: Path, ids: list[int]) -> torch.Tensor:
 def test_every_logprob_is_that_of_the_weights_it_names(
     real_engine: RemoteInfEngine, tiny_model_dir: Path, other_model_dir: Path, tmp_path: Path, pause_mode: str
 ):
-    """Each token's logprob agrees with a forward pass of the weights of the token's version, even across an
-    update."""
+    """Each token's logprob agrees with a forward pass that uses the weights of the token's version, even if a weight
+    update interrupts the completion."""
     real_engine.pause_mode = pause_mode
     models = {0: tiny_model_dir, 1: other_model_dir}
     prompts = [[5, 6, 7, 8 + i] for i in range(4)]
@@ -650,7 +658,7 @@ def test_score_is_the_forward_pass(real_engine: RemoteInfEngine, tiny_model_dir:
 
 
 def test_one_seed_one_answer(real_engine: RemoteInfEngine):
-    """A real server generates the same tokens for the same seed, also if the requests come from two event loops."""
+    """A real server generates the same tokens for the same seed, even if the requests come from two event loops."""
     gconfig = GenerationHyperparameters(max_new_tokens=16, seed=5)
     ask = ModelRequest([9, 8, 7], gconfig=gconfig)
     first, second = (asyncio.run(real_engine.agenerate(ask)) for _ in range(2))
@@ -661,7 +669,7 @@ def test_one_seed_one_answer(real_engine: RemoteInfEngine):
 
 
 def in_events(*events: httpx.Response) -> bytes:
-    """Return the body of a stream of server-sent events, one event for each answer of `generated`."""
+    """Return the body of a stream of server-sent events, with one event for each of the given answers."""
     return b"".join(b"data: " + event.content + b"\n\n" for event in events) + b"data: [DONE]\n\n"
 
 
@@ -702,7 +710,7 @@ async def test_a_stream_tells_every_token_as_it_comes():
 @pytest.mark.anyio
 @pytest.mark.parametrize("cut", ["abort", "503"])
 async def test_what_was_streamed_is_kept(cut: str):
-    """If a stream breaks off, the engine continues the completion after the last token that arrived."""
+    """If a stream ends too early, the engine continues the completion after the last token that arrived."""
     first = {
         "abort": streamed(partial([4]), generated([4, 5], "abort")),
         "503": streamed(partial([4]), partial([4, 5]), httpx.Response(200, json={"success": False})),
@@ -724,7 +732,7 @@ WHOLE = {  # stop reason -> body of the whole stream
 
 @given(st.sampled_from(["stop", "length"]), st.data(), st.sampled_from([None, httpx.ReadError("reset")]))
 def test_a_stream_may_break_anywhere(end: str, data: st.DataObject, failure: Exception | None):
-    """A stream may break at any byte: no token is lost or repeated, and no token follows the end of the
+    """If a stream breaks at any byte, no token is lost or repeated, and no token is added after the end of the
     completion."""
     content = WHOLE[end][: data.draw(st.integers(0, len(WHOLE[end])))]
     wanted = request(max_new_tokens=3 if end == "length" else 64)
@@ -762,13 +770,13 @@ async def test_who_stops_listening_tells_the_server():
 
 
 def refused(status: int, tokens: int = 0) -> httpx.Response:
-    """Return the answer with which SGLang's scheduler refuses a request, after `tokens` generated tokens."""
+    """Return the answer that SGLang's scheduler sends when it refuses a request after `tokens` generated tokens."""
     reason = {"type": "abort", "message": "no such thing", "status_code": status, "err_type": None}
     return generated(list(range(tokens)), finish_reason=reason, output_token_logprobs=[])
 
 
 def error_event(status: int) -> httpx.Response:
-    """Return the answer with which SGLang refuses a request before the request reaches the scheduler."""
+    """Return the answer that SGLang sends when it refuses a request before the request reaches the scheduler."""
     error = {"message": "no such thing", "type": "invalid_request_error", "code": status, "retryable": False}
     return httpx.Response(200, json={"error": error})
 
@@ -777,7 +785,7 @@ def error_event(status: int) -> httpx.Response:
 @pytest.mark.parametrize("on_tokens", [None, lambda _: None])
 @pytest.mark.parametrize("event", [error_event(400), refused(400), refused(400, tokens=1)])
 async def test_a_stream_is_refused_as_a_whole_answer_is(event: httpx.Response, on_tokens: Any):
-    """A refusal inside a stream raises the error that a plain 400 raises, and the engine does not retry."""
+    """A refusal inside a stream raises the same error as an unstreamed answer of 400, and the engine does not retry."""
     script = Script(streamed(event) if on_tokens else event, generated([9]))
     with pytest.raises(EngineError, match="no such thing") as caught:
         await script.engine().agenerate(request(), on_tokens)
@@ -788,7 +796,8 @@ async def test_a_stream_is_refused_as_a_whole_answer_is(event: httpx.Response, o
 @pytest.mark.anyio
 @pytest.mark.parametrize("event", [error_event(503), refused(503), refused(500, tokens=1)])
 async def test_a_server_that_has_no_room_is_no_pause(event: httpx.Response):
-    """An answer of `abort` with a status 5xx is a failure: the engine keeps the tokens, waits, and retries."""
+    """If an aborted answer contains a 5xx status, the server has failed: the engine keeps the tokens, waits, and
+    retries."""
     script = Script(streamed(partial([4]), event), streamed(event), streamed(event), generated([9]))
     with pytest.raises(EngineError, match="no such thing") as caught:
         await script.engine(request_retries=2).agenerate(request(), lambda _: None)
@@ -813,7 +822,7 @@ async def test_a_grammar_is_asked_for_where_there_is_one():
 
 
 def test_streaming_is_not_streaming(real_engine: RemoteInfEngine):
-    """For a given seed, streaming changes no token, logprob or version."""
+    """With the same seed, a streamed and an unstreamed request return the same tokens, logprobs and versions."""
     gconfig = GenerationHyperparameters(max_new_tokens=40, seed=5)
     ask = ModelRequest([9, 8, 7], gconfig=gconfig)
 

@@ -33,8 +33,8 @@ from run.config import PPOActorConfig
 
 @pytest.fixture(scope="module")
 def guess_run(tmp_path_factory: pytest.TempPathFactory):
-    """Return get(eta, name), which runs the demo and returns the run's folder and metrics. A repeated call returns
-    the first run."""
+    """Return get(eta, name), which runs the demo and returns the run's folder and metrics. A second call with the same
+    arguments does not run the demo again."""
     made: dict[tuple[int, str], tuple[Path, list[dict]]] = {}
 
     def get(eta: int, name: str = "") -> tuple[Path, list[dict]]:
@@ -67,7 +67,7 @@ def test_maze_staleness(tmp_path: Path, eta: int) -> None:
 
 
 def test_synchronous_runs_repeat(guess_run) -> None:
-    """Two runs with eta = 0 and equal seeds have equal metrics."""
+    """Two runs with eta = 0 and the same seed have the same metrics."""
     (_, first), (_, second) = guess_run(0), guess_run(0, "again")
     exact = ("reward", "success", "tokens", "staleness_max", "accepted", "rejected")
     for one, two in zip(first, second, strict=True):
@@ -76,10 +76,11 @@ def test_synchronous_runs_repeat(guess_run) -> None:
 
 
 def test_decoupled_is_standard_where_the_data_is_fresh(guess_run) -> None:
-    """With eta = 0 the decoupled loss and the standard loss differ only by rounding in the server and in the trainer.
+    """With eta = 0 the decoupled loss equals the standard loss, apart from rounding errors of the server and the
+    trainer.
 
     With eta = 0 pi_behav and pi_prox have the same weights. The server computes log pi_behav and the trainer computes
-    log pi_prox. A token's two losses differ by at most |log pi_prox - log pi_behav| * (1 + eps) * |A|.
+    log pi_prox. For each token the two losses differ by at most |log pi_prox - log pi_behav| * (1 + eps) * |A|.
     """
     folder, metrics = guess_run(0)
     decoupled = PPOActorConfig(eps_clip=0.2, eps_clip_higher=0.28, c_clip=2.0)
@@ -139,8 +140,8 @@ def test_killed_server(tmp_path: Path, victim: str) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd")
 def test_killed_trainer(tmp_path: Path) -> None:
-    """If kill -9 ends the trainer, the server and the proxy end, too. Each of them ends when the pipe from the trainer
-    closes."""
+    """If the trainer is killed with kill -9, the server and the proxy end as well, because their pipes from the trainer
+    close."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
     process.kill()
     process.communicate(timeout=30)
@@ -149,8 +150,8 @@ def test_killed_trainer(tmp_path: Path) -> None:
 
 
 def test_exception_in_the_trainer(tmp_path: Path) -> None:
-    """An exception in the trainer ends the run, and no process is left behind. In this test a file prevents the
-    writing of a checkpoint."""
+    """An exception in the trainer ends the run, and no process is left behind. In this test the trainer cannot create
+    the checkpoint folder, because a file has the folder's name."""
     folder = tmp_path / "e" / "t"
     folder.mkdir(parents=True)
     (folder / "checkpoints").write_text("in the way")

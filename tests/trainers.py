@@ -31,8 +31,10 @@ def make_batch(lengths=(9, 14, 5, 21, 12, 17, 7, 16), seed=0) -> dict[str, Tenso
 
 
 def make_config(**changes) -> PPOActorConfig:
-    """Make a configuration with one mini-batch. `changes` sets keys of PPOActorConfig, and `gradient_clipping`."""
-    # With AdamW's usual small eps, the rounding error of a gradient near 0 would move a weight by a full step.
+    """Make a configuration with one mini-batch. `changes` may contain any key of PPOActorConfig, and the optimizer's
+    key `gradient_clipping`."""
+    # This eps is larger than usual. With AdamW's usual eps, the rounding error in a gradient near 0 would move the
+    # weight by a full step.
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, gradient_clipping=changes.pop("gradient_clipping", 1e9))
     defaults: dict[str, Any] = {
         "ppo_n_minibatches": 1,
@@ -91,8 +93,8 @@ NEVER = ("gemma2", "gpt_oss", "bloom")  # families that transformers cannot run 
 
 
 def make_family(path: Path, name: str, **changes) -> Path:
-    """Write a random model of the family `name` as a Hugging Face directory without a tokenizer. Return the
-    directory."""
+    """Write a model of the family `name` with random weights, in the Hugging Face format and without a tokenizer.
+    Return the directory."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **SHAPE | FAMILIES.get(name, {}) | changes)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
@@ -100,7 +102,8 @@ def make_family(path: Path, name: str, **changes) -> Path:
 
 
 def prepare(actor: FSDPPPOActor, batch: dict[str, Tensor], drift=0.3) -> dict[str, Tensor]:
-    """Compute prox_logp and advantages, and set log pi_behav to log pi_prox plus noise of size `drift`."""
+    """Compute prox_logp and advantages, and set log pi_behav to log pi_prox plus Gaussian noise with standard deviation
+    `drift`."""
     batch["prox_logp"] = actor.compute_logp(batch)
     noise = torch.randn(batch["prox_logp"].shape, generator=torch.Generator().manual_seed(1))
     batch["logprobs"] = (batch["prox_logp"] + drift * noise) * batch["loss_mask"]

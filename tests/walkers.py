@@ -1,4 +1,4 @@
-"""A workflow for runs in which every weight update interrupts a completion, on fast and on slow machines."""
+"""A workflow that makes every weight update interrupt a completion, on fast and on slow machines."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +10,9 @@ from workflow import EpisodeResult, RLVRWorkflow, workflow_context
 class WalkUntilUpdated(RLVRWorkflow):
     """RLVRWorkflow with one change: an episode repeats its completion until the next step needs the episode's group.
 
-    Step s trains on the groups (s - 1) * batch_size to s * batch_size - 1, and then updates the weights. A group with
-    a larger number repeats its completion until the update is over. So the last completion of this group begins
-    before the update and ends after the update. With eta = 0 the gate admits no group with a larger number, so no
-    episode repeats its completion.
+    Step s trains on the groups (s - 1) * batch_size to s * batch_size - 1, and then updates the weights. A group of a
+    later step repeats its completion until this update is over. So the group's last completion begins before the update
+    and ends after it. With eta = 0 the gate admits only groups of the next step, so no episode repeats its completion.
     """
 
     batch_size: int
