@@ -1,7 +1,7 @@
-"""Agents in six frameworks call the proxy, and every token that the model samples is trained exactly one time.
+"""Agents in six frameworks call the proxy, and every token that the model samples is trained exactly once.
 
 `make agents` installs the frameworks into .venv-agents and runs this file there with AGENTS=1. If an agent's framework
-is missing, the agent's test fails with AGENTS=1 and is skipped without AGENTS=1. examples/calculator.py makes the
+is not installed, the agent's test is skipped; with AGENTS=1 the test fails instead. examples/calculator.py makes the
 model. The inference server and the proxy are real processes.
 """
 
@@ -41,8 +41,8 @@ EXAMPLES = {  # module of the agent: its framework's package, and the prefix of 
 
 @pytest.fixture(scope="module", autouse=True)
 def collected() -> Iterator[None]:
-    """Run the garbage collector after this file's tests. Else the frameworks' unclosed connections would cause warnings
-    in the tests of other files."""
+    """Run the garbage collector after this file's tests. Otherwise the connections that the frameworks left open would
+    cause warnings in later tests of other files."""
     yield
     with warnings.catch_warnings(action="ignore"):
         gc.collect()
@@ -84,7 +84,7 @@ def engine(servers: dict[str, str]) -> Iterator[RemoteInfEngine]:
 
 
 def needs(module: str) -> Any:
-    """Return a mark that skips a test if the framework of an example is not installed."""
+    """Return a pytest mark that skips a test if the example's framework is not installed."""
     missing = importlib.util.find_spec(EXAMPLES[module][0]) is None
     return pytest.mark.skipif(
         missing and "AGENTS" not in os.environ, reason=f"{EXAMPLES[module][0]} is not installed; run `make agents`"
@@ -95,7 +95,7 @@ SAMPLES = [dataset()[0], dataset()[37], dataset()[63]]
 
 
 def episodes(module: str, proxy_addr: str, **options: Any) -> list[Any]:
-    """Run one episode for each sample at the same time, and return the results of all episodes."""
+    """Run one episode for each sample, all episodes concurrently, and return their results."""
     agent = f"examples.{module}.Agent"
     proxy = {"proxy_addr": proxy_addr, "admin_key": "secret", "export_style": "concat"} | options
     workflow = resolve_workflow(agent, proxy=proxy)
@@ -133,7 +133,8 @@ def check_conversation(interactions: Any, sample: dict, engine: RemoteInfEngine,
 def test_an_agent_of_another_framework_trains(
     module: str, servers: dict[str, str], engine: RemoteInfEngine, model_dir: Path
 ) -> None:
-    """A conversation of each framework becomes one row, which ends with the tokens of the expected conversation."""
+    """With each framework the agent's conversation becomes a single row, and the row ends with the tokens of the
+    expected conversation."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     for sample, interactions in zip(SAMPLES, episodes(module, servers["proxy"]), strict=True):
         check_conversation(interactions, sample, engine, EXAMPLES[module][1])
@@ -145,7 +146,7 @@ def test_an_agent_of_another_framework_trains(
 
 @pytest.mark.parametrize("module", [pytest.param(n, marks=needs(n)) for n in ("openai_sdk", "anthropic_sdk")])
 def test_an_example_in_a_process_of_its_own(module: str, servers: dict[str, str], engine: RemoteInfEngine) -> None:
-    """An agent also works in mode subproc, in which a worker process runs the agent."""
+    """An agent also works in mode subproc, where a worker process runs it."""
     results = episodes(module, servers["proxy"], mode="subproc", subproc_max_workers=2)
     for sample, interactions in zip(SAMPLES, results, strict=True):
         check_conversation(interactions, sample, engine, EXAMPLES[module][1])
@@ -153,7 +154,7 @@ def test_an_example_in_a_process_of_its_own(module: str, servers: dict[str, str]
 
 def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) -> None:
     """`python -m run.episode` prints the conversation tree with rewards and token counts. If the agent does not exist,
-    the command prints one line, the error."""
+    the command prints the error in one line."""
     command = [sys.executable, "-m", "run.episode", "--model-path", str(model_dir), "--discount", "0.5"]
     command += ["--server", servers["inference.tiny.server"], "--data", json.dumps(SAMPLES[0])]
 

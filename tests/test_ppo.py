@@ -2,8 +2,8 @@
 hand.
 
 The loop `paper_objective` uses no tensors. For every trained token the loop reads the log-probabilities of the three
-policies, computes the two ratios, and adds the smaller term to the sum. The test asserts that its inputs reach every
-clip, the cap, both signs of the advantage, and the mask.
+policies, computes the two ratios, and adds the smaller term to the sum. The test checks that its inputs cover every
+case: each clip, the cap, both signs of the advantage, and the mask.
 """
 
 import math
@@ -32,7 +32,8 @@ def ppo_actor_loss_fn(theta, prox, behav, A, mask, *, sequence_ids=None, denomin
 
 
 def paper_objective(theta, prox, behav, A, mask, *, eps, eps_high, c, cap) -> tuple[float, Counter[str]]:
-    """Return J, computed by a loop over tokens, and how often each clip, the cap and the mask changed a term."""
+    """Compute J in a loop over tokens. Return J and a count of the tokens in each case (clipped, dropped, masked and so
+    on)."""
     theta, prox, behav, A, mask = (x.tolist() for x in (theta, prox, behav, A, mask))
     hits: Counter[str] = Counter()
     total, count = 0.0, 0
@@ -76,7 +77,7 @@ def random_tokens(seed: int, shape=(6, 40), spread=0.6):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_loss_is_the_papers_objective(seed):
-    """The loss equals the paper's -J on inputs that reach each clip, the cap, the dual clip and the mask."""
+    """The loss equals the paper's -J. The inputs make each clip, the cap, the dual clip and the mask take effect."""
     theta, prox, behav, A, mask = random_tokens(seed)
     expected, hits = paper_objective(theta, prox, behav, A, mask, eps=0.2, eps_high=0.28, c=1.5, cap=2.0)
     branches = {"masked", "dropped", "clipped above", "clipped below", "outside, not clipped", "inside", "dual clip"}
@@ -104,7 +105,7 @@ def test_standard_ppo_is_the_same_loop_with_one_old_policy():
 
 
 def test_decoupled_is_standard_bit_for_bit_when_the_data_is_fresh():
-    """If pi_prox equals pi_behav, decoupled and standard PPO have bitwise equal losses and gradients."""
+    """If pi_prox equals pi_behav, decoupled and standard PPO have the same losses and gradients, bit for bit."""
     theta, _, old, A, mask = (x.float() for x in random_tokens(3))
     losses, gradients = [], []
     for decoupled in (True, False):
@@ -118,7 +119,7 @@ def test_decoupled_is_standard_bit_for_bit_when_the_data_is_fresh():
 
 
 def test_the_first_step_on_fresh_data_is_the_policy_gradient():
-    """If all three policies are equal, the loss has the gradient of -mean(A log pi), as in REINFORCE."""
+    """If all three policies are the same, the loss has the same gradient as -mean(A log pi), the loss of REINFORCE."""
     _, _, old, A, mask = random_tokens(4)
     ours, plain = old.clone().requires_grad_(), old.clone().requires_grad_()
     ppo_actor_loss_fn(ours, old, old, A, mask, c_clip=2.0)[0].backward()
@@ -151,7 +152,7 @@ def test_the_write_ups_surrogate_is_another_objective():
 
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 def test_what_is_under_the_mask_cannot_leak(poison):
-    """Values of NaN or infinity at untrained tokens change neither the loss nor a gradient nor a metric."""
+    """NaN or infinity at an untrained token does not change the loss, the gradients or the metrics."""
     *clean, mask = random_tokens(1)
 
     def run(theta, prox, behav, A):
@@ -167,7 +168,7 @@ def test_what_is_under_the_mask_cannot_leak(poison):
 
 
 def test_a_dropped_token_leaves_the_sum_but_not_the_count():
-    """If the cap drops one of two tokens, the mean of the loss still divides by two."""
+    """If the cap drops one of two tokens, the sum of the loss is still divided by two."""
     zero = torch.zeros(2)
     theta = zero.clone().requires_grad_()
     loss, stats = ppo_actor_loss_fn(
@@ -187,7 +188,8 @@ def test_a_weight_at_the_cap_stays():
 
 
 def test_dual_clip_bounds_what_one_token_can_do():
-    """With dual clip, a token with A < 0 costs at most c |A|. At this bound the token has gradient 0."""
+    """With dual clip, a token with A < 0 adds at most c |A| to the loss. If the token reaches this limit, its gradient
+    is 0."""
     theta = torch.tensor([-0.001], requires_grad=True)
     old, A, one = torch.tensor([-8.0]), torch.tensor([-2.3]), torch.ones(1)
     assert ppo_actor_loss_fn(theta, old, old, A, one)[0].item() > 1000
@@ -199,8 +201,8 @@ def test_dual_clip_bounds_what_one_token_can_do():
 
 
 def test_the_pieces_of_a_batch_add_up():
-    """If each piece divides by the whole batch's denominator, the losses and metrics of the pieces add up to those of
-    the batch."""
+    """A batch may be split into pieces. If each piece's sums are divided by the whole batch's denominator, the losses
+    and metrics of all pieces add up to the loss and metrics of the whole batch."""
     tensors = random_tokens(2)
     n = int(tensors[-1].sum())
     whole, stats = ppo_actor_loss_fn(*tensors)
@@ -234,8 +236,8 @@ def test_the_kl_statistic_is_k2_and_never_negative():
 
 
 def make_batch(*rows: tuple[int, list[tuple[float, int, bool]]]) -> dict[str, torch.Tensor]:
-    """Make a batch from rows (group id, turns). A turn is (reward, number of tokens, trained) and follows two prompt
-    tokens."""
+    """Make a batch from rows (group id, turns). A turn is (reward, number of tokens, trained), and two prompt tokens
+    precede each turn."""
     width = max(sum(2 + n for _, n, _ in turns) for _, turns in rows) + 2
     shape = (len(rows), width)
     batch = {
@@ -262,8 +264,8 @@ def single(*rows: tuple[int, float]) -> dict[str, torch.Tensor]:
 
 
 def per_row(advantages: torch.Tensor, batch) -> list[float]:
-    """Return each row's advantage. Assert that the row's trained tokens all have this advantage and its other tokens
-    0."""
+    """Return each row's advantage. Check that all trained tokens of a row have the same advantage, and that all its
+    other tokens have 0."""
     values = []
     for row, mask in zip(advantages, batch["loss_mask"].bool(), strict=True):
         assert len(set(row[mask].tolist())) == 1
@@ -273,7 +275,7 @@ def per_row(advantages: torch.Tensor, batch) -> list[float]:
 
 
 def config(mean="group", std="none", **changes) -> PPOActorConfig:
-    """Make a configuration with these levels of the mean and the spread; `changes` sets more keys."""
+    """Make a configuration with mean_level=`mean` and std_level=`std`; `changes` sets other keys."""
     norm = {k: changes.pop(k) for k in ("per_turn", "std_constant") if k in changes}
     return PPOActorConfig(adv_norm=NormConfig(mean_level=mean, std_level=std, **norm), **changes)
 
@@ -311,7 +313,7 @@ def test_the_order_of_rows_means_nothing(rewards, order, levels):
 @pytest.mark.parametrize("std", ["group", "batch", "constant", "none"])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.7, 1 / 3])
 def test_equal_rewards_teach_nothing(reward, std):
-    """If all rewards of a group are equal, its advantages are exactly 0, for every kind of spread."""
+    """If all rewards of a group are the same, its advantages are exactly 0, for every std_level."""
     batch = single(*[(0, reward)] * 7)
     assert per_row(compute_advantages(batch, config(std=std)), batch) == [0.0] * 7
 
@@ -324,14 +326,15 @@ def test_a_group_of_one_teaches_nothing(std):
 
 
 def test_without_a_baseline_one_rollout_keeps_its_reward():
-    """Without a baseline the advantage is the reward, because a group of one member has the spread 1."""
+    """Without a baseline the advantage of a group's only member is its reward, because rewards in a group of one member
+    are divided by 1."""
     batch = single((0, 3.0), (1, -1.0))
     assert per_row(compute_advantages(batch, config("none", "none")), batch) == [3.0, -1.0]
     assert per_row(compute_advantages(batch, config("none", "group")), batch) == [3.0, -1.0]
 
 
 def test_the_spread_of_the_batch_and_a_constant_spread():
-    """The spread may be the standard deviation of the batch or a constant."""
+    """Advantages may be divided by the standard deviation of the batch or by a constant."""
     rewards = [1.0, 0.0, 4.0, 2.0]
     batch = single((0, rewards[0]), (0, rewards[1]), (1, rewards[2]), (1, rewards[3]))
     s = torch.tensor(rewards).std().item()
@@ -342,8 +345,8 @@ def test_the_spread_of_the_batch_and_a_constant_spread():
 
 
 def test_turns_are_compared_with_the_same_turn():
-    """With per_turn a first turn is compared with first turns only. Without per_turn all turns of a group share one
-    mean."""
+    """With per_turn, first turns are compared only with other first turns. Without per_turn all turns of a group share
+    one mean."""
     batch = make_batch((0, [(1.0, 2, True), (1.0, 2, True)]), (0, [(0.0, 2, True)]))
     first, second = batch["turn_ids"][0] == 0, batch["turn_ids"][0] == 1
     A = compute_advantages(batch, config())
@@ -353,7 +356,7 @@ def test_turns_are_compared_with_the_same_turn():
 
 
 def test_a_score_is_not_lost_behind_a_masked_tail():
-    """The trained turns of a row get their advantages even if the row ends in an untrained turn."""
+    """The trained turns of a row get their advantages even if the last turn of the row is not trained."""
     batch = make_batch((0, [(1.0, 3, True), (5.0, 2, False)]), (0, [(0.0, 3, True)]))
     assert not batch["loss_mask"][0, -2:].any()
     assert per_row(compute_advantages(batch, config()), batch) == [0.5, -0.5]
@@ -377,8 +380,8 @@ def test_rewards_are_shifted_scaled_and_clipped_in_that_order():
 
 
 def test_the_kl_penalty_needs_a_reference():
-    """Without ref_logp kl_ctl has no effect. With ref_logp a turn's reward falls by its KL distance from the
-    reference policy."""
+    """Without ref_logp, kl_ctl has no effect. With ref_logp, each turn's reward is reduced by kl_ctl times the turn's
+    KL distance from the reference policy."""
     batch = make_batch((0, [(1.0, 2, True), (1.0, 3, True)]))
     batch["logprobs"] = torch.where(batch["loss_mask"] > 0, -1.0, NAN)
     penalised = config("none", kl_ctl=0.1)
@@ -414,10 +417,10 @@ def test_a_broken_trajectory_says_what_is_wrong():
 @pytest.mark.parametrize("cap", [1.6, None])
 @pytest.mark.parametrize("how", ["token", "sequence", "constant"])
 def test_weights_and_aggregation_by_the_loop(level, action, cap, how):
-    """For each level, action and cap of the behaviour weight and each aggregation, the loss equals a loop over rows
-    and tokens."""
+    """For all settings of the behaviour weight (level, action, cap) and of the aggregation, the loss equals a value
+    that a loop over rows and tokens computes."""
     theta, prox, behav, A, mask = random_tokens(11, spread=0.5)
-    prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]  # some sequences then exceed the cap
+    prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]  # makes some sequences exceed the cap
     eps, C = 0.2, 50
     mask[2] = 0  # a row without trained tokens
     total, capped, n_tokens, n_rows, weights = 0.0, 0, int(mask.sum()), 0, []
@@ -460,8 +463,8 @@ def test_weights_and_aggregation_by_the_loop(level, action, cap, how):
 
 
 def test_a_sequences_weight_does_not_read_what_is_masked():
-    """A sequence's weight ignores masked values, and the loss of flat tokens with sequence_ids equals the loss of the
-    (B, T) grid."""
+    """The behaviour weight of a sequence ignores masked values. The loss is the same for a (B, T) grid of tokens and
+    for a flat list of tokens with sequence_ids."""
     theta, prox, behav, A, mask = random_tokens(12)
     keys: dict[str, Any] = {"behave_imp_weight_level": "sequence"}
     clean, _ = ppo_actor_loss_fn(theta, prox, behav, A, mask, **keys)

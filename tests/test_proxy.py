@@ -1,4 +1,4 @@
-"""The proxy serves an agent as an OpenAI server does, and exports exactly the sampled tokens to the trainer."""
+"""The proxy answers an agent as an OpenAI server does, and exports exactly the sampled tokens to the trainer."""
 
 import asyncio
 import math
@@ -35,8 +35,8 @@ Start = Callable[..., Harness]
 
 
 async def test_a_childs_prompt_is_its_parents_tokens_and_a_tail(start: Start, tiny_tokenizer: Any) -> None:
-    """A turn's prompt is its parent's prompt tokens, its parent's output tokens and the rendered tail. No sampled
-    token is tokenised again."""
+    """A turn's prompt consists of its parent's prompt tokens, its parent's output tokens, and the tokens of the new
+    messages. No sampled token is tokenised again."""
     harness = start("one", "two", "three")
     session, messages = await harness.start(), list(HELLO)
     for question in ("second", "third", "last"):
@@ -51,11 +51,12 @@ async def test_a_childs_prompt_is_its_parents_tokens_and_a_tail(start: Start, ti
     said = [*tiny_tokenizer.encode("two"), eos]
     assert third == second + said + tiny_tokenizer.encode(tail.format("third"))
     full = tiny_tokenizer.apply_chat_template(messages[:5], add_generation_prompt=True, return_dict=False)
-    assert third == full  # this tokenizer encodes a text in only one way
+    assert third == full  # because this tokenizer has only one encoding of a text
 
 
 async def test_a_turn_cut_by_length_gets_its_end_token_untrained(start: Start, tiny_tokenizer: Any) -> None:
-    """If a length limit cuts a turn, the next prompt adds the end-of-turn token with loss mask 0."""
+    """If a length limit cuts off a turn, the next prompt adds the missing end-of-turn token, and this token has loss
+    mask 0."""
     harness = start("cut…", "two")
     session = await harness.start()
     completion = await harness.chat(session, HELLO, max_tokens=3)
@@ -71,8 +72,8 @@ async def test_a_turn_cut_by_length_gets_its_end_token_untrained(start: Start, t
 
 
 async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(tiny_tokenizer: Any) -> None:
-    """If the model writes a text with tokens that the tokenizer would not choose, the next prompt keeps the model's
-    tokens."""
+    """The model may sample tokens that differ from the tokenizer's encoding of the same text. The next prompt contains
+    the tokens that the model sampled."""
     prompts = PromptBuilder(tiny_tokenizer)
     harness = Harness(tiny_tokenizer)
     session = await harness.start()
@@ -94,8 +95,8 @@ async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(tiny_to
 
 
 async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: Any) -> None:
-    """If the template writes a new message differently after a longer history, the proxy renders every prompt in
-    full and reuses no tokens of the parent."""
+    """With some chat templates, the rendering of a message depends on the length of the history. For such a template
+    the proxy renders every prompt in full and reuses no tokens of the parent."""
     looks_back = tiny_tokenizer.chat_template.replace("{{ m['role'] }}", "{{ m['role'] }}{{ messages | length }}")
     own = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
@@ -110,15 +111,15 @@ async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: An
     await harness.chat(session, messages)
     full = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert harness.engine.requests[1].input_ids == full
-    # The second prompt does not begin with the tokens of the first turn, so each turn is a row.
+    # The second prompt does not begin with the tokens of the first turn, so each turn becomes its own row.
     assert len(await harness.export(session, style="concat")) == 2
     await harness.http.aclose()
 
 
 @pytest.mark.parametrize("ends", [False, True])
 async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
-    """While a thread tokenises a long prompt, the proxy answers other calls. If the session ends before the thread
-    is done, the proxy removes the call."""
+    """While a thread tokenises a long prompt, the proxy continues to answer other calls. If the session ends before the
+    thread is done, the proxy removes the call."""
     harness = start()
     session, other = await harness.start(), await harness.start()
     prompts, go_on = harness.app.state.proxy.prompts, threading.Event()
@@ -144,8 +145,8 @@ async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "none"])
 async def test_another_form_is_read_with_its_marks(start: Start, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
-    """If the model may call tools, special tokens stay in the text, because a parser of SGLang may search for special
-    tokens."""
+    """If the model may call tools, the parser gets the text with its special tokens, because some SGLang parsers search
+    for them."""
     read: list[str] = []
 
     def parse(text: str, offered: Any) -> tuple[str, list]:
@@ -173,8 +174,8 @@ THINKS = (  # three templates: like Qwen's, like DeepSeek's, and one without <th
 async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
     tiny_tokenizer: Any, begins: str, switch: str, on: bool | None, forced: bool
 ) -> None:
-    """If a prompt ends with <think>, the proxy reads the beginning of the answer as reasoning. A forced tool call
-    first closes the reasoning."""
+    """If a prompt ends with <think>, the proxy treats the beginning of the answer as reasoning. If a tool call is
+    forced, the proxy adds </think> to such a prompt before the beginning of the call."""
     template = tiny_tokenizer.chat_template.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n" + begins)
     own = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     own.chat_template = template
@@ -203,7 +204,8 @@ async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
 
 
 async def test_a_stop_string_ends_the_text_but_not_the_tokens(start: Start, tiny_tokenizer: Any) -> None:
-    """The reply's text ends before the stop string. The next prompt contains every sampled token."""
+    """The reply's text ends before the stop string, but the next prompt contains all sampled tokens, also those of the
+    stop string."""
     harness = start("one STOP two", "ok")
     session = await harness.start()
     completion = await harness.chat(session, HELLO, stop=[" STOP", "two"])
@@ -217,8 +219,8 @@ async def test_a_stop_string_ends_the_text_but_not_the_tokens(start: Start, tiny
 
 
 async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> None:
-    """Each sampling parameter that the agent sets reaches the engine. A parameter that the agent leaves out does not
-    change the policy's distribution."""
+    """The proxy passes each sampling parameter that the agent sets to the engine. If the agent sets none, the engine
+    samples from the policy's unchanged distribution."""
     harness = start(sampling={"max_new_tokens": 9})
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -234,8 +236,8 @@ async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> N
 
 
 async def test_a_seed_that_is_fixed_is_the_runs(start: Start) -> None:
-    """If `fixed_sampling` names the seed, the proxy ignores an agent's seed and derives every seed from its own `seed`.
-    If its own `seed` is None, the proxy uses the seed in `sampling`."""
+    """If `fixed_sampling` contains "seed", the proxy ignores the agent's seed and derives every call's seed from the
+    option `seed`. If the option `seed` is None, the proxy uses the seed in the option `sampling`."""
     for seed, expected in ((1, [call_seed(1, "task", 0), call_seed(1, "task", 1)]), (None, [7, 7])):
         harness = start(seed=seed, sampling={"seed": 7}, fixed_sampling=["seed"])
         await harness.chat(await harness.start(), HELLO, seed=99, n=2)
@@ -247,7 +249,7 @@ async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
     session."""
 
     async def seeds(task_id: str) -> list[int | None]:
-        """Return the seeds of two calls for this task at a new proxy."""
+        """Start a new proxy, make two calls for this task, and return the seeds of the calls."""
         harness = start(seed=1)
         await harness.start("another")
         session = await harness.start(task_id)
@@ -265,8 +267,8 @@ async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
 
 @pytest.mark.parametrize("path", ["/{}/v1", "/{}", "/v1", ""])
 async def test_the_official_sdk_is_served_by_url_or_by_key(start: Start, path: str) -> None:
-    """A client names its session in the URL or as the API key. If the URL names the session, any API key is good. `/v1`
-    may be left out of the URL."""
+    """A client names its session in the URL or as the API key. If the URL names the session, the proxy accepts any API
+    key. `/v1` may be left out of the URL."""
     harness = start("hi there")
     session = await harness.start()
     api_key = "DUMMY" if "{}" in path else session
@@ -281,7 +283,8 @@ async def test_the_official_sdk_is_served_by_url_or_by_key(start: Start, path: s
 
 
 async def test_the_sdk_gets_typed_errors(start: Start) -> None:
-    """A wrong request raises the SDK's BadRequestError, and the SDK does not retry the request."""
+    """For a wrong request the SDK raises BadRequestError and does not retry. For an unknown session it raises
+    NotFoundError."""
     harness = start()
     async with sdk(harness, f"/{await harness.start()}/v1") as client:
         with pytest.raises(openai.BadRequestError, match="messages"):
@@ -322,8 +325,8 @@ async def test_x_api_key_serves_too(start: Start) -> None:
 async def test_a_body_is_json_whatever_it_says_it_is(
     start: Start, content: bytes, status: int, content_type: str
 ) -> None:
-    """The proxy reads every body as JSON, whatever the content type is. For example, `curl -d` sends JSON with the
-    content type of a form. A body that is not JSON gets a 400."""
+    """The proxy reads every request body as JSON and ignores the content type. For example, `curl -d` sends JSON with
+    the content type of a form. A body that is not JSON gets a 400."""
     harness = start()
     session = await harness.start()
     path, headers = f"/{session}/v1/chat/completions", {"content-type": content_type}
@@ -343,8 +346,8 @@ async def test_a_body_is_json_whatever_it_says_it_is(
     ],
 )
 async def test_an_engines_refusal_is_passed_on(start: Start, error: Exception, status: int, kind: str) -> None:
-    """A prompt that is longer than the context gets a 400. A call to a dead server gets a 503. A failed call is
-    removed from the tree."""
+    """If the engine refuses a call, the proxy replies with the error's status: 400 if the prompt is too long for the
+    context, 503 if no server answers. The failed call is removed from the tree."""
     harness = start()
     session = await harness.start()
     harness.engine.error = error
@@ -358,7 +361,8 @@ async def test_an_engines_refusal_is_passed_on(start: Start, error: Exception, s
 
 
 async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: Any) -> None:
-    """If the chat template refuses the order of roles, the reply is a 400 with the template's message."""
+    """If the chat template raises an error, for example about the order of roles, the reply is a 400 with the
+    template's message."""
     own = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     refusal = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tool first') }}{% endif %}"
     own.chat_template = refusal + tiny_tokenizer.chat_template
@@ -382,8 +386,8 @@ async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: An
     ],
 )
 async def test_a_reward_that_makes_no_sense_is_a_400(start: Start, body: Any) -> None:
-    """A reward gets a 400 if it is not a finite number or names an unknown interaction. The proxy does not store such
-    a reward."""
+    """If a reward is not a finite number or is for an unknown interaction, the reply is a 400 and the proxy does not
+    store the reward."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -418,8 +422,8 @@ async def test_management_needs_the_admin_key(start: Start, path: str) -> None:
 
 
 async def test_one_grant_starts_one_session(start: Start) -> None:
-    """If there is no grant, the start of a session gets a 429. If a start fails, the next start can use the grant. An
-    unused grant expires."""
+    """Without a grant, a request to start a session gets a 429. If a start fails, its grant remains for the next start.
+    An unused grant expires."""
     harness = start()
     begin: Any = {"path": "/rl/start_session", "body": {"task_id": "t"}, "headers": ADMIN}
     assert (await harness.post(**begin)).status_code == 429
@@ -440,7 +444,8 @@ async def test_one_grant_starts_one_session(start: Start) -> None:
 
 
 async def test_no_work_after_the_end(start: Start) -> None:
-    """An ended session answers calls and rewards with 410. Ending a session a second time has no effect."""
+    """After a session has ended, the proxy answers the session's calls and rewards with 410. Ending a session a second
+    time has no effect."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -521,7 +526,8 @@ async def test_the_end_of_a_session_cancels_its_generations(start: Start, discar
 
 
 async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> None:
-    """A session without requests expires after the timeout. A session that generates does not expire."""
+    """A session without requests expires after the timeout. A session does not expire while one of its calls is
+    generating."""
     harness = start(session_timeout_seconds=10)
     idle, busy = await harness.start(), await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -547,8 +553,7 @@ async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> 
 
 
 def test_use_keeps_a_session_and_not_its_neighbours() -> None:
-    """A request restarts the timeout of its own session only. After its timeout a session cannot be
-    found."""
+    """A request restarts only the timeout of its own session. An expired session cannot be found."""
     clock = Clock()
     table = SessionTable(10.0, clock)
     for _ in range(2):
@@ -564,7 +569,7 @@ def test_use_keeps_a_session_and_not_its_neighbours() -> None:
 
 
 async def test_a_session_disturbs_no_other(start: Start) -> None:
-    """Each session has its own tree, even if two sessions contain equal messages."""
+    """Each session has its own tree, even if two sessions contain identical messages."""
     harness = start("one", "one", "two")
     left, right = await harness.start(), await harness.start()
     messages = [*HELLO, reply_message(await harness.chat(left, HELLO)), {"role": "user", "content": "?"}]
@@ -611,8 +616,8 @@ def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
 
 @pytest.mark.parametrize("source", ["environment", "option", "made up"])
 def test_only_an_admin_key_that_was_made_up_is_printed(tiny_model_dir: Any, tiny_server: str, source: str) -> None:
-    """If the proxy generates an admin key, the proxy prints the key. A key of the user is never printed, because the
-    output may go to a log file."""
+    """If the proxy generates the admin key itself, it prints the key. If the user gives the key, the proxy never prints
+    it, because the output may go to a log file."""
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
     # The proxy ends immediately, because its standard input is empty.
     command += ["--admin-key", "s3cret"] * (source == "option") + ["--exit-with-parent"]
@@ -646,8 +651,8 @@ async def test_a_proxy_started_by_hand_offers_a_session(tiny_model_dir: Any, tin
 
 
 async def test_end_to_end_with_real_servers(tiny_model_dir: Any, tiny_server: str) -> None:
-    """An SDK makes three calls to a proxy process, which uses a server process. The export is one row, in which every
-    trained token has a version, a log-probability and a reward."""
+    """An SDK makes three calls to a proxy process, and the proxy uses an inference server in another process. The
+    export is a single row, and every trained token has a version, a log-probability and a reward."""
     port = free_port()
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
     command += ["--port", str(port), "--seed", "1", "--exit-with-parent"]

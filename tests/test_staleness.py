@@ -1,4 +1,5 @@
-"""The gate and consumption in order of start together bound the age of every group that a step trains on.
+"""Two rules together bound the age of every group that a step trains on: the gate limits how many groups start, and the
+trainer consumes groups in the order in which they started.
 
 In these tests a version is a plain number, and hypothesis draws the order of the events. No episode runs, and no test
 waits.
@@ -54,7 +55,7 @@ def run(manager: StalenessManager, count: int) -> None:
     [
         (0, 4, 100, 0, 0, 0, 4),  # synchronous training admits one batch
         (0, 4, 100, 0, 3, 1, 0),
-        (0, 4, 100, 1, 4, 0, 4),  # the batch of version 0 is still counted
+        (0, 4, 100, 1, 4, 0, 4),  # the four groups of version 0 still count as accepted
         (2, 4, 100, 0, 0, 0, 12),
         (2, 4, 100, 5, 20, 3, 9),
         (2, 4, 8, 5, 20, 3, 5),  # here the concurrency limit decides
@@ -73,7 +74,8 @@ def test_capacity_is_the_smaller_of_two_limits(eta, batch, concurrent, version, 
 
 
 def test_a_rejected_rollout_gives_its_place_back():
-    """An accepted group keeps its place for ever. A rejected, dropped or withdrawn group frees its place."""
+    """An accepted group uses its place in the capacity permanently. A rejected, dropped or withdrawn group frees its
+    place."""
     manager = make_manager(eta=0, batch=4)
     run(manager, 4)
     assert manager.get_capacity() == 0
@@ -97,7 +99,8 @@ def test_the_pending_limit_is_one_gate_full():
 
 
 def test_an_impossible_event_is_an_error():
-    """If a rollout is accepted that was never submitted, the manager raises an error. No counter becomes negative."""
+    """If an event is impossible, for example if a rollout is accepted before it runs, the manager raises an error. No
+    counter becomes negative."""
     manager = make_manager()
     with pytest.raises(RuntimeError, match="became accepted, but none was running"):
         manager.on_rollout_accepted()
@@ -114,7 +117,8 @@ EVENTS = ["enqueued", "submitted", "accepted", "rejected", "dropped", "withdrawn
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(EVENTS), max_size=40))
 def test_counters_are_never_negative_and_lose_nobody(events):
-    """In any order of events, an event either raises an error or moves exactly one rollout to a different counter."""
+    """For any sequence of events, each event either raises an error or moves exactly one rollout from one counter to
+    another."""
     manager = make_manager()
     entered = 0
     for event in events:
@@ -136,7 +140,7 @@ def test_stats_are_a_copy():
 
 
 def test_counters_survive_many_threads():
-    """If four threads each run two thousand rollouts, the manager counts all eight thousand."""
+    """If four threads each report two thousand rollouts at the same time, the manager counts all eight thousand."""
     manager = make_manager()
 
     def live() -> None:
@@ -153,10 +157,10 @@ def test_counters_survive_many_threads():
 
 
 def test_recovery_restores_what_was_consumed():
-    """After a restart at version 10 the gate admits (eta + 1) * B groups, and not (eta + 11) * B as in AReaL's issue
-    #1388."""
+    """After a restart at version 10 the gate admits (eta + 1) * B groups, and not (eta + 11) * B. (AReaL's issue #1388
+    describes this error.)"""
     manager = make_manager(eta=2, batch=4, version=10)
-    assert manager.get_capacity() == 52  # the wrong capacity, because on_version_recovered was not called yet
+    assert manager.get_capacity() == 52  # the capacity is wrong before the call of on_version_recovered
     manager.on_version_recovered(10)
     assert manager.get_capacity() == 12
     manager.on_version_recovered(10, finished_untrained=3)
@@ -166,7 +170,7 @@ def test_recovery_restores_what_was_consumed():
 
 
 def test_recovery_counts_what_runs():
-    """A group that is running during a recovery keeps its place."""
+    """Groups that are running during a recovery still count against the capacity."""
     manager = make_manager(eta=1, batch=4, version=3)
     run(manager, 5)
     manager.on_version_recovered(3)
@@ -210,7 +214,7 @@ def feed(state: DispatchState, next_id: int, version: int, started: dict[int, in
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(1, 9), st.data())
 def test_age_is_bounded_whatever_happens(eta, batch, concurrent, data):
-    """For any order of completion, with slow and rejected groups, no age exceeds eta and training never hangs."""
+    """In whatever order groups finish, and even if some are rejected, no age exceeds eta and training never hangs."""
     clock = Version()
     manager = StalenessManager(clock, concurrent, batch, eta)
     state = make_state(manager)
@@ -278,10 +282,10 @@ def test_dropping_never_ends_in_a_deadlock(eta, batch, concurrent, data):
 
 
 def largest_age(eta: int, batch: int, late: int, in_order_of_start: bool) -> int:
-    """Return the largest age if group 0 is much slower than all others and groups are consumed in the given order.
+    """Simulate training in which group 0 is much slower than all other groups, and return the largest age of a group.
 
-    Every other group ends as soon as it has started. In order of start, the first batch waits for group 0. In order of
-    completion, group 0 ends at version `late`. The gate is a real StalenessManager.
+    Every other group ends as soon as it has started. If groups are consumed in order of start, the first batch waits
+    for group 0. Otherwise group 0 ends when the version is `late`. The gate is a real StalenessManager.
     """
     clock = Version()
     manager = StalenessManager(clock, 100, batch, eta)
@@ -305,7 +309,8 @@ def largest_age(eta: int, batch: int, late: int, in_order_of_start: bool) -> int
 
 
 def test_order_of_completion_breaks_the_bound():
-    """If groups are consumed in order of completion (eta = 1, B = 2), a slow group is trained on at age 5."""
+    """If groups are consumed in order of completion (eta = 1, B = 2), training uses a slow group at age 5, which
+    exceeds eta."""
     assert largest_age(eta=1, batch=2, late=5, in_order_of_start=False) == 5
 
 
@@ -315,7 +320,7 @@ def test_order_of_start_keeps_the_bound():
 
 
 def test_a_trainer_that_forgets_to_consume_is_caught():
-    """The age check raises an error if the trainer makes a version without consuming B groups."""
+    """If the trainer publishes a new version without consuming B groups, the age check raises an error."""
     clock = Version()
     manager = StalenessManager(clock, 100, 2, 1)
     state = make_state(manager)
@@ -323,14 +328,14 @@ def test_a_trainer_that_forgets_to_consume_is_caught():
     feed(state, 0, 0, started)
     for task_id in started:
         state.finish(TimedResult(task_id, 0, Group(task_id, 0)))
-    clock.version = 2  # two new versions without a consumed batch
+    clock.version = 2  # the version rises twice, but no batch was consumed
     with pytest.raises(StalenessError, match="version 0 is consumed at version 2"):
         state.take(2)
     assert len(state.oldest(4)) == 4, "the failed check consumed a group"
 
 
 def test_what_was_dropped_is_replaced():
-    """With drop_stale a group that is too old is dropped and counted, and the group's place becomes free."""
+    """With drop_stale, a group that is too old is dropped and counted, and its place becomes free."""
     clock = Version()
     manager = StalenessManager(clock, 100, 2, 0)
     state = make_state(manager, drop_stale=True)

@@ -1,8 +1,8 @@
 """These tests compare every import statement of the project with the table in docs/structure.md.
 
-A module may import the modules of its row in the table, and no other module of this project. No two modules import
-each other, directly or through others. The import of the proxy, the engine or the staleness gate does not load
-torch. The picture docs/structure.svg shows the current modules and imports.
+A module may import the modules of its row in the table, and no other module of this project. No two modules import each
+other, directly or through others. Importing the proxy, the engine or the staleness gate does not load torch. The
+picture docs/structure.svg shows the current modules and imports.
 """
 
 import ast
@@ -25,7 +25,7 @@ MODULES = [ROOT / f"{name}.py" for name in SEVEN] + [
 
 
 def name_of(path: Path) -> str:
-    """Return the dotted name of a module of the project: calls.messages, or calls for calls/__init__.py."""
+    """Return the dotted name of a module, such as calls.messages. For calls/__init__.py the name is calls."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -101,7 +101,7 @@ def test_a_planted_import_is_found(name: str, statement: str) -> None:
 
 
 def test_no_circles() -> None:
-    """No module imports itself through a chain of other modules. Imports inside functions count, too."""
+    """No module imports itself through a chain of other modules. Imports inside functions also count."""
     graph = {name_of(path): imports(path.read_text()) & NAMES for path in MODULES}
     TopologicalSorter(graph).prepare()
     with pytest.raises(ValueError, match="cycle"):

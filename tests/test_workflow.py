@@ -1,5 +1,5 @@
-"""These tests check the results that a workflow may return, the merging of a group's members, and the resolution of
-workflows."""
+"""These tests check which results a workflow may return, how the results of a group's members are merged, and how
+resolve_workflow makes workflows."""
 
 import asyncio
 import copy
@@ -86,7 +86,7 @@ async def exact(prompt: str, completion: str, prompt_ids: list, completion_ids: 
 
 
 class MyWorkflow(RolloutWorkflow):
-    """The example of (Rollout Workflow, "Implementing Custom Workflows")."""
+    """The example from AReaL's page Rollout Workflow, section "Implementing Custom Workflows"."""
 
     def __init__(self, tokenizer: Any, gconfig: GenerationHyperparameters, **kwargs: Any) -> None:
         self.tokenizer = tokenizer
@@ -117,7 +117,7 @@ class MyWorkflow(RolloutWorkflow):
 
 
 class CustomWorkflow(RolloutWorkflow):
-    """The example of (write-up, appendix A.2)."""
+    """The example from the write-up, appendix A.2."""
 
     def __init__(self, gconfig: GenerationHyperparameters, tokenizer: Any) -> None:
         self.gconfig = gconfig
@@ -153,7 +153,7 @@ class CustomWorkflow(RolloutWorkflow):
 
 @pytest.mark.anyio
 async def test_the_custom_workflow_of_rollout_workflow_runs(tiny_tokenizer: Any) -> None:
-    """The documents' class MyWorkflow runs unchanged; resolve_workflow makes an instance of the class."""
+    """The class MyWorkflow from AReaL's documentation runs unchanged, and resolve_workflow makes an instance of it."""
     engine, defaults = (
         ScriptedEngine(tiny_tokenizer),
         {"tokenizer": tiny_tokenizer, "gconfig": GenerationHyperparameters()},
@@ -183,7 +183,8 @@ async def test_the_custom_workflow_of_the_write_up_runs(tiny_tokenizer: Any) -> 
 
 @pytest.mark.anyio
 async def test_rlvr_is_one_row_with_the_sampling_it_was_made_with(tiny_tokenizer: Any) -> None:
-    """RLVRWorkflow returns one row. Each generated token has the request's temperature and the row's reward."""
+    """RLVRWorkflow returns one row. In this row each generated token has the request's temperature and the episode's
+    reward."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "4")
     workflow = RLVRWorkflow(exact, GenerationHyperparameters(temperature=0.5, n_samples=4), tiny_tokenizer)
     traj = complete(await workflow.arun_episode(engine, QUESTION), task_id=0)  # type: ignore[arg-type]
@@ -209,8 +210,8 @@ async def test_sampling_that_training_cannot_reproduce_stays_out_of_the_loss(tin
 
 @pytest.mark.anyio
 async def test_multi_turn_asks_again_until_the_reward_is_positive(tiny_tokenizer: Any) -> None:
-    """MultiTurnWorkflow generates answers until a reward is positive. The reward of the k-th answer is multiplied by
-    turn_discount^(k-1)."""
+    """MultiTurnWorkflow generates answers until an answer gets a positive reward. The reward of the k-th answer is
+    multiplied by turn_discount^(k-1)."""
     answers = iter(["5", "3", "4"])
     engine = ScriptedEngine(tiny_tokenizer, lambda request: next(answers))
     workflow = MultiTurnWorkflow(
@@ -233,7 +234,7 @@ async def test_multi_turn_asks_again_until_the_reward_is_positive(tiny_tokenizer
 
 @pytest.mark.anyio
 async def test_a_turn_cut_by_length_is_closed_in_the_prompt_and_counted(tiny_tokenizer: Any) -> None:
-    """After a turn that the token budget cut, the prompt gets an untrained end-of-turn token, and `truncated` is
+    """If the token limit cuts off a turn, the next prompt contains an untrained end-of-turn token, and `truncated` is
     1."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "5")
     engine.cut = True
@@ -272,7 +273,7 @@ def test_a_template_that_rewrites_history_is_refused(tiny_tokenizer: Any) -> Non
 
 @pytest.mark.anyio
 async def test_the_noise_of_a_request_depends_on_the_episode_and_on_nothing_else(tiny_tokenizer: Any) -> None:
-    """Each member, task and turn has a different sampling seed. Two runs with equal run seeds have equal sampling
+    """Each member, task and turn has a different sampling seed. Two runs with the same run seed have the same sampling
     seeds."""
 
     async def seeds(task_id: int, run_seed: int | None) -> list[int | None]:
@@ -295,7 +296,7 @@ async def test_the_noise_of_a_request_depends_on_the_episode_and_on_nothing_else
 
 @pytest.mark.anyio
 async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.LogCaptureFixture) -> None:
-    """If one member raises an exception, the failure is counted and logged, and the other members are kept in
+    """If one member raises an exception, the failure is counted and logged. The group keeps the other members in their
     order."""
     failed: list[int] = []
 
@@ -320,8 +321,8 @@ async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.L
 async def test_a_member_that_returns_no_trajectory_is_a_failed_member(
     bad: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A member that returns anything but a trajectory has failed. The log contains the reason, and the other members
-    are kept."""
+    """If a member returns something that is not a trajectory, it counts as failed. The log contains the reason, and the
+    other members are kept."""
 
     def member(context: WorkflowContext, data: dict) -> Any:
         return [row(1, 2), bad, row(3)][context.sample_idx]
@@ -333,7 +334,7 @@ async def test_a_member_that_returns_no_trajectory_is_a_failed_member(
 
 
 def test_a_member_that_exits_is_a_failed_member(caplog: pytest.LogCaptureFixture) -> None:
-    """A member that calls sys.exit() has failed. The other members and the event loop continue."""
+    """If a member calls sys.exit(), it counts as failed, and the other members and the event loop continue."""
 
     def member(context: WorkflowContext, data: dict) -> Any:
         return sys.exit(3) if context.sample_idx == 1 else row(1)
@@ -341,13 +342,13 @@ def test_a_member_that_exits_is_a_failed_member(caplog: pytest.LogCaptureFixture
     async def episode() -> Any:
         return await GroupedRolloutWorkflow(Function(member), 3).arun_episode(None, {})
 
-    assert len(asyncio.run(episode())["rewards"]) == 2  # a SystemExit would end asyncio.run
+    assert len(asyncio.run(episode())["rewards"]) == 2  # an uncaught SystemExit would end asyncio.run
     assert "RuntimeError: the episode called sys.exit(3)" in caplog.text
 
 
 @pytest.mark.anyio
 async def test_a_ragged_group_is_still_one_group() -> None:
-    """Each row contains the id of its group, so the rows of a group that lost a member still belong together."""
+    """Each row contains its group's id. If a group loses a member, the id still shows which rows belong together."""
 
     def member(context: WorkflowContext, data: dict) -> Any:
         return None if context.sample_idx == data["loses"] else row(1, 2)
@@ -419,8 +420,8 @@ async def test_members_do_not_write_into_each_others_sample() -> None:
 
 @pytest.mark.anyio
 async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() -> None:
-    """The interactions of all members are merged. If a member returned tensors, all interactions become tensors. A
-    repeated interaction id raises an error."""
+    """The interactions of all members are merged. If one member returned tensors, the interactions of the other members
+    are converted to tensors. If two members have the same interaction id, an error is raised."""
 
     def calls(context: WorkflowContext, data: dict) -> Any:
         name = data["names"][context.sample_idx]
@@ -440,8 +441,7 @@ async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() 
 
 @pytest.mark.anyio
 async def test_the_last_row_of_an_episode_is_of_the_conversation_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last row of an episode is a turn of the conversation, because side conversations come first in the
-    result."""
+    """An episode's result lists side conversations first, so that its last row is always from the main conversation."""
 
     class Client:
         rewarded_count, session_url, api_key = 1, "", ""
@@ -487,8 +487,8 @@ def test_a_workflow_is_found_in_whatever_the_user_gives() -> None:
 
 
 def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
-    """A workflow class gets the run's gconfig and tokenizer if its __init__ takes them and the user's arguments lack
-    them."""
+    """If the user does not set gconfig or tokenizer, a workflow class whose __init__ has these parameters gets the
+    run's values."""
     defaults = {"gconfig": GenerationHyperparameters(top_k=5), "tokenizer": "tokenizer"}
     made: Any = resolve_workflow(RLVRWorkflow, {"reward_fn": f"{__name__}.exact"}, defaults=defaults)
     assert (made.gconfig.top_k, made.tokenizer) == (5, "tokenizer")
@@ -515,7 +515,7 @@ def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
 def test_what_cannot_be_resolved_says_what_is_missing(
     error: type[Exception], message: str, workflow: Any, kwargs: dict, proxy: Any
 ) -> None:
-    """Each mistake in a workflow's configuration raises an error that names the mistake."""
+    """If a workflow's configuration is wrong, resolve_workflow raises an error that says what is wrong."""
     with pytest.raises(error, match=message):
         resolve_workflow(workflow, kwargs, proxy=proxy)
 
@@ -543,7 +543,7 @@ def test_the_scope_of_statistics_follows_the_context() -> None:
 
 
 def test_an_episode_keeps_to_one_proxy() -> None:
-    """If there are several proxies, each episode uses one proxy, and every proxy gets equally many episodes."""
+    """If there are several proxies, each episode uses one proxy, and every proxy gets the same number of episodes."""
     workflow = OpenAIProxyWorkflow(Agent(), ("http://a", "http://b", "http://c"), "k")
     chosen = []
     for task in range(3):
