@@ -28,7 +28,7 @@ AReaL's areal/api/io_struct.py uses the same class names (write-up, section 2). 
 import hashlib
 import uuid
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from inference.wire import EngineError
 
@@ -37,17 +37,17 @@ from inference.wire import EngineError
 class GenerationHyperparameters:
     """The sampling parameters of a request."""
 
-    n_samples: int = 1  # samples per prompt (the group size); a request to the engine needs 1
-    max_new_tokens: int = 512  # maximum number of tokens of one turn; the context window may allow fewer
-    temperature: float = 1.0  # number that divides the logits before sampling; 0 means greedy
-    top_p: float = 1.0  # sample from the likeliest tokens up to this total probability; 1: from all tokens
-    top_k: int = -1  # sample from this number of likeliest tokens; -1: from all tokens
+    n_samples: Annotated[int, "[1, inf)"] = 1  # samples per prompt (the group size); 1 in a request to the engine
+    max_new_tokens: Annotated[int, "[1, inf)"] = 512  # maximum number of tokens of a turn; the context may allow fewer
+    temperature: Annotated[float, "[0, inf)"] = 1.0  # divides the logits before sampling; 0: greedy
+    top_p: Annotated[float, "(0, 1]"] = 1.0  # sample from the likeliest tokens up to this probability; 1: from all
+    top_k: Annotated[int, "[-1, -1] or [1, inf)"] = -1  # sample from this number of likeliest tokens; -1: from all
     stop: list[str] = field(default_factory=list)  # strings that end a turn; the completion includes them
     stop_token_ids: list[int] = field(default_factory=list)  # token ids that end a turn, in addition to the model's own
-    frequency_penalty: float = 0.0  # subtracted from a token's logit for each earlier occurrence in this turn
-    presence_penalty: float = 0.0  # subtracted from the logit of every token that has occurred in this turn
+    frequency_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from a token's logit for each earlier use
+    presence_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from the logit of every earlier token
     greedy: bool = False  # True: always take the likeliest token, as temperature 0 does
-    seed: int | None = None  # seed of the sampling noise; None: derived from the run's seed, or random outside a run
+    seed: Annotated[int, "[0, 4294967295]"] | None = None  # seed of the sampling; None: the run's, or random
     json_schema: str | None = None  # sample only JSON that fits this schema; needs a server with a grammar backend
 
     def new(self, **changes: Any) -> "GenerationHyperparameters":

@@ -11,7 +11,9 @@ default and its comment. The keys of `gconfig` are defined in `inference/io_stru
 error, and the error message suggests the nearest existing key. Example: `python train.py lr=0.1` ends with "unknown key
 'lr' in the command line; did you mean 'actor.optimizer.lr'?".
 
-`load` also checks the values (`resolve`), so a run that cannot work is refused before any process starts.
+The type of a number contains the interval of its allowed values, for example Share for [0, 1]. A learning rate below 0
+would turn learning into unlearning, and a clip of NaN would silence every comparison, so no interval contains NaN.
+`load` checks every value (`resolve`), so a run that cannot work is refused before any process starts.
 
 Most keys have the names that AReaL uses. docs/differences.md lists the keys with different names.
 """
@@ -19,12 +21,13 @@ Most keys have the names that AReaL uses. docs/differences.md lists the keys wit
 import argparse
 import dataclasses
 import difflib
+import functools
 import inspect
 import re
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -32,6 +35,7 @@ from yaml import YAMLError
 
 from calls.side_conversations import PATTERNS
 from inference.io_struct import GenerationHyperparameters
+from run.fields import Count, CountOrZero, NonNegative, Positive, Seed, Share, is_within
 
 
 class ConfigError(ValueError):
@@ -43,31 +47,31 @@ class OpenAIConfig:
     """How agents run and how their calls become training rows (Agent Workflow, "Execution Modes", "Export Styles")."""
 
     mode: Literal["inline", "subproc"] = "inline"  # run agents in the trainer's process, or in worker processes
-    subproc_max_workers: int = 4  # number of worker processes for agents (mode subproc)
-    turn_discount: float = 1.0  # gamma: share of a turn's final reward that is added to the previous turn's reward
+    subproc_max_workers: Count = 4  # number of worker processes for agents (mode subproc)
+    turn_discount: Share = 1.0  # gamma: share of a turn's final reward that its parent also gets; 0: nothing
     chat_template_type: Literal["hf", "concat"] = "concat"  # concat: reuse earlier tokens; hf: tokenise all again
     export_style: Literal["individual", "concat"] = "concat"  # one training row per turn, or per whole conversation
     tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's, else qwen
     reasoning_parser: str | None = None  # format of the model's reasoning; default: <think> ... </think>
     side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # patterns of calls that are not trained
     fixed_sampling: list[str] = field(default_factory=list)  # names of gconfig fields that agents cannot override
-    session_timeout_seconds: float = 3600.0  # time without a request after which the proxy deletes a session
-    episode_timeout_seconds: float = 3600.0  # time after which a running episode is cancelled and counted as failed
+    session_timeout_seconds: Positive = 3600.0  # time without a request after which the proxy deletes a session
+    episode_timeout_seconds: Positive = 3600.0  # time after which a running episode is cancelled and counted as failed
 
 
 @dataclass
 class RolloutConfig:
     """The rollout side: how many episodes run, and how stale they may become (AReaL: InferenceEngineConfig)."""
 
-    max_head_offpolicyness: int = 2  # eta: largest age of a consumed group, in policy versions; 0: synchronous training
-    max_concurrent_rollouts: int | None = None  # limit of running prompt groups; default (eta + 1) * batch size
-    consumer_batch_size: int | None = None  # prompt groups per training step; default train_dataset.batch_size
-    queue_size: int | None = None  # limit of running and waiting groups; default 16 * max_concurrent_rollouts
-    group_size: int | None = None  # episodes per prompt; another name for gconfig.n_samples
+    max_head_offpolicyness: CountOrZero = 2  # eta: largest age of a consumed group, in versions; 0: synchronous
+    max_concurrent_rollouts: Count | None = None  # limit of running prompt groups; default (eta + 1) * batch size
+    consumer_batch_size: Count | None = None  # prompt groups per training step; default train_dataset.batch_size
+    queue_size: Count | None = None  # limit of running and waiting groups; default 16 * max_concurrent_rollouts
+    group_size: Count | None = None  # episodes per prompt; another name for gconfig.n_samples
     drop_stale: bool = False  # true: drop and replace a group older than eta; false: such a group ends the run
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how a weight update interrupts completions
-    request_timeout: float = 3600.0  # seconds to wait for the reply to one generation request
-    request_retries: int = 3  # how often a request is repeated after a connection error or a 5xx reply
+    request_timeout: Positive = 3600.0  # seconds to wait for the reply to one generation request
+    request_retries: CountOrZero = 3  # how often a request is repeated after a lost connection or a 5xx; 0: never
     enable_tracing: bool = True  # write the states of every prompt group to trace.json, for a trace viewer
     check_trajectory_format: bool = True  # check the keys and shapes of the tensors that workflows return
     dump_to_file: bool = True  # write every trajectory as text to rollout/{version}/{task_id}.jsonl
@@ -80,22 +84,22 @@ class ServerConfig:
     """The inference servers that train.py starts when rollout.server_addrs is empty."""
 
     backend: Literal["auto", "tiny", "sglang"] = "auto"  # auto: sglang if SGLang and a GPU are available, else tiny
-    count: int = 1  # number of servers to start
-    tp_size: int = 1  # GPUs per server (tensor parallelism)
+    count: Count = 1  # number of servers to start
+    tp_size: Count = 1  # GPUs per server (tensor parallelism)
     colocate: bool | None = None  # true: use the trainer's GPUs; default: use them only if there are too few GPUs
-    port: int = 0  # port of the first server; further servers use the following ports; 0: any free ports
-    mem_fraction: float | None = None  # share of GPU memory for a server; default 0.85, or 0.4 on the trainer's GPUs
+    port: Annotated[int, "[0, 65535]"] = 0  # port of the first server; others use the next ports; 0: any
+    mem_fraction: Annotated[float, "(0, 1)"] | None = None  # share of GPU memory; default 0.85, or 0.4 on trainer GPUs
     command: str = ""  # command that starts SGLang; default: this Python with -m sglang.launch_server
     args: list[str] = field(default_factory=list)  # further command-line arguments for every server
-    max_running_requests: int = 64  # largest number of sequences that a server decodes at the same time
-    max_total_tokens: int = 16384  # largest number of tokens in a server's key-value cache
+    max_running_requests: Count = 64  # largest number of sequences that a server decodes at the same time
+    max_total_tokens: Count = 16384  # largest number of tokens in a server's key-value cache
 
 
 @dataclass
 class ProxyConfig:
     """The proxy processes, which answer the agents' requests."""
 
-    workers: int = 1  # number of proxy processes; each episode uses one of them
+    workers: Count = 1  # number of proxy processes; each episode uses one of them
 
 
 @dataclass
@@ -105,24 +109,24 @@ class NormConfig:
     mean_level: Literal["group", "batch", "none"] = "group"  # rows whose mean return is the baseline
     std_level: Literal["group", "batch", "constant", "none"] = "group"  # rows whose standard deviation is the divisor
     mean_leave1out: bool = False  # true: leave a row out of its own baseline (RLOO)
-    std_constant: float = 1.0  # divisor for std_level=constant
+    std_constant: Positive = 1.0  # divisor for std_level=constant
     per_turn: bool = True  # true: compare a return only with returns of the same turn number
-    eps: float = 1e-5  # added to the standard deviation to avoid division by 0
+    eps: NonNegative = 1e-5  # added to the standard deviation, so that tiny differences stay small; 0: nothing
 
 
 @dataclass
 class OptimizerConfig:
     """AdamW and its learning rate schedule."""
 
-    lr: float = 1e-5  # largest learning rate
-    beta1: float = 0.9  # decay of AdamW's mean of gradients, per optimizer step
-    beta2: float = 0.95  # decay of AdamW's mean of squared gradients, per optimizer step
-    eps: float = 1e-8  # added to AdamW's divisor to avoid division by 0
-    weight_decay: float = 0.01  # AdamW's weight decay
+    lr: NonNegative = 1e-5  # largest learning rate; 0: the weights never change
+    beta1: Annotated[float, "[0, 1)"] = 0.9  # decay of AdamW's mean of gradients, per optimizer step; 0: no mean
+    beta2: Annotated[float, "[0, 1)"] = 0.95  # decay of AdamW's mean of squared gradients; 0: no mean
+    eps: Positive = 1e-8  # added to AdamW's divisor to avoid division by 0
+    weight_decay: NonNegative = 0.01  # AdamW's weight decay; 0: none
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # shape of the learning rate after warm-up
-    warmup_steps: int = 0  # number of training steps in which the learning rate rises from 0 to lr
-    min_lr_ratio: float = 0.0  # learning rate at the end of the schedule, as a share of lr
-    gradient_clipping: float = 1.0  # gradients with a larger norm are scaled down to this norm; 0: no clipping
+    warmup_steps: CountOrZero = 0  # training steps in which the learning rate rises from 0 to lr; 0: it starts at lr
+    min_lr_ratio: Share = 0.0  # learning rate at the end of the schedule, as a share of lr; 0: it falls to 0
+    gradient_clipping: NonNegative = 1.0  # gradients with a larger norm are scaled down to this norm; 0: no clipping
 
 
 @dataclass
@@ -130,9 +134,9 @@ class PPOActorConfig:
     """The trainer: forward passes, the decoupled PPO objective and the optimizer (AReaL: PPOActorConfig)."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"  # number format of forward passes; parameters are float32
-    ppo_n_minibatches: int = 4  # optimizer steps per pass over the batch
-    ppo_epochs: int = 1  # passes over the batch
-    mb_tokens: int = 16384  # limit of tokens per forward pass, with padding; a larger mini-batch takes several passes
+    ppo_n_minibatches: Count = 4  # optimizer steps per pass over the batch
+    ppo_epochs: Count = 1  # passes over the batch
+    mb_tokens: Count = 16384  # limit of tokens per forward pass, with padding; a larger mini-batch takes several passes
     layout: Literal["padded", "packed"] = "padded"  # padded: one row per sequence; packed: sequences end to end
     gradient_checkpointing: bool = False  # true: save memory by computing layers again in the backward pass
     enable_tree_training: bool = False  # true: compute the common beginning of several rows only one time
@@ -140,26 +144,26 @@ class PPOActorConfig:
     use_decoupled_loss: bool = True  # true: decoupled PPO, which corrects for stale data; false: standard PPO
     recompute_logprob: bool = True  # old logprobs of standard PPO; true: by a forward pass; false: from the server
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"  # how pi_prox is computed
-    eps_clip: float = 0.2  # lower bound of the ratio pi_theta / pi_prox is 1 - eps_clip
-    eps_clip_higher: float | None = None  # upper bound of that ratio is 1 + eps_clip_higher; default eps_clip
-    c_clip: float | None = None  # dual clip: where A < 0, the loss is at most c_clip * |A| (c_clip > 1); null: no bound
-    behave_imp_weight_cap: float | None = 5.0  # largest weight pi_prox / pi_behav; null: no limit
+    eps_clip: Share = 0.2  # lower bound of the ratio pi_theta / pi_prox is 1 - eps_clip; 0: bound 1
+    eps_clip_higher: NonNegative | None = None  # upper bound is 1 + eps_clip_higher; 0: bound 1; default eps_clip
+    c_clip: Annotated[float, "(1, inf)"] | None = None  # dual clip: where A < 0, loss <= c_clip * |A|; null: none
+    behave_imp_weight_cap: Annotated[float, "[1, inf)"] | None = 5.0  # largest weight pi_prox / pi_behav; null: no cap
     behave_imp_weight_level: Literal["token", "sequence"] = "token"  # one weight per token, or one per sequence
     behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # above the cap: drop the token, or use the cap
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # how the loss averages over tokens (ppo.py)
-    max_new_tokens: int | None = None  # longest turn, for loss_aggregation=constant; default gconfig.max_new_tokens
-    entropy_coeff: float = 0.0  # weight of the entropy bonus in the loss
-    kl_ctl: float = 0.0  # weight of the KL penalty towards the reference model; 0: no reference model
+    max_new_tokens: Count | None = None  # longest turn, for loss_aggregation=constant; default gconfig.max_new_tokens
+    entropy_coeff: NonNegative = 0.0  # weight of the entropy bonus in the loss; 0: no bonus
+    kl_ctl: NonNegative = 0.0  # weight of the KL penalty towards the reference model; 0: no reference model
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # formula for the KL of one token (training/advantages.py)
     kl_placement: Literal["reward", "loss"] = "reward"  # subtract KL from the rewards, or add KL (k2, k3) to the loss
     anneal: bool = False  # true: entropy_coeff and kl_ctl fall linearly to 0 over max_steps
-    overlong_tokens: int | None = None  # how many tokens before max_new_tokens cost a penalty; null: no penalty
-    overlong_penalty_factor: float = 1.0  # number subtracted from the reward of a turn with max_new_tokens tokens
-    gamma: float = 1.0  # discount of the advantage per token, from the end of a turn to its beginning
-    gae_lambda: float = 1.0  # second factor of the discount; only gamma * gae_lambda matters, as there is no critic
-    reward_bias: float = 0.0  # number that is added to every reward before scaling
-    reward_scaling: float = 1.0  # factor that multiplies every reward after the bias is added
-    reward_clip: float = 20.0  # scaled rewards are clipped to the range from -reward_clip to reward_clip
+    overlong_tokens: Count | None = None  # how many tokens before max_new_tokens cost a penalty; null: no penalty
+    overlong_penalty_factor: NonNegative = 1.0  # penalty of a turn with max_new_tokens tokens; 0: no penalty
+    gamma: Annotated[float, "(0, 1]"] = 1.0  # discount of the advantage for each token before a turn's end
+    gae_lambda: Share = 1.0  # second factor of the discount, gamma * gae_lambda; 0: only the last token learns
+    reward_bias: Annotated[float, "(-inf, inf)"] = 0.0  # number, of any sign, that is added to every reward; 0: nothing
+    reward_scaling: Positive = 1.0  # factor that multiplies every reward after the bias is added
+    reward_clip: Positive = 20.0  # scaled rewards are clipped to the range from -reward_clip to reward_clip
     adv_norm: NormConfig = field(default_factory=NormConfig)  # baseline and divisor of the advantages
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
 
@@ -176,7 +180,7 @@ class DatasetConfig:
     """The training prompts: a JSONL file, or a function that returns a list of dicts."""
 
     path: str | None = None  # FILE.jsonl or module.function; default: the task's dataset
-    batch_size: int = 8  # prompt groups per training step
+    batch_size: Count = 8  # prompt groups per training step
     shuffle: bool = True  # true: a new random order in every epoch, from the run's seed
 
 
@@ -191,7 +195,7 @@ class ValidDatasetConfig:
 class EvaluatorConfig:
     """The evaluation: one episode per validation prompt, without the staleness gate."""
 
-    interval: int = 0  # number of steps between two evaluations; 0: never
+    interval: CountOrZero = 0  # number of steps between two evaluations; 0: never
     base_url: str | None = None  # mode=eval: OpenAI endpoint that agents call; default: a server with model_path
 
 
@@ -199,8 +203,8 @@ class EvaluatorConfig:
 class SaverConfig:
     """The Hugging Face checkpoints in the folder checkpoints/ of a run. The last step always saves a checkpoint."""
 
-    interval: int = 0  # number of steps between two checkpoints; 0: only after the last step
-    keep: int = 2  # number of newest checkpoints to keep; older checkpoints are deleted
+    interval: CountOrZero = 0  # number of steps between two checkpoints; 0: only after the last step
+    keep: Count = 2  # number of newest checkpoints to keep; older checkpoints are deleted
 
 
 @dataclass
@@ -208,7 +212,7 @@ class WeightUpdateConfig:
     """How new weights reach the inference servers."""
 
     mode: Literal["disk", "distributed", "tensor"] = "disk"  # by files, by a process group, or by shared memory
-    bucket_mb: float = 512.0  # size in MiB of the buckets that are sent (modes distributed and tensor)
+    bucket_mb: Positive = 512.0  # size in MiB of the buckets that are sent (modes distributed and tensor)
     address: str = "127.0.0.1"  # address at which the servers reach this machine (mode distributed)
 
 
@@ -217,8 +221,8 @@ class LoggerConfig:
     """How often a run prints and writes its results."""
 
     live: bool = True  # true: show a live table if there is a terminal; false: print one line per step
-    sample_interval: int = 20  # number of steps between two printed sample conversations; 0: never
-    tokens_interval: int = 1  # number of steps between two saved batches, tokens/{step}.safetensors; 0: never
+    sample_interval: CountOrZero = 20  # number of steps between two printed sample conversations; 0: never
+    tokens_interval: CountOrZero = 1  # number of steps between two saved batches, tokens/{step}.safetensors; 0: never
 
 
 @dataclass
@@ -227,13 +231,13 @@ class TrainConfig:
 
     mode: Literal["train", "eval"] = "train"  # train: train the model; eval: only evaluate on the validation prompts
     recover: Literal["auto", "off"] = "auto"  # auto: if this run exists, continue from its last checkpoint
-    recover_interval: int = 10  # training steps between two checkpoints for recovery
+    recover_interval: Count = 10  # training steps between two checkpoints for recovery
     task: str | None = "tasks.guess"  # Python module with data, workflow and model; null: other keys set these
     experiment_name: str = "guess"  # middle part of the run's folder {fileroot}/{experiment_name}/{trial_name}
     trial_name: str = "auto"  # name of this run; auto: the date and time
     fileroot: str = "runs"  # folder that holds all runs
-    seed: int = 1  # seed of the data order, the sampling and the task's base model
-    max_steps: int = 80  # number of training steps
+    seed: Seed = 1  # seed of the data order, the sampling and the task's base model; 0 is a seed, too
+    max_steps: Count = 80  # number of training steps
     model_path: str | None = None  # Hugging Face folder of the model; default: a small model made by the task
     tokenizer_path: str | None = None  # Hugging Face folder of the tokenizer; default: model_path
     workflow: str | None = None  # module.Class of an agent or a RolloutWorkflow; default: the task's workflow
@@ -274,36 +278,31 @@ ALIASES = {
 }
 
 
-# Each number is the smallest allowed value of the keys after it. The value null is always allowed.
-AT_LEAST = {
-    1: """max_steps recover_interval saver.keep server.count server.tp_size proxy.workers train_dataset.batch_size
-    gconfig.n_samples gconfig.max_new_tokens actor.ppo_n_minibatches actor.ppo_epochs actor.overlong_tokens
-    rollout.group_size rollout.max_concurrent_rollouts rollout.openai.subproc_max_workers""",
-    0: """rollout.max_head_offpolicyness actor.eps_clip actor.optimizer.lr actor.gamma actor.gae_lambda
-    gconfig.temperature evaluator.interval saver.interval""",
-}
-
-
 class Key(NamedTuple):
-    """One configuration key: full name, default and help text, as `--help` prints them."""
+    """One configuration key: full name, default, help text, and the interval of a number, as `--help` prints them."""
 
     name: str
     default: Any
     meaning: str
+    interval: str | None
 
 
+@functools.cache  # reading the source code of the dataclasses takes about a second
 def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
     """Return every key of the configuration, in the order of this file.
 
-    The meaning of a key is the comment after the key in the source code of the dataclass `cls`.
+    The meaning of a key is the comment after the key in the source code of the dataclass `cls`. The interval of a key
+    is part of the key's type.
     """
     meanings = dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(cls), re.MULTILINE))
-    keys = []
+    keys, hints = [], get_type_hints(cls, include_extras=True)
     for name, default in vars(cls()).items():
         if dataclasses.is_dataclass(default):
             keys += list_keys(type(default), f"{prefix}{name}.")
         else:
-            keys.append(Key(prefix + name, default, meanings[name]))
+            options = (hints[name], *get_args(hints[name]))  # Count | None has the options Count and None
+            intervals = [option.__metadata__[0] for option in options if get_origin(option) is Annotated]
+            keys.append(Key(prefix + name, default, meanings[name], intervals[0] if intervals else None))
     return keys
 
 
@@ -341,19 +340,14 @@ def resolve(config: TrainConfig) -> None:
 
     The defaults are written into `config`, so the run's config.yaml contains every value that the run uses.
     """
-    for least, names in AT_LEAST.items():
-        for name in names.split():
-            value = attrgetter(name)(config)
-            if value is not None and value < least:
-                raise ConfigError(f"{name}={value}; it must be at least {least}")
+    for key in list_keys():
+        value = attrgetter(key.name)(config)
+        if key.interval and value is not None and not is_within(value, key.interval):
+            raise ConfigError(f"{key.name}={value}; it must be a number in {key.interval}")
     actor, rollout, gconfig, batch = config.actor, config.rollout, config.gconfig, config.train_dataset.batch_size
     actor.max_new_tokens = actor.max_new_tokens or gconfig.max_new_tokens
-    if actor.c_clip is not None and actor.c_clip <= 1:
-        raise ConfigError(f"actor.c_clip={actor.c_clip}; dual clip needs a value above 1, or null")
     if (actor.overlong_tokens or 1) > actor.max_new_tokens:
         raise ConfigError(f"actor.overlong_tokens={actor.overlong_tokens} > max_new_tokens={actor.max_new_tokens}")
-    if actor.gamma == 0 or max(actor.gamma, actor.gae_lambda) > 1:
-        raise ConfigError("actor.gamma and actor.gae_lambda must lie between 0 and 1")
     if strange := set(rollout.openai.fixed_sampling) - vars(gconfig).keys():
         raise ConfigError(f"rollout.openai.fixed_sampling: {', '.join(sorted(strange))} is no field of gconfig")
     for pattern in rollout.openai.side_conversations:
@@ -366,6 +360,11 @@ def resolve(config: TrainConfig) -> None:
     if rollout.consumer_batch_size not in (None, batch):
         raise ConfigError(f"rollout.consumer_batch_size must be equal to train_dataset.batch_size={batch}; omit it")
     rollout.group_size = gconfig.n_samples = rollout.group_size or gconfig.n_samples
+    if config.mode == "train" and gconfig.n_samples == 1 and actor.adv_norm.mean_level == "group":
+        raise ConfigError(
+            "a group of one is its own baseline and learns nothing: raise gconfig.n_samples, or set"
+            " actor.adv_norm.mean_level to batch or none"
+        )
     rollout.consumer_batch_size = batch
     rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or (rollout.max_head_offpolicyness + 1) * batch
     rollout.queue_size = rollout.queue_size or 16 * rollout.max_concurrent_rollouts
@@ -394,7 +393,11 @@ def load(argv: list[str]) -> TrainConfig:
 
     Raises ConfigError if an argument, a recipe or a value is wrong.
     """
-    keys = (f"  {k.name}={'null' if k.default is None else k.default}\n      {k.meaning}" for k in list_keys())
+    keys = (
+        f"  {k.name}={'null' if k.default is None else k.default}\n      {k.meaning}"
+        + (f"; in {k.interval}" if k.interval else "")
+        for k in list_keys()
+    )
     epilog = "keys, their defaults and meanings:\n" + "\n".join(keys)
     parser = Parser("python train.py", epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
     meaning = f"YAML recipe; may be repeated, and later recipes win; default: configs/{DEMO.name}"

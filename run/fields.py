@@ -7,16 +7,26 @@ type or raise `Refusal`. If a function raises `Refusal`, the proxy replies with 
     get({"text": {"format": {}}}, "text.format", dict)  -> {}
     get({}, "stream", bool, False)                      -> False
 
+A number of the configuration has one of the types below, which contain the interval of its allowed values.
+
 Some clients cannot read or write NaN, lone surrogates (a half of a UTF-16 pair), or more than `LEVELS` levels of
 nesting. `read_json` refuses JSON that contains one of these.
 """
 
 import json
 import math
-from typing import Any
+from typing import Annotated, Any
 
 LEVELS = 200  # levels of nesting that every JSON library can write
 NOUN = {bool: "true or false", dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number"}
+
+# A type of a number contains the interval of its allowed values. A round bracket excludes the end next to it.
+Count = Annotated[int, "[1, inf)"]
+CountOrZero = Annotated[int, "[0, inf)"]
+Seed = Annotated[int, "[0, 4294967295]"]
+Share = Annotated[float, "[0, 1]"]
+Positive = Annotated[float, "(0, inf)"]
+NonNegative = Annotated[float, "[0, inf)"]
 
 
 class Refusal(ValueError):
@@ -25,6 +35,15 @@ class Refusal(ValueError):
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.status = status  # HTTP status of the reply
+
+
+def is_within(value: float, interval: str) -> bool:
+    """Return whether a number lies in an interval such as "(0, 1]" or "[-1, -1] or [1, inf)". NaN lies in none."""
+    if " or " in interval:
+        return any(is_within(value, part) for part in interval.split(" or "))
+    low, high = map(float, interval[1:-1].split(","))
+    above = value > low or (value == low and interval[0] == "[")
+    return above and (value < high or (value == high and interval[-1] == "]"))
 
 
 def read_json(text: str) -> Any:

@@ -1,13 +1,18 @@
 """Tests of the configuration: recipes override the defaults, and the command line overrides recipes. A mistake is
 reported in one line before anything starts."""
 
-from dataclasses import asdict
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, is_dataclass
+from operator import attrgetter
 from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 from omegaconf import OmegaConf
 
-from run.config import ConfigError, changed, list_keys, load
+from run.config import ConfigError, TrainConfig, changed, list_keys, load
+from run.fields import is_within
 
 
 @pytest.mark.parametrize(
@@ -18,15 +23,18 @@ from run.config import ConfigError, changed, list_keys, load
         (["qwertyuiop=1"], "--help"),
         (["--config", "nowhere.yaml"], "no recipe at nowhere.yaml"),
         (["max_steps=many"], "max_steps"),
-        (["max_steps=0"], "at least 1"),
+        (["max_steps=0"], "[1, inf)"),
         (["rollout.pause_mode=now"], "expected one of"),
         (["rollout.group_size=2", "gconfig.n_samples=3"], "are one number"),
         (["rollout.consumer_batch_size=5"], "must be equal"),
-        (["rollout.max_head_offpolicyness=-1"], "at least 0"),
-        (["actor.c_clip=0.5"], "above 1"),
-        (["actor.overlong_tokens=0"], "at least 1"),
-        (["actor.gamma=1.1"], "between 0 and 1"),
+        (["rollout.max_head_offpolicyness=-1"], "[0, inf)"),
+        (["actor.c_clip=0.5"], "(1, inf)"),
+        (["actor.overlong_tokens=0"], "[1, inf)"),
+        (["actor.gamma=1.1"], "(0, 1]"),
         (["rollout.openai.fixed_sampling=[top_p,top_q]"], "fixed_sampling: top_q is no field"),
+        (["actor.behave_imp_weight_cap=0.9"], "[1, inf)"),
+        (["actor.eps_clip_higher=-.5"], "[0, inf)"),
+        (["gconfig.n_samples=1"], "raise gconfig.n_samples"),
         (["--fast"], "unrecognized arguments: --fast; options are"),
         (["train"], "cannot read 'train'"),
     ],
@@ -48,21 +56,108 @@ def test_options_and_words_may_be_mixed() -> None:
 
 
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--help` prints each key with its default and its meaning."""
+    """`--help` prints each key with its default, its meaning, and the interval of a number."""
     with pytest.raises(SystemExit) as ended:
         load(["--help"])
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert said.startswith("usage: python train.py")
-    assert all(
-        f"  {k.name}={'null' if k.default is None else k.default}\n      {k.meaning}\n" in said for k in list_keys()
+    for k in list_keys():
+        interval = f"; in {k.interval}" if k.interval else ""
+        assert f"  {k.name}={'null' if k.default is None else k.default}\n      {k.meaning}{interval}\n" in said
+    assert (
+        "  actor.eps_clip=0.2\n      lower bound of the ratio pi_theta / pi_prox is 1 - eps_clip; 0: bound 1; in [0, 1]\n"
+        in said
     )
+
+
+def is_number(hint: Any) -> bool:
+    """Return whether a type is int or float, with or without null."""
+    return get_origin(hint) is not list and bool({int, float} & {hint, *get_args(hint)})
+
+
+def numeric_keys(cls: type = TrainConfig, prefix: str = "") -> Iterator[str]:
+    """Yield every key whose value is a number, by the types of the dataclasses."""
+    hints = get_type_hints(cls)
+    for name, default in vars(cls()).items():
+        if is_dataclass(default):
+            yield from numeric_keys(type(default), f"{prefix}{name}.")
+        elif is_number(hints[name]):
+            yield prefix + name
+
+
+NUMBERS = list(numeric_keys())
+MAY_BE_NEGATIVE = {
+    "actor.reward_bias": {"-1", "-0.5", "-1e300"},
+    "gconfig.frequency_penalty": {"-1", "-0.5"},
+    "gconfig.presence_penalty": {"-1", "-0.5"},
+    "gconfig.top_k": {"-1"},
+}
+
+
+def test_every_number_has_an_interval() -> None:
+    """Each numeric key has an interval that contains its default, and no other key has an interval."""
+    intervals = {key.name: key.interval for key in list_keys() if key.interval}
+    assert intervals.keys() == set(NUMBERS)
+    assert len(NUMBERS) > 60
+    defaults = {key.name: key.default for key in list_keys()}
+    assert [
+        name for name in NUMBERS if defaults[name] is not None and not is_within(defaults[name], intervals[name])
+    ] == []
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "-0.5", "-1e300", "0"])
+def test_a_number_outside_its_interval_is_refused(name: str, value: str, tmp_path: Path) -> None:
+    """Every numeric key refuses NaN and the infinities, and a negative number unless the key's help allows it. Each
+    refusal is one line that names the key. A key that accepts 0 says in its help text what 0 does."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("gconfig: {n_samples: 2}")
+    try:
+        config = load(["--config", str(recipe), f"{name}={value}"])
+    except ConfigError as error:
+        said = str(error)
+        assert name in said
+        assert len(said.splitlines()) == 1
+        assert value == "0" or value not in MAY_BE_NEGATIVE.get(name, ())
+        return
+    assert attrgetter(name)(config) == float(value)
+    if value == "0":
+        [meaning] = [key.meaning for key in list_keys() if key.name == name]
+        assert "0: " in meaning or "0 is " in meaning or ZERO_IS_PLAIN.get(name, "?") in meaning, meaning
+    else:
+        assert value in MAY_BE_NEGATIVE[name]
+
+
+ZERO_IS_PLAIN = {  # keys whose 0 needs no words of its own
+    "gconfig.frequency_penalty": "subtracted from",
+    "gconfig.presence_penalty": "subtracted from",
+    "gconfig.seed": "seed of the sampling",
+}
+
+
+@pytest.mark.parametrize(("value", "interval", "inside"), [
+    (0, "[0, 1]", True), (1, "[0, 1)", False), (0, "(0, 1)", False), (1, "(0, 1]", True), (-0.1, "[0, 1]", False),
+    (1.1, "[0, 1]", False), (math.inf, "[0, inf)", False), (math.nan, "(-inf, inf)", False), (-math.inf, "(-inf, inf)", False),
+    (0, "[-1, -1] or [1, inf)", False), (-1, "[-1, -1] or [1, inf)", True), (7, "[-1, -1] or [1, inf)", True),
+])  # fmt: skip
+def test_an_interval_contains_its_square_ends(value: float, interval: str, inside: bool) -> None:
+    """A square bracket includes the end of an interval and a round bracket excludes it. NaN lies in no interval."""
+    assert is_within(value, interval) is inside
+
+
+def test_a_group_of_one_learns_without_a_groups_baseline() -> None:
+    """A group of one is allowed with a baseline over the batch, without a baseline, and in an evaluation."""
+    for words in (["actor.adv_norm.mean_level=batch"], ["actor.adv_norm.mean_level=none"], ["mode=eval"]):
+        assert load(["gconfig.n_samples=1", *words]).gconfig.n_samples == 1
 
 
 def test_later_words_win(tmp_path: Path) -> None:
     """Command-line words override the recipe, and the recipe overrides the defaults."""
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("max_steps: 3\nactor: {eps_clip: 0.3}\nworkflow_kwargs: {any: {thing: 1}}\n")
+    recipe.write_text(
+        "max_steps: 3\ngconfig: {n_samples: 2}\nactor: {eps_clip: 0.3}\nworkflow_kwargs: {any: {thing: 1}}\n"
+    )
     config = load(["--config", str(recipe), "max_steps=4"])
     assert (config.max_steps, config.actor.eps_clip, config.actor.eps_clip_higher) == (4, 0.3, None)
     assert config.workflow_kwargs == {"any": {"thing": 1}}
