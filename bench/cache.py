@@ -4,11 +4,11 @@
 
 The first part counts operations in a conversation of 100 turns. Each turn sends the whole history again, as agents do.
 
-    read       messages that were brought into canonical form
+    read       messages that were converted to canonical form
     rendered   messages that were rendered by the chat template and tokenised
 
-Both counts of a turn should depend only on the turn's new messages. The second part measures processor time. This
-project's cache and AReaL's cache alternate, and the smallest of several repetitions counts:
+Target: both counts depend only on the new messages of the turn. The second part measures processor time. The benchmark
+runs this project's cache and AReaL's cache in turn, three times each, and prints the smallest time of each cache:
 
     chain      400 turns of one conversation
     siblings   800 turns that share 200 messages; target: at most a quarter of AReaL's time
@@ -38,7 +38,7 @@ import cache as ours
 from inference import io_struct
 
 try:
-    import areal  # noqa: F401  (comes first, or its imports are circular)
+    import areal  # noqa: F401  (imported first, because its imports would otherwise be circular)
     from areal.api.io_struct import ModelResponse as PeerResponse
     from areal.experimental.openai import cache as peer
     from areal.experimental.openai.types import InteractionWithTokenLogpReward as PeerInteraction
@@ -83,7 +83,7 @@ def add_peers(cache: Any, name: str, messages: Messages, said: dict[str, Any], t
 
 
 def timed(make: Callable[[], Any], add: Callable[..., None], fill: Callable[[Callable[..., None]], None]) -> float:
-    """Return the milliseconds of all calls that `fill` makes. The arguments are made before the clock starts."""
+    """Return the total milliseconds of the calls that `fill` makes. The arguments are made before the clock starts."""
     calls: list[tuple] = []
     fill(lambda *call: calls.append(call))
     cache = make()
@@ -124,7 +124,7 @@ def export(make: Callable[[], Any], add: Callable[..., None]) -> float:
 
 
 def count() -> None:
-    """Print the three counts for one conversation of 100 turns, rendered by a real PromptBuilder."""
+    """Print both counts for one conversation of 100 turns, which a real PromptBuilder renders."""
     from conftest import make_byte_model
     from transformers import AutoTokenizer
 

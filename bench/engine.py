@@ -2,20 +2,21 @@
 
     python bench/engine.py [--quick]
 
-The benchmark generates 128 new tokens for random prompts of 64 tokens, with 1, 16 and 64 concurrent requests. Each
-measurement is done in four ways, with the same Qwen3 model in float32 on one thread. The unit is tokens per CPU-second,
+The benchmark generates 128 new tokens for random prompts of 64 tokens, with 1, 16 and 64 concurrent requests. It
+measures four ways to generate with the same Qwen3 model, in float32 on one thread. The unit is tokens per CPU-second,
 because wall time would also measure other programs on the machine.
 
     generate  model.generate on one batch, sampling at temperature 1
     engine    the scheduler and the slot cache, called in this process; sampling and logprobs for every token
     http      requests POST /generate to a server process; only the server's CPU time counts
-    --seed    the engine in deterministic mode, which fills small batches up to four rows
+    --seed    the engine in deterministic mode, which pads batches of fewer than four rows to four rows
 
-The four ways alternate at least three times. The fastest repetition of each way counts, because other programs can only
-slow a repetition down. Target: engine / generate is at least 0.9 for the two larger models and 0.8 for the smallest.
-The last column shows a check of the deterministic mode on this machine (inference/tiny/model.py, "Bits"). The check
-computes a prompt alone, then in a batch, then with the last token decoded. "yes" means that the three ways give equal
-logits, bit by bit.
+The benchmark repeats the four ways in turn, at least three times, and prints the fastest repetition of each way. Other
+programs can only make a repetition slower, never faster. Target: engine / generate is at least 0.9 for the two larger
+models and 0.8 for the smallest. The last column, "bits", shows whether deterministic mode works on this machine
+(inference/tiny/model.py, "Bits"). The check computes the logits of a prompt's last token three times: in a prefill of
+this prompt alone, in a prefill of a whole batch, and by decoding the last token. "yes" means that the three results are
+identical, bit for bit.
 """
 
 import argparse
@@ -74,7 +75,7 @@ def prompts(rng: random.Random, n: int, vocab: int) -> list[list[int]]:
 
 
 def by_generate(model: Qwen3ForCausalLM, batch: list[list[int]], new: int) -> float:
-    """Return the tokens per CPU-second of model.generate."""
+    """Return how many tokens model.generate makes per CPU-second."""
     ids = torch.tensor(batch)
     start = time.process_time()
     out = model.generate(
@@ -93,7 +94,7 @@ def by_generate(model: Qwen3ForCausalLM, batch: list[list[int]], new: int) -> fl
 
 
 def by_engine(tiny: TinyModel, batch: list[list[int]], new: int) -> float:
-    """Return the tokens per CPU-second of the scheduler and the slot cache in this process."""
+    """Return how many tokens the scheduler and the slot cache make per CPU-second in this process."""
     scheduler = Scheduler(tiny.slots, tiny.slots * 512, "0", str)
     start = time.process_time()
     for i, prompt in enumerate(batch):
@@ -107,7 +108,7 @@ def by_engine(tiny: TinyModel, batch: list[list[int]], new: int) -> float:
 
 
 def by_http(url: str, batch: list[list[int]], new: int) -> float:
-    """Return the tokens per CPU-second of the server process at this URL."""
+    """Return how many tokens the server process at this URL makes per second of its own CPU time."""
 
     async def ask(client: httpx.AsyncClient, prompt: list[int]) -> int:
         sampling = {"max_new_tokens": new, "ignore_eos": True}
@@ -125,7 +126,7 @@ def by_http(url: str, batch: list[list[int]], new: int) -> float:
 
 
 def bits_agree(tiny: TinyModel, batch: list[list[int]]) -> bool:
-    """Compute a prompt alone, in a batch, and with the last token decoded. Return whether the logits are equal."""
+    """Return whether prefill alone, prefill in a batch and decoding give identical logits for a prompt's last token."""
     first = batch[0]
     alone = tiny.step([first], [0])[0, -1].clone()
     among = tiny.step(batch, [0] * len(batch))[0, -1].clone()
@@ -188,7 +189,7 @@ def main() -> None:
                     for k in itertools.count():
                         if k >= rounds and time.monotonic() - start > rounds:
                             break
-                        batch = prompts(rng, n, shape[2])  # new prompts, because the server remembers earlier ones
+                        batch = prompts(rng, n, shape[2])  # new prompts: the server has cached the earlier ones
                         ways = (
                             by_generate(model, batch, new),
                             by_engine(tiny, batch, new),

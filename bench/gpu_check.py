@@ -3,8 +3,8 @@
     python bench/gpu_check.py model DIR --shape 0.6b
     python bench/gpu_check.py report WORK > docs/gpu.md
 
-The model has random weights, and the runs do not teach it anything. The check compares the log-probabilities of the
-server and the trainer for every mode of the weight update, and measures the time and memory of a step.
+For every mode of the weight update, the check compares the log-probabilities that the server and the trainer compute.
+It also measures the time and the memory of a step. The runs do not test learning: the model has random weights.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: 
 
 
 def make_model(path: Path, shape: str) -> None:
-    """Write a Qwen3 with random weights and one token per byte. Most ids of the vocabulary have no text."""
+    """Write a Qwen3 with random weights and one token per byte. Most token ids stand for no text."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -75,7 +75,7 @@ def make_model(path: Path, shape: str) -> None:
 
 
 def row(folder: Path, bound: float) -> list[str]:
-    """Return the line of the table for one run. The means leave out the first step, which is slower."""
+    """Return the table row of one run. The means leave out the first step, which is slower."""
     name = folder.name
     metrics = folder / "run" / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []

@@ -4,17 +4,17 @@
     python bench/loss.py --small    memory with V = 20,000 and T = 1,024, for a machine with less than 16 GB
 
 **Time of the advantages.** The benchmark computes the advantages of 64 rows of 2,048 tokens. The target is at most a
-tenth of AReaL's time.
+tenth of the time that AReaL takes.
 
 **Time of the loss.** The benchmark computes the loss of the same rows and the loss's metrics, without the backward
-pass. The target is at most the time of AReaL's loss with an equal objective. The printed times of advantages and loss
-are medians of `--repeat` rounds. In each round the functions alternate in one process. If `areal` cannot be imported,
-the benchmark prints "peer absent".
+pass. The target is at most the time that AReaL's loss takes for the same objective. The printed times of advantages and
+loss are medians of `--repeat` rounds. Each round runs every function once, in the same process. If `areal` cannot be
+imported, the benchmark prints "peer absent".
 
 **Memory.** The benchmark computes log-probabilities, entropy and the backward pass with T = 4,096 tokens, V = 151,936
 and hidden size 256. The plain way holds all logits; the chunked way holds one chunk of logits at a time. Each way runs
-in a separate process, which measures the rise of its peak resident memory. The target for the chunked way is at most a
-quarter of the memory of the plain way. The printed check sums show that both ways compute equal numbers.
+in a separate process, which measures the rise of its peak resident memory. The target: the chunked way needs at most a
+quarter of the plain way's memory. The printed check sums show that both ways compute the same numbers.
 """
 
 import argparse
@@ -35,7 +35,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-try:  # areal must be imported before transformers, because the reverse order is a circular import
+try:  # areal must be imported before transformers, because otherwise its imports are circular
     import areal  # noqa: F401
     from areal.utils.functional import ppo_actor_loss_fn as peer_loss
 except ImportError:
@@ -51,7 +51,7 @@ torch.set_num_threads(1)
 
 
 def timed(functions: dict[str, Callable[[], Any]], repeat: int) -> dict[str, tuple[float, float]]:
-    """Return the median and the smallest milliseconds of each function. The functions alternate in every round."""
+    """Return each function's median and minimum time in milliseconds. Each round calls every function once."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeat):
         for name, function in functions.items():
@@ -82,7 +82,7 @@ def make_batch(B: int = 64, T: int = 2048) -> dict[str, torch.Tensor]:
 
 
 def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
-    """Return AReaL's function for advantages, set up equally. If AReaL is absent, print why and return None."""
+    """Return AReaL's function for advantages, with the same settings. If AReaL is absent, print why and return None."""
     try:
         from areal.api.cli_args import NormConfig as PeerNorm
         from areal.api.cli_args import PPOActorConfig as PeerConfig
@@ -114,7 +114,7 @@ def bench_times(repeat: int) -> None:
     else:
         from areal.api.cli_args import RejectionSamplingConfig
 
-        # AReaL's default objective has no behaviour weight. With rejection sampling AReaL's objective equals this one.
+        # AReaL's default objective has no behaviour weight. With rejection sampling, AReaL computes the same objective.
         where = {"logprobs": theta, "proximal_logprobs": prox, "old_logprobs": old, "advantages": A, "eps_clip": 0.2}
         same = RejectionSamplingConfig(upper=config.behave_imp_weight_cap)
         here, there = (
@@ -135,7 +135,7 @@ def plain_logprobs(hidden, weight, ids, temperatures):
 
 
 def measure(way: str, T: int, V: int, H: int = 256) -> None:
-    """Print the rise of this process's memory peak in MiB, the seconds, and a check sum."""
+    """Print by how many MiB this process's peak memory rises, the seconds, and a check sum."""
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(T, H, generator=g).requires_grad_()
     weight = (torch.randn(V, H, generator=g) / 16).requires_grad_()

@@ -1,11 +1,12 @@
-"""Claim: log pi_prox can be estimated from the tokens' versions, and fresher data gives a better estimate.
+"""Claim: log pi_prox can be estimated from the tokens' versions, and the estimate is better for fresher tokens.
 
     python bench/proximal.py [--eta 4] [--steps 80] [--seed 1]
 
 The benchmark trains a model on the maze asynchronously (train.py, eta = 4) with `actor.prox_logp_method=metrics`. With
 this setting the trainer recomputes pi_prox, so the true log pi_prox is known for every trained token. The run writes
-its tokens to tokens/*.safetensors. A token has lag v - v_b if version v trains on the token and version v_b sampled the
-token. For each lag the benchmark prints the mean of |estimate - log pi_prox| of three estimates:
+its tokens to tokens/*.safetensors. The lag of a token is v - v_b: v is the model version that is trained on the token,
+and v_b is the version that sampled it. For each lag and each of three estimates, the benchmark prints the mean error
+|estimate - log pi_prox|:
 
     loglinear    alpha = (v - v_b) / (v + f - v_b), as in training/proximal.py
     AReaL        alpha = (v - 1 - v_b) / (v - v_b), where v_b is the version of the previous token; after a prompt token
@@ -44,7 +45,7 @@ def train(folder: Path, eta: int, steps: int, seed: int) -> None:
 
 
 def areal(old: Tensor, theta: Tensor, versions: Tensor, version: int) -> Tensor:
-    """Return AReaL's estimate (B, T), which uses the version of the previous token for each token."""
+    """Return AReaL's estimate (B, T). For each token, AReaL takes the version from the previous token."""
     neighbour = versions.roll(1, dims=1)
     lag = (version - neighbour).float()
     alpha = torch.where((neighbour >= 0) & (lag > 0), ((lag - 1) / lag).clamp(0, 1), 0.0)
@@ -52,7 +53,7 @@ def areal(old: Tensor, theta: Tensor, versions: Tensor, version: int) -> Tensor:
 
 
 def errors_by_lag(folder: Path) -> dict[int, Tensor]:
-    """Return for each lag a tensor (4,): number of tokens, and summed errors of loglinear, AReaL and rollout."""
+    """Map each lag to a tensor (4,): the number of tokens, and the summed errors of loglinear, AReaL and rollout."""
     sums: dict[int, Tensor] = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
     for path in sorted((folder / "tokens").glob("*.safetensors")):
         t, version = load_file(path), int(path.stem) - 1

@@ -3,8 +3,8 @@
     python bench/proxy.py [--quick] [--litellm PYTHON]      PYTHON: an interpreter that has litellm[proxy]
 
 The proxy runs in a separate process with a fake engine, which answers at once with 24 tokens. The proxy itself is real:
-the proxy parses requests, builds the tree, renders the chat template, tokenises and replies. The tokenizer is a BPE of
-4,096 tokens, trained on this repository when the benchmark starts. The requests are sent over raw sockets, so no client
+it parses requests, builds the tree, renders the chat template, tokenises and replies. The tokenizer is a BPE of 4,096
+tokens, trained on this repository when the benchmark starts. The requests are sent over raw sockets, so no client
 library is measured.
 
 The benchmark prints:
@@ -16,8 +16,8 @@ The benchmark prints:
                        messages, and the next calls render and tokenise only new messages
     streamed           calls/s and CPU ms, with streamed replies
 
-For comparison, the benchmark also sends the load of the line `calls/s` to LiteLLM's proxy, on one core. LiteLLM's proxy
-returns a constant (mock_response) and does not render, tokenise or store anything.
+For comparison, the benchmark sends the same calls as for `calls/s` to LiteLLM's proxy, which also runs on one core.
+LiteLLM's proxy returns a constant (mock_response) and does not render, tokenise or store anything.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def make_tokenizer() -> Any:
 
 
 def serve_proxy(port: int) -> None:
-    """Serve the proxy with an engine that answers at once. The server also has an empty handler, for comparison."""
+    """Serve the proxy with an engine that answers at once. An empty handler serves for comparison."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from fastapi import Request, Response
 
@@ -100,7 +100,7 @@ def serve_proxy(port: int) -> None:
     async def cpu(_: Request) -> Response:
         return Response(orjson.dumps(time.process_time()), media_type="application/json")
 
-    app.router.routes.clear()  # the next two routes must come before the paths of sessions
+    app.router.routes.clear()  # the first route that matches a path is used, so the next two come first
     app.add_route("/empty", empty, methods=["POST"])
     app.add_route("/cpu", cpu, methods=["POST"])
     app.router.routes.extend(create_app(AtOnce(), tokenizer, "admin").router.routes)
@@ -115,7 +115,7 @@ CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
 
 
 def pin(core: int, pid: int = 0) -> None:
-    """Bind the process `pid` to one core; 0 is this process. If there is only one core, do nothing."""
+    """Bind a process to one core, by default this process. If the machine has only one core, do nothing."""
     if CORES[1:]:
         os.sched_setaffinity(pid, {CORES[core]})
 
@@ -134,7 +134,7 @@ class Raw:
         self.writer.close()
 
     async def post(self, path: str, body: bytes, headers: str = "") -> bytes:
-        """Send a request and return the whole body of the reply, also if the reply is sent in chunks."""
+        """Send a request and return the whole body of the reply, even if it is sent in chunks."""
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{headers}"
         self.writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
@@ -156,7 +156,7 @@ async def start_session(raw: Raw) -> str:
 
 
 async def talk(raw: Raw, path: str, turns: int, more: dict[str, Any]) -> list[float]:
-    """Hold one conversation and return the seconds of each turn. `more` holds further fields of the request bodies."""
+    """Hold one conversation and return the seconds of each turn. Every request also has the fields of `more`."""
     messages: list[Any] = [{"role": "system", "content": "You are terse. " * 8}, {"role": "user", "content": QUESTION}]
     seconds = []
     for _ in range(turns):
@@ -174,7 +174,7 @@ async def talk(raw: Raw, path: str, turns: int, more: dict[str, Any]) -> list[fl
 
 
 async def load(port: int, sessions: int, turns: int, more: dict[str, Any], ours: bool = True) -> tuple[float, float]:
-    """Run all sessions concurrently; return calls a second, and CPU milliseconds per call (0 for LiteLLM's proxy)."""
+    """Run all sessions concurrently. Return the calls per second and the CPU milliseconds per call (LiteLLM: 0)."""
 
     async def one(gate: asyncio.Event) -> None:
         async with Raw(port) as raw:
@@ -200,7 +200,7 @@ async def load(port: int, sessions: int, turns: int, more: dict[str, Any], ours:
 
 
 async def one_by_one(port: int, rounds: int) -> tuple[float, float]:
-    """Return the median milliseconds of a call to the proxy, and of a call to the empty handler with equal bodies."""
+    """Return the median milliseconds of a call to the proxy, and of a call to the empty handler."""
     async with Raw(port) as raw:
         called, nothing = [], []
         for _ in range(rounds):
@@ -214,7 +214,7 @@ async def one_by_one(port: int, rounds: int) -> tuple[float, float]:
 
 
 async def long_history(port: int) -> tuple[float, list[float]]:
-    """Return the megabytes of a long history, and the milliseconds of three successive calls with this history."""
+    """Send a long history in three successive calls. Return its megabytes and the milliseconds of each call."""
     messages = [{"role": ("user", "assistant")[k % 2], "content": f"{k} " + QUESTION * 20} for k in range(999)]
     milliseconds = []
     async with Raw(port) as raw:
@@ -247,7 +247,7 @@ def wait_for(port: int, process: subprocess.Popen) -> None:
 
 
 def bench_peer(python: str, sessions: int, turns: int) -> str:
-    """Return the calls a second of LiteLLM's proxy. If LiteLLM is not installed, return a message."""
+    """Return how many calls LiteLLM's proxy serves per second, or a message if LiteLLM is not installed."""
     if subprocess.run([python, "-c", "import litellm"], capture_output=True, env=LITELLM).returncode:
         return "peer absent: litellm is not installed"
     port = free_port()

@@ -4,9 +4,9 @@
     python bench/seeds.py --config configs/maze.yaml 101 102 103
 
 If a run exists already (runs/seeds/<experiment>/seed<k>), the script uses its metrics and does not train again. `first`
-is the success of the first step, whose samples come from the untrained policy. `last five` is the mean success of the
-last five steps. `load` is the machine's one-minute load average at the start of the run. On two cores, a load above 2
-means that other programs were running, too.
+is the success in the first step, in which the policy is still untrained. `last five` is the mean success in the last
+five steps. `load` is the machine's one-minute load average at the start of the run. On a machine with two cores, a load
+above 2 means that other programs were running.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def train(config: str, seed: int, folder: Path, root: Path) -> None:
 
 
 def row(seed: int, folder: Path) -> str:
-    """Return a run's line of the table."""
+    """Return the table row of a run."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     load_file = folder / "load.txt"
     cells = [

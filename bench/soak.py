@@ -1,4 +1,4 @@
-"""Kill processes of a run at random, restart the run each time, and check that the results contain every step once.
+"""Kill random processes of a run, restart the run each time, and check that each step is in the results exactly once.
 
     python bench/soak.py                    30 kills over 60 steps of the demo, seed 1 (`make soak`)
     python bench/soak.py --kills 5 --steps 12 --seed 7
@@ -7,9 +7,9 @@ After a random number of steps the script kills the trainer, the proxy or the se
 the run again with an identical command. Every random choice comes from the printed seed.
 
 At the end the script checks the trained samples (tokens/*.safetensors). Every step occurs exactly once. No prompt group
-is trained on in two steps. Every group that was drawn early enough is trained on. No group is older than eta versions.
-No token's version is newer than the version that trains on the token. After each kill, the script also checks that
-every process of the run ends.
+is used in more than one step. Each of the first (steps - eta - 1) * 6 groups is used in a step; 6 is the batch size.
+Staleness is at most eta in every step. No token was sampled by a newer version than the version that was trained on it.
+After each kill, the script also checks that every process of the run ends.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def live(command: list[str], rng: random.Random, log: Path) -> tuple[int, str]:
             os.kill(up[victim], signal.SIGKILL)
         rest, _ = run.communicate(timeout=120)
         out.write(rest)
-    deadline = time.monotonic() + 120  # a server that is still importing modules may end late
+    deadline = time.monotonic() + 120  # a server that is still importing modules takes longer to end
     while left := [pid for pid in up.values() if is_alive(pid)]:
         if time.monotonic() > deadline:
             raise SystemExit(f"{left} of {up} outlived the {victim}")

@@ -1,4 +1,4 @@
-"""Claim: standard PPO learns more slowly from stale data, and the decoupled objective avoids most of this loss.
+"""Claim: standard PPO learns more slowly from stale data, and the decoupled objective avoids most of this slowdown.
 
     python bench/staleness.py                              all runs: 7 lags x 3 methods x 5 seeds, about 20 minutes
     python bench/staleness.py --etas 0 4 inf --seeds 1 2   some of the runs
@@ -10,24 +10,24 @@ has a line already, the benchmark does not repeat the run. The figure is docs/st
 the results.
 
 **A fixed lag.** On a small machine generation is as fast as training, so a real run has little lag. In this benchmark
-generation and training alternate in one process. Step s, counted from 0, trains on a batch whose tokens were all
-sampled by version max(s - eta, 0). The gate of staleness.py allows no larger lag. With eta = inf there is no gate. The
-sampler then generates two batches while the trainer consumes one batch, so step s trains on samples of version s // 2.
-Every run trains on 64 batches of 120 games. The CSV file contains the measured lag, which is the trainer's version
-minus the version of each trained token.
+generation and training alternate in one process. Steps are counted from 0. Version max(s - eta, 0) samples all tokens
+of step s. This is the largest lag that the gate of staleness.py allows. For eta = inf there is no gate: the sampler
+generates two batches while the trainer consumes one batch, so version s // 2 samples the batch of step s. Every run
+trains on 64 batches of 120 games. The CSV file contains the measured lag: the trainer's version minus the version that
+sampled the token.
 
 **Methods.** "naive" is standard PPO whose old policy is the behaviour policy. "decoupled" is decoupled PPO that
 computes pi_prox by a forward pass. "loglinear" is decoupled PPO that interpolates pi_prox between pi_behav and
 pi_theta.
 
-**Recipe.** The recipe is configs/demo.yaml with one pass over each batch instead of two. An entropy bonus replaces
-the KL penalty, because the KL penalty would also keep the policy near an old policy. With a learning rate of 1e-3
-and four mini-batches the policy changes much in a few versions. With a learning rate of 1e-4 the policy changes too
-little in 64 steps for a lag to have an effect. Rows with shared prefixes are trained as trees
-(training/tree_attention.py), which changes only the time.
+**Recipe.** The recipe is configs/demo.yaml with one pass over each batch instead of two. An entropy bonus replaces the
+KL penalty, because the KL penalty itself would hold the policy near an old policy. With a learning rate of 1e-3 and
+four mini-batches, the policy changes much within a few versions. With a learning rate of 1e-4, a lag has no effect,
+because the policy changes too little in 64 steps. Training computes shared prefixes only once
+(training/tree_attention.py), which affects the speed and not the result.
 
 **Success is exact.** Success is the probability that the policy finds the secret, computed over every game that can be
-won. The evaluation therefore adds no noise, and the spread in the figure comes only from training.
+won. The evaluation therefore adds no noise: the differences between seeds in the figure come only from training.
 """
 
 import argparse
@@ -91,7 +91,7 @@ class Script:
 
 
 class Transcript:
-    """One game as a row of tokens. Each sampled token has a logprob and a turn; other tokens have 0 and -1."""
+    """The tokens of one game. Each sampled token has a logprob and a turn; other tokens have logprob 0 and turn -1."""
 
     def __init__(self, script: Script, secret: int) -> None:
         self.script, self.secret, self.reward, self.turn = script, secret, 0.0, 0
@@ -121,7 +121,7 @@ class Transcript:
 
 
 def last_logp(model: Any, rows: list[list[int]]) -> Tensor:
-    """Return the log-probabilities (n, V) of the next token of each row. Equal rows are computed only one time."""
+    """Return the log-probabilities (n, V) of the next token of each row. Identical rows are computed once."""
     number = {row: i for i, row in enumerate(dict.fromkeys(map(tuple, rows)))}
     lengths = torch.tensor([len(row) for row in number])
     ids = torch.zeros(len(number), int(lengths.max()), dtype=torch.long)
@@ -133,7 +133,7 @@ def last_logp(model: Any, rows: list[list[int]]) -> Tensor:
 
 @torch.no_grad()
 def play(model: Any, script: Script, version: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Play GAMES games for each secret and return them as a batch, one row for each game."""
+    """Play GAMES games for each secret. Return a batch with one row for each game."""
     games = [Transcript(script, secret) for secret in guess.SECRETS for _ in range(GAMES)]
     while playing := [game for game in games if not game.over]:
         log_p = last_logp(model, [game.ids for game in playing])
@@ -161,11 +161,11 @@ def play(model: Any, script: Script, version: int, generator: torch.Generator) -
 @torch.no_grad()
 def success(model: Any, script: Script) -> float:
     """Return the exact probability that the policy finds the secret, as a mean over all secrets."""
-    # P(found) = mean over secrets of the sum, over all games that find the secret, of prod p(number) p(end)
+    # P(find a secret) = the sum, over all games that find it, of the product of p(number) p(end) over the guesses
     found, reached = 0.0, [(script.start, {secret: 1 / len(guess.SECRETS) for secret in guess.SECRETS})]
     for _ in range(guess.GUESSES):
         said = [([*ids, token], number, weights) for ids, weights in reached for token, number in script.number.items()]
-        rows = torch.tensor([ids for ids, _, _ in said])  # (n, t): all games are equally long at a turn
+        rows = torch.tensor([ids for ids, _, _ in said])  # (n, t): in a turn all games have the same length
         log_p = torch.log_softmax(model(input_ids=rows, use_cache=False).logits[:, -2:], -1)  # (n, 2, V)
         p = (log_p[:, 0].gather(1, rows[:, -1:])[:, 0] + log_p[:, 1, script.end]).exp().tolist()
         reached = []
@@ -187,7 +187,7 @@ def sampled_at(step: int, eta: str) -> int:
 
 
 def run(eta: str, method: str, seed: int, base: Path, recipe: PPOActorConfig) -> dict[str, Any]:
-    """Train one run and return the run's line of the CSV file."""
+    """Train one run and return its line for the CSV file."""
     began = time.process_time()
     actor = FSDPPPOActor(replace(recipe, **METHODS[method]), base)
     actor.create_process_group()
@@ -231,7 +231,7 @@ def read() -> list[dict[str, Any]]:
 
 
 def append(line: dict[str, Any]) -> None:
-    """Write a line to the end of the CSV file. A new file gets the column names first."""
+    """Append a line to the CSV file. If the file is new, write the column names first."""
     new = not TABLE.exists()
     with TABLE.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -244,7 +244,7 @@ def append(line: dict[str, Any]) -> None:
 
 
 def cells(lines: list[dict[str, Any]], column: str) -> dict[tuple[str, str], list[float]]:
-    """Return for each (eta, method) the values of a column, one for each seed."""
+    """Map each (eta, method) to a column's values, one value for each seed."""
     found: dict[tuple[str, str], list[float]] = {}
     for line in lines:
         found.setdefault((line["eta"], line["method"]), []).append(line[column])
@@ -269,7 +269,7 @@ def spread(values: list[float]) -> float:
 
 
 def draw(lines: list[dict[str, Any]], curves_of: str = "16") -> None:
-    """Draw two plots: left the final success against eta, right the success during training at one value of eta."""
+    """Draw the success at the end against eta (left), and the success during training for one eta (right)."""
     import matplotlib
 
     matplotlib.use("Agg")

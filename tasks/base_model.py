@@ -4,19 +4,19 @@ This module writes an ordinary Hugging Face directory. The other parts of the pr
 `AutoModelForCausalLM` and `AutoTokenizer`, as they load any model. A run therefore uses the same code for the tiny
 model and for a large model.
 
-**The tokenizer** has one token per word, and blanks separate words. A person can therefore read a sampled sequence.
-The chat template writes every message as `<role> content <end>`. The tokens of a message do not depend on other
-messages, so the tokens of a conversation are the tokens of its messages, one after the other. For example, the
-conversation "guess a number", "3", "higher" consists of three parts: the prompt of the first turn, the sampled tokens
-`3 <end>`, and the tokens of the new message. The proxy relies on this property of the chat template.
+**The tokenizer** has one token per word, and blanks separate words. A sampled sequence is therefore readable text. The
+chat template writes every message as `<role> content <end>`. The tokens of a message do not depend on other messages.
+The tokens of a conversation are therefore its messages' tokens, concatenated. For example, the conversation "guess a
+number", "3", "higher" consists of three parts: the prompt of the first turn, the sampled tokens `3 <end>`, and the
+tokens of the new message. The proxy relies on this property of the chat template.
 
-**The model** starts with random weights and is then trained to imitate a bad player of the task. Reinforcement
-learning needs a policy that answers in the right form and sometimes succeeds. A model with random weights is no such
-policy. The warm-up takes seconds. The imitated player knows little or nothing of the game, so the run teaches the
-model the skill that it has at the end.
+**The model** starts with random weights and is then trained to imitate a bad player of the task. Reinforcement learning
+needs a policy that answers in the right form and sometimes succeeds. A model with random weights does neither. The
+warm-up takes seconds. The imitated player knows little or nothing of the game, so the model can acquire the game's
+skill only by reinforcement learning.
 
-**Not promised**: the same weights on different machines. On the same machine, the same seed and the same number of
-threads give the same weights.
+**Reproducibility.** On the same machine, the same seed and the same number of threads give the same weights. Different
+machines may give different weights.
 """
 
 import tempfile

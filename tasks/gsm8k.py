@@ -1,4 +1,4 @@
-"""GSM8K: grade-school problems, each with one number as its answer. The reward can be verified by a program (RLVR).
+"""GSM8K: grade-school problems, each with one number as its answer. A program checks the answers (RLVR).
 
 The reward depends only on the final answer of a completion. The reward is 1 if the final answer is the right number,
 else 0. This file offers two ways to train on GSM8K:
@@ -13,9 +13,9 @@ OpenAI SDK. If the model's answer is wrong, the agent says so and asks again.
 name a JSONL file with lines {"question", "answer"}, as in GSM8K. In GSM8K, "answer" is the whole solution, and the
 number stands after the last `####`.
 
-**When two answers are the same number.** If math-verify is installed, math-verify decides. It knows fractions, units
-and LaTeX. Without math-verify, the reward compares the number in \\boxed{}, else the number after `####`, else the
-last number of the answer. Without math-verify, 1,000 and 1000.0 are equal, but 1/2 and 0.5 are not.
+**Comparison.** If math-verify is installed, math-verify decides whether two answers are the same number. It understands
+fractions, units and LaTeX. Without math-verify, the reward compares the numbers that `last_number` finds. 1,000 and
+1000.0 are then the same number, but 1/2 and 0.5 are not.
 """
 
 import re
@@ -35,7 +35,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
 
 def dataset(split: str = "train") -> list[dict]:
-    """Return the 7,473 training problems, or the 1,319 test problems for any other split."""
+    """Return the 7,473 training problems for the split "train", and the 1,319 test problems for any other split."""
     try:
         from datasets import load_dataset
 
@@ -52,7 +52,11 @@ def prepare(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in the last box (LaTeX), else after the last ####, else in the whole text."""
+    """Return the number that a text gives as its answer, or None if the text has no number.
+
+    The number is the last one in the last LaTeX box. In a text without a box, it is the last number after `####`. In a
+    text with neither, it is the last number of all.
+    """
     place = text.rpartition("\\boxed{")[2].partition("}")[0] if "\\boxed{" in text else text.rpartition("####")[2]
     numbers = NUMBER.findall(place)
     return Decimal(numbers[-1].replace(",", "")) if numbers else None

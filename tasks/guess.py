@@ -2,20 +2,21 @@
 
 The secret is a number from 1 to 6, and the agent has three guesses. After a wrong guess the game answers "higher" or
 "lower". The reward is 1 if the secret was found, else 0. Nobody tells the agent how to search. Random guesses find
-about half of the secrets, and binary search finds all six. The run has to learn this difference.
+about half of the secrets, and binary search finds all six.
 
-**The agent** below is an ordinary program on the unmodified OpenAI SDK. The agent knows nothing of training, tokens or
-versions. The agent gets a `base_url`, plays, and returns a number.
+**The agent** below is an ordinary program on the unmodified OpenAI SDK. It contains nothing about training, tokens or
+versions. It is given a `base_url`, plays a game, and returns the reward.
 
-**Why six numbers.** With seven numbers binary search has one best first guess, 4. Early in training the guess 4 pays
-the least: it leaves three numbers, and the two remaining guesses find all three only if the next guess is their middle.
-Every game has a first guess, so the model learns the first guess early, and learns a wrong one. Most seeds stay in this
-local optimum. With six numbers, 3 and 4 are both best first guesses. Each of the two leaves two numbers on one side and
-three on the other. With six numbers the local optimum is weaker, but it exists: with 2 or 5 as the first guess, five of
-the six secrets can be found. A penalty on the distance to the base model (configs/demo.yaml) keeps the other first
-guesses likely until the later guesses are learnt.
+**Why six numbers.** With seven numbers, 4 is the only best first guess. Early in training, however, games that begin
+with 4 earn the lowest reward. After 4, three numbers are possible. The two remaining guesses find all three only if the
+next guess is the middle number, and the model has not learnt this yet. The model learns the first guess before the
+later guesses, because every game has a first guess. It therefore learns a wrong first guess, and with most seeds it
+stays in this local optimum. With six numbers, 3 and 4 are both best first guesses. Each of the two leaves two numbers
+on one side and three on the other. A local optimum remains, but it is weaker: an agent that begins with 2 or 5 can find
+five of the six secrets. A penalty on the distance to the base model (configs/demo.yaml) keeps every first guess likely
+until the model has learnt the later guesses.
 
-**Not promised**: that the greedy policy makes the same guesses as binary search. Several strategies find every secret.
+**Several strategies find every secret.** The greedy policy may therefore make different guesses than binary search.
 `summary` counts the secrets that the learnt strategy finds, and draws the learnt strategy beside binary search. Binary
 search needs the fewest guesses.
 """
@@ -80,7 +81,7 @@ WORKFLOW = GuessAgent
 
 
 def dataset(split: str = "train") -> list[dict]:
-    """Return the six secrets. All splits are equal."""
+    """Return the six secrets, which are the same in every split."""
     return [{"secret": secret} for secret in SECRETS]
 
 
@@ -88,7 +89,7 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def play_at_random(rng: random.Random) -> list[dict]:
-    """Return the messages of one random game. Half of the players use the game's answers."""
+    """Return the messages of one random game. In half of the games the player uses the game's answers."""
     secret, listens = rng.choice(SECRETS), rng.random() < 0.5
     possible: Sequence[int] = SECRETS
     messages = list(START)
@@ -103,7 +104,7 @@ def play_at_random(rng: random.Random) -> list[dict]:
 
 
 def make_model(path: Path, seed: int, warmup_steps: int = 600) -> None:
-    """Write to `path` a two-layer Qwen3 (134k parameters) that plays at random. Equal seeds give equal models."""
+    """Write to `path` a two-layer Qwen3 (134k parameters) that plays at random. The seed determines the model."""
     tokenizer = base_model.make_tokenizer(WORDS)
     model = base_model.make_qwen3(tokenizer, layers=2, context=64, seed=seed)
     rng = random.Random(seed)

@@ -5,15 +5,16 @@ is "from b7 to l12". The answer lists every cell that the walk visits, from the 
 metric of navigation: the length of the shortest way, divided by the length of the walk. If the walk goes through a wall
 or does not end at home, the reward is 0. A walk of 72 moves earns 0.75 if the shortest way has 54 moves.
 
-**Why this task.** The length of an answer varies tenfold and depends on the policy. A drunk wanders up to the limit. A
-sober walker needs 54 moves on average. Some walks are therefore unfinished when new weights arrive, so interruption,
-overlap and staleness can be seen and measured. Generation and training cost about the same.
+**Why this task.** The length of an answer varies tenfold and depends on the policy. A drunk can wander until the length
+limit, and a sober walker needs 54 moves on average. Some walks are therefore unfinished when new weights arrive, so
+interruption, overlap and staleness can be measured. Generation and training cost about the same.
 
-**The base model** imitates a drunk. At each cell the drunk takes the right way with probability 0.4 and otherwise any
-way. The walk is cut off after 64 moves. A perfect imitation of the drunk, up to the answer's limit of 240 tokens, has
-an SPL of 0.36. Reinforcement learning adds everything above 0.36.
+**The base model** imitates a drunk. Each move of the drunk is a step on the shortest way with probability 0.4, and
+otherwise a step in a random open direction. The imitated walks are cut off after 64 moves. A perfect imitation of the
+drunk, up to the answer's limit of 240 tokens, has an SPL of 0.36. An SPL above 0.36 is the result of reinforcement
+learning.
 
-**Not promised**: generalisation. The model learns this one maze by heart, and every split has the same 286 prompts.
+**No generalisation.** The model learns this one maze by heart, and every split has the same 286 prompts.
 """
 
 import random
@@ -25,11 +26,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-# The processes that compute rewards import this module, and importing torch would slow their start. workflow.py and
-# tasks/base_model.py import torch. Therefore WORKFLOW is a string, and make_model imports base_model when it is called.
+# The processes that compute rewards import this module, and they would start more slowly if it imported torch.
+# workflow.py and tasks/base_model.py import torch, so WORKFLOW is a string, and make_model imports base_model when it
+# is called.
 
 SIDE, MAZE_SEED, HOMES = 12, 96, ("a1", "l12")
-SOBER, CURFEW = 0.4, 64  # the drunk's probability of the right way, and the largest number of moves
+SOBER, CURFEW = 0.4, 64  # the probability that the drunk's next move is right, and the maximum number of moves
 Cell = tuple[int, int]  # column, row; (0, 0) is a1, at the bottom left
 WORKFLOW = "workflow.RLVRWorkflow"
 WORKFLOW_KWARGS = {"reward_fn": "tasks.maze.reward"}
@@ -48,7 +50,7 @@ CELLS = {name((x, y)): (x, y) for x in range(SIDE) for y in range(SIDE)}
 
 @cache
 def passages() -> dict[Cell, set[Cell]]:
-    """Return each cell's open neighbours. Depth-first search makes a maze with exactly one way between two cells."""
+    """Return each cell's open neighbours. The maze has exactly one path between any two cells."""
     rng = random.Random(MAZE_SEED)
     open_to: dict[Cell, set[Cell]] = {cell: set() for cell in CELLS.values()}
     trail = [(0, 0)]
@@ -81,13 +83,13 @@ def distances(home: str) -> dict[Cell, int]:
 
 
 def dataset(split: str = "train") -> list[dict]:
-    """Return 286 prompts: one for each home and each start cell other than this home."""
+    """Return 286 prompts: for each of the two homes, one prompt for each of the other 143 cells."""
     pairs = [(start, home) for home in HOMES for start in CELLS if start != home]
     return [{"messages": [{"role": "user", "content": f"from {a} to {b}"}], "start": a, "home": b} for a, b in pairs]
 
 
 def walk_of(answer: str, start: str) -> list[Cell] | None:
-    """Return an answer's cells. For an unknown word, a wall in the way, or another start, return None."""
+    """Return an answer's cells. Return None if a word is no cell, a wall is in the way, or the start is wrong."""
     words = answer.removesuffix("<end>").split()
     if not words or words[0] != start or any(word not in CELLS for word in words):
         return None
@@ -96,9 +98,9 @@ def walk_of(answer: str, start: str) -> list[Cell] | None:
 
 
 def reward(prompt: str, completions: str, prompt_ids: list, completion_ids: list, start: str, home: str, **_) -> float:
-    """Return SPL = S * l / max(p, l), where S is 1 for success, l the shortest and p the walked length.
+    """Return SPL = S * l / max(p, l): S is 1 for success, l the length of the shortest way, p the walk's length.
 
-    The parameters are those of AReaL's reward functions. Source: Anderson et al. 2018.
+    The function has the same parameters as AReaL's reward functions. The metric is from Anderson et al. 2018.
     """
     walk = walk_of(completions, start)
     if walk is None or walk[-1] != CELLS[home]:
@@ -110,7 +112,7 @@ def reward(prompt: str, completions: str, prompt_ids: list, completion_ids: list
 
 
 def stagger(rng: random.Random, start: str, home: str) -> list[Cell]:
-    """Return a drunk's walk: at each cell the right way with probability SOBER, else any way; at most CURFEW moves."""
+    """Return a drunk's walk of at most CURFEW moves. A move is right with probability SOBER, and otherwise random."""
     walk, moves_home = [CELLS[start]], distances(home)
     while walk[-1] != CELLS[home] and len(walk) <= CURFEW:
         ways = sorted(passages()[walk[-1]])
@@ -119,7 +121,7 @@ def stagger(rng: random.Random, start: str, home: str) -> list[Cell]:
 
 
 def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
-    """Write to `path` a one-layer Qwen3 (85k parameters) that walks like a drunk. Equal seeds give equal models."""
+    """Write to `path` a one-layer Qwen3 (85k parameters) that walks like a drunk. The seed determines the model."""
     from tasks import base_model
 
     tokenizer = base_model.make_tokenizer(["from", "to", *CELLS])
@@ -142,14 +144,15 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
 
 
 def square(a: Cell, b: Cell) -> tuple[int, int]:
-    """Return column and line of the passage between two cells in the picture. square(cell, cell) is the cell itself."""
-    return a[0] + b[0] + 1, 2 * SIDE - 1 - a[1] - b[1]  # the first line is the top one
+    """Return the column and the line at which the picture shows the passage from a to b, or the cell a if a is b."""
+    return a[0] + b[0] + 1, 2 * SIDE - 1 - a[1] - b[1]  # line 0 is at the top
 
 
 def draw(walk: list[Cell], home: str) -> Text:
     """Draw the maze with the walk as dots, S at its start and H at the home.
 
-    Each side of the picture has 2 * SIDE + 1 squares. Cells have odd positions, with passages and walls between cells.
+    The picture is 2 * SIDE + 1 squares wide and high. Columns and lines with odd numbers hold the cells. The squares
+    between two cells show a passage or a wall.
     """
     picture = {square(cell, other): ("  ", "") for cell, ways in passages().items() for other in (cell, *ways)}
     steps = [*pairwise(walk), *zip(walk, walk)]
