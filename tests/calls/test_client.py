@@ -1,5 +1,5 @@
-"""The clients OpenAIProxyClient and ArealOpenAI export the sampled tokens. At the end of an `async with` block, the
-session always ends."""
+"""These tests check that the clients OpenAIProxyClient and ArealOpenAI export the sampled tokens. A session always ends
+with the `async with` block of its client."""
 
 import asyncio
 import itertools
@@ -28,7 +28,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 class EchoEngine:
-    """An engine that answers `ok` to every request, with tokens of logprob -0.5 and version 2."""
+    """An engine that answers `ok` to every request. Every token has logprob -0.5 and version 2."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.output = [*tokenizer.encode("ok"), tokenizer.eos_token_id]
@@ -57,7 +57,7 @@ async def client(app: Any) -> OpenAIProxyClient:
 
 
 async def talk(http: httpx.AsyncClient, client: OpenAIProxyClient, turns: int) -> list[str]:
-    """Make one conversation of `turns` turns at the proxy and return the ids of its completions."""
+    """Have a conversation of `turns` turns through the proxy, and return the ids of the completions."""
     messages, ids = list(HELLO), []
     for _ in range(turns):
         answer = await http.post(client.session_url + "/chat/completions", json={"messages": messages})
@@ -68,7 +68,7 @@ async def talk(http: httpx.AsyncClient, client: OpenAIProxyClient, turns: int) -
 
 
 async def test_an_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) -> None:
-    """An episode exports its interactions with their rewards and parents."""
+    """The client exports an episode's interactions with their rewards and parents."""
     async with client:
         first, second = await talk(http, client, 2)
         await client.set_last_reward(1)
@@ -85,8 +85,8 @@ async def test_an_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) ->
 
 
 async def test_the_tensors_are_the_exported_ones(http: httpx.AsyncClient, client: OpenAIProxyClient) -> None:
-    """An exported interaction has the tensors and dtypes that the proxy exported. If a reward is set after the export,
-    the tensors contain this reward."""
+    """An exported interaction has the tensors that the proxy sent, with the right dtypes. If an interaction's reward is
+    changed after the export, the tensors contain the new reward."""
     async with client:
         _, leaf = await talk(http, client, 2)
         await client.set_last_reward(1.0)
@@ -140,8 +140,8 @@ async def test_a_lost_session_is_an_error(client: OpenAIProxyClient, app: Any) -
 
 
 async def test_a_start_without_a_grant_is_refused(app: Any) -> None:
-    """If the proxy refuses a start without a grant or a grant with a wrong key, the client raises Refusal with the
-    proxy's message and status."""
+    """Without a grant the proxy refuses to start a session, and with a wrong admin key it refuses to grant one. In both
+    cases the client raises Refusal with the proxy's message and status."""
     transport = httpx.ASGITransport(app)
     with pytest.raises(Refusal, match="grant_capacity") as refused:
         await OpenAIProxyClient(transport, "http://proxy", "admin", "t").__aenter__()
@@ -152,7 +152,7 @@ async def test_a_start_without_a_grant_is_refused(app: Any) -> None:
 
 
 async def test_a_wrong_reward_is_an_error_of_the_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) -> None:
-    """If a reward is NaN or belongs to an unknown interaction, an error is raised and no reward is stored."""
+    """If a reward is NaN or is for an unknown interaction, the client raises an error and no reward is stored."""
     async with client:
         await talk(http, client, 1)
         with pytest.raises(ValueError, match="finite"):
@@ -166,7 +166,7 @@ async def test_a_wrong_reward_is_an_error_of_the_episode(http: httpx.AsyncClient
 
 
 async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
-    """Request a completion of a conversation whose texts come from the user and the assistant in turn."""
+    """Request a completion for a conversation. The texts are messages of the user and the assistant alternately."""
     roles = itertools.cycle(("user", "assistant"))
     messages: Any = [{"role": role, "content": text} for role, text in zip(roles, texts)]
     return await client.chat.completions.create(model="default", messages=messages, **options)
@@ -174,8 +174,7 @@ async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
 
 @pytest.fixture
 def direct(tiny_tokenizer: Any) -> Any:
-    """Return a function make(*texts, **options). It returns an ArealOpenAI and an engine that answers with these
-    texts."""
+    """Return make(*texts, **options), which makes an ArealOpenAI client and an engine that answers with these texts."""
 
     def make(*texts: str, **options: Any) -> tuple[ArealOpenAI, ScriptedEngine]:
         engine = ScriptedEngine(tiny_tokenizer, *texts)
@@ -185,8 +184,8 @@ def direct(tiny_tokenizer: Any) -> Any:
 
 
 async def test_the_direct_approach_of_agent_workflow(direct: Any) -> None:
-    """The example of the documents (Agent Workflow, "Direct Approach") works: create, set_last_reward,
-    apply_reward_discount, export_interactions."""
+    """The "Direct Approach" example from AReaL's page Agent Workflow works. It uses create, set_last_reward,
+    apply_reward_discount and export_interactions."""
     client, engine = direct("five", "four")
     first = await say(client, "2+2?")
     second = await say(client, "2+2?", first.choices[0].message.content, "wrong")
@@ -201,7 +200,8 @@ async def test_the_direct_approach_of_agent_workflow(direct: Any) -> None:
 
 
 async def test_responses_are_created_the_same_way(direct: Any) -> None:
-    """ArealOpenAI serves responses.create, and previous_response_id continues the conversation."""
+    """ArealOpenAI supports responses.create, and a request with previous_response_id continues the earlier
+    conversation."""
     client, _ = direct("one", "two")
     first = await client.responses.create(model="default", input="count")
     second = await client.responses.create(model="default", input="go on", previous_response_id=first.id)
@@ -210,8 +210,8 @@ async def test_responses_are_created_the_same_way(direct: Any) -> None:
 
 
 async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> None:
-    """Streamed calls and calls of a client copied with `with_options` enter the conversation tree of the original
-    client."""
+    """Streamed calls, and calls by a copy of the client (`with_options`, `copy`), are added to the original client's
+    conversation tree."""
     client, _ = direct("one", "two", seed=1)
     messages: Any = [{"role": "user", "content": "count"}]
     stream = await client.with_options(timeout=5).chat.completions.create(model="m", messages=messages, stream=True)
@@ -229,7 +229,7 @@ async def test_clients_do_not_share_a_session(direct: Any) -> None:
 
 
 class DocumentsMultiTurn(RolloutWorkflow):
-    """A workflow from the documents (OpenAI-Compatible Workflows, "Multi-Turn Conversation Example")."""
+    """The "Multi-Turn Conversation Example" from AReaL's page OpenAI-Compatible Workflows."""
 
     def __init__(self, reward_fn: Any, gconfig: GenerationHyperparameters, tokenizer: Any, **kwargs: Any) -> None:
         self.gconfig, self.tokenizer = gconfig, tokenizer
@@ -278,8 +278,8 @@ async def third(prompt: str, completion: str, prompt_ids: list, completion_ids: 
 
 
 async def test_the_multi_turn_workflow_of_openai_workflows(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """The documents' multi-turn workflow runs three turns on a real server, and each exported row contains the
-    sampled tokens."""
+    """The multi-turn workflow from AReaL's documentation runs three turns on a real server, and each exported row
+    contains the sampled tokens."""
     workflow = resolve_workflow(
         DocumentsMultiTurn,
         {"reward_fn": third, "gconfig": GenerationHyperparameters(max_new_tokens=6)},
@@ -313,12 +313,13 @@ async def test_a_failed_call_leaves_nothing_in_the_tree(direct: Any) -> None:
     assert not client.cache
     engine.error = None
     await say(client, "hello")
-    client.set_last_reward(1.0)  # rewards the only finished call
+    client.set_last_reward(1.0)  # sets the reward of the only finished call
     assert [row.reward for row in client.export_completions().values()] == [1.0]
 
 
 async def test_a_prompt_that_is_too_long_is_a_400(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """A prompt that is too long raises a 400 with the engine's message, and the conversation tree does not change."""
+    """If a prompt is too long, the client raises an error with status 400 and the engine's message, and the
+    conversation tree does not change."""
     client = ArealOpenAI(real_engine, tiny_tokenizer)
     with pytest.raises(openai.BadRequestError, match="no room in the context"):
         await say(client, "x" * 3000)
@@ -326,7 +327,7 @@ async def test_a_prompt_that_is_too_long_is_a_400(real_engine: RemoteInfEngine, 
 
 
 async def test_stop_strings_are_a_way_to_end(direct: Any) -> None:
-    """The text ends before a stop string, but every sampled token is kept and exported."""
+    """The reply's text ends before the stop string, but the export contains every sampled token."""
     client, engine = direct("four. And five")
     completion = await say(client, "2+2?", stop="And")
     assert completion.choices[0].message.content == "four. "
@@ -337,7 +338,7 @@ async def test_stop_strings_are_a_way_to_end(direct: Any) -> None:
 
 
 async def test_several_answers_at_once(direct: Any) -> None:
-    """A request with n=2 enters two siblings into the tree. Each sibling has its own tokens and its own reward."""
+    """A request with n=2 adds two siblings to the tree. Each sibling has its own tokens and its own reward."""
     client, _ = direct("five", "four")
     completion = await say(client, "2+2?", n=2)
     ids = list(client.cache)
@@ -347,7 +348,7 @@ async def test_several_answers_at_once(direct: Any) -> None:
 
 
 async def test_what_is_not_stored_is_answered_and_not_trained(direct: Any) -> None:
-    """A turn with store=False stays in the conversation, and its tokens are not trained."""
+    """A turn with store=False stays in the conversation, but its tokens are not trained."""
     client, _ = direct("aside", "four")
     first = await say(client, "2+2?", store=False)
     await say(client, "2+2?", first.choices[0].message.content, "well?")
@@ -367,8 +368,8 @@ async def test_greedy_and_default_temperatures(direct: Any) -> None:
 
 
 async def test_a_siblings_reward_stays_with_it(direct: Any) -> None:
-    """A parent gets the discounted mean of its children's rewards. A reward of one child does not change a sibling's
-    reward."""
+    """A parent gets the discounted mean of its children's rewards. The reward of one child does not change the reward
+    of its siblings."""
     client, _ = direct("a", "b", "c")
     a = await say(client, "x")
     b, c = await say(client, "x", "a", "left"), await say(client, "x", "a", "right")

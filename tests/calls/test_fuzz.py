@@ -1,5 +1,5 @@
-"""These tests send random bodies in three protocols. A wrong request gets a 4xx, and a failed request leaves nothing in
-the conversation tree."""
+"""These tests send random request bodies in three protocols. A wrong request gets a 4xx, and a failed request leaves
+nothing in the conversation tree."""
 
 import asyncio
 from collections.abc import Callable
@@ -117,7 +117,7 @@ def as_json(body: Any) -> bytes:
 
 
 def representable(body: Any) -> bool:
-    """Return whether as_json can write a random body."""
+    """Return whether as_json can write this body."""
     try:
         return bool(as_json(body))
     except (TypeError, ValueError):
@@ -126,7 +126,7 @@ def representable(body: Any) -> bool:
 
 @st.composite
 def broken(draw: Callable[..., Any]) -> bytes:
-    """Draw bytes: valid JSON, JSON that is cut, damaged or in a different encoding, or bytes that are not JSON."""
+    """Draw the bytes of a body: valid JSON, cut JSON, damaged JSON, JSON in a different encoding, or random bytes."""
     raw = as_json(draw((bodies | conversations).filter(representable)))
     kind = draw(st.integers(0, 4))
     if kind == 0:
@@ -143,7 +143,8 @@ raws = st.one_of((bodies | conversations).filter(representable).map(as_json), br
 
 
 async def ask(tokenizer: Any, path: str, raw: bytes) -> int:
-    """Send one body, check that the session still answers a good request, and return the status of the first reply."""
+    """Send this body and return the status of its reply. Also check that the session still answers a valid request
+    afterwards."""
     harness = Harness(tokenizer)
     async with harness.http:
         session = await harness.start()
@@ -165,7 +166,7 @@ async def ask(tokenizer: Any, path: str, raw: bytes) -> int:
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(PATHS), raws)
 def test_no_body_is_a_server_error(tiny_tokenizer: Any, path: str, raw: bytes) -> None:
-    """Any body gets a 200 or a 4xx, and never a status at which an SDK retries (409, 429, 500)."""
+    """The reply to any body is a 200 or a 4xx, but never a status that makes an SDK retry, such as 409, 429 or 500."""
     status = asyncio.run(ask(tiny_tokenizer, path, raw))
     assert status == 200 or (400 <= status < 500 and status not in (408, 409, 429)), raw
 
@@ -198,7 +199,7 @@ def test_depth_is_no_danger(tiny_tokenizer: Any, path: str, wrap: str, depth: in
 
 @pytest.mark.parametrize("path", PATHS)
 def test_ten_thousand_messages(tiny_tokenizer: Any, path: str) -> None:
-    """The proxy serves a history of ten thousand messages."""
+    """The proxy answers a request with a history of ten thousand messages."""
     talk = [{"role": ("user", "assistant")[k % 2], "content": str(k)} for k in range(10_001)]
     body = {"messages": talk, "input": talk, "max_tokens": 5}
     assert asyncio.run(ask(tiny_tokenizer, path, as_json(body))) == 200

@@ -1,5 +1,5 @@
-"""Messages with equal meanings are equal. The proxy honours a parameter or refuses it with an error that names the
-parameter."""
+"""Messages with the same meaning have the same canonical form. The proxy either applies a parameter of a request or
+refuses the request with an error that names the parameter."""
 
 import copy
 import json
@@ -38,7 +38,7 @@ def body_of(parse: Any, **fields: Any) -> dict[str, Any]:
 
 
 def read_reply(path: str, reply: Any) -> list[Message]:
-    """Return, in normal form, the messages that a client sends back for a reply."""
+    """Return the messages with which a client repeats this reply in its next request, in normal form."""
     if path == "chat/completions":
         return [normalise(reply)]
     if path == "responses":
@@ -53,7 +53,7 @@ def read(pair: dict[str, Any]) -> tuple[list[Message], list[Message], list[Messa
 
 
 def begins_with(messages: list[Message], said: list[Message]) -> bool:
-    """Return whether `messages` begins with messages that are equal to `said`."""
+    """Return whether the first messages of `messages` have the same canonical forms as `said`."""
     return list(map(canonical, messages[: len(said)])) == list(map(canonical, said))
 
 
@@ -62,16 +62,16 @@ def begins_with(messages: list[Message], said: list[Message]) -> bool:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair["id"])
 def test_an_echoed_history_is_recognised(pair: dict[str, Any]) -> None:
-    """If a real client changes spaces and keys in the history, the history still begins with the earlier
-    conversation."""
+    """Real clients change spaces and keys when they send the history back. The changed history still counts as a
+    continuation of the earlier conversation."""
     parent, output, child = read(pair)
-    assert len(output) == 1  # one reply is one message, for any number of items or blocks
+    assert len(output) == 1  # a reply of several items or blocks is one message
     assert begins_with(child, parent + output)
 
 
 def test_every_turn_finds_its_parent_among_all_conversations() -> None:
-    """137 pairs of requests share one session. In each pair, the second request finds the first request as its
-    parent."""
+    """All recorded pairs of requests (137) are put in one session. The parent of the second request in each pair is the
+    first request of the same pair."""
     cache = InteractionCache()
     children: dict[int, InteractionWithTokenLogpReward] = {}
     for k, line in enumerate(LINES):
@@ -97,7 +97,8 @@ SAID = {"text", "content", "name", "arguments", "input", "id", "call_id", "tool_
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Return the paths to all texts, names, ids and arguments in an item that a client sends back."""
+    """A client sends `value` back in its next request. Return the paths to all texts, names, ids and arguments in
+    it."""
     if isinstance(value, list):
         return [place for i, item in enumerate(value) for place in places(item, (*path, i))]
     if not isinstance(value, dict) or value.get("type") in ("thinking", "reasoning"):
@@ -111,7 +112,8 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 def echoed(pair: dict[str, Any]) -> tuple[list, int, int]:
-    """Return the items of the second request, and the positions in this list where the reply begins and ends."""
+    """Return the items of the pair's second request, and the positions of the first reply's beginning and end in this
+    list."""
     key = "input" if pair["path"] == "responses" else "messages"
     items, begin = pair["child"][key], len(pair["parent"][key])
     end = begin + 1
@@ -131,8 +133,8 @@ PLACES = [
 @settings(deadline=None)
 @given(st.sampled_from(PLACES), st.text(min_size=1), st.integers(0, 30))
 def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) -> None:
-    """A history with a changed text, name, call id or argument, or without one of its turns, is a different
-    conversation."""
+    """If a text, a name, a call id or an argument in a history was changed, or a turn was left out, the history counts
+    as a different conversation."""
     original, place = mutant
     pair = copy.deepcopy(original)
     items, begin, end = echoed(pair)
@@ -156,8 +158,8 @@ def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) ->
 @settings(deadline=None)
 @given(st.text(), st.lists(st.text(), max_size=3))
 def test_null_empty_absent_and_parts_are_one_text(text: str, parts: list[str]) -> None:
-    """A content of null, a content of "" and a missing content are equal. A list of text parts equals their
-    concatenation."""
+    """A content of null, a content of "" and a missing content have the same canonical form. So do a list of text parts
+    and the joined text."""
     assert (
         canonical({"role": "user", "content": None})
         == canonical({"role": "user", "content": ""})
@@ -169,8 +171,8 @@ def test_null_empty_absent_and_parts_are_one_text(text: str, parts: list[str]) -
 
 
 def test_a_tools_result_is_the_result_of_its_call() -> None:
-    """Tool results with equal texts and different call ids differ. The call id may be in the key `tool_call_id` or
-    `id`."""
+    """Tool results with the same text but different call ids count as different messages. The call id may be in the key
+    `tool_call_id` or `id`."""
     result = {"role": "tool", "content": "2", "tool_call_id": "a"}
     assert canonical(result) == canonical({"role": "tool", "content": "2", "id": "a", "name": "f"})
     assert canonical(result) != canonical(result | {"tool_call_id": "b"})
@@ -185,8 +187,8 @@ def assistant(arguments: Any, call_id: str = "c") -> Message:
 
 @pytest.mark.parametrize("written", ['{"a": 2.0, "b": [1e3]}', '{"b":[1000],"a":2}', {"a": 2.0, "b": [1000]}])
 def test_arguments_are_equal_as_javascript_has_them(written: Any) -> None:
-    """Arguments with 2.0 and with 2 are equal, because JavaScript writes 2 for both. The order of keys and blanks make
-    no difference."""
+    """The numbers 2.0 and 2 in arguments count as equal, because JavaScript writes 2 for both. The order of keys and
+    the spaces between them do not matter."""
     assert canonical(normalise(assistant(written))) == canonical(assistant('{"a": 2, "b": [1000]}'))
     assert canonical(assistant('{"a": true}')) != canonical(assistant('{"a": 1}'))
     assert canonical(assistant('{"a": "2"}')) != canonical(assistant('{"a": 2}'))
@@ -195,7 +197,7 @@ def test_arguments_are_equal_as_javascript_has_them(written: Any) -> None:
 
 
 def test_plain_is_plain() -> None:
-    """If a message is already in normal form, normalise changes neither the message nor its canonical form."""
+    """If a message is already in normal form, normalise returns an identical message."""
     for pair in PAIRS:
         for message in [part for messages in read(pair) for part in messages]:
             again = normalise(message)
@@ -256,7 +258,7 @@ def test_three_protocols_say_one_conversation() -> None:
 
 
 def test_two_replies_in_a_row_stay_two() -> None:
-    """The items of one reply become one message. A second text begins a new message."""
+    """In the Responses protocol, two assistant texts in a row become two messages."""
     said = [{"role": "assistant", "content": word} for word in ("a", "b")]
     assert parse_responses({"input": [*said, *HELLO]}).messages == [*said, *HELLO]
     assert parse_responses({"input": "hello"}).messages == HELLO
@@ -264,8 +266,8 @@ def test_two_replies_in_a_row_stay_two() -> None:
 
 
 def test_tools_are_one_form() -> None:
-    """The tools of all three protocols get one form. Tools that are not functions, and hints such as `strict`, are
-    left out."""
+    """Tools from all three protocols are converted to the same form. Tools that are not functions are left out, and so
+    are hints such as `strict`."""
     flat = {"name": "f", "description": "", "parameters": {"type": "object"}, "strict": True}
     other = [{"type": "web_search"}, {"type": "namespace", "tools": []}, {"type": "web_search_20250305", "name": "w"}]
     chat = parse_chat(body_of(parse_chat, tools=[TOOL, {"type": "custom", "custom": {"name": "x"}}]))
@@ -291,8 +293,8 @@ def test_tools_are_one_form() -> None:
     ],
 )
 def test_tool_choice_is_one_word(parse: Any, choice: Any, meaning: str) -> None:
-    """tool_choice becomes auto, none, required or a tool's name. If tool_choice is none, the prompt still shows the
-    tools, and no reply contains a call."""
+    """tool_choice becomes auto, none, required or a tool's name. If tool_choice is none, the prompt still lists the
+    tools, but the reply contains no call."""
     flat = {"name": "f"}
     tools = {parse_chat: [TOOL], parse_responses: [flat | {"type": "function"}], parse_anthropic: [flat]}[parse]
     ask = parse(body_of(parse, tools=tools, tool_choice=choice))
@@ -338,7 +340,7 @@ def test_structured_output_is_one_schema(parse: Any, fields: dict[str, Any], sch
     assert sampling == ({} if schema is None else {"json_schema": json.dumps(schema)})
 
 
-# Parameters of sampling, and parameters that are refused
+# Sampling parameters, and parameters that the parser refuses
 
 
 @pytest.mark.parametrize(
@@ -438,7 +440,7 @@ JUNK = st.recursive(
 @settings(deadline=None)
 @given(st.sampled_from(PARSERS), st.dictionaries(FIELDS, JUNK, max_size=6), JUNK)
 def test_nothing_but_a_bad_request_is_raised(parse: Any, body: dict[str, Any], item: Any) -> None:
-    """For any body the parser either returns messages in normal form or raises a 400."""
+    """For any body, the parser either returns messages in normal form or raises Refusal."""
     for one in (body, body_of(parse) | body, {"messages": [item], "input": [item]}):
         try:
             ask = parse(one)
@@ -450,7 +452,8 @@ def test_nothing_but_a_bad_request_is_raised(parse: Any, body: dict[str, Any], i
 
 
 def test_neutral_values_and_unknown_keys_are_accepted() -> None:
-    """Default values of unsupported parameters and unknown keys, which frameworks send, do not change the request."""
+    """Frameworks send unknown keys, and unsupported parameters with their default values. These keys and values do not
+    change the parsed request."""
     body: dict[str, Any] = {
         "stream": False,
         "n": 1,
@@ -477,7 +480,8 @@ def test_neutral_values_and_unknown_keys_are_accepted() -> None:
 
 
 def test_sampling_parameters_are_translated() -> None:
-    """A parsed request contains only the sampling parameters that the agent set. The token limit has three names."""
+    """A parsed request contains only the sampling parameters that the agent set. The token limit may have any of three
+    names."""
     body = {"temperature": 0, "top_p": 0.9, "stop": "\n", "seed": 7, "frequency_penalty": 1, "stop_token_ids": [5]}
     asked = {"temperature": 0.0, "top_p": 0.9, "stop": ["\n"], "seed": 7, "frequency_penalty": 1.0}
     asked |= {"max_new_tokens": 5, "stop_token_ids": [5]}
@@ -491,7 +495,8 @@ def test_sampling_parameters_are_translated() -> None:
 
 
 def test_half_a_surrogate_pair_stays_text() -> None:
-    """Arguments with half a surrogate pair stay text, because they cannot be written as JSON again."""
+    """If a call's arguments contain half a surrogate pair, they stay text, because the parsed value could not be
+    written as JSON again."""
     text = '{"a": "\\ud800"}'
     call = {"id": "1", "function": {"name": "f", "arguments": text}}
     assert normalise({"role": "assistant", "tool_calls": [call]})["tool_calls"][0]["function"]["arguments"] == text
@@ -525,7 +530,8 @@ def test_how_the_answer_is_wanted() -> None:
 
 
 def test_arguments_that_are_no_json_stay_text() -> None:
-    """If a model writes broken JSON as arguments, the arguments stay text, and the history is still recognised."""
+    """If a model writes invalid JSON as a call's arguments, the arguments stay text, and a later request with this
+    history still finds its parent."""
     for arguments in ('{"a": ', "[" * 100_000, '{"a": NaN}', '{"a": 1e999}', "[" * 201 + "]" * 201):
         message = assistant(arguments)
         assert canonical(message) == canonical(copy.deepcopy(message))
@@ -561,8 +567,8 @@ FINISHED: dict[str, Found] = {
 
 
 def test_a_previous_response_is_put_in() -> None:
-    """previous_response_id puts the earlier conversation before the new messages. New instructions replace the old
-    instructions."""
+    """For a request with previous_response_id, the parser puts the earlier conversation before the new messages. New
+    instructions replace the earlier instructions."""
     body = {"input": "And then?", "previous_response_id": "resp_ab"}
     history = [*FINISHED["resp_ab"][0], TALK[-1]]
     assert parse_responses(body, FINISHED.get).messages == history
@@ -575,8 +581,8 @@ def test_a_previous_response_is_put_in() -> None:
 
 
 def test_a_thread_keeps_its_tools() -> None:
-    """A thread keeps the tools of its first request, because Anthropic's tool runner sends tools only with the first
-    request."""
+    """In a thread, later requests use the tools of the first request, because Anthropic's tool runner sends tools only
+    once."""
     thread = {"type": "continue", "previous_message_id": "msg_cd"}
     other = {"name": "other", "input_schema": {"type": "object"}}
     assert parse_anthropic({"messages": [TALK[-1]], "thread": thread}, FINISHED.get).tools == [TOOL]
@@ -591,7 +597,8 @@ def test_a_thread_keeps_its_tools() -> None:
 
 
 def test_references_to_items_are_put_in() -> None:
-    """If a client sends some or all items of a reply back as references, the reply is still recognised."""
+    """A client may send back references in place of a reply's items. The parser replaces the references with the
+    items."""
     call = {"type": "function_call", "call_id": "call_ab_0", "name": "f", "arguments": '{"a": 1}'}
     last = {"type": "item_reference", "id": "fc_ab_1"}
     for thought in ({"type": "item_reference", "id": "rs_ab"}, {"type": "reasoning", "summary": []}):

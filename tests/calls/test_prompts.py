@@ -1,5 +1,5 @@
-"""A prompt continues the sampled tokens of its conversation with new tokens. Text that a stream has sent never
-changes later."""
+"""A prompt consists of the conversation's earlier tokens, as they were sampled, and new tokens. A stream never changes
+text that it has already sent."""
 
 import json
 from typing import Any
@@ -35,7 +35,7 @@ TEMPLATES = {
     "another end of the whole": HEAD
     + "{{ m.content }}<|im_end|>"
     + TAIL.replace("{% endif", "{% else %}<|endoftext|>{% endif"),
-    "nothing at the end": HEAD + "{{ m.content }}" + TAIL,  # the model itself writes the mark of the next role
+    "nothing at the end": HEAD + "{{ m.content }}" + TAIL,  # the model itself samples the marker of the next role
 }
 
 
@@ -60,7 +60,7 @@ class Talk:
         self.messages: list[dict[str, Any]] = []
 
     def say(self, question: dict[str, Any], answer: str, ends: str = "<|im_end|>", **ask: Any) -> list[int]:
-        """Build the prompt of a turn, answer the prompt with these tokens, and return the prompt."""
+        """Build and return the prompt of a turn, and store the tokens of `answer` as the answer to it."""
         self.messages.append(question)
         name = str(len(self.cache))
         request = AgentRequest(list(self.messages), **ask)
@@ -80,8 +80,8 @@ class Talk:
 @pytest.mark.parametrize("ends", ["the mark", "<|endoftext|>", ""])
 @pytest.mark.parametrize("last", ["", "\n", "\n\n"])
 def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name: str, ends: str, last: str) -> None:
-    """For any template, concat exports the conversation as one row. Each sampled token is trained once, and each turn
-    is closed once."""
+    """With any of these templates, concat exports the conversation as one row. Each sampled token is trained once, and
+    each turn has one end marker."""
     talk = Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]))
     assert talk.prompts.splices
     mark = "<|im_start|>" if name == "nothing at the end" else "<|im_end|>"
@@ -101,8 +101,8 @@ def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name:
 
 @pytest.mark.parametrize("sampled", ["<|endoftext|><|im_end|>", "<|endoftext|>", "<|im_end|>", ""])
 def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) -> None:
-    """If a template closes a turn with several marks, the next prompt does not repeat the marks that the model
-    sampled."""
+    """If a template ends a turn with several markers and the model has sampled some of them, the next prompt adds only
+    the missing markers."""
     template = HEAD + "{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}<|im_end|>\n" + TAIL
     talk = Talk(tokenizer_with(tiny_tokenizer, template))
     talk.say(user("one"), f"answer{sampled}", ends="")
@@ -113,7 +113,8 @@ def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) 
 
 @pytest.mark.parametrize("name", ["plain", "no newline", "newlines behind the end"])
 def test_where_rendering_again_is_exact_splicing_is_the_same(tiny_tokenizer: Any, name: str) -> None:
-    """If a template keeps the model's text unchanged, the token-exact prompt equals the full rendering."""
+    """If a template does not change the model's text, the prompt from sampled tokens is the same as the full
+    rendering."""
     spliced, whole = (
         Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]), chat_template_type=t) for t in ("concat", "hf")
     )
@@ -149,8 +150,8 @@ def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
 
 
 def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny_tokenizer: Any) -> None:
-    """If a template refuses the placeholder answer because the placeholder has no tool call, the turn is rendered in
-    full."""
+    """PromptBuilder renders new messages after a placeholder answer. If the template refuses the placeholder because it
+    has no tool call, the prompt is rendered in full."""
     wants = "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
     tokenizer = tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL)
     prompts = PromptBuilder(tokenizer)
@@ -172,8 +173,8 @@ def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny
 
 @pytest.mark.parametrize("name", ["tokenize", "tools", "conversation", "return_tensors"])
 def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(tiny_tokenizer: Any, name: str) -> None:
-    """chat_template_kwargs may set only variables of the template. If it sets an argument of the tokenizer, the refusal
-    names the argument."""
+    """chat_template_kwargs may set only variables of the template. If the dict contains an argument of the tokenizer,
+    the request is refused with an error that names the argument."""
     with pytest.raises(Refusal, match=f"chat_template_kwargs: {name}"):
         PromptBuilder(tiny_tokenizer).prompt(AgentRequest([user("q")], template_kwargs={name: 1}), None)
 
@@ -195,8 +196,8 @@ IDS = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_except
     ],
 )
 def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: str, says: str | None) -> None:
-    """If a template refuses the tool calls, PromptBuilder tries ids of nine letters or digits (Mistral), and then
-    arguments as text (DeepSeek). A call and its result keep equal ids."""
+    """If a template refuses the tool calls, PromptBuilder tries two other forms: ids of nine letters or digits
+    (Mistral), then arguments as text (DeepSeek). A call and its result always have the same id."""
     prompts = PromptBuilder(tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL))
     call = {"id": "call_ab12_0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     messages = [
@@ -218,7 +219,8 @@ def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: st
 
 
 def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
-    """The tail is rendered with the tools, because some templates print the tools before the last question."""
+    """The tools are also passed to the template when only new messages are rendered, because some templates print the
+    tools before the last question."""
     tokenizer = tokenizer_with(
         tiny_tokenizer,
         HEAD + "{% if tools and loop.last %}{{ tools | tojson }}{% endif %}{{ m.content }}<|im_end|>" + TAIL,
@@ -234,16 +236,16 @@ def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
 
 
 def read_all(reader: TextReader, tokens: list[int]) -> list[str]:
-    """Give the reader one more token at a time, and return the texts that `read` returns."""
+    """Call `read` with the first token, the first two tokens and so on, and return all returned texts."""
     return [reader.read(tokens[:n]) for n in range(1, len(tokens) + 1)]
 
 
 def tokenizer_of(kind: str, of_bytes: Any) -> Any:
-    """Return a tokenizer whose decoder joins tokens in its own way.
+    """Return a tokenizer whose decoder joins tokens in the way that `kind` names.
 
-    With "bytes" a token is one byte. With "parts" a token is one to three bytes, and may end one character and begin
-    the next. With "words" the decoder puts a space between words. With "pieces" the decoder drops the first space of
-    a text. With "pieces and bytes" the vocabulary also has a token for each byte, as in Llama 2 and Gemma.
+    With "bytes" a token is one byte. With "parts" a token is one to three bytes, which may belong to two characters.
+    With "words" the decoder puts a space between words. With "pieces" the decoder drops the first space of a text. With
+    "pieces and bytes" the vocabulary also has a token for each byte, as in Llama 2 and Gemma.
     """
     if kind == "bytes":
         return of_bytes
@@ -272,8 +274,8 @@ def tokenizer_of(kind: str, of_bytes: Any) -> Any:
     st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2),
 )
 def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind: str, stop: list[str]) -> None:
-    """For any tokens and stop strings, each text in a stream is a prefix of the later texts and of the whole text.
-    Any number of tokens may arrive at a time."""
+    """For any tokens and stop strings, and however many tokens arrive at a time, each text that `read` returns is a
+    prefix of the later texts and of the whole text."""
     tokenizer = tokenizer_of(kind, tiny_tokenizer)
     if kind == "bytes":
         raw = data.draw(st.one_of(st.text(max_size=40).map(str.encode), st.binary(max_size=90)))
@@ -297,8 +299,8 @@ def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind
 
 
 def test_a_bad_byte_spoils_no_other(tiny_tokenizer: Any) -> None:
-    """Only bytes that belong to no character become U+FFFD, in a stream and in the whole text. If a length limit cuts
-    the second of two emojis, the first emoji is kept."""
+    """Only bytes that belong to no complete character become U+FFFD. For example, if an answer ends in the middle of
+    its second emoji, the first emoji is kept."""
     tokenizer = tokenizer_of("pieces and bytes", tiny_tokenizer)
     tokens = [1, *(6 + byte for byte in "😀😀".encode()[:6]), 4]
     reader = TextReader(tokenizer, GenerationHyperparameters())
@@ -309,7 +311,8 @@ def test_a_bad_byte_spoils_no_other(tiny_tokenizer: Any) -> None:
 
 
 def test_reading_a_stream_is_linear(tiny_tokenizer: Any) -> None:
-    """In a long answer each token is decoded a bounded number of times, even if the answer's bytes form no text."""
+    """In a long answer each token is decoded a bounded number of times, even if the answer's bytes are not valid
+    UTF-8."""
     for tokens in (tiny_tokenizer.encode("abcdefgh" * 500), tiny_tokenizer.encode("é" * 1000)[1::2] * 4):
         own = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
         decode, decoded = own.decode, list[int]()
@@ -325,8 +328,8 @@ def test_reading_a_stream_is_linear(tiny_tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["bytes", "words", "pieces", "pieces and bytes"])
 def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
-    """The texts of the single tokens, joined together, are the whole text, even if the decoder drops the first space of
-    a text."""
+    """The texts of all single tokens, joined together, give the whole text, even if the decoder removes the first space
+    of a text."""
     tokenizer = tokenizer_of(kind, tiny_tokenizer)
     reader = TextReader(tokenizer, GenerationHyperparameters())
     tokens = {"bytes": tokenizer.encode("ab b a"), "words": tokenizer.encode("a b ab , a")}.get(kind, [4, 5, 1, 3, 2])
@@ -334,7 +337,8 @@ def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
 
 
 def test_tokens_without_text_lose_no_space_and_cost_little(tiny_tokenizer: Any) -> None:
-    """An answer with thousands of special tokens, which a collapsed policy may write, is decoded in linear time."""
+    """An answer with thousands of special tokens is decoded in linear time. A collapsed policy may sample such an
+    answer."""
     tokenizer: Any = make_tokenizer(["a"])
     tokens = [
         tokenizer.convert_tokens_to_ids("a"),

@@ -1,5 +1,5 @@
-"""The official SDKs rebuild the whole reply from a stream, and a reply that a client sends back equals the stored
-message."""
+"""From a stream, the official SDKs rebuild the same reply as without streaming. When a client sends a reply back, the
+proxy reads it as the stored message."""
 
 import itertools
 import json
@@ -30,12 +30,12 @@ def response_of(stop_reason: str = "stop") -> ModelResponse:
 
 
 def answer_of(name: str, parsed: Parsed = PARSED, stop_reason: str = "stop", **fields: Any) -> Answer:
-    """Return an answer in the protocol `name`, whose interaction id ends with ab12."""
+    """Return an answer in the protocol `name`. Its interaction id ends with ab12."""
     return Answer(PROTOCOLS[name].id_prefix + "ab12", response_of(stop_reason), parsed, **fields)
 
 
 def whole(name: str, answer: Answer, ask: AgentRequest = ASKED) -> dict[str, Any]:
-    """Return the body of the unstreamed reply, written as JSON and read again."""
+    """Return the body of the unstreamed reply, after it was converted to JSON and back."""
     return json.loads(json.dumps(PROTOCOLS[name].render(ask, [answer])))
 
 
@@ -73,7 +73,7 @@ def accumulated(name: str, raw: bytes) -> dict[str, Any]:
         with client.chat.completions.stream(model="m", messages=HELLO) as stream:
             try:
                 return stream.get_final_completion().to_dict()
-            except openai.LengthFinishReasonError as error:  # the helper raises this if a limit cut the reply
+            except openai.LengthFinishReasonError as error:  # raised if a length limit cut off the reply
                 return error.completion.to_dict()
     if name == "responses":
         with client.responses.stream(model="m", input="hello") as stream:
@@ -83,7 +83,8 @@ def accumulated(name: str, raw: bytes) -> dict[str, Any]:
 
 
 def said(value: Any) -> Any:
-    """Return a reply without its times, and without the null keys and parsed values that an SDK's helper adds."""
+    """Return a reply without the keys that may differ: times, and the null keys and parsed values that an SDK's helper
+    adds."""
     if isinstance(value, dict):
         added = ["created", "created_at", "parsed_arguments", "parsed", *["index"] * ("function" in value)]
         return {key: said(item) for key, item in value.items() if item is not None and key not in added}
@@ -91,7 +92,7 @@ def said(value: Any) -> Any:
 
 
 def nulls(value: Any, path: str = "") -> list[str]:
-    """Return the paths of all keys that are null."""
+    """Return the paths of all null values in a reply."""
     if isinstance(value, dict | list):
         pairs = value.items() if isinstance(value, dict) else ((str(i), item) for i, item in enumerate(value))
         return [null for key, item in pairs for null in nulls(item, f"{path}.{key}")]
@@ -99,7 +100,7 @@ def nulls(value: Any, path: str = "") -> list[str]:
 
 
 def sent_back(name: str, reply: dict[str, Any]) -> dict[str, Any]:
-    """Return the message that a client sends back for a reply, in normal form."""
+    """Return the message with which a client repeats this reply in its next request, in normal form."""
     if name == "chat/completions":
         return normalise(reply["choices"][0]["message"])
     if name == "responses":
@@ -116,7 +117,7 @@ PARSES = st.builds(Parsed, st.text(), st.text(), CALLS)
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(NAMES), PARSES, st.sampled_from(["stop", "length"]), st.lists(st.integers(1, 5), max_size=4))
 def test_a_stream_is_the_whole_reply(name: str, parsed: Parsed, stop_reason: str, cuts: list[int]) -> None:
-    """The SDKs' helpers rebuild the whole reply from the events, for any division of the text into pieces."""
+    """However a stream divides the text into pieces, the SDKs' helpers rebuild the whole reply from the events."""
     answer = answer_of(name, parsed, stop_reason)
     ends = list(itertools.accumulate(cuts, initial=0))
     pieces = [("", parsed.reasoning[a:b]) for a, b in itertools.pairwise(ends)]
@@ -130,7 +131,8 @@ def test_a_stream_is_the_whole_reply(name: str, parsed: Parsed, stop_reason: str
 @settings(deadline=None)
 @given(st.sampled_from(NAMES), PARSES)
 def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, parsed: Parsed) -> None:
-    """In every protocol the message in the conversation tree equals the message that the client sends back."""
+    """In every protocol the client sends back a message with the same canonical form as the message in the conversation
+    tree."""
     answer = answer_of(name, parsed)
     again = sent_back(name, whole(name, answer))
     assert canonical(again) == canonical(answer.message)
@@ -139,7 +141,8 @@ def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, parsed: Parse
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_parser_is_sure_of_makes_a_stream(name: str) -> None:
-    """If a stream sends only text that OutputParser.certain returned, the events still add up to the whole reply."""
+    """Before its end, a stream sends only text that OutputParser.certain returned. All events together still give the
+    whole reply."""
     parser, tools = OutputParser(), [{"type": "function", "function": {"name": "f"}}]
     text = '<think>\nhm, "<"\n</think>\n\nLet me see: 1 < 2 \n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     pieces, before = [], Parsed("")
@@ -176,7 +179,7 @@ def test_a_chat_completion_has_all_that_strict_clients_read() -> None:
 
 
 def test_a_response_has_all_that_strict_clients_read() -> None:
-    """A response has created_at, status and usage, and the ids of its items are made from the response's id."""
+    """A response has created_at, status and usage. The ids of its items are derived from the response's id."""
     reply = whole("responses", answer_of("responses"))
     assert reply["created_at"] > 0
     assert [item["id"] for item in reply["output"]] == ["rs_ab12", "msg_ab12", "fc_ab12_0", "fc_ab12_1"]
@@ -233,7 +236,8 @@ def test_the_events_of_a_chat_completion() -> None:
 
 
 def test_the_events_of_a_response() -> None:
-    """A response's events are numbered without a gap, and each item is added before its deltas."""
+    """The events of a response are numbered without gaps, and the event that adds an item comes before the item's
+    deltas."""
     frames = list(frames_of(streamed("responses", answer_of("responses"), [("", "hm"), ("Let ", "")])))
     part = ["output_item.added", "content_part.added"]
     end = ["content_part.done", "output_item.done"]
@@ -267,8 +271,8 @@ def test_the_events_of_a_message() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_said_after_the_last_token_only(name: str) -> None:
-    """A stream that sends the whole answer at its end is complete, even if the answer is empty or has only tool
-    calls."""
+    """If a stream sends the whole answer only at its end, the SDK still rebuilds the whole reply, even if the answer is
+    empty or has only tool calls."""
     for parsed in (Parsed(""), Parsed("", calls=PARSED.calls), Parsed("", "hm")):
         answer = answer_of(name, parsed)
         raw = streamed(name, answer, [])
@@ -296,7 +300,7 @@ def test_several_answers_share_a_chat_completion() -> None:
 
 
 def test_logprobs_of_the_sampled_tokens() -> None:
-    """A reply contains the logprobs of the sampled tokens in OpenAI's form, both in a whole body and in a stream."""
+    """A reply contains the logprobs of the sampled tokens in OpenAI's format, with and without streaming."""
     chat = answer_of("chat/completions", Parsed("hi"), token_texts=["h", "i", "<|im_end|>"])
     content = whole("chat/completions", chat)["choices"][0]["logprobs"]["content"]
     assert [(entry["token"], entry["logprob"]) for entry in content] == [("h", -0.5), ("i", -1.0), ("<|im_end|>", -1.5)]
@@ -319,7 +323,7 @@ def test_logprobs_of_the_sampled_tokens() -> None:
     ("status", "error"), [(400, "BadRequestError"), (401, "AuthenticationError"), (404, "NotFoundError")]
 )
 def test_an_error_has_the_shape_of_its_protocol(name: str, status: int, error: str) -> None:
-    """The SDK of each protocol raises its own exception, with the proxy's message."""
+    """For an error status, each protocol's SDK raises the exception class for this status, with the proxy's message."""
     body = PROTOCOLS[name].error(status, "stop: a string is needed")
     assert body["error"]["message"] == "stop: a string is needed"
     assert ("type" in body) == (name == "messages")
@@ -329,7 +333,7 @@ def test_an_error_has_the_shape_of_its_protocol(name: str, status: int, error: s
 
 
 def accumulated_error(name: str, raw: bytes, status: int) -> None:
-    """Send a request with the SDK, which raises the error in the reply."""
+    """Send a request with the SDK. The SDK raises the error that is in the reply."""
     client = client_of(name, raw, status)
     if name == "chat/completions":
         client.chat.completions.create(model="m", messages=HELLO)
@@ -341,7 +345,8 @@ def accumulated_error(name: str, raw: bytes, status: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stream_that_breaks_off_is_an_error(name: str) -> None:
-    """An error after the first bytes of a stream is sent as an event, and the SDK raises this error."""
+    """If an error occurs after the first bytes of a stream, the stream sends the error as an event, and the SDK raises
+    it."""
     stream = PROTOCOLS[name].stream(ASKED, PROTOCOLS[name].id_prefix + "ab", 0)
     raw = stream.start(2) + stream.grow([("text", "Let")]) + stream.error(503, "no server answers")
     library: Any = anthropic if name == "messages" else openai

@@ -1,4 +1,4 @@
-"""A client's request for a title takes no reward and is not trained. Every call of an agent is trained."""
+"""A client's request for a title gets no reward and is not trained. All other calls are trained."""
 
 from itertools import permutations
 from typing import Any
@@ -26,7 +26,7 @@ def session(*interactions: InteractionWithTokenLogpReward, **options: Any) -> In
 
 
 def left_out(cache: InteractionCache) -> list[str]:
-    """Reward the session with 1, as an agent's return value does, and return the ids of the rows that are not
+    """Set the session's reward to 1, as if the agent had returned 1. Return the ids of the rows that are not
     trained."""
     cache.set_last_reward(1.0)
     cache.apply_reward_discount(1.0)
@@ -44,8 +44,8 @@ def agent_of_two_turns() -> list[InteractionWithTokenLogpReward]:
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("place", [0, 1, 2], ids=["before", "between", "after"])
 def test_a_title_at_any_time(client: str, place: int) -> None:
-    """A title call before, between or after the agent's turns is not trained, and the agent's last turn takes the
-    reward."""
+    """A title call is not trained, whether it comes before, between or after the agent's turns. The agent's last turn
+    gets the reward."""
     calls = agent_of_two_turns()
     calls.insert(place, turn([{"role": "system", "content": CLIENTS[client]}, user("hello")], "A title"))
     cache = session(*calls)
@@ -54,7 +54,8 @@ def test_a_title_at_any_time(client: str, place: int) -> None:
 
 
 def test_the_order_of_ends_changes_nothing() -> None:
-    """If three calls run at the same time and end in any order, only the title call is not trained."""
+    """Three calls run at the same time, and one of them is a title call. In whatever order they end, only the title
+    call is left out of training."""
     for order in permutations("012"):
         cache = InteractionCache()
         for name, opening in zip("012", (CODER, TITLE, user("draft")), strict=True):
@@ -65,8 +66,8 @@ def test_the_order_of_ends_changes_nothing() -> None:
 
 
 def test_a_second_agent_of_one_call_is_trained() -> None:
-    """A critic makes a single call, without tools and with a different system prompt. The call is trained, whether it
-    comes first or last."""
+    """A critic makes a single call, without tools and with a different system prompt. The critic's call is trained,
+    whether it is the first or the last call."""
     critic = turn([{"role": "system", "content": "You are a strict critic of code."}, user("hello")], "fine")
     assert left_out(session(*agent_of_two_turns(), critic)) == []
     assert critic.reward == 1.0
@@ -75,7 +76,7 @@ def test_a_second_agent_of_one_call_is_trained() -> None:
 
 
 def test_a_final_answer_without_tools_is_trained() -> None:
-    """If an agent's system prompt mentions titles, the agent's final call without tools is still trained."""
+    """An agent's final call without tools is trained, even if the agent's system prompt mentions titles."""
     librarian = {"role": "system", "content": "You write a title for each book."}
     work = turn([librarian, user("hello")], "a", tools=TOOLS)
     final = turn([librarian, user("hello"), said("a"), user("Now answer.")], "b")
@@ -89,7 +90,7 @@ def test_an_agent_that_only_writes_titles_is_trained() -> None:
 
 
 def test_a_rewarded_title_is_trained() -> None:
-    """A title call is trained if the agent rewards the call by its id."""
+    """If the agent sets a reward for a title call by its id, the title call is trained."""
     cache = session(*agent_of_two_turns(), turn([TITLE, user("hello")]))
     cache.set_reward("2", 0.5)
     assert left_out(cache) == []
@@ -97,14 +98,14 @@ def test_a_rewarded_title_is_trained() -> None:
 
 
 def test_the_key_turns_the_rule_off() -> None:
-    """With rollout.openai.side_conversations=[] a title call is an ordinary call, and takes the reward if it is the
-    last call."""
+    """With rollout.openai.side_conversations=[] title calls are treated like other calls: the last call gets the
+    reward, even if it asks for a title."""
     cache = session(*agent_of_two_turns(), turn([TITLE, user("hello")]), side_patterns=())
     assert left_out(cache) == []
     assert cache["2"].reward == 1.0
 
 
 def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:
-    """A wrong pattern is an error of the configuration, before anything starts."""
+    """If a pattern is not a valid regular expression, loading the configuration raises an error."""
     with pytest.raises(ConfigError, match=r"side_conversations: '\(' is no regular expression"):
         load(["rollout.openai.side_conversations=['(']"])

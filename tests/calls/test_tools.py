@@ -1,5 +1,5 @@
-"""A complete and valid tool call in the model's text becomes a call. All other text stays text. A stream never
-withdraws a part that it sent."""
+"""If the model's text contains a complete and valid tool call, the reply contains this call; all other text stays text.
+A stream never takes back a part of the reply that it has sent."""
 
 import copy
 import json
@@ -51,7 +51,8 @@ def call(name: str = "f", arguments: str = "{}") -> str:
     ],
 )
 def test_a_text_is_taken_apart(text: str, parsed: Parsed) -> None:
-    """parse splits a text into reasoning, text and calls. A text without calls is not changed."""
+    """The method parse splits the model's output into reasoning, text and calls. Output without reasoning and calls is
+    not changed."""
     assert PARSER.parse(text, TOOLS) == parsed
 
 
@@ -78,7 +79,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("text", BROKEN)
 def test_a_malformed_call_stays_text(text: str) -> None:
-    """A malformed call stays text, and the parser still finds a good call after the malformed call."""
+    """A malformed call stays text. The parser still finds a valid call after the malformed call."""
     assert PARSER.parse(text, TOOLS) == Parsed(text)
     if text.endswith("</tool_call>"):
         assert PARSER.parse(text + call("g"), TOOLS) == Parsed(text, calls=[Call("g", "{}")])
@@ -100,7 +101,8 @@ PIECES = st.sampled_from(
 @settings(deadline=None)
 @given(st.lists(PIECES, max_size=8).map("".join), st.booleans())
 def test_what_is_certain_is_never_taken_back(text: str, offered: bool) -> None:
-    """While a text grows, its certain part never shrinks and always is the beginning of the final reply."""
+    """While a text grows, the part that `certain` returns never shrinks, and it is always a prefix of the final
+    reply."""
     tools = TOOLS if offered else []
     whole, before = PARSER.parse(text, tools), Parsed("")
     for end in range(len(text) + 1):
@@ -116,7 +118,8 @@ def test_what_is_certain_is_never_taken_back(text: str, offered: bool) -> None:
 
 
 def test_a_stream_says_what_it_can() -> None:
-    """A stream holds back only the possible beginning of a mark, and blanks that may come before a call."""
+    """A stream holds back only two things: text that may be the beginning of a tag such as <tool_call>, and spaces that
+    may come before a call."""
     assert PARSER.certain("Hello wor", TOOLS) == Parsed("Hello wor")
     assert PARSER.certain("Hello \n", TOOLS) == Parsed("Hello")
     assert PARSER.certain("Hello \n", []) == Parsed("Hello \n")
@@ -150,7 +153,7 @@ def test_a_call_in_a_stream_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
 @settings(deadline=None)
 @given(st.text("ab", max_size=6), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
 def test_the_beginning_of_a_mark_is_held_back(text: str, marks: list[str]) -> None:
-    """without_partial holds back only the longest end of the text that may be the beginning of a mark."""
+    """without_partial removes the longest suffix of the text that may be the beginning of a mark, and nothing else."""
     held = [n for n in range(1, len(text) + 1) if any(m.startswith(text[-n:]) and m != text[-n:] for m in marks)]
     assert without_partial(text, marks) == text[: len(text) - max(held, default=0)]
 
@@ -176,8 +179,8 @@ def test_the_beginning_of_a_mark_is_held_back(text: str, marks: list[str]) -> No
     ],
 )
 def test_a_forced_call_is_begun_for_the_model(prompt: str, begun: str, choice: str, tools: list, written: str) -> None:
-    """A forced call consists of the opening in the prompt and the model's text. If the prompt has begun the reasoning,
-    the opening first closes the reasoning."""
+    """To force a call, the proxy writes the beginning of the call into the prompt, and the model writes the rest. If
+    the prompt ends inside the reasoning, the proxy first adds </think>."""
     assert PARSER.begun(prompt) == begun
     opening = PARSER.opening(choice, tools, begun)
     assert (begun + opening).count("</think>") == bool(begun)
@@ -207,8 +210,8 @@ def templated(tiny_tokenizer: Any) -> Any:
 
 
 def test_a_tokenizers_own_template_is_used(templated: Any) -> None:
-    """A response template parses only a finished text, so no part of a stream is certain, and no call can be
-    forced."""
+    """A tokenizer's response template can parse only finished text. So a stream cannot send any part early, and a call
+    cannot be forced."""
     parser = OutputParser(templated)
     text = '[THINK]hm[/THINK]Well.[CALL]{"name": "f", "arguments": {"a": 1}}[/CALL]'
     assert parser.special_tokens
@@ -223,7 +226,7 @@ def test_a_tokenizers_own_template_is_used(templated: Any) -> None:
 
 
 def test_a_parser_that_is_not_there_is_an_error_at_once() -> None:
-    """The proxy refuses the name of an unknown parser at the start, and the error lists the known names."""
+    """An unknown parser name raises an error when the parser is made, and the error lists the known names."""
     with pytest.raises(ValueError, match=r"^tool_call_parser: .*hermes"):
         OutputParser(tool_call_parser="no such form")
     with pytest.raises(ValueError, match=r"^reasoning_parser: .*qwen3"):

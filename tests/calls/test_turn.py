@@ -1,5 +1,5 @@
-"""These tests check calls, streams and retries. If a connection breaks, the conversation tree keeps the tokens that the
-client has read."""
+"""These tests check calls, streams and retries. If the connection of a stream breaks, the conversation tree keeps the
+tokens that were already sent."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ TOOLS: list[Any] = [
     for name in ("look", "open")
 ]
 Start = Callable[..., Harness]
-ENDS: dict[str, Callable[[bytes], bool]] = {  # protocol -> whether a piece of a stream contains the last event
+ENDS: dict[str, Callable[[bytes], bool]] = {  # protocol -> test whether a piece contains the stream's last event
     "chat/completions": lambda piece: b"data: [DONE]" in piece,
     "responses": lambda piece: b'"response.completed"' in piece,
     "messages": lambda piece: b"message_stop" in piece,
@@ -58,8 +58,8 @@ def cache_of(harness: Harness, session: str) -> Any:
 async def test_a_turn_is_in_the_tree_before_its_first_byte_and_whole_before_its_last(
     start: Start, protocol: str
 ) -> None:
-    """Before the first byte of the reply is sent, the tree contains the interaction. Before the last byte is sent, the
-    tree contains all its tokens."""
+    """The interaction is in the tree before the first byte of the reply is sent, and all its tokens are there before
+    the last byte is sent."""
     harness = start("hello you")
     session = await harness.start()
     harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
@@ -97,8 +97,8 @@ async def test_tokens_are_sent_while_others_are_still_sampled(start: Start) -> N
 
 
 async def test_who_hangs_up_on_a_stream_leaves_what_was_read(start: Start, tiny_tokenizer: Any) -> None:
-    """If a client hangs up on a stream, the engine stops generating. The tokens that the client received stay as a
-    turn that a later request can continue."""
+    """If a client closes a stream early, the engine stops generating. The tokens that the client received become a
+    finished turn, and a later request can continue it."""
     harness = start("hello you", "more")
     session = await harness.start()
     harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
@@ -121,8 +121,8 @@ async def test_who_hangs_up_on_a_stream_leaves_what_was_read(start: Start, tiny_
 async def test_a_stream_that_holds_back_what_comes_is_not_silent(
     start: Start, monkeypatch: pytest.MonkeyPatch, pace: float
 ) -> None:
-    """A stream sends a tool call when the call is complete. While the call's tokens arrive, the stream sends a
-    comment every PING_SECONDS."""
+    """A stream does not send a tool call before the call is complete. Until then the stream sends a comment every
+    PING_SECONDS."""
     harness, clock = start(CALL), Clock()
     session = await harness.start()
     monkeypatch.setattr("calls.turn.monotonic", clock)
@@ -144,7 +144,7 @@ async def test_a_stream_that_holds_back_what_comes_is_not_silent(
 
 
 async def test_a_stream_without_tokens_is_not_silent(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While no token arrives, for example because the server is paused, a stream sends comments."""
+    """A stream sends comments while no token arrives, for example because the server is paused."""
     monkeypatch.setattr("calls.turn.PING_SECONDS", 0.0)
     harness = start("hello")
     session = await harness.start()
@@ -161,8 +161,8 @@ async def test_a_stream_without_tokens_is_not_silent(start: Start, monkeypatch: 
 
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_error_before_the_first_token_is_a_status(start: Start, streams: bool) -> None:
-    """If a call fails before the first token, the reply has an HTTP error status, because a stream's headers are sent
-    with the first token."""
+    """A call that fails before its first token gets an HTTP error status, even if it streams, because a stream's
+    headers are not sent before the first token."""
     harness = start()
     session = await harness.start()
     harness.engine.error = EngineError("the prompt is too long", 400)
@@ -229,8 +229,8 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
 
 
 async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokenizer: Any) -> None:
-    """A prompt contains the tools, the reply contains the parsed tool call, and the next prompt begins with the
-    tokens that the model sampled."""
+    """The reply contains the parsed tool call. The next prompt begins with the first prompt and the tokens that the
+    model sampled."""
     harness = start(f"so: {CALL}", "blue")
     session = await harness.start()
     completion = await harness.chat(session, HELLO, tools=TOOLS)
@@ -248,7 +248,8 @@ async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokeniz
 
 @pytest.mark.parametrize(("choice", "opening"), [("required", '"'), ("look", '"look", "arguments": ')])
 async def test_a_call_is_forced_by_its_beginning(start: Start, tiny_tokenizer: Any, choice: str, opening: str) -> None:
-    """The opening of a forced call is a part of the prompt and is not trained. The reply contains the whole call."""
+    """The beginning of a forced call is part of the prompt and is not trained. The reply still contains the whole
+    call."""
     rest = '{"at": "sky"}}\n</tool_call>'
     harness = start(('look", "arguments": ' if choice == "required" else "") + rest)
     session = await harness.start()
@@ -265,8 +266,8 @@ async def test_a_call_is_forced_by_its_beginning(start: Start, tiny_tokenizer: A
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
-    """Each of n answers is an interaction with a different seed. The answer that the agent continues is the
-    parent."""
+    """If a call asks for n answers, each answer is an interaction with its own seed. The parent of the next turn is the
+    answer that the agent continues."""
     harness = start("one", "two", "three", "next", seed=3)
     session = await harness.start()
     async with sdk(harness, f"/{session}/v1") as client:
@@ -290,8 +291,8 @@ async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("end", ["the caller hangs up", "an answer fails", "the session ends"])
 async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: bool, end: str) -> None:
-    """If a call for n answers ends early, no answer stays in the tree. (If a client hangs up on a stream, the text that
-    was sent stays in the tree.)"""
+    """If a call for n answers fails or is cancelled, none of the answers stays in the tree. There is one exception: if
+    the client closes a stream, the tree keeps the text that was sent."""
     harness = start("my", "hello you")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -331,7 +332,7 @@ async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: 
 
 
 async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
-    """With seed=5 and n=2 the two answers have the seeds 5 and 6. A second equal request has the same seeds."""
+    """With seed=5 and n=2 the two answers have the seeds 5 and 6. An identical second request uses the same seeds."""
     harness = start()
     session = await harness.start()
     for _ in range(2):
@@ -340,8 +341,8 @@ async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
 
 
 async def test_a_response_goes_on_from_the_one_it_names(start: Start, tiny_tokenizer: Any) -> None:
-    """If a client sends previous_response_id and only new messages, the prompt is the parent's tokens and the
-    rendered tail."""
+    """A client may send previous_response_id and only the new messages. The prompt then begins with the earlier
+    prompt's tokens."""
     harness = start("one", "two")
     session = await harness.start()
     async with sdk(harness, f"/{session}/v1") as client:
@@ -357,7 +358,7 @@ async def test_a_response_goes_on_from_the_one_it_names(start: Start, tiny_token
 
 
 async def test_what_is_not_stored_is_answered_and_not_trained(start: Start) -> None:
-    """A turn with store=false is not trained, but the later turns' prompts contain the turn."""
+    """A turn with store=false is not trained, but the prompts of later turns contain it."""
     harness = start()
     session = await harness.start()
     message = reply_message(await harness.chat(session, HELLO, store=False))
@@ -370,7 +371,8 @@ async def test_what_is_not_stored_is_answered_and_not_trained(start: Start) -> N
 
 
 async def test_a_recipe_may_fix_the_sampling(start: Start) -> None:
-    """An agent cannot change the sampling fields in fixed_sampling. It can change all other fields."""
+    """An agent cannot change the sampling fields that fixed_sampling lists. The agent can change all other sampling
+    fields."""
     harness = start(sampling={"temperature": 0.7, "top_p": 0.9}, fixed_sampling=["temperature", "stop"])
     session = await harness.start()
     await harness.chat(session, HELLO, temperature=0.1, top_p=0.5, stop=["x"])
@@ -392,8 +394,8 @@ async def test_logprobs_are_those_of_the_sampled_tokens(start: Start) -> None:
 
 
 async def test_tokens_can_be_counted_beforehand(start: Start) -> None:
-    """Anthropic's count_tokens returns the length of the prompt that a turn would have, in a first turn and in a
-    later turn."""
+    """For the first turn and for later turns, Anthropic's count_tokens returns the number of tokens that the turn's
+    prompt would have."""
     harness = start("one")
     session = await harness.start()
     messages: list[Any] = list(HELLO)
@@ -432,15 +434,15 @@ async def test_models_are_listed(start: Start) -> None:
     ],
 )
 def test_which_turn_a_retry_belongs_to(states: str, says_so: bool, match: int | None) -> None:
-    """A request matches an equal turn that is unread, failed or abandoned. With a retry header, it also matches a
-    running turn or the last turn."""
+    """A request counts as a retry of an identical request whose turn is unread, failed or abandoned. With a retry
+    header, the request may also be a retry of a running turn or of the last turn."""
     turns: list[Any] = [SimpleNamespace(state=State[name.upper()], retries=0) for name in states.split()]
     assert match_retry(turns, says_so) is (None if match is None else turns[match])
 
 
 async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
-    """If a client sends its request again while the generation runs, the running generation answers the second
-    connection."""
+    """If a client repeats its request while the first generation runs, this generation also answers the second
+    request."""
     harness = start("one", "two")
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -458,7 +460,8 @@ async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
 
 
 async def test_a_retry_whose_reply_was_lost_gets_the_same_reply(start: Start) -> None:
-    """If the reply of a finished turn is lost, the retry gets an equal reply, and the engine generates nothing."""
+    """If the reply of a finished turn is lost, the retry gets the same reply, and the engine does not generate
+    again."""
     harness = start("one", "two")
     session = await harness.start()
     path = f"/{session}/v1/chat/completions"
@@ -471,8 +474,8 @@ async def test_a_retry_whose_reply_was_lost_gets_the_same_reply(start: Start) ->
 @pytest.mark.parametrize("says_so", [True, False])
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_orphan_is_dropped(start: Start, says_so: bool, streams: bool) -> None:
-    """If the client hangs up during a generation and sends the request again, the request is a new turn, and the
-    abandoned turn is removed."""
+    """If a client hangs up during a generation and then repeats the request, the proxy starts a new turn and removes
+    the abandoned turn."""
     harness = start("hello you", "hello me")
     session = await harness.start()
     harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
@@ -491,7 +494,8 @@ async def test_an_orphan_is_dropped(start: Start, says_so: bool, streams: bool) 
 
 
 async def test_an_orphan_is_dropped_while_it_is_aborted(start: Start) -> None:
-    """If a retry arrives before the engine has finished aborting, the abandoned turn is still removed."""
+    """If a retry arrives while the engine is still aborting the first generation, the abandoned turn is also
+    removed."""
     harness = start("hello you", "hello me")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -520,7 +524,7 @@ async def test_an_orphan_is_dropped_while_it_is_aborted(start: Start) -> None:
 
 
 async def test_a_retry_after_a_failure_is_a_new_turn(start: Start) -> None:
-    """After a 503 a retry is a new turn, and the tree contains nothing of the failed turn."""
+    """If a call failed with a 503, its retry starts a new turn, and the failed turn is not in the tree."""
     harness = start("one")
     session = await harness.start()
     path = f"/{session}/v1/chat/completions"
@@ -534,8 +538,8 @@ async def test_a_retry_after_a_failure_is_a_new_turn(start: Start) -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 async def test_two_equal_requests_on_purpose_stay_two(start: Start, together: bool) -> None:
-    """Two equal requests without a retry header are two turns. A retry of each request gets the reply of that
-    request's turn."""
+    """Two identical requests without a retry header make two turns. If both requests are retried, each retry gets the
+    reply of a different turn."""
     harness = start("one", "two")
     session = await harness.start()
     path = f"/{session}/v1/chat/completions"
@@ -558,7 +562,8 @@ async def test_two_equal_requests_on_purpose_stay_two(start: Start, together: bo
 
 
 async def test_the_sdk_retries_by_itself(start: Start) -> None:
-    """If the official SDK's first attempt fails, the SDK retries by itself, and the tree contains a single turn."""
+    """If the first attempt of a request fails, the official SDK retries automatically, and the tree contains a single
+    turn."""
     harness = start("one")
     session = await harness.start()
     harness.engine.error = EngineError("no server answered", 503)
@@ -577,7 +582,7 @@ async def test_the_sdk_retries_by_itself(start: Start) -> None:
 
 
 async def test_a_session_frees_its_turns(start: Start) -> None:
-    """After an export the proxy has deleted the session, and no turn of the session is running."""
+    """After an export the session is deleted, and none of its turns is running."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -589,8 +594,8 @@ async def test_a_session_frees_its_turns(start: Start) -> None:
 
 
 async def test_a_concurrent_title_call_takes_no_reward(start: Start) -> None:
-    """If opencode requests a title while the agent works, the agent's turn takes the reward. The order in which the
-    calls end makes no difference."""
+    """If opencode requests a title while the agent's turn runs, the agent's turn gets the reward and the title call
+    gets none."""
     harness = start("a title", "done")
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -626,7 +631,7 @@ async def real(tiny_tokenizer: Any, tiny_server: str) -> AsyncIterator[Harness]:
 
 
 async def assert_equal_rows(harness: Harness, sessions: list[str]) -> None:
-    """Check that both sessions export equal rows. The last bits of the log-probabilities may differ, because the
+    """Check that both sessions export the same rows. The last bits of the log-probabilities may differ, because the
     server batches requests."""
     one, other = [i["tensors"] for s in sessions for i in (await harness.export(s)).values()]
     assert one.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-4)
@@ -635,7 +640,7 @@ async def assert_equal_rows(harness: Harness, sessions: list[str]) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_streaming_is_not_streaming_chat(real: Harness, seed: int) -> None:
-    """A streamed chat completion has the text and the tokens of an unstreamed chat completion."""
+    """A streamed chat completion has the same text and tokens as an unstreamed chat completion."""
     sessions = [await real.start() for _ in range(2)]
     request: Any = {"model": "m", "messages": HELLO, "seed": seed, "tools": TOOLS, "max_tokens": 60}
     async with sdk(real, f"/{sessions[0]}/v1") as client:
@@ -645,7 +650,7 @@ async def test_streaming_is_not_streaming_chat(real: Harness, seed: int) -> None
         async with client.chat.completions.stream(**request, **options) as stream:
             async for _ in stream:
                 pass
-            streamed = stream.current_completion_snapshot  # get_final_completion refuses a cut text
+            streamed = stream.current_completion_snapshot  # get_final_completion raises an error for a cut text
     assert streamed.choices[0].message.content == whole.choices[0].message.content
     assert streamed.choices[0].finish_reason == whole.choices[0].finish_reason
     assert streamed.usage == whole.usage
@@ -654,9 +659,9 @@ async def test_streaming_is_not_streaming_chat(real: Harness, seed: int) -> None
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_streaming_is_not_streaming_responses(real: Harness, seed: int) -> None:
-    """A streamed response has the text and the tokens of an unstreamed response."""
+    """A streamed response has the same text and tokens as an unstreamed response."""
     sessions = [await real.start() for _ in range(2)]
-    stops = {"seed": seed, "stop_token_ids": list(range(100, 104))}  # so that no length cuts the answer
+    stops = {"seed": seed, "stop_token_ids": list(range(100, 104))}  # so that the answer ends before a length limit
     request: Any = {"model": "m", "input": "hello", "extra_body": stops}
     async with sdk(real, f"/{sessions[0]}/v1") as client:
         whole = await client.responses.create(**request)
@@ -671,7 +676,7 @@ async def test_streaming_is_not_streaming_responses(real: Harness, seed: int) ->
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_streaming_is_not_streaming_messages(real: Harness, seed: int) -> None:
-    """A streamed Anthropic message has the content and the tokens of an unstreamed message."""
+    """A streamed Anthropic message has the same content and tokens as an unstreamed message."""
     sessions = [await real.start() for _ in range(2)]
     request: Any = {"model": "m", "messages": HELLO, "max_tokens": 50, "extra_body": {"seed": seed}}
     async with claude(real, f"/{sessions[0]}") as client:
@@ -684,7 +689,8 @@ async def test_streaming_is_not_streaming_messages(real: Harness, seed: int) -> 
 
 
 async def test_a_paused_server_holds_requests(real: Harness, tiny_server: str) -> None:
-    """A call that arrives during a weight update waits until the paused server continues, and is then answered."""
+    """If a call arrives while the server is paused for a weight update, the call waits and is answered after the
+    pause."""
     engine = real.app.state.proxy.engine
     session = await real.start()
     await asyncio.to_thread(engine.pause)
@@ -721,7 +727,8 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
     tiny_model_dir: Any, tiny_server: str, protocol: str
 ) -> None:
     """Tokens stream from a server process through a proxy process to the agent's client. If the agent closes a stream
-    early, the server stops generating. A finished stream frees its connection."""
+    early, the server stops generating. After a finished stream, the client's connection is free for the next
+    request."""
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
