@@ -45,8 +45,8 @@ def run(tmp_path: Path, *words: str) -> list[dict]:
 
 
 def start_and_hold(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
-    """Start a run that suspends itself (SIGSTOP) after its first step. Return its process and {script: pid} of its
-    children.
+    """Start a run that suspends itself (SIGSTOP) after its first step. Return the run's process and {script: pid} of
+    the run's child processes.
 
     The run continues when it receives SIGCONT.
     """
@@ -62,7 +62,8 @@ def start_and_hold(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], 
 
 
 def start_and_wait_for_step(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
-    """Start a run and wait for its first step. Return its process and {script: pid} of its children."""
+    """Start a run and wait for its first step. Return the run's process and {script: pid} of the run's child
+    processes."""
     process, pids = start_and_hold(tmp_path, *words)
     process.send_signal(signal.SIGCONT)
     return process, pids

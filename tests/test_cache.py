@@ -252,8 +252,8 @@ def test_finding_a_parent_costs_messages_not_interactions() -> None:
 
 def test_a_turn_reads_its_new_messages_only() -> None:
     """In a chain of 100 turns, the cache reads each new question two times (to search for it and to insert it) and each
-    answer one time. It does not read the older messages one by one, because it compares them with the newest
-    conversation in one list comparison."""
+    answer one time. The cache does not read the older messages one by one: it compares them all at once with the newest
+    conversation."""
     Counted.looks = 0
     cache, messages = InteractionCache(), [Counted(user("0"))]
     for k in range(100):
@@ -366,8 +366,8 @@ def test_a_side_conversation_that_is_rewarded_is_trained() -> None:
 
 
 def test_what_comes_later_is_no_side_conversation() -> None:
-    """A call is no side conversation if it comes after all other calls, even without tools and with a different prompt.
-    Two identical drafts, one of which the agent continues, are no side conversations either."""
+    """The last call gets the reward, even if it has no tools and a different prompt. Identical drafts are not side
+    conversations if the agent continues one of them."""
     cache = InteractionCache()
     cache.enter("work", turn([user("work")], tools=TOOLS))
     cache.enter("answer", turn([user("answer")]))

@@ -419,8 +419,7 @@ async def test_a_dead_server_hands_over():
 
 
 class Executor:
-    """A fake WorkflowExecutor. When the engine calls any of its methods, the call is added to the script's list of
-    requests."""
+    """A fake WorkflowExecutor. Each call by the engine is added to the script's list of requests."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -732,8 +731,7 @@ WHOLE = {  # stop reason -> body of the whole stream
 
 @given(st.sampled_from(["stop", "length"]), st.data(), st.sampled_from([None, httpx.ReadError("reset")]))
 def test_a_stream_may_break_anywhere(end: str, data: st.DataObject, failure: Exception | None):
-    """If a stream breaks at any byte, no token is lost or repeated, and no token is added after the end of the
-    completion."""
+    """Wherever a stream breaks, no token is lost or repeated, and no token is added after the end of the completion."""
     content = WHOLE[end][: data.draw(st.integers(0, len(WHOLE[end])))]
     wanted = request(max_new_tokens=3 if end == "length" else 64)
 
@@ -785,7 +783,8 @@ def error_event(status: int) -> httpx.Response:
 @pytest.mark.parametrize("on_tokens", [None, lambda _: None])
 @pytest.mark.parametrize("event", [error_event(400), refused(400), refused(400, tokens=1)])
 async def test_a_stream_is_refused_as_a_whole_answer_is(event: httpx.Response, on_tokens: Any):
-    """A refusal inside a stream raises the same error as an unstreamed answer of 400, and the engine does not retry."""
+    """A refusal inside a stream raises the same error as an unstreamed refusal with status 400, and the engine does not
+    retry."""
     script = Script(streamed(event) if on_tokens else event, generated([9]))
     with pytest.raises(EngineError, match="no such thing") as caught:
         await script.engine().agenerate(request(), on_tokens)

@@ -95,7 +95,7 @@ SAMPLES = [dataset()[0], dataset()[37], dataset()[63]]
 
 
 def episodes(module: str, proxy_addr: str, **options: Any) -> list[Any]:
-    """Run one episode for each sample, all episodes concurrently, and return their results."""
+    """Run the episodes of all samples concurrently, and return their results."""
     agent = f"examples.{module}.Agent"
     proxy = {"proxy_addr": proxy_addr, "admin_key": "secret", "export_style": "concat"} | options
     workflow = resolve_workflow(agent, proxy=proxy)

@@ -326,8 +326,8 @@ def test_a_group_of_one_teaches_nothing(std):
 
 
 def test_without_a_baseline_one_rollout_keeps_its_reward():
-    """Without a baseline the advantage of a group's only member is its reward, because rewards in a group of one member
-    are divided by 1."""
+    """Without a baseline, the advantage of a group's only member is its reward, because the spread of a single reward
+    counts as 1."""
     batch = single((0, 3.0), (1, -1.0))
     assert per_row(compute_advantages(batch, config("none", "none")), batch) == [3.0, -1.0]
     assert per_row(compute_advantages(batch, config("none", "group")), batch) == [3.0, -1.0]

@@ -219,8 +219,8 @@ async def test_a_stop_string_ends_the_text_but_not_the_tokens(start: Start, tiny
 
 
 async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> None:
-    """The proxy passes each sampling parameter that the agent sets to the engine. If the agent sets none, the engine
-    samples from the policy's unchanged distribution."""
+    """The engine gets each sampling parameter that the agent sets. If the agent sets none, the engine samples from the
+    policy's unchanged distribution."""
     harness = start(sampling={"max_new_tokens": 9})
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -283,7 +283,7 @@ async def test_the_official_sdk_is_served_by_url_or_by_key(start: Start, path: s
 
 
 async def test_the_sdk_gets_typed_errors(start: Start) -> None:
-    """For a wrong request the SDK raises BadRequestError and does not retry. For an unknown session it raises
+    """For a wrong request the SDK raises BadRequestError and does not retry. For an unknown session the SDK raises
     NotFoundError."""
     harness = start()
     async with sdk(harness, f"/{await harness.start()}/v1") as client:

@@ -97,8 +97,8 @@ SAID = {"text", "content", "name", "arguments", "input", "id", "call_id", "tool_
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """A client sends `value` back in its next request. Return the paths to all texts, names, ids and arguments in
-    it."""
+    """Return the paths to all texts, names, ids and arguments in `value`, which a client sends back in its next
+    request."""
     if isinstance(value, list):
         return [place for i, item in enumerate(value) for place in places(item, (*path, i))]
     if not isinstance(value, dict) or value.get("type") in ("thinking", "reasoning"):
@@ -158,8 +158,8 @@ def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) ->
 @settings(deadline=None)
 @given(st.text(), st.lists(st.text(), max_size=3))
 def test_null_empty_absent_and_parts_are_one_text(text: str, parts: list[str]) -> None:
-    """A content of null, a content of "" and a missing content have the same canonical form. So do a list of text parts
-    and the joined text."""
+    """A content of null, a content of "" and a missing content have the same canonical form. A list of text parts and
+    the joined text also have the same canonical form."""
     assert (
         canonical({"role": "user", "content": None})
         == canonical({"role": "user", "content": ""})

@@ -60,7 +60,7 @@ class Talk:
         self.messages: list[dict[str, Any]] = []
 
     def say(self, question: dict[str, Any], answer: str, ends: str = "<|im_end|>", **ask: Any) -> list[int]:
-        """Build and return the prompt of a turn, and store the tokens of `answer` as the answer to it."""
+        """Build and return the prompt of a turn, and store the tokens of `answer` as the turn's answer."""
         self.messages.append(question)
         name = str(len(self.cache))
         request = AgentRequest(list(self.messages), **ask)
