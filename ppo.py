@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from run.config import NormConfig, PPOActorConfig
-from training.advantages import generalised_advantage, kl_estimate, leave_one_out_mean, overlong_penalty
+from training.advantages import generalised_advantage, kl_estimate, leave_one_out_mean, log_ratio, overlong_penalty
 
 
 def describe_mode(config: PPOActorConfig) -> str:
@@ -221,8 +221,8 @@ def ppo_actor_loss_fn(
     mask = loss_mask.bool()
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator
     prox_logp = prox_logp if config.use_decoupled_loss else old_logp
-    log_u = torch.where(mask, logp - prox_logp.detach(), 0.0)  # log (pi_theta / pi_prox)
-    log_weight = torch.where(mask, prox_logp - old_logp, 0.0)  # log (pi_prox / pi_behav)
+    log_u = torch.where(mask, log_ratio(logp, prox_logp.detach()), 0.0)  # log (pi_theta / pi_prox)
+    log_weight = torch.where(mask, log_ratio(prox_logp, old_logp), 0.0)  # log (pi_prox / pi_behav)
     A = torch.where(mask, advantages, 0.0)
 
     # u = pi_theta / pi_prox
@@ -237,7 +237,6 @@ def ppo_actor_loss_fn(
         objective = torch.where(A < 0, torch.maximum(objective, config.c_clip * A), objective)
 
     # w = pi_prox / pi_behav of the token, or the geometric mean of w over its sequence; above the cap w is 0 or the cap
-    log_ratio = log_u.detach() + log_weight  # log (pi_theta / pi_behav)
     if config.behave_imp_weight_level == "sequence":
         ids = torch.arange(len(mask), device=mask.device)[:, None] if sequence_ids is None else sequence_ids
         log_weight = sequence_mean(log_weight, mask, ids)
@@ -249,11 +248,12 @@ def ppo_actor_loss_fn(
     with torch.no_grad():
         weight = torch.where(mask, weight, 0.0)
         sums = {
-            "clip_frac": torch.count_nonzero(objective != uA),
+            "clip_frac": torch.count_nonzero((objective != uA) & (weight > 0)),  # a dropped token is not clipped
             "behave_weight_mean": weight.sum(),
             "behave_weight_square": weight.square().sum(),
             "dropped_share": torch.count_nonzero(above_cap & mask),
-            "kl": log_ratio.clamp(-1e4, 1e4).square().sum() / 2,  # the estimator k2; the clamp keeps the sum finite
+            # the estimator k2 of log (pi_theta / pi_behav); the clamp keeps the sum finite
+            "kl": torch.where(mask, log_ratio(logp, old_logp), 0.0).clamp(-1e4, 1e4).square().sum() / 2,
         }
         stats = {name: x / denominator for name, x in sums.items()}
     return loss, stats

@@ -41,6 +41,7 @@ def code_lines(path: Path) -> int:
     return len(lines)
 
 
+# All modules together may have 6,510 lines of code, plus the lines that each of these parts needed.
 RAISED_BY = {
     "agents that change their tools, cheap long chains": 22,
     "ways to start on GPUs": 2,

@@ -89,6 +89,8 @@ def test_the_loss_is_the_papers_objective(seed):
 
     assert loss.item() == pytest.approx(-expected, rel=1e-12)
     assert stats["dropped_share"].item() == pytest.approx(hits["dropped"] / int(mask.sum()))
+    clipped = hits["clipped above"] + hits["clipped below"] + hits["dual clip"]
+    assert stats["clip_frac"].item() == pytest.approx(clipped / int(mask.sum())), "a dropped token is not clipped"
 
 
 def test_standard_ppo_is_the_same_loop_with_one_old_policy():
@@ -148,6 +150,17 @@ def test_the_write_ups_surrogate_is_another_objective():
 
     torch.testing.assert_close(loss, paper)
     assert abs(loss - write_up) > 0.05
+
+
+@pytest.mark.parametrize(
+    ("theta", "prox", "behav"), [(-INF, -INF, -INF), (-1.0, -INF, -INF), (-INF, -INF, -1.0), (-INF, -1.0, -INF)]
+)
+def test_a_token_that_two_policies_exclude_gives_no_nan(theta, prox, behav):
+    """If two policies give a token the probability 0, their ratio counts as 1, and loss and metrics are numbers."""
+    policies = [torch.tensor([value, -1.0]) for value in (theta, prox, behav)]
+    loss, stats = ppo_actor_loss_fn(*policies, -torch.ones(2), torch.ones(2), c_clip=2.0)
+    assert loss.isfinite()
+    assert all(value.isfinite() for value in stats.values())
 
 
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])

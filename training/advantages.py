@@ -15,6 +15,19 @@ are 0, -1 and 1. With the leave-one-out mean the advantages are 1 - 1 = 0, 0 - 1
 rewards of later turns to earlier turns (cache.py), so GAE stays inside a turn. If GAE crossed into the next turn, the
 rewards of later turns would count twice.
 
+**The bound of k3.** k3 contains 1 / ratio, which one token can make huge: at x = -8, k3 is 2,972. With kl_ctl = .001
+this one token takes 3 from the return of its turn, more than most rewards. The bound of 10, which AReaL and slime have
+too, makes it .01. k1 and k2 grow slowly and have no bound: a bound on k2 would end its pull on the tokens that are
+furthest from the reference.
+
+**KL of the whole turn.** With kl_placement=reward each turn pays for the KL of all its tokens, before the baseline. The
+other choice, which AReaL makes, is the KL to go: token t pays only for the tokens from t on, after the baseline. On
+average both have the same gradient, because the KL before t does not depend on token t. The turn's KL fits the rest of
+this file for two reasons. One turn is one action, as in RLOO, so all its tokens keep one advantage. And the group's
+baseline cancels the KL that all members pay. The KL to go shrinks towards the end of a turn, so a baseline that is the
+same for all positions would reward late tokens and punish early ones. The price is noise: a token also pays for the
+tokens before it.
+
 **Filter.** If all members of a group earned equal rewards, every advantage is 0, so training on the group changes
 nothing. `informative` is a filter for the key should_accept_fn that rejects such groups, as the dynamic sampling of
 DAPO does. The filter rejects prompts that are too easy or too hard. If the filter rejects every group, the run waits
@@ -34,22 +47,28 @@ def overlong_penalty(lengths: Tensor, limit: int, margin: int, factor: float) ->
     return -factor * ((lengths - (limit - margin)) / margin).clamp(0, 1)
 
 
+def log_ratio(logp: Tensor, other_logp: Tensor) -> Tensor:
+    """Return log (p / q), given log p and log q. The ratio of two probabilities of 0 counts as 1, not as NaN."""
+    both_zero = logp.isinf() & (logp == other_logp)
+    return torch.where(both_zero, 0.0, logp - other_logp)
+
+
 def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     """Return one estimate of KL(pi || pi_ref), in nats, for each token that pi sampled.
 
     The result has the shape of logp. `kind` is an estimator of Schulman, "Approximating KL Divergence":
     k1    unbiased, may be negative; as a loss its gradient is 0 on average
     k2    biased, never negative; as a loss it has the gradient of the KL
-    k3    unbiased, never negative
+    k3    unbiased, never negative; above 10 it counts as 10, and as a loss it then has the gradient 0
     """
-    # k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x, with x = log (pi / pi_ref)
-    x = logp - ref_logp
+    # k1 = x, k2 = x^2 / 2, k3 = min(exp(-x) - 1 + x, 10), with x = log (pi / pi_ref)
+    x = log_ratio(logp, ref_logp)
     if kind == "k1":
         return x
     if kind == "k2":
         return x.square() / 2
     x = x.clamp(-20, 20)  # so that exp(-x) stays finite
-    return torch.expm1(-x) + x
+    return (torch.expm1(-x) + x).clamp(max=10)
 
 
 def leave_one_out_mean(x: Tensor, cell: Tensor) -> Tensor:

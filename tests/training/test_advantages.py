@@ -69,7 +69,7 @@ def test_gae_in_a_batch_does_not_decay_over_what_is_not_trained():
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_the_kl_estimates_and_what_they_estimate(kind):
     """The estimators k1, k2 and k3 equal their formulas. The expectation of k1 and of k3 under the policy is the KL
-    divergence."""
+    divergence, as long as the bound of k3 changes no token."""
     g = torch.Generator().manual_seed(0)
     p, q = (torch.randn(7, generator=g, dtype=torch.float64).log_softmax(-1) for _ in range(2))
     slow = []
@@ -84,9 +84,52 @@ def test_the_kl_estimates_and_what_they_estimate(kind):
         assert (k >= 0).all()
 
 
-def test_k3_is_finite_at_any_distance():
-    """The estimator k3 stays finite even if the reference gives a token almost no probability."""
-    assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-500.0]), "k3").isfinite().all()
+def test_k3_counts_as_at_most_10():
+    """min(exp(-x) - 1 + x, 10) for x = log (pi / pi_ref): the bound changes tokens far below the reference only."""
+    x = torch.tensor([-500.0, -8.0, -2.7, -2.5, 0.0, 2.0, 500.0])
+    slow = [min(math.exp(-max(d, -20)) - 1 + d, 10) for d in x.tolist()]
+    assert slow.count(10) == 4
+    assert kl_estimate(x, torch.zeros(7), "k3").tolist() == pytest.approx(slow, rel=1e-5)
+    leaf = x.clone().requires_grad_()
+    kl_estimate(leaf, torch.zeros(7), "k3").sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == pytest.approx([0, 0, 0, *(1 - math.exp(-d) for d in (-2.5, 0.0, 2.0)), 0], abs=1e-5)
+
+
+def test_one_token_cannot_invert_an_advantage_through_k3():
+    """A token at log (pi / pi_ref) = -8 lowers a return of 1 by at most 10 kl_ctl, so the turn is still encouraged."""
+    batch = single((0, 1.0), (0, 0.0))
+    batch["ref_logp"] = torch.zeros_like(batch["logprobs"])
+    batch["logprobs"][0, 2] = -8.0
+    A = compute_advantages(batch, config(kl_ctl=0.001, kl_estimator="k3"))
+    assert A[0, 2].item() == pytest.approx((1 - 0.01) / 2)
+
+
+def test_two_probabilities_of_zero_have_no_distance():
+    """If the policy and the reference both exclude a token, each estimate is 0 and not NaN."""
+    for kind in ("k1", "k2", "k3"):
+        assert kl_estimate(torch.tensor([-math.inf]), torch.tensor([-math.inf]), kind).item() == 0
+
+
+def test_the_turns_kl_and_the_kl_to_go_have_one_gradient():
+    """Averaged over all turns of two tokens, charging each token for the KL of the whole turn, or only for the KL from
+    the token on, gives the same policy gradient. The expectation is exact: the test lists every turn."""
+    g = torch.Generator().manual_seed(3)
+    first = torch.randn(3, generator=g, dtype=torch.float64, requires_grad=True)
+    second = torch.randn(3, 3, generator=g, dtype=torch.float64, requires_grad=True)
+    ref = torch.randn(2, 3, generator=g, dtype=torch.float64).log_softmax(-1)
+    gradients = []
+    for to_go in (False, True):
+        surrogate = torch.zeros((), dtype=torch.float64)
+        for a in range(3):
+            for b in range(3):
+                logp = torch.stack([first.log_softmax(-1)[a], second.log_softmax(-1)[a, b]])
+                kl = kl_estimate(logp, torch.stack([ref[0, a], ref[1, b]]), "k1").detach()
+                cost = torch.stack([kl.sum(), kl[1]]) if to_go else kl.sum().expand(2)
+                surrogate = surrogate + logp.sum().exp().detach() * (cost * logp).sum()
+        gradients.append(torch.cat([x.flatten() for x in torch.autograd.grad(surrogate, (first, second))]))
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().max() > 0.01
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])

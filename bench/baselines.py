@@ -1,0 +1,117 @@
+"""Claim: comparing a turn with the same turn of its group teaches at least as fast as comparing all turns of the group.
+
+    python bench/baselines.py train --seeds 1 2 3          success of the demo's game with each baseline
+    python bench/baselines.py signal runs/guess/NAME ...   turns without a signal, in the batches of recorded runs
+
+`actor.adv_norm.per_turn=true` compares the k-th turn of a game with the k-th turns of its group. Games differ in
+length, so a late turn may be alone in its cell, or all turns of its cell may have equal returns. Such a turn has
+advantage 0 and teaches nothing. `per_turn=false` compares a turn with all turns of its group. If every turn of a game
+has the game's reward, as in both laptop tasks, the baseline is then the mean reward of the group's games, weighted by
+their numbers of turns.
+
+`train` repeats the runs of bench/staleness.py at eta = 1, the lag of the demo, and changes nothing but the baseline.
+`signal` reads the batches that a run wrote to its folder tokens/ and computes both kinds of advantages. It counts the
+turns with advantage 0 in groups whose members have different rewards: the other groups teach nothing anyway. The share
+depends on the number of members, so `signal` also counts with only the first 4 and the first 8 members of each group.
+docs/algorithm.md has the results.
+"""
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import mean
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from bench import staleness  # noqa: E402
+from ppo import compute_advantages  # noqa: E402
+from run.config import NormConfig, PPOActorConfig, load  # noqa: E402
+from tasks import guess  # noqa: E402
+
+BASELINES = {"per turn": True, "all turns": False}
+STEPS = (16, 32, 64)
+MEMBERS = (4, 8, None)  # None: all members of a group
+
+
+def silent_turns(batch: dict[str, Tensor], per_turn: bool) -> tuple[int, int]:
+    """Return how many trained turns have advantage 0 and how many there are, in groups with different rewards."""
+    config = PPOActorConfig(adv_norm=NormConfig(std_level="none", per_turn=per_turn))
+    A, trained = compute_advantages(batch, config), batch["loss_mask"] > 0
+    silent = total = 0
+    for group in batch["group_ids"].unique():
+        rows = batch["group_ids"] == group
+        rewards = batch["turn_rewards"][rows][trained[rows]]
+        if len(rewards.unique()) > 1:
+            for row in rows.nonzero()[:, 0]:
+                for turn in batch["turn_ids"][row][trained[row]].unique():
+                    total += 1
+                    silent += not A[row][trained[row] & (batch["turn_ids"][row] == turn)].any()
+    return silent, total
+
+
+def first_members(batch: dict[str, Tensor], members: int | None) -> dict[str, Tensor]:
+    """Return the rows of a batch that belong to the first `members` members of their group."""
+    ids = batch["group_ids"]
+    number = torch.stack([(ids[:row] == ids[row]).sum() for row in range(len(ids))])  # (B,)
+    return {key: x[number < (members or len(ids))] for key, x in batch.items()}
+
+
+def print_signal(runs: list[Path]) -> None:
+    """Print for each recorded run the share of silent turns with each baseline."""
+    print("| run | members | turns | " + " | ".join(BASELINES) + " |\n" + "|---" * (3 + len(BASELINES)) + "|")
+    for run, members in product(runs, MEMBERS):
+        batches = [load_file(path) for path in sorted((run / "tokens").glob("*.safetensors"))]
+        batches = [first_members(batch, members) for batch in batches]
+        counts = [[silent_turns(batch, per_turn) for batch in batches] for per_turn in BASELINES.values()]
+        turns = sum(total for _, total in counts[0])
+        shares = [sum(silent for silent, _ in count) / max(turns, 1) for count in counts]
+        cells = [str(run), str(members or "all"), str(turns), *(f"{share:.1%}" for share in shares)]
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def train(seeds: list[int]) -> None:
+    """Train each seed with each baseline, and print the mean and the range of the success over the seeds."""
+    words = ["actor.ppo_epochs=1", "actor.kl_ctl=0", "actor.entropy_coeff=0.03", "actor.enable_tree_training=true"]
+    recipe = load(["--config", str(ROOT / "configs" / "demo.yaml"), *words]).actor
+    found: dict[tuple[str, int], list[float]] = {}
+    for seed in seeds:
+        base = staleness.BASES / f"base-{seed}"
+        guess.make_model(base, seed)
+        for name, per_turn in BASELINES.items():
+            changed = replace(recipe, adv_norm=replace(recipe.adv_norm, per_turn=per_turn))
+            line = staleness.run("1", "decoupled", seed, base, changed)
+            for step in STEPS:
+                found.setdefault((name, step), []).append(line[f"success_{step}"])
+            print(f"seed {seed}, {name}: " + ", ".join(f"{line[f'success_{s}']:.3f}" for s in STEPS), flush=True)
+    print("| baseline | " + " | ".join(f"step {step}" for step in STEPS) + " |\n" + "|---" * (1 + len(STEPS)) + "|")
+    for name in BASELINES:
+        cells = [found[name, step] for step in STEPS]
+        print(f"| {name} | " + " | ".join(f"{mean(c):.3f} ({min(c):.3f} to {max(c):.3f})" for c in cells) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["train", "signal"])
+    parser.add_argument("runs", nargs="*", type=Path)
+    parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.what == "signal":
+        print_signal(args.runs)
+    else:
+        train(args.seeds)
+
+
+if __name__ == "__main__":
+    main()
