@@ -51,7 +51,7 @@ class Server:
         self.pool = ThreadPoolExecutor(8)
         config = json.loads((Path(model_path) / "config.json").read_text())
         bf16 = "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))
-        self.tolerance = 0.25 if bf16 else 1e-4  # nats; the largest difference seen in bfloat16 was 0.10
+        self.tolerance = 0.25 if bf16 else 1e-4  # in nats; in bfloat16 the largest difference so far was 0.10
         self.reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -145,7 +145,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def outputs(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Check that the lists of an answer agree, and return the answer's ids and logprobs."""
+    """Check that an answer's lists contain the same ids, and return its ids and logprobs."""
     entries = answer["meta_info"]["output_token_logprobs"]
     assert [entry[1] for entry in entries] == answer["output_ids"]
     assert answer["meta_info"]["completion_tokens"] == len(entries)
@@ -153,7 +153,8 @@ def outputs(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def assert_spans(answer: dict[str, Any], versions: list[str]) -> list[int]:
-    """Check that the spans contain `versions` and cover the output without a gap. Return the end of each span."""
+    """Check that the spans have these versions, one each, and cover the output without a gap. Return the end of each
+    span."""
     spans = answer["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == versions
     assert [span["start"] for span in spans] == [0] + [span["end"] for span in spans[:-1]]
@@ -337,7 +338,7 @@ def test_spans_say_which_version_computed_which_token(server: Server, mode: str)
 
 
 def test_an_update_without_a_pause_waits(server: Server) -> None:
-    """Without a pause an update waits for running requests. If abort_all_requests is set, the update aborts them."""
+    """Without a pause an update waits for running requests. With abort_all_requests it aborts them instead."""
     old = server.version()
     body = {"model_path": server.model_path, "weight_version": server.next_version(), "flush_cache": True}
     pending = server.start("contract-wait", 200)
@@ -369,7 +370,7 @@ def test_a_bad_update_changes_nothing(server: Server, tmp_path: Path) -> None:
     ],
 )
 def test_a_request_that_cannot_be_served_is_a_400(server: Server, change: dict[str, Any]) -> None:
-    """A wrong request gets a 400 with a message, and the server serves the next request."""
+    """The server answers an invalid request with a 400 and a message, and serves the next request."""
     answer = server.post("/generate", {"input_ids": PROMPT} | change)
     assert answer.status_code == 400
     assert answer.json()
@@ -379,7 +380,7 @@ def test_a_request_that_cannot_be_served_is_a_400(server: Server, change: dict[s
 @pytest.mark.parametrize("on_tokens", [None, lambda _: None], ids=["whole", "streamed"])
 @pytest.mark.parametrize("change", [{"top_p": 2.0}, {"json_schema": '{"type": "bogus"}'}], ids=["top_p", "schema"])
 def test_a_refusal_is_a_400_in_any_form(server: Server, change: dict[str, Any], on_tokens: Any) -> None:
-    """The engine raises the same error for a refusal with status 400 and for a refusal inside a stream."""
+    """The engine raises an EngineError with status 400 if the server refuses a request, with or without streaming."""
     engine = RemoteInfEngine([server.url])
     engine.initialize()
     gconfig = GenerationHyperparameters(max_new_tokens=4, **change)
@@ -444,7 +445,7 @@ def broken(buckets: Iterator[weights.Bucket]) -> Iterator[weights.Bucket]:
 
 @pytest.fixture
 def other(server: Server, tmp_path: Path) -> Iterator[Other]:
-    """Yield an Other for the server. After the test the server gets its first weights again."""
+    """Yield an Other for the server. After the test, send the original weights to the server."""
     other = Other(server, tmp_path)
     yield other
     server.post("/pause_generation", {"mode": "abort"})
@@ -474,11 +475,10 @@ MODES = ["disk", "distributed", "tensor"]
 @pytest.mark.parametrize("pause_mode", ["retract", "abort", "in_place"])
 @pytest.mark.parametrize("mode", MODES)
 def test_new_weights_arrive_while_somebody_generates(server: Server, other: Other, mode: str, pause_mode: str) -> None:
-    """A running request keeps its tokens through an update, and each token's logprob fits the weights of the token's
-    version.
+    """An update keeps the tokens of a running request. Each token's logprob fits the weights of the token's version.
 
     In pause mode in_place the tokens after the update depend on both versions, so the test does not compare their
-    logprobs. New requests get tokens of the new weights.
+    logprobs. Later requests are computed with the new weights.
     """
     old, new = server.version(), server.next_version()
     rid = f"contract-{mode}-{pause_mode}"
@@ -519,8 +519,8 @@ def test_an_update_that_failed_is_never_served(server: Server, other: Other, mod
 
 
 def test_weights_come_in_sessions(server: Server) -> None:
-    """The server accepts weights only between begin_weight_update and end_weight_update, and only from an existing
-    group. Any other call gets a 400."""
+    """The server accepts weights only between begin_weight_update and end_weight_update. A call with an unknown group
+    gets a 400, and so does a call at any other time."""
     part = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody"}
     handles = {"serialized_named_tensors": [weights.serialise([])]}
     calls: list[tuple[str, dict[str, Any], int]] = [

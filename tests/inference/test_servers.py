@@ -1,4 +1,5 @@
-"""If a server dies, only its unfinished segments are lost. A server that returns is used only with current weights.
+"""If a server dies, only its unfinished segments are lost. A restarted server gets no requests before it has the
+current weights.
 
 Most tests replace the network by scripted servers (`Machines`). The last test kills a real server process that is
 generating.
@@ -42,7 +43,7 @@ class Machines:
         self.versions: dict[str, Any] = dict(versions)
         self.dead: set[str] = set()
         self.paused: set[str] = set()
-        self.mute: dict[str, int] = {}  # host -> number of control answers that arrive before one is lost
+        self.mute: dict[str, int] = {}  # host -> how many control answers arrive before the next control answer is lost
         self.workers: list[Any] = []  # URLs that host "router" lists; the router sends requests for tokens to host a
         self.asked: list[tuple[str, str]] = []  # (host, path) of each request
 
@@ -120,7 +121,7 @@ def home(session: str = "s") -> tuple[str, str]:
 
 
 def test_a_dead_server_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After one failed request to a dead server, the server's conversations use a different server at once."""
+    """After one failed request to a dead server, the next requests of the conversation go to a different server."""
     monkeypatch.setattr(servers_module, "LOOK_AGAIN", 3600.0)
     machines, (first, second) = Machines(a=0, b=0), home()
     machines.dead.add(first)
@@ -143,8 +144,8 @@ def test_an_update_goes_on_without_the_dead(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("answers", range(5))
 def test_a_lost_answer_leaves_no_server_paused(tmp_path: Path, answers: int) -> None:
-    """If a server's answer to a call of an update is lost, the server does not stay paused, and its old tokens never
-    count as new.
+    """If a server's answer is lost during an update, the server does not stay paused, and tokens of its old weights
+    keep the old version.
     """
     machines = Machines(a=0, b=0)
     trainer, proxy = machines.engine(A, B), machines.engine(A, B)
@@ -155,14 +156,14 @@ def test_a_lost_answer_leaves_no_server_paused(tmp_path: Path, answers: int) -> 
     assert machines.mute == {}
     assert machines.paused == set()
     assert ask(trainer) == [1]
-    assert ask(proxy, session) == [min(answers, 1)]  # if the answer to the pause was lost, b keeps version 0
+    assert ask(proxy, session) == [min(answers, 1)]  # if b's first answer, to the pause, is lost, b keeps version 0
     update(trainer, tmp_path, 2)
     assert ask(trainer, session) == ask(proxy, session) == [2]
     assert machines.generated_at()[-1] == "b"
 
 
 def test_destroy_continues_also_the_lost() -> None:
-    """`destroy` also continues a lost server, so that the next run does not find the server paused."""
+    """`destroy` also ends the pause of a lost server, so that the next run does not find the server paused."""
     machines = Machines(a=0)
     engine = machines.engine(A)
     engine.pause()
@@ -202,8 +203,8 @@ def test_a_process_that_is_told_nothing_waits_for_the_version(tmp_path: Path) ->
 
 
 def test_a_server_that_died_unseen_is_caught_by_its_tokens() -> None:
-    """If a server restarts between two requests, its tokens of version 0 are discarded, and a different server
-    generates them again."""
+    """If a server restarts, it generates tokens with version 0. The engine discards these tokens and repeats the
+    request at a different server."""
     machines, (first, second) = Machines(a=7, b=7), home()
     engine = machines.engine(A, B)
     assert ask(engine) == [7]
@@ -261,7 +262,7 @@ async def test_behind_a_router_a_request_ends_as_well(monkeypatch: pytest.Monkey
 
 
 def test_without_its_router_a_run_ends() -> None:
-    """If a router does not answer before an update, its workers are unknown, and an error names the router."""
+    """If a router does not answer when an update begins, `pause` raises an error that names the router."""
     machines = Machines(a=0)
     machines.workers = [A]
     engine = machines.engine(ROUTER)
@@ -293,7 +294,7 @@ EVENTS = st.lists(st.tuples(KINDS, st.sampled_from("abc"), st.integers(0, 4)), m
 @settings(deadline=None, max_examples=40)
 @given(EVENTS)
 def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPathFactory, events: list) -> None:
-    """While at least one server lives, every request is answered with current weights, and no living server stays
+    """While at least one server is alive, every request is answered with current weights, and no living server stays
     paused.
 
     Servers die, restart at version 0, and lose answers to the calls of an update, in any order.
@@ -370,7 +371,7 @@ class Pair:
                 process.wait(timeout=20)
 
 
-LONG = 1800  # tokens; so many that a completion still runs when its server is killed
+LONG = 1800  # tokens; enough that a completion is still running when its server is killed
 
 
 def test_kill_one_of_two_in_the_midst_of_generation(pair: Pair, other_model_dir: Path, tmp_path: Path) -> None:
@@ -408,7 +409,7 @@ def test_kill_one_of_two_in_the_midst_of_generation(pair: Pair, other_model_dir:
     assert any(set(response.output_versions) == {0, 1} for response in responses.values())
     assert list(engine.servers.lost) == pair.urls[:1]
 
-    # The server restarts with its first weights, and gets no requests until an update.
+    # The server restarts with its original weights, and gets no requests until an update.
     pair.start(0)
     mine = next(f"{k}" for k in range(100) if rank_servers(pair.urls, f"{k}")[0] == pair.urls[0])
     assert ask(engine, session=mine, count=2) == [1, 1]

@@ -50,8 +50,8 @@ class Servers:
 
 
 def test_a_checkpoint_is_a_hugging_face_directory(state: dict, tiny_model_dir: Path, tmp_path: Path):
-    """`from_pretrained` reads a checkpoint of write_checkpoint and returns equal tensors, configuration and
-    tokenizer."""
+    """`from_pretrained` can load what write_checkpoint writes. The tensors, the names and the tokenizer are the
+    same."""
     changed = {name: tensor + 1 for name, tensor in state.items()}
     written = write_checkpoint(changed, tiny_model_dir, tmp_path / "deep" / "v3")
     loaded = AutoModelForCausalLM.from_pretrained(written).state_dict()
@@ -131,8 +131,7 @@ def test_nothing_is_deleted_when_a_server_fails(tmp_path: Path):
 
 @pytest.mark.parametrize("status", [200, 400])
 def test_the_failing_server_is_named(tmp_path: Path, status: int):
-    """If one of two servers cannot load the weights, the error contains the server's address and the server's
-    reason."""
+    """If one of two servers cannot load the weights, the error contains this server's address and message."""
     (tmp_path / "v1").mkdir()
 
     def serve(request: httpx.Request) -> httpx.Response:
@@ -226,7 +225,7 @@ def test_sessions_where_the_version_has_them(version: str, wanted: bool):
 
 
 def test_a_server_that_refuses_the_group_is_named():
-    """If a server refuses to join the group, the error contains the server's reason."""
+    """If a server refuses to join the group, the error contains the server's message."""
 
     def post_all(path: str, body: Any = None, timeout: float = 0.0) -> list[dict[str, Any]]:
         if path == "/init_weights_update_group":

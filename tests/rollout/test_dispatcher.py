@@ -193,7 +193,7 @@ def test_a_straggler_holds_up_its_batch(make_stage):
 
 
 def test_a_timeout_consumes_nothing(make_stage):
-    """After a timeout all results can still be taken, in order of start."""
+    """A call that times out consumes no result: a later call returns all results, in order of start."""
     stage = make_stage(batch=2)
     stage.submit(0, 1)
     stage.finish(0)
@@ -206,7 +206,7 @@ def test_a_timeout_consumes_nothing(make_stage):
 
 
 def test_a_new_version_alone_wakes_the_producer(make_stage):
-    """A new version alone is enough to start the tasks that the gate now admits."""
+    """A new version starts the tasks that the gate now admits, without any other event."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2, 3)
     assert stage.started(2) == [0, 1]
@@ -309,7 +309,7 @@ def test_an_id_is_used_once_at_a_time(make_stage):
 
 
 def test_rejected_groups_are_refilled(make_stage):
-    """active_submit_and_wait replaces rejected prompts by new ones until the batch is complete."""
+    """active_submit_and_wait replaces rejected prompts with new prompts until the batch is complete."""
     stage = make_stage(eta=0, batch=2)
     batch = Background(lambda: stage.dispatcher.active_submit_and_wait(prompts(), 2))
     assert stage.started(2) == [0, 1]
@@ -324,7 +324,8 @@ def test_rejected_groups_are_refilled(make_stage):
 
 
 def test_the_gate_is_kept_supplied_while_the_trainer_trains(make_stage):
-    """After a batch was taken, enough prompts are pending to fill the gate at the next version."""
+    """When a batch is taken, the dispatcher has already submitted the prompts that the gate will admit at the next
+    version."""
     stage = make_stage(eta=1, batch=2)
     source = prompts()
     stage.finish(*range(4))
@@ -350,7 +351,7 @@ def test_the_same_error_again_and_again_ends_the_run(make_stage):
 
 
 def test_how_many_failures_are_a_bug():
-    """By default the run stops after two batches of failures in a row, and at least eight failures are needed."""
+    """By default the run stops after 2 * batch size failures in a row, and never before eight failures in a row."""
     for batch, limit in ((1, 8), (32, 64)):
         manager = StalenessManager(Version(), 1, batch, 0)
         state: DispatchState = DispatchState(manager, lambda _: None, max_queue_size=1)
@@ -358,8 +359,7 @@ def test_how_many_failures_are_a_bug():
 
 
 def test_one_success_ends_a_row_of_failures(make_stage):
-    """Only failures in a row stop the run. After a rejection the count begins anew, because a rejected episode did not
-    raise."""
+    """Only failures in a row stop the run. A rejected episode sets the count to 0, because it did not raise."""
     stage = make_stage(eta=100, concurrent=1, max_failures=2)
     for task_id in range(0, 20, 2):
         stage.crash(task_id, ValueError("now and then"))
@@ -371,7 +371,7 @@ def test_one_success_ends_a_row_of_failures(make_stage):
 
 
 def test_a_row_of_rejections_is_logged_once(make_stage, caplog):
-    """Many rejections in a row log one warning. After an accepted group the count begins anew."""
+    """Many rejections in a row log one warning. An accepted group sets the count to 0."""
     stage = make_stage(eta=100, concurrent=1, max_failures=3)
     accepted = (2, 10)  # 2, 7 and 3 rejections in a row
     for task_id in range(14):
@@ -423,8 +423,8 @@ def test_a_stale_group_can_be_dropped_and_replaced(make_stage):
 
 
 def test_wait_for_one_task(make_stage):
-    """wait_for_task returns one group by its id. The group is withdrawn from the order of start and frees its
-    place."""
+    """wait_for_task returns one group by its id. The group then no longer belongs to a later batch, and another group
+    may start instead."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2)
     stage.finish(1)
@@ -451,8 +451,8 @@ def test_many_single_tasks_pass_a_narrow_gate(make_stage):
 
 
 def test_evaluation_returns_in_order_of_submission(make_stage):
-    """Without a staleness limit results are returned in order of submission, for any order in which the tasks
-    finish."""
+    """Without a staleness limit, results are returned in order of submission, even if the tasks finish in another
+    order."""
     stage = make_stage(eta=10**12, batch=2, concurrent=3)
     stage.submit(*range(10))
     stage.finish(*reversed(range(10)))
@@ -480,8 +480,8 @@ def test_fail_reaches_a_waiting_caller(make_stage):
 
 
 def test_an_error_of_our_own_in_the_thread_reaches_the_caller(make_stage):
-    """An exception of the trace callback, which runs in the event loop's thread, stops the run and reaches the
-    caller."""
+    """If the trace callback raises an exception in the event loop's thread, the run stops and the caller gets the
+    exception."""
     stage = make_stage()
 
     def broken(event: str, task_id: int) -> None:
@@ -534,7 +534,7 @@ def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
     lock, main_thread, through = stage.dispatcher.runner.lock, threading.get_ident(), threading.Event()
 
     async def interrupt(task: Prompt) -> None:
-        with lock:  # wait until the main thread waits and so frees the lock
+        with lock:  # the main thread releases the lock when it begins to wait
             pass
         while not through.is_set():  # a loop, because the first signal may come before the wait
             signal.pthread_kill(main_thread, signal.SIGINT)
@@ -561,9 +561,9 @@ def test_repr_shows_the_state(make_stage):
 
 
 class VirtualRunner(AsyncTaskRunner):
-    """A runner in virtual time. A task takes durations(task_id) seconds, and the clock moves only in wait_for."""
+    """A runner in virtual time: only wait_for moves the clock. A task takes durations(task_id) seconds."""
 
-    def __init__(self, durations: Callable[[int], float]):  # makes no thread and no event loop
+    def __init__(self, durations: Callable[[int], float]):  # does not start a thread or an event loop
         self.lock = threading.Condition()
         self.durations = durations
         self.now = 0.0
@@ -620,6 +620,6 @@ def test_the_dispatcher_runs_in_virtual_time():
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 3), st.integers(1, 4), st.lists(st.integers(0, 50), min_size=60, max_size=60), st.integers(0, 30))
 def test_no_choice_of_durations_breaks_the_bound(eta, batch, durations, train_s):
-    """For any durations of the episodes, the dispatcher returns no group older than eta."""
+    """No group that the dispatcher returns is older than eta, however long the episodes take."""
     ages, _ = virtual_training(eta, batch, lambda i: durations[i % 60], steps=12, train_s=train_s)
     assert max(map(max, ages)) <= eta

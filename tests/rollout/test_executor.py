@@ -1,4 +1,4 @@
-"""The executor returns batches in order of start, uses the arguments of each call for that call, and loses no
+"""The executor returns batches in order of start, handles each call with that call's own arguments, and loses no
 sample."""
 
 import asyncio
@@ -44,7 +44,7 @@ class Waits(Echo):
         self.loop = asyncio.get_running_loop()
         self.started.append(data["n"])
         await self.gates[data["n"]].wait()
-        if data["n"] == 3:  # each episode ends an older episode, so the oldest ends last
+        if data["n"] == 3:  # each episode lets an older episode end, so the oldest ends last
             self.gates[2].set()
         elif data["n"] > 0:
             self.gates[data["n"] - 1].set()
@@ -91,7 +91,7 @@ def test_prepare_batch_cycles_the_data_in_its_own_order(make: Make) -> None:
 
 
 def test_the_order_of_the_data_is_the_loaders_own_generator(make: Make) -> None:
-    """Two runs with equal seeds of the dataloader get the samples in equal order. Each epoch is shuffled anew."""
+    """Two runs with the same dataloader seed get the samples in the same order. Each epoch has a different order."""
 
     def epochs(seed: int) -> list[int]:
         executor, data, seen = make(), loader(SAMPLES, seed=seed), []
@@ -107,8 +107,8 @@ def test_the_order_of_the_data_is_the_loaders_own_generator(make: Make) -> None:
 
 
 def test_every_loader_begins_at_its_own_beginning(make: Make) -> None:
-    """If prepare_batch is called with two dataloaders in turn, as in a curriculum, each dataloader continues after
-    its last sample."""
+    """prepare_batch may be called with two dataloaders in turn, as in a curriculum. Each dataloader continues where it
+    stopped."""
     executor, loaders, seen = make(), [loader(SAMPLES), loader([{"n": n} for n in range(10, 15)])], []
     for data in (*loaders, *loaders):
         for _ in range(2):
@@ -119,8 +119,8 @@ def test_every_loader_begins_at_its_own_beginning(make: Make) -> None:
 
 
 def test_a_loader_that_raises_says_so_at_every_call(make: Make) -> None:
-    """Every call with a broken dataloader raises the dataloader's error. After a repair the dataloader begins
-    anew."""
+    """If a dataloader raises an error, every call of prepare_batch raises it. Once repaired, the dataloader starts
+    again."""
     samples: list[dict] = [{"n": 0}, {}]
 
     def collate(batch: list[dict]) -> list[dict]:
@@ -191,8 +191,7 @@ class Panic(BaseException):
 def test_whatever_an_episode_raises_is_its_failure(
     make: Make, caplog: pytest.LogCaptureFixture, error: BaseException, group_size: int
 ) -> None:
-    """An exception of any type in an episode is counted and logged, and the next prompt replaces the failed
-    prompt."""
+    """If an episode raises any exception, it is counted and logged, and the next prompt replaces the failed prompt."""
 
     class Raises(Echo):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
@@ -210,11 +209,11 @@ def test_whatever_an_episode_raises_is_its_failure(
 
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size: int) -> None:
-    """If the proxy dies, the run stops before any episode counts as failed, and every later call of state_dict raises
-    an error.
+    """If the proxy dies, the run stops before any episode counts as failed. Every later call of state_dict raises an
+    error.
 
-    If the episode counted as failed, a new prompt would replace its prompt, and the next checkpoint would lack the old
-    prompt.
+    If an episode counted as failed, another prompt would replace its prompt, and the next checkpoint would lack the
+    replaced prompt.
     """
 
     class LosesItsProxy(Echo):
@@ -254,7 +253,7 @@ def test_the_loaders_batch_is_what_the_gate_counts(make: Make) -> None:
 
 def test_group_size_and_n_samples_are_one_number(make: Make) -> None:
     """A caller may set group_size or n_samples. If both are set to different numbers, prepare_batch raises an error.
-    Evaluation may use a different number."""
+    Evaluation may use a different number than training."""
     executor = make(gconfig=GenerationHyperparameters(n_samples=3))
     with pytest.raises(ValueError, match=r"group_size=2 and gconfig.n_samples=3 are one number"):
         executor.prepare_batch(loader(SAMPLES), Echo(), group_size=2)
@@ -376,7 +375,8 @@ class Bad(RolloutWorkflow):
 def test_a_malformed_trajectory_is_a_failure_that_is_explained(
     make: Make, caplog: pytest.LogCaptureFixture, group_size: int
 ) -> None:
-    """If a trajectory is malformed or changes its keys, its task has failed, and the log contains the reason."""
+    """A task fails if its trajectory is malformed or has other keys than earlier trajectories. The log contains the
+    reason."""
     executor = make(config={"consumer_batch_size": 9})
     good = {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
     flat = {key: value[0] for key, value in good.items()}
@@ -450,7 +450,7 @@ def test_dumps_without_a_tokenizer_are_refused_at_the_start(make: Make, tmp_path
 
 
 class Talks:
-    """An agent that makes one conversation of `turns` calls and returns result(ids of the completions)."""
+    """An agent that calls the model `turns` times in one conversation and returns result(ids of the completions)."""
 
     def __init__(self, result: Callable[[list[str]], Any], turns: int = 2) -> None:
         self.result, self.turns = result, turns
@@ -503,14 +503,15 @@ NUMBERS = [1, 1.0, True, np.float32(1), np.int64(1), torch.tensor(1.0), torch.te
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda n: type(n).__name__)
 def test_an_agent_may_return_any_number(run_agent: Any, number: Any) -> None:
-    """If an agent returns a number, the last completion gets this reward, and the first completion gets turn_discount
-    times the reward."""
+    """If an agent returns a number, this is the reward of the last of its two completions. The first completion gets
+    turn_discount times this reward."""
     group, _ = run_agent(Talks(lambda ids: number), turn_discount=0.5, export_style="individual")
     assert group["rewards"].tolist() == [0.5, 1.0]
 
 
 def test_a_conversation_is_one_row_in_style_concat(run_agent: Any) -> None:
-    """In style concat two turns become one row, and each turn's tokens have the turn's own final reward."""
+    """In style concat two turns become one row. The tokens of each turn have the discounted reward of their own
+    turn."""
     group, _ = run_agent(Talks(lambda ids: 1), turn_discount=0.5, export_style="concat")
     assert group["rewards"].tolist() == [1.0]
     first, second = (group["turn_rewards"][group["turn_ids"] == k] for k in (0, 1))
@@ -519,14 +520,15 @@ def test_a_conversation_is_one_row_in_style_concat(run_agent: Any) -> None:
 
 
 def test_a_dict_rewards_the_completions_it_names(run_agent: Any) -> None:
-    """A dict that an agent returns rewards the completions by their ids. An unknown id fails the episode."""
+    """An agent may return a dict from completion ids to rewards. If an id is unknown, the episode fails."""
     group, _ = run_agent(Talks(lambda ids: {ids[0]: 3, ids[1]: np.float32(1)}), export_style="individual")
     assert group["rewards"].tolist() == [4.0, 1.0]
     assert run_agent(Talks(lambda ids: {"nobody": 1.0})) == (None, RolloutStat(rejected=1, failed=1))
 
 
 def test_none_means_what_the_agent_set_itself(run_agent: Any) -> None:
-    """If an agent posts no reward and returns None, its episode is rejected. A posted reward of 0 is a reward."""
+    """If an agent posts no reward and returns None, its episode is rejected. If it posts a reward of 0, its episode is
+    accepted."""
     assert run_agent(Talks(lambda ids: None)) == (None, RolloutStat(rejected=1))
 
     class SetsItself(Talks):
@@ -570,7 +572,8 @@ def test_an_episode_that_takes_too_long_is_cancelled(run_agent: Any, caplog: pyt
 
 
 def test_agents_get_the_http_client_that_their_sdk_runs_on(run_agent: Any) -> None:
-    """All agents of an event loop share one HTTP client of the openai SDK's type. The client is closed at the end."""
+    """All agents in an event loop share one HTTP client, which is the openai SDK's own class. It is closed at the
+    end."""
     clients = []
 
     class Keeps:

@@ -1,4 +1,4 @@
-"""An agent's episode has equal results in both modes, and no process of the agent is left after the episode."""
+"""An agent's episode has the same result in both modes, and no process of the agent is left after the episode."""
 
 import asyncio
 import json
@@ -74,13 +74,13 @@ def test_the_documents_agents_run_as_they_stand(run_agent: Run, agent: Any, mode
 
 @pytest.mark.anyio
 async def test_both_modes_sample_the_same_tokens(proxy: ProxyAddress) -> None:
-    """For a given seed, an episode samples equal tokens in mode inline and in mode subproc."""
+    """With the same seed, an episode samples the same tokens in mode inline and in mode subproc."""
     workflow_context.set(WorkflowContext(task_id=77))
     inline: Any = resolve_workflow(mode_agents.Talks, proxy=vars(proxy) | {"export_style": "concat"})
     apart = replace(inline, mode="subproc")
     rows = [to_tensors(await workflow.arun_episode(None, QUESTION)) for workflow in (inline, apart)]
     assert rows[0]["input_ids"].shape[1] > 40
-    for key in rows[0]:  # not bit by bit: with a cached prompt the server adds in another order
+    for key in rows[0]:  # up to rounding, because the server adds in a different order if the prompt is cached
         torch.testing.assert_close(rows[0][key], rows[1][key], rtol=0, atol=1e-5)
 
 
@@ -96,7 +96,7 @@ def test_clients_made_without_arguments_find_the_session(run_agent: Run, monkeyp
 
 
 def test_an_episode_that_waits_for_a_process_holds_no_session(run_agent: Run, proxy: ProxyAddress) -> None:
-    """An episode waits for a process before it starts a session. With one process only one session is open at a
+    """An episode waits for a free process before it starts a session, so with one process only one session is open at a
     time."""
     groups, _ = run_agent(mode_agents.CountsSessions, *[{"proxy": proxy.proxy_addr}] * 4, subproc_max_workers=1)
     assert [group["rewards"].tolist() for group in groups] == [[1.0]] * 4
@@ -104,7 +104,8 @@ def test_an_episode_that_waits_for_a_process_holds_no_session(run_agent: Run, pr
 
 @pytest.mark.parametrize("mode", ["inline", "subproc"])
 def test_an_agent_that_sets_nothing_is_rejected(run_agent: Run, mode: str) -> None:
-    """If an agent returns None and posts no reward, each mode rejects its episode and counts no failure."""
+    """If an agent returns None and posts no reward, its episode is rejected in each mode, and does not count as
+    failed."""
     assert run_agent(mode_agents.Talks, {"then": "is_silent"}, mode=mode) == ([None], RolloutStat(rejected=1))
 
 
@@ -252,7 +253,7 @@ async def test_a_function_that_a_worker_cannot_import_is_an_error_and_no_hang(
 
 @pytest.mark.anyio
 async def test_a_limit_tells_its_own_timeout_from_another() -> None:
-    """time_limit does not change a TimeoutError that the `with` block itself raises."""
+    """If the `with` block itself raises a TimeoutError, time_limit passes the error on unchanged."""
     with pytest.raises(TimeoutError, match="the tool"):
         async with time_limit(60, "the episode"):
             raise TimeoutError("the tool")

@@ -102,7 +102,7 @@ def test_every_kind_of_number_is_a_reward(value: Any) -> None:
 
 
 def test_none_says_that_the_agent_set_its_rewards_itself() -> None:
-    """A return value of None means that the agent has posted its rewards. None is not a reward of 0."""
+    """A return value of None means that the agent has posted its rewards. It does not stand for a reward of 0."""
     assert parse_rewards(None) is None
 
 
@@ -243,7 +243,7 @@ def test_a_worker_does_not_outlive_a_killed_trainer(rewards: ModuleType, tmp_pat
 
 @pytest.mark.anyio
 async def test_a_reward_that_raises_is_an_error_and_not_zero(rewards: ModuleType) -> None:
-    """If a reward function raises an exception, the caller gets the exception, and not a reward of 0."""
+    """If a reward function raises an exception, the caller gets the exception instead of a reward of 0."""
     with pytest.raises(KeyError, match="no answer in the data"):
         await AsyncRewardWrapper(rewards.broken)()
     with pytest.raises(TypeError, match="a reward is a number, not NoneType"):

@@ -159,7 +159,7 @@ def test_a_task_starts_in_a_fresh_context(runner, ended):
 
 
 def test_destroy_twice_is_once(runner):
-    """A second destroy() has no effect. After destroy() a submitted task raises an error."""
+    """A second destroy() has no effect. After destroy(), `submit` raises an error."""
     runner.destroy()
     runner.destroy()
     with pytest.raises(RuntimeError, match="closed"):

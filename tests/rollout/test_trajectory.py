@@ -74,7 +74,7 @@ def test_the_documents_example_passes_the_check_and_is_completed() -> None:
 
 
 def test_complete_keeps_what_the_workflow_said() -> None:
-    """`complete` changes no key that the workflow gave, and keeps the user's additional keys."""
+    """`complete` does not change the keys that the workflow set, and keeps the user's additional keys."""
     given = documented() | {
         "turn_ids": ints([-1, -1, 0, 1, 1]),
         "turn_rewards": torch.tensor([[0.0, 0.0, 0.9, 1.0, 1.0]]),
@@ -87,7 +87,8 @@ def test_complete_keeps_what_the_workflow_said() -> None:
 
 
 def test_unknown_versions_are_those_of_the_episodes_start() -> None:
-    """`complete` fills in missing versions with the version at the episode's start, so the age is never too small."""
+    """Where versions are missing, `complete` fills in the version at the episode's start: a group never seems younger
+    than it is."""
     given = documented()
     del given["versions"]
     traj = complete(given, task_id=0, version=4)
@@ -105,14 +106,13 @@ def test_two_required_keys_are_enough_and_train_nothing() -> None:
 
 
 def test_head_version_leaves_the_prompt_out() -> None:
-    """The head version is the oldest version among the generated tokens. The versions of prompt tokens do not
-    count."""
+    """The head version is the oldest version among the generated tokens. The versions of prompt tokens are ignored."""
     assert (head_version(two_turns()), tail_version(two_turns())) == (3, 5)
     assert head_version(documented()) == 1  # the prompt's version 0 does not count
 
 
 def test_head_version_counts_turns_that_are_not_trained() -> None:
-    """A sampled token counts for the head version even if the token is not trained."""
+    """The head version also depends on sampled tokens that are not trained."""
     traj = complete(two_turns(), task_id=0)
     traj["loss_mask"][:, 2:4] = 0
     assert head_version(traj) == 3
@@ -147,8 +147,7 @@ def test_a_row_that_ends_in_a_tools_answer_is_dumped() -> None:
 
 
 def test_concat_pads_to_the_longest_with_values_that_mean_nothing() -> None:
-    """concat_padded_tensors pads each key with the key's own value: versions and turn_ids with -1, temperatures with
-    1, masks with 0."""
+    """concat_padded_tensors pads versions and turn_ids with -1, temperatures with 1, and masks with 0."""
     short, long = complete(documented(), task_id=1), complete(two_turns(), task_id=2)
     both = concat_padded_tensors([short, long])
     assert both["input_ids"].shape == (2, 7)
@@ -163,8 +162,7 @@ def test_concat_pads_to_the_longest_with_values_that_mean_nothing() -> None:
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 2))
 def test_concat_knows_features_from_tokens(lengths: list[int], width: int, more: int) -> None:
-    """concat_padded_tensors pads a user's key only if the key's second dimension is the length of the row in every
-    trajectory.
+    """concat_padded_tensors pads a user's key only if its second dimension is the row length in every trajectory.
 
     A feature whose width happens to equal the length of one row is not padded.
     """
@@ -180,7 +178,7 @@ def test_concat_knows_features_from_tokens(lengths: list[int], width: int, more:
 
 
 def test_concat_names_the_keys_that_differ() -> None:
-    """A concatenation of trajectories with different keys raises an error that names the key."""
+    """concat_padded_tensors raises an error that names the key if the trajectories have different keys."""
     odd = two_turns() | {"hint": torch.zeros(1)}
     with pytest.raises(ValueError, match="hint"):
         concat_padded_tensors([documented(), odd])

@@ -1,9 +1,9 @@
 """Tests of properties that inference/tiny has in addition to the contract with SGLang.
 
 - If a weight update interrupts a completion, each token's logprob is computed with the weights of the token's
-  version. In pause mode in_place the logprobs have an error, which a test measures.
+  version. Pause mode in_place is an exception: a test measures how wrong its logprobs are.
 - The tokens of a request with a seed do not depend on the other requests.
-- Every request ends exactly one time in any order of events, and its spans cover its tokens.
+- Every request ends exactly once, for any order of events, and its spans cover its tokens.
 - The server answers bad input with an error and keeps running.
 """
 
@@ -123,8 +123,8 @@ def straddle(tiny: TinyModel, mode: str, new_weights: Path) -> list[Sequence]:
 def test_a_straddling_completion_is_a_forward_pass_under_each_tokens_version(
     tiny: TinyModel, tiny_model_dir: Path, other_model_dir: Path, mode: str
 ) -> None:
-    """If new weights arrive after 5 tokens, each token's logprob equals a forward pass with the weights of the
-    token's version."""
+    """If new weights arrive after 5 tokens, a forward pass with the weights of a token's version gives the token's
+    logprob."""
     for one in straddle(tiny, mode, other_model_dir):
         assert one.spans(12) == [{"version": "0", "start": 0, "end": 5}, {"version": "1", "start": 5, "end": 12}]
         expected = versioned_logprobs(one, {"0": tiny_model_dir, "1": other_model_dir})
@@ -133,7 +133,7 @@ def test_a_straddling_completion_is_a_forward_pass_under_each_tokens_version(
 
 
 def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path) -> None:
-    """After an update in place, new queries attend to old keys, so the logprobs equal no forward pass. If every
+    """After an update in place, new queries attend to old keys, so no forward pass gives these logprobs. If every
     weight changes by about 1 %, the error is larger than rounding and less than 0.5 nats."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     torch.manual_seed(0)
@@ -171,8 +171,8 @@ def test_keys_of_old_weights_are_not_reused(tiny: TinyModel, other_model_dir: Pa
 def test_weights_that_are_not_finite_leave_nothing_behind(
     tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path, factor: float
 ) -> None:
-    """If bad weights filled a slot with NaN or infinity, a later sequence in this slot still has correct logprobs
-    under good weights."""
+    """If weights that are not finite leave NaN or infinity in a slot, a later sequence in this slot still gets correct
+    logprobs once good weights are loaded."""
     named = read_weights(str(tiny_model_dir))
     bad = {name: tensor * factor if "v_proj" in name else tensor for name, tensor in named.items()}
     save_file(bad, tmp_path / "model.safetensors")
@@ -210,7 +210,8 @@ def test_a_cut_off_weights_file_is_refused(tiny_model_dir: Path, tmp_path: Path)
 
 
 def test_a_seeded_request_does_not_see_its_neighbours(tiny: TinyModel) -> None:
-    """A request with a seed gets equal tokens alone, in a full batch, and after waiting in the queue."""
+    """A request with a seed gets the same tokens whether it runs alone, in a full batch, or after waiting in the
+    queue."""
     alone = sequence("a", PROMPT, 24, seed=7)
     run(tiny, alone)
     crowd = [sequence(str(i), PROMPT[i:] + [i] * 9 * i, 20 + i, seed=i) for i in range(8)]
@@ -226,8 +227,8 @@ def test_a_seeded_request_does_not_see_its_neighbours(tiny: TinyModel) -> None:
 
 
 def test_an_aborted_request_goes_on_with_its_own_noise(tiny: TinyModel) -> None:
-    """If an aborted request is sent again with its partial output, its tokens are those of an uninterrupted
-    request."""
+    """If an aborted request is sent again with its partial output, it gets the same tokens as without the
+    interruption."""
     whole = sequence("a", PROMPT, 16, seed=3)
     run(tiny, whole)
     rest = sequence("a", whole.tokens[: len(PROMPT) + 6], 10, seed=3)
@@ -377,8 +378,7 @@ EVENTS = st.one_of(
 
 
 class Play:
-    """A scheduler that a test drives with events. In place of a model, each new token is the number of tokens before
-    it."""
+    """A scheduler that a test drives with events. There is no model: each new token is the number of earlier tokens."""
 
     def __init__(self) -> None:
         self.scheduler = make_scheduler(slots=3, max_total_tokens=20)
@@ -446,8 +446,8 @@ class Play:
 @settings(max_examples=300, deadline=None)
 @given(st.lists(EVENTS, max_size=40))
 def test_every_request_ends_once_whatever_interrupts_it(events: list[tuple]) -> None:
-    """In any order of submit, abort, pause, continue and update, each request ends exactly one time and its spans
-    cover its tokens. Each slot always contains the keys that the scheduler has recorded for the slot."""
+    """For any order of submit, abort, pause, continue and update, each request ends exactly once and its spans cover
+    its tokens. Each slot always contains the keys that the scheduler has recorded for the slot."""
     play = Play()
     for event in events:
         play.do(event)
@@ -471,8 +471,7 @@ def test_admission_never_exceeds_the_token_budget() -> None:
 
 
 def test_spans_of_the_first_tokens_leave_out_later_versions() -> None:
-    """The spans of a reply with the first n tokens cover exactly n tokens, even if a newer version has begun
-    since."""
+    """The spans for the first n tokens cover exactly n tokens, even if later tokens have a newer version."""
     one = sequence("a", [1], 9)
     one.version_starts = [("0", 0), ("1", 3)]
     assert one.spans(2) == [{"version": "0", "start": 0, "end": 2}]
@@ -512,8 +511,8 @@ def test_a_stop_string_ends_the_text_where_it_is_complete(
     ("name", "value"), [("top_k", 2**63), ("top_k", 2**31), ("max_new_tokens", 2**31), ("temperature", 2**63)]
 )
 def test_a_number_that_no_tensor_holds_is_refused(name: str, value: int) -> None:
-    """A number that is too large for a tensor is refused with the name of its field, because such a number would
-    crash the server."""
+    """The server refuses a number that is too large for a tensor, and names the field. Such a number would crash the
+    server."""
     with pytest.raises(Refusal, match=f"^{name}"):
         parse_params({name: value}, 0)
 
@@ -527,7 +526,7 @@ def test_any_integer_is_a_seed(seed: int) -> None:
 
 
 def overtaken(last: int) -> dict[str, Any]:
-    """Return Protocol.answer's result for a sequence whose last token arrives just before attribute read number
+    """Return the answer for a sequence that gets its last token while Protocol.answer reads it, before read number
     `last`."""
     scheduler, looks = make_scheduler(slots=1), itertools.count()
     one = Sequence("a", [7], SamplingParams(), stop_ids=frozenset({2}), return_logprob=True)
@@ -556,7 +555,7 @@ def test_an_answer_that_tells_the_end_has_the_last_token() -> None:
 
 
 def test_the_context_that_is_told_is_the_one_that_is_honoured(start_tiny_server: StartServer) -> None:
-    """The limit in /server_info is the limit that the server applies, here --max-total-tokens."""
+    """The server applies the limit that it reports in /server_info, here --max-total-tokens."""
     url = start_tiny_server("--max-total-tokens", "100")
     told = httpx.get(url + "/server_info").json()["max_req_input_len"]
     assert told == 100
@@ -696,7 +695,7 @@ def test_a_part_that_does_not_fit_changes_nothing(tiny_server: str) -> None:
 
 
 def test_seeds_are_honoured_over_http(tiny_server: str) -> None:
-    """On a busy server, requests with equal seeds get equal tokens, and requests without a seed get different
+    """On a busy server, requests with the same seed get the same tokens. Requests without a seed get different
     tokens."""
 
     def ask(seed: int | None) -> list[int]:
@@ -733,8 +732,8 @@ def test_what_cannot_start_says_so_in_one_line(tiny_model_dir: Path, tmp_path: P
 
 @pytest.mark.parametrize("how", ["parent", "interrupt", "update", "group"])
 def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
-    """The server ends on Ctrl-C and when its parent closes the pipe, even while a request runs, an update waits, or a
-    process group waits for rank 0."""
+    """The server ends on Ctrl-C, and when its parent closes the pipe. It ends even while a request is running, an
+    update is waiting, or a process group is waiting for rank 0."""
     port = str(free_port())
     command = [sys.executable, "-m", "inference.tiny.server", "--model-path", str(tiny_model_dir), "--port", port]
     process = subprocess.Popen(
@@ -748,7 +747,7 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
     with httpx.stream("POST", url + "/generate", json=long, timeout=60) as response, ExitStack() as stack:
         next(response.iter_lines())
         if how == "update":
-            with socket.create_connection(("127.0.0.1", int(port))) as caller:  # closed when the update waits
+            with socket.create_connection(("127.0.0.1", int(port))) as caller:  # closes when the update is waiting
                 body = json.dumps({"model_path": str(tiny_model_dir)})
                 head = f"POST /update_weights_from_disk HTTP/1.1\r\nHost: server\r\nContent-Length: {len(body)}"
                 caller.sendall(f"{head}\r\n\r\n{body}".encode())
