@@ -68,7 +68,7 @@ def test_essay(path: Path) -> None:
 
 
 def test_every_key_has_a_meaning() -> None:
-    """`--help` shows every configuration key exactly one time, with the key's meaning."""
+    """`--help` shows every configuration key exactly once, with the key's meaning."""
     keys = list_keys()
     assert len({key.name for key in keys}) == len(keys)
     assert [key.name for key in keys if len(key.meaning) < 5] == []

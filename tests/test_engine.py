@@ -690,7 +690,8 @@ def streamed(*events: httpx.Response) -> httpx.Response:
 
 
 def partial(tokens: list[int], **meta: Any) -> httpx.Response:
-    """Return an event in the middle of a stream. An event contains all tokens that were generated so far."""
+    """Return an event that is not the last event of a stream. An event contains all tokens that were generated so
+    far."""
     return generated(tokens, **meta, finish_reason=None)
 
 

@@ -300,7 +300,7 @@ def test_a_group_is_its_id_wherever_its_rows_are():
 
 
 def test_a_lost_member_does_not_move_the_others():
-    """If a group loses all members but one, that member's advantage is 0 and the advantages of other groups do not
+    """If only one member of a group is left, its advantage is 0, and the advantages of the other groups do not
     change."""
     batch = single((0, 1.0), (0, 0.0), (0, 1.0), (0, 0.0), (1, 1.0))
     advantages = per_row(compute_advantages(batch, config(std="group")), batch)
@@ -412,8 +412,7 @@ def test_nothing_to_train_is_defined():
 
 
 def test_a_broken_trajectory_says_what_is_wrong():
-    """compute_advantages raises an error for a trained token outside of any turn, and for a reward that is not
-    finite."""
+    """compute_advantages raises an error if a trained token belongs to no turn or if a reward is not finite."""
     outside = single((0, 1.0))
     outside["turn_ids"][:] = -1
     with pytest.raises(ValueError, match="turn_ids is -1"):

@@ -33,7 +33,7 @@ NAMES = {name_of(path) for path in MODULES}
 
 
 def imports(source: str) -> set[str]:
-    """Return every module that a source file imports, at the top or inside a function.
+    """Return all modules that a source file imports, including imports inside functions.
 
     The statement `from inference import weights` counts as an import of inference.weights.
     """
