@@ -50,8 +50,7 @@ class Servers:
 
 
 def test_a_checkpoint_is_a_hugging_face_directory(state: dict, tiny_model_dir: Path, tmp_path: Path):
-    """`from_pretrained` can load what write_checkpoint writes. The tensors, the names and the tokenizer are the
-    same."""
+    """`from_pretrained` loads what write_checkpoint wrote: the same tensors, names and tokenizer."""
     changed = {name: tensor + 1 for name, tensor in state.items()}
     written = write_checkpoint(changed, tiny_model_dir, tmp_path / "deep" / "v3")
     loaded = AutoModelForCausalLM.from_pretrained(written).state_dict()

@@ -510,8 +510,7 @@ def test_an_agent_may_return_any_number(run_agent: Any, number: Any) -> None:
 
 
 def test_a_conversation_is_one_row_in_style_concat(run_agent: Any) -> None:
-    """In style concat two turns become one row. The tokens of each turn have the discounted reward of their own
-    turn."""
+    """In style concat two turns become one row. Each turn's tokens have the discounted reward of their own turn."""
     group, _ = run_agent(Talks(lambda ids: 1), turn_discount=0.5, export_style="concat")
     assert group["rewards"].tolist() == [1.0]
     first, second = (group["turn_rewards"][group["turn_ids"] == k] for k in (0, 1))
@@ -572,8 +571,7 @@ def test_an_episode_that_takes_too_long_is_cancelled(run_agent: Any, caplog: pyt
 
 
 def test_agents_get_the_http_client_that_their_sdk_runs_on(run_agent: Any) -> None:
-    """All agents in an event loop share one HTTP client, which is the openai SDK's own class. It is closed at the
-    end."""
+    """All agents in an event loop share one HTTP client of the openai SDK's own class. It is closed at the end."""
     clients = []
 
     class Keeps:

@@ -109,8 +109,8 @@ def test_every_number_has_an_interval() -> None:
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "-0.5", "-1e300", "0"])
 def test_a_number_outside_its_interval_is_refused(name: str, value: str, tmp_path: Path) -> None:
-    """Every numeric key refuses NaN and the infinities, and a negative number unless the key's help allows it. Each
-    refusal is one line that names the key. A key that accepts 0 says in its help text what 0 does."""
+    """Every numeric key refuses NaN, the infinities, and (unless its help allows them) negative numbers. Each error is
+    one line that names the key. The help text of a key that accepts 0 says what 0 does."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("gconfig: {n_samples: 2}")
     try:
@@ -129,7 +129,7 @@ def test_a_number_outside_its_interval_is_refused(name: str, value: str, tmp_pat
         assert value in MAY_BE_NEGATIVE[name]
 
 
-ZERO_IS_PLAIN = {  # keys whose 0 needs no words of its own
+ZERO_IS_PLAIN = {  # keys whose help explains 0 without mentioning it
     "gconfig.frequency_penalty": "subtracted from",
     "gconfig.presence_penalty": "subtracted from",
     "gconfig.seed": "seed of the sampling",
@@ -147,7 +147,7 @@ def test_an_interval_contains_its_square_ends(value: float, interval: str, insid
 
 
 def test_a_group_of_one_learns_without_a_groups_baseline() -> None:
-    """A group of one is allowed with a baseline over the batch, without a baseline, and in an evaluation."""
+    """Groups of one sample are allowed with a baseline over the batch, with no baseline, and in an evaluation."""
     for words in (["actor.adv_norm.mean_level=batch"], ["actor.adv_norm.mean_level=none"], ["mode=eval"]):
         assert load(["gconfig.n_samples=1", *words]).gconfig.n_samples == 1
 
@@ -172,7 +172,7 @@ def test_a_broken_recipe_is_an_error_too(tmp_path: Path) -> None:
 
 
 def test_spellings_of_the_documents() -> None:
-    """The documents' spellings of keys are accepted, such as recompute_logprobs and rollout.fileroot."""
+    """Keys may also be spelt as in the documents, for example recompute_logprobs and rollout.fileroot."""
     config = load(
         ["actor.recompute_logprobs=false", "rollout.fileroot=elsewhere", "rollout.group_size=4", "gconfig.n_samples=4"]
     )
@@ -187,7 +187,7 @@ def test_group_size_and_n_samples_are_one_number() -> None:
 
 
 def test_derived_values_are_written_back() -> None:
-    """`load` fills in defaults that depend on other keys, so a run's config.yaml contains every value that was
+    """`load` also fills in defaults that depend on other keys. A run's config.yaml contains every value that was
     used."""
     config = load(["rollout.max_head_offpolicyness=2", "train_dataset.batch_size=3"])
     assert (config.rollout.consumer_batch_size, config.rollout.max_concurrent_rollouts) == (3, 9)

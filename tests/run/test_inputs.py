@@ -19,7 +19,7 @@ class Agent:
 
 
 def dry_run(folder: Path, model: Path, names: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run train.py --dry-run with an agent whose folder has modules with these names, which the agent imports."""
+    """Run train.py --dry-run with an agent that imports modules with these names from its own folder."""
     for name in names:
         (folder / f"{name}.py").write_text("MINE = True\n")
     imports = "\n".join(f"import {name}; assert {name}.MINE" for name in names)
@@ -41,7 +41,7 @@ def test_own_modules_beside_an_agent(tmp_path: Path, tiny_model_dir: Path) -> No
 
 @pytest.mark.parametrize("name", ["cache", "engine"])
 def test_a_name_of_the_seven_is_taken(tmp_path: Path, tiny_model_dir: Path, name: str) -> None:
-    """If a user's module is named like one of the seven files, Python imports this project's file, and a warning
+    """If a user's module has the name of one of the seven files, Python imports this project's file instead. A warning
     asks the user to rename the module."""
     done = dry_run(tmp_path, tiny_model_dir, [name])
     assert done.returncode == 2

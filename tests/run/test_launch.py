@@ -44,7 +44,7 @@ def config(model: Path | str = "DIR", *words: str) -> TrainConfig:
 
 
 def gpus_of(gpus: int, ranks: int, *words: str) -> list[list[str]]:
-    """Return the GPUs of each planned server, for this number of GPUs and ranks."""
+    """Return which GPUs each planned server gets, for this number of GPUs and ranks."""
     plan = plan_servers(config("DIR", "server.backend=tiny", *words), [str(k) for k in range(gpus)], ranks)
     return [process.gpus for process in plan]
 
@@ -77,7 +77,7 @@ def test_gpus_are_split_or_shared(gpus: int, ranks: int, words: list[str], expec
     ("gpus", "ranks", "words"), [(2, 1, ["server.tp_size=4"]), (4, 3, ["server.tp_size=2", "server.colocate=false"])]
 )
 def test_too_few_gpus_are_refused(gpus: int, ranks: int, words: list[str]) -> None:
-    """If servers and ranks do not fit on the GPUs, the plan is refused with an error."""
+    """If servers and ranks do not fit on the GPUs, planning raises an error."""
     with pytest.raises(ConfigError, match="do not fit on"):
         gpus_of(gpus, ranks, *words)
 
@@ -107,7 +107,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, requires: str) -> Non
 
 
 def test_an_sglang_for_another_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If SGLang needs a different version of torch than the installed one, the run is refused with both versions."""
+    """If SGLang needs another version of torch than the installed version, an error names both versions."""
     install(tmp_path, monkeypatch, "torch==1.0.1")
     with pytest.raises(
         ConfigError, match=r"sglang 0.5.23 was built for torch 1.0.1, but torch .* pip install torch==1.0.1"
@@ -184,7 +184,7 @@ def test_too_little_memory_says_what_to_turn_down() -> None:
 
 
 def test_the_estimate_follows_its_formula(tiny_model_dir: Path) -> None:
-    """The estimated memory equals the formula of its docstring, here for 2 layers and 2 key-value heads."""
+    """The estimated memory follows the formula in the function's docstring, here for 2 layers and 2 key-value heads."""
     from transformers import AutoModelForCausalLM
 
     n = AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
@@ -228,7 +228,7 @@ def python(code: str, *words: str) -> list[str]:
 
 
 def test_a_child_does_not_inherit_torchruns_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that torchrun started starts its children without torchrun's variables, and with all other variables.
+    """Under torchrun, a process starts its children without torchrun's variables, but with all other variables.
 
     SGLang connects its own processes to each other. With torchrun's variables SGLang would wait for torchrun's store.
     """
@@ -309,8 +309,7 @@ def test_a_leash_hands_on_the_exit_code() -> None:
 
 
 def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The death of one of two servers is logged with the server's last output. The death of the second server ends
-    the run."""
+    """If one of two servers dies, the log shows its last output. If the second server dies too, the run ends."""
     fleet = Fleet(tmp_path)
     speak = "import sys; print('my last words', flush=True); sys.stdin.read()"
     first, second = (fleet.start(Planned(f"server-{k}", python(speak))) for k in (0, 1))
@@ -321,7 +320,7 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
     first.process.wait(timeout=30)
     fleet.raise_death(ValueError("of an episode whose server died: another one will do"))
     deadline = time.monotonic() + 30
-    while "continues with 1" not in caplog.text:  # the thread that watches the server logs this message
+    while "continues with 1" not in caplog.text:  # logged by the thread that watches the server
         assert not told.wait(0.01)
         assert time.monotonic() < deadline
     second.process.stdin.close()  # type: ignore[union-attr]

@@ -1,5 +1,4 @@
-"""Every line of metrics.jsonl counts the side conversations, which training leaves out. The logger announces the
-first one."""
+"""Side conversations are not trained. Every line of metrics.jsonl counts them, and the logger announces the first."""
 
 import json
 from pathlib import Path
@@ -20,8 +19,8 @@ from staleness import RolloutStat
 def test_side_conversations_are_counted_and_said_once(
     tiny_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If each of two steps has a title call, the metric counts both calls. The logger prints only the first call,
-    with the configuration key for such calls."""
+    """If an agent asks for a title in each of two steps, the metric counts both calls. The logger reports only the
+    first call, with the configuration key for such calls."""
     cache = InteractionCache()
     for name, system in (("work", "You code."), ("title", "You write titles.")):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": "hello"}]

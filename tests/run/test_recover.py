@@ -1,5 +1,5 @@
-"""Tests of `kill -9` and a restart: no step is lost or repeated, no group is lost or trained on twice, and no token
-comes from lost weights.
+"""Tests of a restart after `kill -9`. No step is lost or repeated, no group is lost or trained on twice, and no token
+was sampled by weights that were lost.
 
 The first tests check the parts: metrics.jsonl, the group files, the position in the data, the gate. Later tests kill
 real runs and start these runs again.
@@ -67,8 +67,8 @@ def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
 
 
 def test_groups_of_weights_that_are_gone_are_not_put_back(tmp_path: Path) -> None:
-    """GroupLog returns open groups in order. GroupLog leaves out half-written groups, and groups with tokens that
-    are newer than the checkpoint."""
+    """GroupLog returns open groups in order. It leaves out half-written groups, and groups with tokens that are newer
+    than the checkpoint."""
     log = GroupLog(tmp_path / "groups")
     for task_id, version in ((7, 3), (5, 2), (6, 4), (9, 1)):
         log.write(task_id, group(version, task_id))
@@ -107,10 +107,10 @@ def make_executor(tiny_tokenizer):
 
 
 def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path) -> None:
-    """After a restart no sample is lost or repeated, the gate admits as many groups as before, and old groups are
-    consumed first.
+    """After a restart no sample is lost or repeated. The gate admits as many groups as before, and groups from before
+    the restart are consumed first.
 
-    AReaL's issue #1388 is a mistake in the computation of the gate's size after a restart.
+    In AReaL's issue #1388, the size of the gate is wrong after a restart.
     """
     log = GroupLog(tmp_path / "groups")
     samples = [{"n": n} for n in range(5)]  # 16 draws take more than three epochs, each in a different order
@@ -153,8 +153,8 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
 def test_a_run_goes_on_with_another_eta_or_batch(
     make_executor, tmp_path: Path, eta: int, batch: int, kept: int
 ) -> None:
-    """After a restart with a different eta or batch size, groups that would become too old are rolled out again, and
-    no step fails."""
+    """A restart may change eta or the batch size. Groups that would become too old are rolled out again, and no step
+    fails."""
     log, samples = GroupLog(tmp_path / "groups"), [{"n": n} for n in range(40)]
     first, data = make_executor(eta=2, batch=2, keep=log.write), loader(samples)
     for version in (1, 2, 3):
@@ -178,7 +178,8 @@ def test_a_run_goes_on_with_another_eta_or_batch(
 
 
 def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """A restart restores model, optimizer and random numbers, so the next step equals the step without a restart."""
+    """A restart restores the model, the optimizer and the random number generators, so the next step gives the same
+    result as it would have given without the restart."""
 
     class Executor:
         def state_dict(self):
@@ -204,8 +205,8 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     recovery.save(1, actor, Executor())
     shutil.copytree(tmp_path / "recover" / "step00001", tmp_path / "recover" / "step00002")
-    (tmp_path / "recover" / "step00002" / "state.pickle").unlink()  # the process died while it wrote this checkpoint
-    (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # nine ranks wrote this checkpoint
+    (tmp_path / "recover" / "step00002" / "state.pickle").unlink()  # as after a kill during the write
+    (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # as if nine ranks had written this checkpoint
     own = {"stepping", "step00001-before-I-changed-lr", "step00000"}  # a user's two folders, and an earlier checkpoint
     for name in own:
         (tmp_path / "recover" / name).mkdir()
@@ -275,7 +276,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_model_dir: Path, tmp_path
     ],
 )
 def test_a_summary_says_what_it_has_counted(capsys, counted: dict[int, int], says: str) -> None:
-    """After a restart the count of tokens by lag begins anew, and the summary adds "since the restart"."""
+    """A restart sets the token counts for each lag to 0, and the summary adds "since the restart"."""
     line = {"success": 0.5, "staleness_max": 1.0, "staleness_mean": 0.75, "wall_s": 2.0}
     history = [line | {"tokens": 10}, line | {"tokens": 6}]
     run = SimpleNamespace(history=history, lag_counts=Counter(counted), config=SimpleNamespace(run_dir="here"))
@@ -309,8 +310,7 @@ def finish(folder: Path, *words: str) -> tuple[str, list[dict]]:
 
 
 def check_lineage(run_dir: Path, metrics: list[dict], batch: int, eta: int) -> None:
-    """Check that every step is listed once. Check that each group is trained on in one step, none is skipped, and
-    none is too old."""
+    """Check that each step is listed once, each group is used in exactly one step, and no group is too old."""
     assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
     assert max(line["staleness_max"] for line in metrics) <= eta
     trained: list[int] = []
@@ -323,7 +323,7 @@ def check_lineage(run_dir: Path, metrics: list[dict], batch: int, eta: int) -> N
 
 
 def test_a_synchronous_run_repeats_through_kills(tmp_path: Path) -> None:
-    """A synchronous run that is killed twice ends with the metrics of a run that is not killed."""
+    """A synchronous run that is killed twice has the same metrics as a run that is not killed."""
     words = ("max_steps=5", "rollout.max_head_offpolicyness=0")
     _, expected = finish(tmp_path / "whole", *words)
     run_until(tmp_path / "killed", "step 3 ", *words)
@@ -338,7 +338,7 @@ def test_a_synchronous_run_repeats_through_kills(tmp_path: Path) -> None:
 
 
 def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
-    """An asynchronous run that is killed four times makes each step one time and trains on each group one time."""
+    """An asynchronous run that is killed four times makes each step once and trains on each group once."""
     for line in ("step 1 ", "decoupled", "step 3 ", "step 5 "):
         run_until(tmp_path, line, "max_steps=8", "rollout.max_head_offpolicyness=2")
     said, metrics = finish(tmp_path, "max_steps=8", "rollout.max_head_offpolicyness=2")
@@ -386,8 +386,7 @@ os._exit(0)
 def test_half_an_update_stays_half_where_a_run_fails_before_its_first_step(
     tmp_path: Path, start_tiny_server, tiny_model_dir: Path
 ) -> None:
-    """If a run fails before its first step, the servers in rollout.server_addrs keep a version that no engine
-    accepts."""
+    """If a run fails before its first step, servers in rollout.server_addrs have a version that no engine accepts."""
     url = start_tiny_server("--model-path", str(tiny_model_dir), "--weight-version", "3")
     httpx.post(f"{url}/update_weight_version", json={"new_version": "4-incomplete"})
     words = command(tmp_path, f"model_path={tiny_model_dir}", f"rollout.server_addrs=[{url}]")
@@ -402,10 +401,10 @@ def test_half_an_update_stays_half_where_a_run_fails_before_its_first_step(
 def test_servers_that_outlive_their_run_get_the_weights_of_the_next(
     tmp_path: Path, start_tiny_server, left: str
 ) -> None:
-    """A new run first sends its own weights to a server that is still running, has an earlier run's weights, or is
-    paused.
+    """A new run first sends its own weights to its servers, even if they are paused or have the weights of an earlier
+    run.
 
-    Every token of the first step has version 0, and the server's log-probabilities equal the trainer's.
+    Every token of the first step has version 0, and the server and the trainer compute the same log-probabilities.
     """
     base = load_inputs(load(["seed=1"])).tokenizer.name_or_path
     of_another_run = {name: 1.1 * tensor for name, tensor in load_file(f"{base}/model.safetensors").items()}
@@ -456,7 +455,7 @@ def test_a_trace_goes_on(tmp_path: Path, cut: int) -> None:
         whole = path.read_bytes()
         events = json.loads(whole)
         path.write_bytes(whole[: len(whole) - cut])
-    assert len(events) >= 6  # two names and four events or more; the cut line is gone
+    assert len(events) >= 6  # two lines with names, and at least four events; a cut line is removed
 
 
 def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddress) -> None:
@@ -472,15 +471,15 @@ def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddres
 
 
 def test_evaluation_has_a_workflow_of_its_own(tiny_model_dir: Path) -> None:
-    """Evaluation has its own instance of the agent. Evaluation runs in a different event loop, and an agent may
-    belong to one loop."""
+    """Evaluation has its own instance of the agent, because it runs in a different event loop and an agent may belong
+    to one loop."""
     inputs = load_inputs(load([f"model_path={tiny_model_dir}"]))
     assert type(inputs.workflow) is type(inputs.evaluated)
     assert inputs.workflow is not inputs.evaluated
 
 
 def test_statistics_of_an_evaluation() -> None:
-    """The last of an agent's rewards counts for the statistics. An agent that raises or returns no reward counts as
+    """If an agent returns several rewards, the last reward counts. An agent that raises or returns no reward counts as
     rejected."""
 
     class Agent:

@@ -1,8 +1,8 @@
 """Training runs on a CPU with the real SGLang as inference server. `make test-sglang` runs these tests.
 
-The task is the maze (tasks/maze.py), because weight updates interrupt its long answers. SGLang computes in bfloat16
-and the trainer in float32, so their logprobs differ as they do on a GPU. For every token the two logprobs must differ
-by less than MISMATCH nats. The largest difference seen among 200,000 tokens is 0.07 nats.
+The task is the maze (tasks/maze.py), because weight updates interrupt its long answers. SGLang computes in bfloat16 and
+the trainer in float32, so their logprobs differ as they do on a GPU. The two logprobs of a token must differ by less
+than MISMATCH nats. The largest difference seen among 200,000 tokens is 0.07 nats.
 """
 
 import json
@@ -59,7 +59,7 @@ def train(url: str, model_dir: Path, folder: Path, *words: str) -> list[dict]:
 
 
 def test_a_run_on_sglang_learns(sglang: str, model_dir: Path, tmp_path: Path) -> None:
-    """In a run on SGLang the reward rises by more than two standard errors, and weight updates interrupt some
+    """In a run with SGLang the reward rises by more than two standard errors, and weight updates interrupt some
     answers."""
     metrics = train(sglang, model_dir, tmp_path, f"max_steps={STEPS}")
     assert len(metrics) == STEPS

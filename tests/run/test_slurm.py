@@ -1,4 +1,4 @@
-"""Tests of the sbatch file with fake commands `srun` and `scontrol`, which run everything on this machine.
+"""Tests of the sbatch file. Fake commands `srun` and `scontrol` run everything on this machine.
 
 The two nodes are 127.0.0.1 and localhost. The server is inference/tiny/server.py, and the trainer trains a tiny model.
 """

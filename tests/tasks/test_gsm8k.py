@@ -1,4 +1,4 @@
-"""Whole runs of the GSM8K recipe on a CPU, with twelve problems, a tiny model, and the command line of a GPU machine.
+"""Whole runs of the GSM8K recipe on a CPU, with the commands of a GPU machine, but a tiny model and twelve problems.
 
 A random model solves no problem, so the runs check only properties that hold for any model. One run uses
 a reward that a random model can earn, and checks that training uses the configured reward function.
@@ -57,7 +57,8 @@ def test_only_the_final_answer_counts(completion: str, answer: str, right: bool)
 
 
 def test_the_solutions_in_the_data_are_right() -> None:
-    """Each problem's own solution earns the reward, and a solution with a different answer does not."""
+    """The solution of a problem earns the reward, and the solution of another problem does so only if its answer is the
+    same."""
     rows = read_jsonl(ROOT / DATA)
     samples = load_dataset(str(ROOT / DATA), gsm8k, "train")
     assert len(samples) == 12
@@ -78,8 +79,8 @@ def train(tmp_path: Path, model: Path, *words: str) -> tuple[list[dict], Path]:
 
 
 def test_the_recipe(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """The recipe trains on twelve problems, with 3 groups of 2 answers in each step. Step 2 evaluates all twelve
-    problems."""
+    """The recipe trains on twelve problems, with 3 groups of 2 answers in each step. In step 2 it evaluates all
+    twelve."""
     metrics, folder = train(tmp_path, tiny_model_dir)
     assert sum(line["accepted"] for line in metrics) >= 9
     assert all(line["failed"] == 0 and 0 <= line["staleness_max"] <= 2 for line in metrics)
@@ -90,7 +91,7 @@ def test_the_recipe(tmp_path: Path, tiny_model_dir: Path) -> None:
 
 
 def test_the_agent_with_a_second_try(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """If the model is never right, the agent makes two turns, and each conversation is one row."""
+    """If the first answer is wrong, the agent asks for a second answer, and both turns are in one row."""
     _, folder = train(tmp_path, tiny_model_dir, "workflow=tasks.gsm8k.MathAgent", "evaluator.interval=0")
     dumps = [json.loads(line) for path in folder.glob("rollout/*/*.jsonl") for line in path.read_text().splitlines()]
     assert dumps
@@ -181,7 +182,7 @@ def test_a_model_without_weights_is_said_early(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", ["debug", "throughput", "stability"])
 def test_presets_lie_over_a_recipe(preset: str) -> None:
-    """A preset (write-up, section 8) changes only the keys that the preset contains. The recipe's other keys stay."""
+    """A preset (write-up, section 8) changes only the keys that it contains. Other keys keep the recipe's values."""
     config = load(["--config", str(ROOT / "configs/gsm8k.yaml"), "--config", str(ROOT / f"configs/{preset}.yaml")])
     want = {
         "debug": (0, 1, False, "recompute"),

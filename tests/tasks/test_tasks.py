@@ -44,8 +44,8 @@ def weights_of(path: Path) -> dict:
 
 @TASKS
 def test_base_model_is_deterministic(models: dict, task) -> None:
-    """Equal seeds make equal base models, and different seeds make different base models. The caller's random
-    generator does not change."""
+    """The same seed gives the same base model, and different seeds give different base models. Making a model does not
+    change the state of the caller's random generator."""
     state = torch.random.get_rng_state()
     first, again, other = (weights_of(models[task, *key]) for key in ((1, 0), (1, 1), (2, 0)))
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -66,7 +66,7 @@ def test_base_model_is_an_ordinary_one(models: dict, task) -> None:
 
 
 def test_processes_may_race(models: dict) -> None:
-    """make_model does not change an existing model. A directory with other files raises an error."""
+    """make_model does not change an existing model. It raises an error if the directory contains other files."""
     path = models[guess, 1, 0]
     before = (path / "model.safetensors").stat().st_mtime_ns
     guess.make_model(path, 1, warmup_steps=0)
@@ -80,7 +80,7 @@ def test_processes_may_race(models: dict) -> None:
 
 @given(data=st.data())
 def test_template_splices(tokenizer: Any, data: st.DataObject) -> None:
-    """The tokens of a conversation are the previous prompt's tokens, the sampled tokens, and the tokens of the new
+    """The tokens of a conversation are, one after the other, those of the last prompt, the sampled answer and the new
     message."""
     words = st.lists(st.sampled_from(guess.WORDS), max_size=4).map(" ".join)
     texts = data.draw(st.lists(words, min_size=3, max_size=7).filter(lambda texts: len(texts) % 2))
@@ -111,8 +111,8 @@ def test_only_answers_are_imitated(tokenizer: Any) -> None:
 def test_three_guesses_find_one_of_six() -> None:
     """Binary search finds each of the six secrets, with 2.33 guesses on average.
 
-    No strategy needs fewer guesses, because a strategy finds at most one secret with the first guess, two with the
-    second, and four with the third.
+    No strategy needs fewer guesses: the first guess finds at most one secret, the second at most two, and the third at
+    most four.
     """
     found: list[int] = []
     guess.explore(guess.binary_search, found)
@@ -205,7 +205,7 @@ def test_maze_is_perfect() -> None:
 
 
 def test_instances() -> None:
-    """The maze has 286 prompts. The shortest ways of the prompts have 1 to 108 moves, and 50 to 60 on average."""
+    """The maze has 286 prompts. A prompt's shortest way has 1 to 108 moves. The average is between 50 and 60 moves."""
     instances = maze.dataset()
     lengths = [maze.distances(d["home"])[maze.CELLS[d["start"]]] for d in instances]
     assert len(instances) == len({d["messages"][0]["content"] for d in instances}) == 286

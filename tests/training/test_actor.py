@@ -1,4 +1,4 @@
-"""The actor computes the numbers of a plain model. Pieces, shards and padding change no number by more than rounding.
+"""The actor computes the same numbers as a plain model, up to rounding, in spite of pieces, shards and padding.
 
 The plain model is an unmodified Hugging Face model in a simple loop. The actor shards the model over one rank, cuts
 the batch into mini-batches and pieces, and trims the padding.
@@ -64,8 +64,8 @@ def parameters(actor: FSDPPPOActor) -> dict[str, Tensor]:
 
 
 def test_compute_logp_is_the_log_softmax_at_each_tokens_temperature(make_actor, plain):
-    """Column t of compute_logp is log p(token t | tokens before t) at token t's own temperature, with or without
-    padding."""
+    """Column t of compute_logp is log p(token t | earlier tokens) at the temperature of token t. Padding does not
+    change it."""
     batch = make_batch()
     with torch.no_grad():
         expected = plain_logp(plain, batch)
@@ -78,7 +78,7 @@ def test_compute_logp_is_the_log_softmax_at_each_tokens_temperature(make_actor, 
 
 @pytest.mark.parametrize("mb_tokens", [16384, 40, 1])
 def test_packed_rows_do_not_see_each_other(make_actor, plain, mb_tokens):
-    """Several sequences packed into one row get the log-probabilities that each sequence gets alone."""
+    """Sequences that are packed into one row get the same log-probabilities as alone."""
     batch = make_batch()
     with torch.no_grad():
         expected = plain_logp(plain, batch)
@@ -105,7 +105,7 @@ def test_a_layout_is_right_for_a_family_or_refuses_it(make_actor, tmp_path, name
 
 @pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"gradient_checkpointing": True}], ids=str)
 def test_the_sharded_gradient_is_the_plain_models(make_actor, plain, changes):
-    """The gradient of the sharded model, summed over pieces, equals the gradient of the plain model."""
+    """The sharded model's gradient, summed over pieces, is the gradient of the plain model."""
     actor = make_actor(mb_tokens=40, **changes)
     batch = prepare(actor, make_batch())
     stats = actor.ppo_update(batch)
@@ -119,8 +119,8 @@ def test_the_sharded_gradient_is_the_plain_models(make_actor, plain, changes):
 
 
 def test_a_model_that_splits_the_tensors_of_its_files_is_refused(make_actor, tmp_path):
-    """A model that splits one tensor of its files into several parameters is refused, because a weight update sends
-    one parameter at a time."""
+    """The actor refuses a model that splits a tensor of its files into several parameters, because a weight update
+    sends one parameter at a time."""
     with pytest.raises(ValueError, match="cannot be undone"):
         make_actor(make_family(tmp_path, "hrm_text"))
 
@@ -137,8 +137,7 @@ def test_a_checkpointed_layer_drops_nothing_out(make_actor, tmp_path, name):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_checkpointed_layer_computes_again_in_the_backward_pass(make_actor, checkpointed):
-    """With gradient_checkpointing each layer runs two times in a step. Without gradient_checkpointing each layer runs
-    one time."""
+    """In a step each layer runs twice with gradient_checkpointing, and once without."""
     actor = make_actor(gradient_checkpointing=checkpointed)
     batch, entered = prepare(actor, make_batch()), []
     layers = actor.model.base_model.layers
@@ -149,7 +148,7 @@ def test_a_checkpointed_layer_computes_again_in_the_backward_pass(make_actor, ch
 
 
 def test_micro_batches_do_not_change_the_step(make_actor):
-    """The number of pieces changes no gradient norm, metric or weight."""
+    """The metrics and the new weights do not depend on the number of pieces."""
     results = []
     for mb_tokens in (16384, 1):
         actor = make_actor(mb_tokens=mb_tokens, entropy_coeff=0.1, ppo_n_minibatches=2)
@@ -162,7 +161,7 @@ def test_micro_batches_do_not_change_the_step(make_actor):
 
 
 def test_the_first_update_on_fresh_data_is_the_policy_gradient(make_actor, plain):
-    """On data that the current weights sampled, the loss has the gradient of -mean(A log pi)."""
+    """If the current weights sampled the data, the gradient of the loss is the gradient of -mean(A log pi)."""
     actor = make_actor()
     batch = prepare(actor, make_batch(), drift=0.0)
     stats = actor.ppo_update(batch)
@@ -186,8 +185,8 @@ def test_an_update_makes_rewarded_tokens_likelier(make_actor):
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 300))
 @settings(max_examples=200, deadline=None)
 def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
-    """Every row is in exactly one mini-batch and one piece. The token counts of two mini-batches differ by at most
-    the longest row."""
+    """Every row is in exactly one mini-batch and one piece. Any two mini-batches differ by at most as many tokens as
+    the longest row has."""
     minibatches = split_minibatches(lengths, n)
     assert sorted(row for part in minibatches for row in part) == list(range(len(lengths)))
     assert all(minibatches)
@@ -204,14 +203,15 @@ def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
 
 
 def test_cutting_is_the_same_every_time():
-    """Rows of equal length are dealt out in order, so a repeated run makes equal mini-batches."""
+    """Rows of the same length are dealt out in order, so a repeated run makes the same mini-batches."""
     assert split_minibatches([5] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
     assert split_microbatches([0, 1, 2, 3], [4, 9, 4, 8], 18) == [[1, 3], [0, 2]]
 
 
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])
 def test_what_is_not_trained_cannot_leak_into_the_weights(make_actor, poison):
-    """Values of NaN and temperatures of 0 at untrained tokens change no metric and no weight."""
+    """The metrics and the weights do not depend on values at untrained tokens, even if those are NaN or a temperature
+    of 0."""
     results = []
     for dirty in (False, True):
         actor = make_actor()
@@ -249,7 +249,7 @@ def test_a_batch_without_a_trained_token_is_an_error(make_actor):
 
 
 def test_a_batch_that_is_not_ready_says_what_is_missing(make_actor):
-    """The error of ppo_update names the keys that the batch lacks. row_lengths refuses padding on the left."""
+    """If a batch lacks keys, ppo_update raises an error that names them. row_lengths refuses padding on the left."""
     actor = make_actor()
     with pytest.raises(ValueError, match=r"\['advantages', 'prox_logp'\]"):
         actor.ppo_update(make_batch())
@@ -281,7 +281,7 @@ def stale(actor: FSDPPPOActor, version=5) -> dict[str, Tensor]:
 
 
 def test_loglinear_needs_no_forward_pass_and_starts_at_the_truth(make_actor):
-    """If all tokens are stale, prox_logp_method=loglinear makes the same first step as recompute."""
+    """If all tokens are stale, the first step with prox_logp_method=loglinear is the same as with recompute."""
     steps = {}
     for method in ("recompute", "loglinear"):
         actor = make_actor(prox_logp_method=method)
@@ -299,8 +299,7 @@ def test_loglinear_needs_no_forward_pass_and_starts_at_the_truth(make_actor):
 
 
 def test_metrics_trains_on_the_truth_and_reports_the_guesses(make_actor):
-    """prox_logp_method=metrics gives weights that are bitwise equal to those of recompute, and logs 18 errors of the
-    guesses."""
+    """prox_logp_method=metrics gives bitwise the same weights as recompute, and logs 18 errors of the guesses."""
     steps = {}
     for method in ("recompute", "metrics"):
         actor = make_actor(prox_logp_method=method, ppo_n_minibatches=4)
@@ -314,7 +313,7 @@ def test_metrics_trains_on_the_truth_and_reports_the_guesses(make_actor):
 
 
 def test_a_token_from_the_future_counts_as_fresh_and_is_counted(make_actor):
-    """Tokens that are newer than the trainer give a finite loss, and the metric versions_ahead counts these tokens."""
+    """The loss stays finite if tokens are newer than the trainer. The metric versions_ahead counts such tokens."""
     actor = make_actor(prox_logp_method="loglinear", ppo_n_minibatches=2)
     batch = stale(actor)
     ahead = batch["loss_mask"][0] > 0
@@ -332,8 +331,8 @@ def test_loglinear_without_versions_says_so(make_actor):
 
 
 def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
-    """The metric behave_ess is (sum w)^2 / (n sum w^2) over the tokens of the step. It is 1 if all weights w are
-    equal."""
+    """The metric behave_ess is (sum w)^2 / (n sum w^2) over the tokens of the step. It is 1 if every token has the same
+    weight w."""
     actor = make_actor(mb_tokens=40, behave_imp_weight_cap=None)
     batch = prepare(actor, make_batch())
     w = (batch["prox_logp"] - batch["logprobs"]).exp()[batch["loss_mask"] > 0]
@@ -346,7 +345,7 @@ def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
 
 @pytest.mark.parametrize("how", ["sequence", "constant"])
 def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how):
-    """If loss_aggregation is sequence or constant, the loss equals a plain sum for all sizes of pieces and all
+    """With loss_aggregation=sequence or constant, the loss is the same as from a loop, for all sizes of pieces and all
     layouts."""
     actors = [
         make_actor(loss_aggregation=how, max_new_tokens=20, **cut) for cut in ({"mb_tokens": 40}, {"layout": "packed"})
@@ -408,7 +407,7 @@ def test_a_model_that_bends_its_logits_is_refused(make_actor, tmp_path, name):
 
 
 def test_the_mode_is_said_in_words():
-    """describe_mode says where the log-probabilities of each policy come from."""
+    """describe_mode states how the log-probabilities of each policy are obtained."""
     assert "pi_prox from a forward pass" in describe_mode(make_config())
     assert "pi_old from a forward pass" in describe_mode(make_config(use_decoupled_loss=False))
     assert "no forward pass" in describe_mode(make_config(prox_logp_method="loglinear"))
@@ -420,8 +419,7 @@ def test_the_mode_is_said_in_words():
 
 
 def test_the_learning_rate_schedule():
-    """The learning rate rises in equal parts during warm-up, and then follows its schedule down to min_lr_ratio *
-    lr."""
+    """The learning rate rises linearly during warm-up. It then follows its schedule, down to min_lr_ratio * lr."""
     table = {
         "constant": [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1],
         "linear": [0.25, 0.5, 0.75, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1],
@@ -433,8 +431,7 @@ def test_the_learning_rate_schedule():
 
 
 def test_schedules_move_once_a_training_step(make_actor):
-    """Each call of step_lr_scheduler moves the schedules by one step. Mini-batches and epochs do not move the
-    schedules."""
+    """Only step_lr_scheduler moves the schedules, by one step for each call. Mini-batches and epochs do not."""
     actor = make_actor(ppo_n_minibatches=2, ppo_epochs=2, entropy_coeff=0.3, anneal=True)
     actor.config.optimizer.lr_scheduler_type = "linear"
     for step in range(3):
@@ -522,7 +519,7 @@ def test_a_weight_update_writes_first_and_tells_the_servers_then(make_actor, tmp
 
 
 def test_a_reference_model_stays_where_it_was(make_actor, tiny_model_dir):
-    """After an update of the actor, a reference model still gives the log-probabilities of the first weights."""
+    """When the actor is updated, the log-probabilities of a reference model do not change."""
     actor = make_actor()
     ref = FSDPEngine(make_config(), tiny_model_dir)
     ref.create_process_group()

@@ -1,4 +1,4 @@
-"""Each test compares a variant of the advantage with the loop or the sum in the variant's paper."""
+"""Each test compares one way to compute advantages with the loop or the sum in its paper."""
 
 import math
 
@@ -16,8 +16,8 @@ from training.advantages import generalised_advantage, informative, kl_estimate,
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(-3, 3)), min_size=1, max_size=15))
 @settings(max_examples=100, deadline=None)
 def test_leave_one_out_is_the_mean_of_the_others(entries):
-    """The leave-one-out baseline b_i is the mean of x_j over j != i in one cell. If i is alone in its cell, b_i is
-    x_i."""
+    """An entry's leave-one-out baseline is the mean of the other entries in its cell, or its own value if it is
+    alone."""
     cell, x = torch.tensor([c for c, _ in entries]), torch.tensor([v for _, v in entries], dtype=torch.float64)
     expected = []
     for i, (c, value) in enumerate(entries):
@@ -46,7 +46,7 @@ def recursion(rewards: list[float], gamma: float, lam: float) -> list[float]:
 
 @pytest.mark.parametrize(("gamma", "lam"), [(0.9, 0.8), (0.5, 1.0), (1.0, 0.0), (1.0, 1.0)])
 def test_gae_is_the_recursion_over_a_turns_trained_tokens(gamma, lam):
-    """Even if the tokens of several turns are mixed, GAE runs one recursion for each turn."""
+    """GAE runs a separate recursion for each turn, even if the tokens of several turns are interleaved."""
     turn_of = torch.tensor([2, 2, 2, 0, 1, 1, 0, 0])
     A = torch.tensor([1.5, -2.0, 3.0])
     expected = [0.0] * 8
@@ -85,7 +85,7 @@ def test_the_kl_estimates_and_what_they_estimate(kind):
 
 
 def test_k3_counts_as_at_most_10():
-    """min(exp(-x) - 1 + x, 10) for x = log (pi / pi_ref): the bound changes tokens far below the reference only."""
+    """k3 is min(exp(-x) - 1 + x, 10), x = log (pi / pi_ref). The bound changes only tokens far from the reference."""
     x = torch.tensor([-500.0, -8.0, -2.7, -2.5, 0.0, 2.0, 500.0])
     slow = [min(math.exp(-max(d, -20)) - 1 + d, 10) for d in x.tolist()]
     assert slow.count(10) == 4
@@ -97,7 +97,7 @@ def test_k3_counts_as_at_most_10():
 
 
 def test_one_token_cannot_invert_an_advantage_through_k3():
-    """A token at log (pi / pi_ref) = -8 lowers a return of 1 by at most 10 kl_ctl, so the turn is still encouraged."""
+    """A token at log (pi / pi_ref) = -8 lowers a return of 1 by at most 10 kl_ctl, so the advantage stays positive."""
     batch = single((0, 1.0), (0, 0.0))
     batch["ref_logp"] = torch.zeros_like(batch["logprobs"])
     batch["logprobs"][0, 2] = -8.0
@@ -112,8 +112,8 @@ def test_two_probabilities_of_zero_have_no_distance():
 
 
 def test_the_turns_kl_and_the_kl_to_go_have_one_gradient():
-    """Averaged over all turns of two tokens, charging each token for the KL of the whole turn, or only for the KL from
-    the token on, gives the same policy gradient. The expectation is exact: the test lists every turn."""
+    """A token may be charged for the KL of the whole turn, or only for the KL from this token on. Both give the same
+    expected policy gradient. The test computes the exact expectation over all turns of two tokens."""
     g = torch.Generator().manual_seed(3)
     first = torch.randn(3, generator=g, dtype=torch.float64, requires_grad=True)
     second = torch.randn(3, 3, generator=g, dtype=torch.float64, requires_grad=True)
@@ -134,7 +134,7 @@ def test_the_turns_kl_and_the_kl_to_go_have_one_gradient():
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_each_kl_in_the_reward_is_charged_to_its_turn(kind):
-    """Each turn's reward falls by kl_ctl times the sum of the KL estimates of the turn's own tokens."""
+    """Each turn's reward is reduced by kl_ctl times the sum of the KL estimates of its own tokens."""
     batch = make_batch((0, [(1.0, 2, True), (1.0, 3, True)]))
     batch["logprobs"] = torch.where(batch["loss_mask"] > 0, -1.0, math.nan)
     batch["ref_logp"] = torch.where(batch["turn_ids"] == 1, -3.0, -1.0)
@@ -158,7 +158,7 @@ def test_the_overlong_penalty_is_a_ramp():
 
 
 def test_an_uninformative_group_is_one_without_an_advantage():
-    """`informative` returns True exactly if the group has an advantage that is not 0."""
+    """`informative` returns True if and only if the group has an advantage that is not 0."""
     groups = {
         "equal": [(0, [(1.0, 3, True)]), (0, [(1.0, 2, True)])],
         "different": [(0, [(1.0, 3, True)]), (0, [(0.0, 2, True)])],

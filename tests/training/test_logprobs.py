@@ -1,4 +1,4 @@
-"""Log-probabilities computed in chunks equal those computed from all logits, and their gradients equal autograd's."""
+"""Computing log-probabilities in chunks gives the same values and gradients as computing them from all logits."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def plain(hidden, weight, ids, temperatures):
 @pytest.mark.parametrize("chunk", [1, 5, 13, 1000, None])
 @pytest.mark.parametrize("uses", ["logp", "entropy", "both"])
 def test_chunks_change_neither_values_nor_gradients(chunk, uses):
-    """For every chunk size, log p, entropy and both gradients equal the values computed from the whole logits."""
+    """For every chunk size, log p, entropy and both gradients are the same as those computed from all logits."""
     results = []
     for function in (plain, lambda h, w, i, t: token_logprobs(h, w, i, t, chunk)):
         hidden, weight, ids, temperatures = make()

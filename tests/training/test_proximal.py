@@ -1,4 +1,5 @@
-"""The guess of pi_prox follows its formula, is exact in two cases, and has a smaller error than AReaL's guess."""
+"""The guess of pi_prox follows its formula, is exact in two cases, and is closer to the truth than AReaL's
+guess."""
 
 import math
 
@@ -20,7 +21,7 @@ def test_alpha_is_where_the_version_lies():
 
 
 def test_both_ends_are_exact():
-    """The guess for a stale token is pi_theta in the first mini-batch. The guess for a fresh token is always
+    """In the first mini-batch, the guess for a stale token is pi_theta. For a fresh token the guess is always
     pi_behav."""
     old, theta = -3 * torch.rand(50), -3 * torch.rand(50)
     stale, fresh = torch.zeros(50, dtype=torch.int), torch.full((50,), 4)
@@ -32,7 +33,7 @@ def test_both_ends_are_exact():
 
 
 def test_on_fresh_data_loglinear_is_standard_ppo_bit_for_bit():
-    """On fresh data alpha is 0, and the loglinear loss is bitwise equal to the loss of standard PPO."""
+    """For fresh tokens alpha is 0, and the loss with loglinear is bitwise the same as the loss of standard PPO."""
     g = torch.Generator().manual_seed(0)
     old = -3 * torch.rand(40, generator=g)
     theta, A, mask = old + 0.3 * torch.randn(40, generator=g), torch.randn(40, generator=g), torch.ones(40)
@@ -43,24 +44,23 @@ def test_on_fresh_data_loglinear_is_standard_ppo_bit_for_bit():
 
 
 def policy(version: float) -> torch.Tensor:
-    """Return the log-probabilities (400,) of one version of a policy. Each moves along a curve, so a linear guess has
-    an error."""
+    """Return the log-probabilities (400,) of one version of a policy. As the version grows, they follow a curve, so a
+    linear guess has an error."""
     g = torch.Generator().manual_seed(1)
     way = torch.randn(400, generator=g)
     return -2 + 0.05 * version * way + 0.01 * version**2 * torch.randn(400, generator=g)
 
 
 def areal(old, theta, v_b, v):
-    """Return AReaL's guess, with alpha = (v - 1 - v_b) / (v - v_b), where v_b is the version of the previous
-    token."""
+    """Return AReaL's guess. Its alpha is (v - 1 - v_b) / (v - v_b), with v_b the version of the previous token."""
     v_b = torch.cat([v_b[:1], v_b[:-1]])
     alpha = ((v - 1 - v_b) / (v - v_b).clamp(min=1)).clamp(0, 1)
     return old + alpha * (theta - old)
 
 
 def test_the_error_falls_to_nothing_as_the_data_gets_fresh():
-    """A smaller lag gives a smaller mean error of the guess, and lag 0 gives no error. At lag 1 the error is less than
-    half of AReaL's error."""
+    """The smaller the lag, the smaller the mean error of the guess. At lag 0 there is no error. At lag 1 the error
+    is less than half of AReaL's error."""
     v, f = 9, 0.5
     theta, truth = policy(v + f), policy(v)
     errors, theirs = [], []
@@ -74,7 +74,7 @@ def test_the_error_falls_to_nothing_as_the_data_gets_fresh():
 
 
 def test_the_reported_errors_are_those_of_the_definition():
-    """guess_errors returns the errors that a loop computes, for log pi_prox, w = prox / behav and u = theta / prox."""
+    """For log pi_prox, prox / behav and theta / prox, guess_errors returns the same errors as a plain loop."""
     g = torch.Generator().manual_seed(2)
     prox, old, theta = (-3 * torch.rand(20, generator=g, dtype=torch.float64) - 0.1 for _ in range(3))
     alpha = torch.rand(20, generator=g, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""Several ranks compute the numbers that one rank computes, and all ranks end if one rank dies.
+"""Several ranks compute the same numbers as one rank, and if one rank dies, all ranks end.
 
-The tests start torchrun with gloo on this machine. One recorded batch gives equal gradients, parameters and metrics
-with 1, 2 and 4 ranks. If a rank dies, all ranks end within seconds, and the error of the dead rank is shown.
+The tests start torchrun with gloo on this machine. With 1, 2 and 4 ranks, the same batch gives the same gradients,
+parameters and metrics. If a rank dies, all ranks end within seconds, and the error of the dead rank is shown.
 """
 
 import json
@@ -74,8 +74,7 @@ def work_numbers(model_dir: Path, out: Path) -> None:
 
 
 def work_memory(model_dir: Path, out: Path) -> None:
-    """Write two numbers for each rank: how many parameters it holds after loading, and how often it read the model's
-    files."""
+    """Write for each rank how many parameters it holds after loading, and how often it has read the model's files."""
     from transformers import AutoModelForCausalLM
 
     reads = []
@@ -124,8 +123,8 @@ def numbers(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_gradients_and_parameters_are_those_of_one_rank(numbers, n: int) -> None:
-    """With n ranks, the gradients, the parameters after 5 SGD steps, the log-probabilities and the metrics equal
-    those of one rank."""
+    """With n ranks, the gradients, the parameters after 5 SGD steps, the log-probabilities and the metrics are the same
+    as with one rank."""
     (one, one_stats), (many, many_stats) = numbers[1], numbers[n]
     assert one.keys() == many.keys()
     for name in one:
@@ -168,7 +167,7 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> No
     while len(pids) < 3:
         lines.append(process.stdout.readline())
         assert lines[-1], "".join(lines)
-        found = re.findall(r"ready (\d+) (\d+)(?=\D)", "".join(lines))  # two ranks may print into one line
+        found = re.findall(r"ready (\d+) (\d+)(?=\D)", "".join(lines))  # two ranks may print in one line
         pids = {int(rank): int(pid) for rank, pid in found}
     if how == "killed":
         os.kill(pids[2], signal.SIGKILL)
@@ -184,8 +183,8 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> No
 
 
 def start_node(folder: Path, port: int, log: Path, host: bool, held: bool) -> subprocess.Popen:
-    """Start torchrun as one of two nodes. With `host` the node runs the rendezvous. With `held` the node's rank stops
-    itself after step 3."""
+    """Start torchrun as one of two nodes. If `host` is set, this node runs the rendezvous. If `held` is set, this
+    node's rank stops itself after step 3."""
     launch = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     launch += [f"--rdzv-conf=is_host={int(host)}"]
     small = ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "logger.live=false", "recover_interval=2"]
@@ -256,7 +255,7 @@ def wait_no_process(word: str, seconds: float = 30) -> bool:
 
 
 def test_a_mistake_is_said_once_and_ends_all_ranks(tmp_path: Path) -> None:
-    """A mistake in the configuration is printed one time, by rank 0, and all ranks end without a crash."""
+    """Rank 0 alone prints a mistake in the configuration, once, and all ranks end without a crash."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"]
     done = subprocess.run([*torchrun, "seeed=2"], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.stderr.count("error: unknown key 'seeed'") == 1

@@ -1,4 +1,4 @@
-"""Training on a tree of rows gives the loss and the gradients of the separate rows, with fewer tokens."""
+"""Training on a tree gives the same loss and gradients as training on its rows one by one, with fewer tokens."""
 
 import os
 import random
@@ -122,8 +122,7 @@ def assert_same_lesson(ours: tuple[float, dict[str, Tensor]], truth: tuple[float
 @TREES
 @settings(max_examples=150, deadline=None)
 def test_every_prefix_of_a_tree_stands_in_it_once(seed: int, n: int, max_tokens: int) -> None:
-    """A tree contains each prefix one time, a token sees only its own prefix, and no tree exceeds its token
-    budget."""
+    """A tree contains each prefix once, a token sees only its own prefix, and no tree exceeds its token budget."""
     rows = make_rows(seed, n)
     rows = [row[:max_tokens] for row in rows]
     trees = build_trees(rows, max_tokens)
@@ -183,8 +182,8 @@ def prefix(a: list[int], b: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_interleaved_groups_find_each_other(seed: int) -> None:
-    """Four groups of 8 rows, with 200 shared tokens per group and 50 tokens more per row, cost at most 3,200 tokens
-    in any order. In AReaL the rows cost 8,000."""
+    """Four groups of 8 rows become trees of at most 3,200 tokens in total, for any order of the rows. The rows of a
+    group share 200 tokens, and each row has 50 tokens of its own. AReaL's trees have 8,000 tokens."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(1000) for _ in range(200)] for _ in range(4)]
     rows = [prompts[i % 4] + [rng.randrange(1000) for _ in range(50)] for i in range(32)]
@@ -196,8 +195,8 @@ def test_interleaved_groups_find_each_other(seed: int) -> None:
 
 
 def test_a_conversation_of_5000_turns_with_a_branch_each() -> None:
-    """5,000 rows, each of which branches off one token later than the row before, become one tree of 10,000 tokens
-    without recursion."""
+    """5,000 rows become one tree of 10,000 tokens without recursion. Each row branches off one token later than the row
+    before."""
     trunk = np.arange(5000) % 1000
     rows = [np.append(trunk[: i + 1], 1000) for i in range(5000)]
     [tree] = build_trees(rows, 10_000)
@@ -232,7 +231,7 @@ def test_a_tree_trains_as_its_rows_do(model: Any, seed: int, n: int, max_tokens:
 
 
 def test_long_rows_cross_many_blocks(model: Any) -> None:
-    """If rows are longer than a block of 128 queries, trees still give the gradients of the separate rows, with and
+    """Rows that are longer than a block of 128 queries have the same gradients in a tree as separately, with and
     without the dense mask."""
     rows = make_rows(3, 10, longest=3 * BLOCK)
     trees = build_trees(rows, 8192)
@@ -247,7 +246,7 @@ def test_long_rows_cross_many_blocks(model: Any) -> None:
 @given(st.integers(0, 10**6), st.integers(1, 12))
 @settings(max_examples=60, deadline=None)
 def test_the_block_mask_is_the_mask(seed: int, n: int) -> None:
-    """A block is listed exactly if one of its queries sees one of its keys. In a full block every query sees every
+    """A block is listed if and only if one of its queries sees one of its keys. In a full block every query sees every
     key."""
     [tree] = build_trees(make_rows(seed, n, longest=2 * BLOCK), 10**6)
     mask, N = dense_mask(tree), len(tree.subtree_end)
@@ -275,7 +274,7 @@ def listed(counts: Tensor | None, numbers: Tensor | None) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_sees_what_the_blocks_see() -> None:
-    """FlexAttention with the block mask and tree_attention's path for CPUs give equal outputs."""
+    """FlexAttention with the block mask gives the same output as tree_attention on a CPU."""
     [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
     N = len(tree.subtree_end)
     q, k, v = (torch.randn(1, heads, N, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
@@ -285,7 +284,7 @@ def test_flex_attention_sees_what_the_blocks_see() -> None:
 
 
 def test_what_tree_attention_cannot_do_is_refused(model: Any) -> None:
-    """A forward pass without a tree raises an error. A layer with a sliding window raises an error as well."""
+    """Tree attention raises an error in a forward pass without a tree, and for a layer with a sliding window."""
     q = torch.randn(1, 2, 3, 8)
     [tree] = build_trees([[1, 2, 3]], 8)
     model.set_attn_implementation("tree")
@@ -300,7 +299,7 @@ def test_what_tree_attention_cannot_do_is_refused(model: Any) -> None:
 
 
 async def guess_batch(style: str) -> dict[str, Tensor]:
-    """Play 36 guessing games (6 secrets, 6 games each) through the proxy and export them as in a training run."""
+    """Play 36 guessing games through the proxy, six for each secret, and export the games as in a training run."""
     tokenizer, rng = base_model.make_tokenizer(guess.WORDS), random.Random(0)
     engine = ScriptedEngine(tokenizer, lambda request: str(rng.choice(guess.SECRETS)))
     app = create_app(engine, tokenizer, "admin")
@@ -320,7 +319,7 @@ async def guess_batch(style: str) -> dict[str, Tensor]:
 
 
 def begin(walk: list[str], rng: random.Random) -> Callable[[Any], str]:
-    """Return a model that answers with a random beginning of `walk`."""
+    """Return a model whose answer is the beginning of `walk`, cut at a random place."""
     return lambda request: " ".join(walk[: rng.randint(1, len(walk))])
 
 
@@ -344,7 +343,7 @@ async def maze_batch() -> dict[str, Tensor]:
 @pytest.mark.anyio
 @pytest.mark.parametrize("export", ["guess individual", "guess concat", "maze"])
 async def test_real_exports_train_as_their_rows_do(export: str) -> None:
-    """For rows that the two tasks export, trees give the loss and the gradients of the separate rows."""
+    """For rows that the two tasks export, trees give the same loss and gradients as the separate rows."""
     task, _, style = export.partition(" ")
     batch = await (guess_batch(style) if style else maze_batch())
     words = guess.WORDS if task == "guess" else ["from", "to", *maze.CELLS]
@@ -359,7 +358,7 @@ async def test_real_exports_train_as_their_rows_do(export: str) -> None:
 
 
 def make_batch(seed: int = 0) -> dict[str, Tensor]:
-    """Make a batch of eight rows that share prefixes. The second half of each row is trained."""
+    """Make a batch of eight rows that share prefixes. The loss covers the second half of each row."""
     rows = [row * 2 for row in make_rows(seed, 8)]
     lengths = torch.tensor([len(row) for row in rows])
     real = torch.arange(int(lengths.max())) < lengths[:, None]  # (B, T)
@@ -397,7 +396,7 @@ def one_update(path: Path, trees: bool, **changes: Any) -> tuple[dict[str, float
     actor.compute_advantages(batch)
     stats = actor.ppo_update(batch)
     weights = actor.full_state()
-    torch.distributed.barrier()  # a rank that ends closes its connections, so it waits for the others
+    torch.distributed.barrier()  # a rank waits for the other ranks here, because its end would close their connections
     actor.destroy()
     return stats | {"logp": float(batch["prox_logp"].sum())}, weights
 
@@ -411,8 +410,8 @@ def assert_same_update(one: Any, other: Any) -> None:
 
 
 def test_the_actor_makes_the_same_step_with_trees(model: Any, tmp_path: Path) -> None:
-    """enable_tree_training changes no logprob, metric or weight. The metric tree_token_ratio is below 1, because
-    trees have fewer tokens."""
+    """With enable_tree_training the logprobs, metrics and weights stay the same. The metric tree_token_ratio is below
+    1, because trees have fewer tokens."""
     model.save_pretrained(tmp_path)
     padded, trees = one_update(tmp_path, trees=False), one_update(tmp_path, trees=True)
     assert_same_update(padded, trees)
@@ -423,7 +422,7 @@ def test_the_actor_makes_the_same_step_with_trees(model: Any, tmp_path: Path) ->
 
 @pytest.mark.runs
 def test_two_ranks_train_trees(model: Any, tmp_path: Path) -> None:
-    """Two ranks with different numbers of trees compute the weights that one rank computes."""
+    """Two ranks with different numbers of trees compute the same weights as one rank."""
     model.save_pretrained(tmp_path / "model")
     world = {
         "WORLD_SIZE": "2",

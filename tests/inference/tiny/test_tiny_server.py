@@ -695,7 +695,7 @@ def test_a_part_that_does_not_fit_changes_nothing(tiny_server: str) -> None:
 
 
 def test_seeds_are_honoured_over_http(tiny_server: str) -> None:
-    """On a busy server, requests with the same seed get the same tokens. Requests without a seed get different
+    """On a busy server, requests with one seed get the same tokens, and requests without a seed get different
     tokens."""
 
     def ask(seed: int | None) -> list[int]:
