@@ -1,19 +1,19 @@
-"""Claim: comparing a turn with the same turn of its group teaches at least as fast as comparing all turns of the group.
+"""Claim: a model learns at least as fast with one baseline per turn as with one baseline for all turns of a group.
 
     python bench/baselines.py train --seeds 1 2 3          success of the demo's game with each baseline
     python bench/baselines.py signal runs/guess/NAME ...   turns without a signal, in the batches of recorded runs
 
-`actor.adv_norm.per_turn=true` compares the k-th turn of a game with the k-th turns of its group. Games differ in
-length, so a late turn may be alone in its cell, or all turns of its cell may have equal returns. Such a turn has
-advantage 0 and teaches nothing. `per_turn=false` compares a turn with all turns of its group. If every turn of a game
-has the game's reward, as in both laptop tasks, the baseline is then the mean reward of the group's games, weighted by
-their numbers of turns.
+`actor.adv_norm.per_turn=true` compares the k-th turn of a game with the k-th turns of the other games in its group.
+Games differ in length, so a later turn may have no other turn to be compared with, or only turns with the same return.
+Such a turn has advantage 0 and teaches nothing. `per_turn=false` compares a turn with all turns of its group. In both
+laptop tasks every turn of a game has the game's reward. The baseline is then the mean reward of the games in the group,
+in which each game counts once for each of its turns.
 
-`train` repeats the runs of bench/staleness.py at eta = 1, the lag of the demo, and changes nothing but the baseline.
-`signal` reads the batches that a run wrote to its folder tokens/ and computes both kinds of advantages. It counts the
-turns with advantage 0 in groups whose members have different rewards: the other groups teach nothing anyway. The share
-depends on the number of members, so `signal` also counts with only the first 4 and the first 8 members of each group.
-docs/algorithm.md has the results.
+`train` repeats the runs of bench/staleness.py at eta = 1, as in the demo, and changes only the baseline. `signal` reads
+the batches that a run wrote to its folder tokens/ and computes both kinds of advantages. It counts the turns with
+advantage 0. Groups whose members all have the same reward are left out, because they teach nothing with either
+baseline. The share of turns with advantage 0 depends on the size of the groups, so `signal` also computes it from only
+the first 4 and the first 8 members of each group. docs/algorithm.md has the results.
 """
 
 import argparse
@@ -45,7 +45,7 @@ MEMBERS = (4, 8, None)  # None: all members of a group
 
 
 def silent_turns(batch: dict[str, Tensor], per_turn: bool) -> tuple[int, int]:
-    """Return how many trained turns have advantage 0 and how many there are, in groups with different rewards."""
+    """Return two counts for groups with different rewards: trained turns with advantage 0, and all trained turns."""
     config = PPOActorConfig(adv_norm=NormConfig(std_level="none", per_turn=per_turn))
     A, trained = compute_advantages(batch, config), batch["loss_mask"] > 0
     silent = total = 0

@@ -55,7 +55,7 @@ def last_number(text: str) -> Decimal | None:
     """Return the number that a text gives as its answer, or None if the text has no number.
 
     The number is the last one in the last LaTeX box. In a text without a box, it is the last number after `####`. In a
-    text with neither, it is the last number of all.
+    text with neither a box nor `####`, it is the text's last number.
     """
     place = text.rpartition("\\boxed{")[2].partition("}")[0] if "\\boxed{" in text else text.rpartition("####")[2]
     numbers = NUMBER.findall(place)

@@ -144,14 +144,14 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
 
 
 def square(a: Cell, b: Cell) -> tuple[int, int]:
-    """Return the column and the line at which the picture shows the passage from a to b, or the cell a if a is b."""
+    """Return (column, line) of the picture's square for the passage between two cells, or for a cell given twice."""
     return a[0] + b[0] + 1, 2 * SIDE - 1 - a[1] - b[1]  # line 0 is at the top
 
 
 def draw(walk: list[Cell], home: str) -> Text:
     """Draw the maze with the walk as dots, S at its start and H at the home.
 
-    The picture is 2 * SIDE + 1 squares wide and high. Columns and lines with odd numbers hold the cells. The squares
+    The picture is 2 * SIDE + 1 squares wide and high. The column and the line of a cell are odd numbers. The squares
     between two cells show a passage or a wall.
     """
     picture = {square(cell, other): ("  ", "") for cell, ways in passages().items() for other in (cell, *ways)}

@@ -153,7 +153,7 @@ def outputs(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def assert_spans(answer: dict[str, Any], versions: list[str]) -> list[int]:
-    """Check that the spans have these versions, one each, and cover the output without a gap. Return the end of each
+    """Check that the spans have these versions in this order and cover the output without a gap. Return the end of each
     span."""
     spans = answer["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == versions
@@ -338,7 +338,7 @@ def test_spans_say_which_version_computed_which_token(server: Server, mode: str)
 
 
 def test_an_update_without_a_pause_waits(server: Server) -> None:
-    """Without a pause an update waits for running requests. With abort_all_requests it aborts them instead."""
+    """Without a pause an update waits for running requests. With abort_all_requests the update aborts them."""
     old = server.version()
     body = {"model_path": server.model_path, "weight_version": server.next_version(), "flush_cache": True}
     pending = server.start("contract-wait", 200)

@@ -180,7 +180,7 @@ def test_results_come_in_order_of_start(make_stage):
 
 
 def test_a_straggler_holds_up_its_batch(make_stage):
-    """A batch waits for its slowest group, while groups that started later finish and wait."""
+    """A batch waits for its slowest group, even if groups that started later have finished."""
     stage = make_stage(eta=1, batch=2)
     stage.submit(0, 1, 2, 3)
     stage.started(4)
@@ -293,7 +293,7 @@ def test_every_event_is_traced(make_stage):
 
 
 def test_an_id_is_used_once_at_a_time(make_stage):
-    """A task id can be used a second time only after the first task with this id was consumed."""
+    """A task id may be used again only after the earlier task with this id was consumed."""
     stage = make_stage(eta=5, concurrent=1)
     stage.submit(0, 1)
     for task_id in (0, 1):

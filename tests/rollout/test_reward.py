@@ -175,7 +175,7 @@ async def test_a_timed_out_reward_has_ended(rewards: ModuleType, fifo: str) -> N
 
 @pytest.mark.anyio
 async def test_hanging_rewards_leave_the_pool_free(rewards: ModuleType) -> None:
-    """After more hanging calls than there are workers, the pool still serves the next call."""
+    """Even if more calls hang than there are workers, the pool serves the next call."""
     hang = AsyncRewardWrapper(time.sleep, timeout_seconds=0.1)
     results = await asyncio.gather(*(hang(3600) for _ in range(6)), return_exceptions=True)
     assert {type(result) for result in results} == {TimeoutError}
@@ -197,7 +197,7 @@ async def test_a_cancelled_episode_takes_its_reward_with_it(rewards: ModuleType,
 @pytest.mark.anyio
 @pytest.mark.parametrize("generations", [1, 2])
 async def test_a_death_is_noticed_whoever_lives_on(rewards: ModuleType, fifo: str, generations: int) -> None:
-    """The death of a worker is noticed even if a process that the worker forked is still alive. This process is
+    """The death of a worker is noticed even if a process that the worker forked is still alive. The forked process is
     ended, too."""
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(WorkerDied, match="forks_and_dies ended with code 7"):

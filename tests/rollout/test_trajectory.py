@@ -211,7 +211,8 @@ def test_the_check_names_what_is_wrong(message: str) -> None:
 
 
 def test_episodes_of_one_workflow_have_the_same_keys() -> None:
-    """If a workflow's trajectories change their keys, check_trajectory_format raises an error that names the keys."""
+    """If two trajectories of a workflow have different keys, check_trajectory_format raises an error that names the
+    keys."""
     keys = frozenset(documented())
     check_trajectory_format(documented(), keys)
     fewer = documented()

@@ -187,8 +187,7 @@ def test_group_size_and_n_samples_are_one_number() -> None:
 
 
 def test_derived_values_are_written_back() -> None:
-    """`load` also fills in defaults that depend on other keys. A run's config.yaml contains every value that was
-    used."""
+    """`load` also fills in defaults that depend on other keys. A run's config.yaml contains every value used."""
     config = load(["rollout.max_head_offpolicyness=2", "train_dataset.batch_size=3"])
     assert (config.rollout.consumer_batch_size, config.rollout.max_concurrent_rollouts) == (3, 9)
 

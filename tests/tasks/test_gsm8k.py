@@ -57,7 +57,7 @@ def test_only_the_final_answer_counts(completion: str, answer: str, right: bool)
 
 
 def test_the_solutions_in_the_data_are_right() -> None:
-    """The solution of a problem earns the reward, and the solution of another problem does so only if its answer is the
+    """A problem's own solution earns the reward. The solution of another problem earns it only if the answers are the
     same."""
     rows = read_jsonl(ROOT / DATA)
     samples = load_dataset(str(ROOT / DATA), gsm8k, "train")

@@ -16,8 +16,7 @@ from training.advantages import generalised_advantage, informative, kl_estimate,
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(-3, 3)), min_size=1, max_size=15))
 @settings(max_examples=100, deadline=None)
 def test_leave_one_out_is_the_mean_of_the_others(entries):
-    """An entry's leave-one-out baseline is the mean of the other entries in its cell, or its own value if it is
-    alone."""
+    """An entry's leave-one-out baseline is the mean of the other entries in its cell, or its own value if alone."""
     cell, x = torch.tensor([c for c, _ in entries]), torch.tensor([v for _, v in entries], dtype=torch.float64)
     expected = []
     for i, (c, value) in enumerate(entries):

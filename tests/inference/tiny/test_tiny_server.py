@@ -171,8 +171,8 @@ def test_keys_of_old_weights_are_not_reused(tiny: TinyModel, other_model_dir: Pa
 def test_weights_that_are_not_finite_leave_nothing_behind(
     tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path, factor: float
 ) -> None:
-    """If weights that are not finite leave NaN or infinity in a slot, a later sequence in this slot still gets correct
-    logprobs once good weights are loaded."""
+    """Weights that are not finite may leave NaN or infinity in a slot. After good weights are loaded, a later sequence
+    in this slot gets correct logprobs."""
     named = read_weights(str(tiny_model_dir))
     bad = {name: tensor * factor if "v_proj" in name else tensor for name, tensor in named.items()}
     save_file(bad, tmp_path / "model.safetensors")
@@ -663,7 +663,7 @@ def test_bad_weights_are_answered_and_kill_nothing(tiny_server: str) -> None:
 
 
 class Call:
-    """An object whose pickle would create a folder if a program loaded the pickle."""
+    """An object whose pickle creates a folder when a program loads it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -695,8 +695,7 @@ def test_a_part_that_does_not_fit_changes_nothing(tiny_server: str) -> None:
 
 
 def test_seeds_are_honoured_over_http(tiny_server: str) -> None:
-    """On a busy server, requests with one seed get the same tokens, and requests without a seed get different
-    tokens."""
+    """On a busy server, requests with the same seed get the same tokens, and requests without a seed do not."""
 
     def ask(seed: int | None) -> list[int]:
         params = {"max_new_tokens": 20, "sampling_seed": seed, "ignore_eos": True}
