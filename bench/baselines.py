@@ -68,7 +68,7 @@ def first_members(batch: dict[str, Tensor], members: int | None) -> dict[str, Te
 
 
 def print_signal(runs: list[Path]) -> None:
-    """Print for each recorded run the share of silent turns with each baseline."""
+    """Print, for each recorded run and each baseline, the share of turns with advantage 0."""
     print("| run | members | turns | " + " | ".join(BASELINES) + " |\n" + "|---" * (3 + len(BASELINES)) + "|")
     for run, members in product(runs, MEMBERS):
         batches = [load_file(path) for path in sorted((run / "tokens").glob("*.safetensors"))]

@@ -227,7 +227,7 @@ def test_an_answer_from_before_an_update_is_no_restart() -> None:
 
 @pytest.mark.parametrize("form", ["text", "object"])
 def test_control_goes_around_a_router(tmp_path: Path, form: str) -> None:
-    """Requests for tokens go to the router. Control calls go to the router's workers, also to a worker that joined
+    """Requests for tokens go to the router. Control calls go to the router's workers, including workers that joined
     later."""
     machines = Machines(a=0, b=0)
     machines.workers = [{"url": A, "is_healthy": True} if form == "object" else A]

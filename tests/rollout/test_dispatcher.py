@@ -423,8 +423,8 @@ def test_a_stale_group_can_be_dropped_and_replaced(make_stage):
 
 
 def test_wait_for_one_task(make_stage):
-    """wait_for_task returns one group by its id. The group then no longer belongs to a later batch, and another group
-    may start instead."""
+    """wait_for_task returns one group by its id. This group is then in no later batch, and another group may start
+    instead."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2)
     stage.finish(1)

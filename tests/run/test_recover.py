@@ -129,7 +129,7 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
     state = first.state_dict()
     assert trained == list(range(6))
     assert sorted(state["open"]) == list(range(6, state["next_id"]))
-    log.write(7, group(4, 7))  # a lost step rolled out group 7 again
+    log.write(7, group(4, 7))  # group 7 was rolled out again in a step that was then lost
     (log.folder / "10.safetensors").unlink()  # group 10 was still running
 
     second = make_executor(version=3)

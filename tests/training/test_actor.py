@@ -487,7 +487,8 @@ def test_a_resumed_optimizer_obeys_its_own_keys(make_actor, tmp_path):
 
 
 def test_saved_weights_are_a_hugging_face_model(make_actor, tmp_path):
-    """save() writes a directory that transformers can load. The loaded model gives the actor's log-probabilities."""
+    """save() writes a directory that transformers can load. The loaded model gives the same log-probabilities as the
+    actor."""
     actor = make_actor()
     batch = prepare(actor, make_batch())
     actor.ppo_update(batch)

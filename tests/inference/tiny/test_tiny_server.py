@@ -526,7 +526,7 @@ def test_any_integer_is_a_seed(seed: int) -> None:
 
 
 def overtaken(last: int) -> dict[str, Any]:
-    """Return the answer for a sequence that gets its last token while Protocol.answer reads it, before read number
+    """Return Protocol.answer's result for a sequence whose last token arrives during the call, at attribute read number
     `last`."""
     scheduler, looks = make_scheduler(slots=1), itertools.count()
     one = Sequence("a", [7], SamplingParams(), stop_ids=frozenset({2}), return_logprob=True)
