@@ -26,6 +26,7 @@ behaviour weight is 1.5 and u is 1.5. With eps = 0.2 the clip lowers u to 1.2, s
 Three guards limit what a single token can do:
   cap           A token whose behaviour weight exceeds behave_imp_weight_cap is left out of the sum. The mean still
                 divides by the number of all trained tokens, so a batch with many such tokens makes a small step.
+                training/corrections.py has a lower bound, and tests that leave out a whole sequence.
   clip higher   The upper bound of u may be further from 1 (eps_clip_higher), so that rare tokens can become likelier.
   dual clip     For A < 0 the term u A has no lower bound. Setting c_clip = c gives this term the lower bound c A.
 
@@ -37,15 +38,17 @@ order.
 Limits: the clip does not keep u inside the bounds. A clipped token has no gradient, but gradients of other tokens
 still change its probability. The cap makes the correction biased. There is no critic.
 
-Variants are in training/advantages.py and training/proximal.py. docs/algorithm.md lists each equation.
+Variants are in training/advantages.py, training/corrections.py and training/proximal.py. docs/algorithm.md lists each
+equation.
 Shapes: a batch has B rows, T columns, N trained turns and M trained tokens. Column t of each tensor describes token t.
 """
 
 import torch
 from torch import Tensor
 
-from run.config import NormConfig, PPOActorConfig
 from training.advantages import generalised_advantage, kl_estimate, leave_one_out_mean, log_ratio, overlong_penalty
+from training.config import NormConfig, PPOActorConfig
+from training.corrections import behaviour_weight, cispo_objective, reduce_sequence, rejected, sequence_weight
 
 
 def describe_mode(config: PPOActorConfig) -> str:
@@ -153,29 +156,6 @@ def compute_advantages(batch: dict[str, Tensor], config: PPOActorConfig) -> Tens
     return advantages
 
 
-def behaviour_weight(log_weight: Tensor, cap: float | None, action: str) -> tuple[Tensor, Tensor]:
-    """Return pi_prox / pi_behav = exp(log_weight) without a gradient, and a mask of the weights above the cap.
-
-    A weight above the cap becomes 0 (action "mask") or the cap (action "clamp").
-    """
-    weight, cap = torch.exp(log_weight).detach(), torch.inf if cap is None else cap
-    above = weight > cap
-    return weight.clamp(max=cap) if action == "clamp" else torch.where(above, 0.0, weight), above
-
-
-def sequence_mean(x: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Return for each entry of x the mean of x over the trained tokens of the entry's sequence.
-
-    The mean is 0 for a sequence without trained tokens. If x holds log weights, the result is the log of the geometric
-    mean of each sequence's weights, as in GSPO (arXiv 2507.18071).
-    """
-    ids = sequence_ids.expand(x.shape)  # the sequence of each token
-    # `total` and `count` have one number for each sequence.
-    total = x.new_zeros(int(ids.max()) + 1 if ids.numel() else 0).index_add_(0, ids[mask], x[mask])
-    count = torch.bincount(ids[mask], minlength=len(total)).clamp(min=1)
-    return (total / count)[ids]
-
-
 def aggregation_weights(lengths: Tensor, how: str, constant: int | None) -> Tensor:
     """Return the factors (B,) that weight the sequences in the loss. L_it is the loss of token t of sequence i.
 
@@ -214,7 +194,7 @@ def ppo_actor_loss_fn(
     prox_logp        log pi_prox; standard PPO (use_decoupled_loss=false) does not use this argument
     old_logp         log pi_behav; in standard PPO the log-probability under the old policy
     loss_mask        1 for trained tokens; values at all other tokens are ignored, even NaN and infinity
-    sequence_ids     the row of each token, for a behaviour weight per sequence; default: the index of the first axis
+    sequence_ids     the row of each token, for ratios of a whole sequence; default: the index of the first axis
     denominator      the number by which loss and metrics are divided: the trained tokens of the whole mini-batch, so
                      that the losses of its pieces add up; default: the trained tokens of loss_mask
     """
@@ -225,7 +205,10 @@ def ppo_actor_loss_fn(
     log_weight = torch.where(mask, log_ratio(prox_logp, old_logp), 0.0)  # log (pi_prox / pi_behav)
     A = torch.where(mask, advantages, 0.0)
 
-    # u = pi_theta / pi_prox
+    # u = pi_theta / pi_prox of the token, or the geometric mean of u over its sequence
+    ids = torch.arange(len(mask), device=mask.device)[:, None] if sequence_ids is None else sequence_ids
+    if config.importance_sampling_level == "sequence":
+        log_u = reduce_sequence(log_u, mask, ids, "mean")
     u = torch.exp(log_u)
     higher = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
     u_clipped = u.clamp(1 - config.eps_clip, 1 + higher)
@@ -236,11 +219,15 @@ def ppo_actor_loss_fn(
     if config.c_clip is not None:
         objective = torch.where(A < 0, torch.maximum(objective, config.c_clip * A), objective)
 
-    # w = pi_prox / pi_behav of the token, or the geometric mean of w over its sequence; above the cap w is 0 or the cap
-    if config.behave_imp_weight_level == "sequence":
-        ids = torch.arange(len(mask), device=mask.device)[:, None] if sequence_ids is None else sequence_ids
-        log_weight = sequence_mean(log_weight, mask, ids)
-    weight, above_cap = behaviour_weight(log_weight, config.behave_imp_weight_cap, config.behave_imp_weight_action)
+    clipped = objective != uA
+    if config.use_cispo_loss:
+        objective, clipped = cispo_objective(torch.where(mask, logp, 0.0), u, u_clipped, A)
+
+    # w = pi_prox / pi_behav of the token or of its sequence; w is 0 outside floor .. cap and in a rejected sequence
+    sequence_log_weight = sequence_weight(log_weight, mask, ids, config.behave_imp_weight_level)
+    weight, dropped = behaviour_weight(sequence_log_weight, config)
+    reject = rejected(log_weight, mask, ids, config)
+    weight, dropped = weight.masked_fill(reject, 0.0), (dropped | reject) & mask
 
     # loss = - sum over trained tokens of w * objective / denominator; other tokens have A = 0 and add nothing
     loss = -(weight * objective).sum() / denominator
@@ -248,10 +235,10 @@ def ppo_actor_loss_fn(
     with torch.no_grad():
         weight = torch.where(mask, weight, 0.0)
         sums = {
-            "clip_frac": torch.count_nonzero((objective != uA) & (weight > 0)),  # a dropped token is not clipped
+            "clip_frac": torch.count_nonzero(clipped & (weight > 0)),  # a dropped token is not clipped
             "behave_weight_mean": weight.sum(),
             "behave_weight_square": weight.square().sum(),
-            "dropped_share": torch.count_nonzero(above_cap & mask),
+            "dropped_share": torch.count_nonzero(dropped),
             # the estimator k2 of log (pi_theta / pi_behav); the clamp keeps the sum finite
             "kl": torch.where(mask, log_ratio(logp, old_logp), 0.0).clamp(-1e4, 1e4).square().sum() / 2,
         }

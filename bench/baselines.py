@@ -36,8 +36,9 @@ from torch import Tensor  # noqa: E402
 
 from bench import staleness  # noqa: E402
 from ppo import compute_advantages  # noqa: E402
-from run.config import NormConfig, PPOActorConfig, load  # noqa: E402
+from run.config import load  # noqa: E402
 from tasks import guess  # noqa: E402
+from training.config import NormConfig, PPOActorConfig  # noqa: E402
 
 BASELINES = {"per turn": True, "all turns": False}
 STEPS = (16, 32, 64)

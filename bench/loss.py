@@ -44,7 +44,7 @@ except ImportError:
 import torch  # noqa: E402
 
 from ppo import compute_advantages, ppo_actor_loss_fn  # noqa: E402
-from run.config import NormConfig, PPOActorConfig  # noqa: E402
+from training.config import NormConfig, PPOActorConfig  # noqa: E402
 from training.logprobs import token_logprobs  # noqa: E402
 
 torch.set_num_threads(1)

@@ -53,9 +53,10 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from rollout.trajectory import complete  # noqa: E402
-from run.config import PPOActorConfig, load  # noqa: E402
+from run.config import load  # noqa: E402
 from tasks import base_model, guess  # noqa: E402
 from training.actor import FSDPPPOActor  # noqa: E402
+from training.config import PPOActorConfig  # noqa: E402
 
 ETAS = ["0", "1", "2", "4", "8", "16", "inf"]
 METHODS: dict[str, dict[str, Any]] = {

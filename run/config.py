@@ -7,9 +7,9 @@ A run is configured in three layers, and a later layer wins over an earlier one:
 3. `key=value` arguments on the command line, such as `actor.eps_clip=0.1`.
 
 The comment at the end of a key's line is the key's help text. `python train.py --help` prints every key with its
-default and its comment. The keys of `gconfig` are defined in `inference/io_struct.py`. A key that does not exist is an
-error, and the error message suggests the nearest existing key. Example: `python train.py lr=0.1` ends with "unknown key
-'lr' in the command line; did you mean 'actor.optimizer.lr'?".
+default and its comment. The keys of `gconfig` are defined in `inference/io_struct.py`, and the keys of `actor` in
+`training/config.py`. A key that does not exist is an error, and the error message suggests the nearest existing key.
+Example: `python train.py lr=0.1` ends with "unknown key 'lr' in the command line; did you mean 'actor.optimizer.lr'?".
 
 The type of a number contains the interval of its allowed values, for example Share for [0, 1]. A learning rate below 0
 would turn learning into unlearning, and a clip of NaN would silence every comparison, so no interval contains NaN.
@@ -35,7 +35,8 @@ from yaml import YAMLError
 
 from calls.side_conversations import PATTERNS
 from inference.io_struct import GenerationHyperparameters
-from run.fields import Count, CountOrZero, NonNegative, Positive, Seed, Share, is_within
+from run.fields import Count, CountOrZero, Positive, Seed, Share, is_within
+from training.config import PPOActorConfig
 
 
 class ConfigError(ValueError):
@@ -100,72 +101,6 @@ class ProxyConfig:
     """The proxy processes, which answer the agents' requests."""
 
     workers: Count = 1  # number of proxy processes; each episode uses one of them
-
-
-@dataclass
-class NormConfig:
-    """The mean and the std of the advantage A = (R - mean) / std (AReaL: NormConfig)."""
-
-    mean_level: Literal["group", "batch", "none"] = "group"  # rows whose mean return is the baseline
-    std_level: Literal["group", "batch", "constant", "none"] = "group"  # rows whose standard deviation is the divisor
-    mean_leave1out: bool = False  # true: leave a row out of its own baseline (RLOO)
-    std_constant: Positive = 1.0  # divisor for std_level=constant
-    per_turn: bool = True  # true: compare a return only with returns of the same turn number
-    eps: NonNegative = 1e-5  # added to the standard deviation, so that tiny differences stay small; 0: nothing
-
-
-@dataclass
-class OptimizerConfig:
-    """AdamW and its learning rate schedule."""
-
-    lr: NonNegative = 1e-5  # largest learning rate; 0: the weights never change
-    beta1: Annotated[float, "[0, 1)"] = 0.9  # decay of AdamW's mean of gradients, per optimizer step; 0: no mean
-    beta2: Annotated[float, "[0, 1)"] = 0.95  # decay of AdamW's mean of squared gradients; 0: no mean
-    eps: Positive = 1e-8  # added to AdamW's divisor to avoid division by 0
-    weight_decay: NonNegative = 0.01  # AdamW's weight decay; 0: none
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # shape of the learning rate after warm-up
-    warmup_steps: CountOrZero = 0  # training steps in which the learning rate rises from 0 to lr; 0: it starts at lr
-    min_lr_ratio: Share = 0.0  # learning rate at the end of the schedule, as a share of lr; 0: it falls to 0
-    gradient_clipping: NonNegative = 1.0  # gradients with a larger norm are scaled down to this norm; 0: no clipping
-
-
-@dataclass
-class PPOActorConfig:
-    """The trainer: forward passes, the decoupled PPO objective and the optimizer (AReaL: PPOActorConfig)."""
-
-    dtype: Literal["float32", "bfloat16"] = "float32"  # number format of forward passes; parameters are float32
-    ppo_n_minibatches: Count = 4  # optimizer steps per pass over the batch
-    ppo_epochs: Count = 1  # passes over the batch
-    mb_tokens: Count = 16384  # limit of tokens per forward pass, with padding; a larger mini-batch takes several passes
-    layout: Literal["padded", "packed"] = "padded"  # padded: one row per sequence; packed: sequences end to end
-    gradient_checkpointing: bool = False  # true: save memory by computing layers again in the backward pass
-    enable_tree_training: bool = False  # true: compute the common beginning of several rows only one time
-    offload: bool = False  # true: keep parameters, gradients and optimizer state in host memory (FSDP2 CPU offload)
-    use_decoupled_loss: bool = True  # true: decoupled PPO, which corrects for stale data; false: standard PPO
-    recompute_logprob: bool = True  # old logprobs of standard PPO; true: by a forward pass; false: from the server
-    prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"  # how pi_prox is computed
-    eps_clip: Share = 0.2  # lower bound of the ratio pi_theta / pi_prox is 1 - eps_clip; 0: bound 1
-    eps_clip_higher: NonNegative | None = None  # upper bound is 1 + eps_clip_higher; 0: bound 1; default eps_clip
-    c_clip: Annotated[float, "(1, inf)"] | None = None  # dual clip: where A < 0, loss <= c_clip * |A|; null: none
-    behave_imp_weight_cap: Annotated[float, "[1, inf)"] | None = 5.0  # largest weight pi_prox / pi_behav; null: no cap
-    behave_imp_weight_level: Literal["token", "sequence"] = "token"  # one weight per token, or one per sequence
-    behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # above the cap: drop the token, or use the cap
-    loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # how the loss averages over tokens (ppo.py)
-    max_new_tokens: Count | None = None  # longest turn, for loss_aggregation=constant; default gconfig.max_new_tokens
-    entropy_coeff: NonNegative = 0.0  # weight of the entropy bonus in the loss; 0: no bonus
-    kl_ctl: NonNegative = 0.0  # weight of the KL penalty towards the reference model; 0: no reference model
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # formula for the KL of one token (training/advantages.py)
-    kl_placement: Literal["reward", "loss"] = "reward"  # subtract KL from the rewards, or add KL (k2, k3) to the loss
-    anneal: bool = False  # true: entropy_coeff and kl_ctl fall linearly to 0 over max_steps
-    overlong_tokens: Count | None = None  # how many tokens before max_new_tokens cost a penalty; null: no penalty
-    overlong_penalty_factor: NonNegative = 1.0  # penalty of a turn with max_new_tokens tokens; 0: no penalty
-    gamma: Annotated[float, "(0, 1]"] = 1.0  # discount of the advantage for each token before a turn's end
-    gae_lambda: Share = 1.0  # second factor of the discount, gamma * gae_lambda; 0: only the last token learns
-    reward_bias: Annotated[float, "(-inf, inf)"] = 0.0  # number, of any sign, that is added to every reward; 0: nothing
-    reward_scaling: Positive = 1.0  # factor that multiplies every reward after the bias is added
-    reward_clip: Positive = 20.0  # scaled rewards are clipped to the range from -reward_clip to reward_clip
-    adv_norm: NormConfig = field(default_factory=NormConfig)  # baseline and divisor of the advantages
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
 
 
 @dataclass
@@ -287,14 +222,16 @@ class Key(NamedTuple):
     interval: str | None
 
 
-@functools.cache  # reading the source code of the dataclasses takes about a second
+source_of = functools.cache(inspect.getsource)  # reading the source code of all dataclasses takes a second
+
+
 def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
     """Return every key of the configuration, in the order of this file.
 
     The meaning of a key is the comment after the key in the source code of the dataclass `cls`. The interval of a key
     is part of the key's type.
     """
-    meanings = dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(cls), re.MULTILINE))
+    meanings = dict(re.findall(r"^    (\w+): .*?  # (.+)$", source_of(cls), re.MULTILINE))
     keys, hints = [], get_type_hints(cls, include_extras=True)
     for name, default in vars(cls()).items():
         if dataclasses.is_dataclass(default):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ppo import aggregation_weights, compute_advantages
 from ppo import ppo_actor_loss_fn as loss_of_config
-from run.config import NormConfig, PPOActorConfig
+from training.config import NormConfig, PPOActorConfig
 
 NAN, INF = float("nan"), float("inf")
 
@@ -157,8 +157,8 @@ def test_the_write_ups_surrogate_is_another_objective():
 )
 def test_a_token_that_two_policies_exclude_gives_no_nan(theta, prox, behav):
     """If two policies give a token the probability 0, their ratio counts as 1, and loss and metrics are numbers."""
-    policies = [torch.tensor([value, -1.0]) for value in (theta, prox, behav)]
-    loss, stats = ppo_actor_loss_fn(*policies, -torch.ones(2), torch.ones(2), c_clip=2.0)
+    first, second, third = (torch.tensor([value, -1.0]) for value in (theta, prox, behav))
+    loss, stats = ppo_actor_loss_fn(first, second, third, -torch.ones(2), torch.ones(2), c_clip=2.0)
     assert loss.isfinite()
     assert all(value.isfinite() for value in stats.values())
 
@@ -424,7 +424,7 @@ def test_a_broken_trajectory_says_what_is_wrong():
 # -- variations of the loss -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("action", ["mask", "clamp"])
 @pytest.mark.parametrize("cap", [1.6, None])
 @pytest.mark.parametrize("how", ["token", "sequence", "constant"])
@@ -441,11 +441,12 @@ def test_weights_and_aggregation_by_the_loop(level, action, cap, how):
         if not trained:
             continue
         n_rows += 1
-        mean_log = sum((prox[i, t] - behav[i, t]).item() for t in trained) / len(trained)
+        sum_log = sum((prox[i, t] - behav[i, t]).item() for t in trained)
+        row_log = max(-20, min(20, sum_log if level == "sequence" else sum_log / len(trained)))
         row = 0.0
         for t in trained:
             u = math.exp(theta[i, t] - prox[i, t])
-            w = math.exp(mean_log if level == "sequence" else prox[i, t] - behav[i, t])
+            w = math.exp(prox[i, t] - behav[i, t] if level == "token" else row_log)
             if cap is not None and w > cap:
                 capped, w = capped + 1, cap if action == "clamp" else 0.0
             weights.append(w)

@@ -14,6 +14,10 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, rest_of
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ppo import ppo_actor_loss_fn
 from runs import (
     SMALL_GUESS,
     STRADDLING_MAZE,
@@ -24,11 +28,7 @@ from runs import (
     start_and_wait_for_step,
     wait_gone,
 )
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from ppo import ppo_actor_loss_fn
-from run.config import PPOActorConfig
+from training.config import PPOActorConfig
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from run.config import NormConfig, OptimizerConfig, PPOActorConfig
 from training.actor import FSDPPPOActor
+from training.config import NormConfig, OptimizerConfig, PPOActorConfig
 
 
 def make_batch(lengths=(9, 14, 5, 21, 12, 17, 7, 16), seed=0) -> dict[str, Tensor]:

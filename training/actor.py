@@ -55,8 +55,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from inference import weights
 from ppo import aggregation_weights, compute_advantages, ppo_actor_loss_fn
-from run.config import OptimizerConfig, PPOActorConfig
 from training.advantages import kl_estimate
+from training.config import OptimizerConfig, PPOActorConfig
+from training.corrections import without_truncated
 from training.layout import LAYOUTS, Batch, Piece, TokenIndex, refuse_layers, row_lengths, split_minibatches
 from training.logprobs import add_read_hidden, token_logprobs
 from training.proximal import guess_errors, interpolation, loglinear
@@ -272,6 +273,8 @@ class FSDPPPOActor(FSDPEngine):
     def compute_advantages(self, batch: Batch) -> None:
         """Write batch["advantages"], (B, T), with the KL coefficient of this training step."""
         config = replace(self.config, kl_ctl=self.annealed(self.config.kl_ctl))
+        if config.mask_truncated:
+            batch["loss_mask"] = without_truncated(batch)
         batch["advantages"] = compute_advantages(batch, config)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
@@ -301,7 +304,8 @@ class FSDPPPOActor(FSDPEngine):
         parts = [part for part in parts if part]  # a mini-batch without a trained token makes no step
         self.all_reduce(batch["theta_logp"])
         if not parts:
-            hint = "requests that say store: false, or sample with top_p, penalties or temperature 0, are not trained"
+            hint = "requests that say store: false, or sample with top_p, penalties or temperature 0, are not trained, "
+            hint += "and neither are truncated turns if actor.mask_truncated is set"
             raise ValueError(f"no token of the batch is trained: loss_mask is 0 everywhere; {hint} (docs/agents.md)")
         stats = step_means(parts)
         if self.guesses:

@@ -23,8 +23,8 @@ from engine import RemoteInfEngine
 from inference import group
 from inference.io_struct import GenerationHyperparameters, ModelRequest
 from inference.weights import WeightUpdateMeta, named_buckets, send, write_checkpoint
-from run.config import PPOActorConfig
 from training.actor import FSDPEngine
+from training.config import PPOActorConfig
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ RANKS = """
 import gc, json, sys, torch
 from training.actor import FSDPPPOActor
 from engine import RemoteInfEngine
-from run.config import PPOActorConfig
+from training.config import PPOActorConfig
 from inference.weights import WeightUpdateMeta
 
 url, model_path, mode, bucket_mb = sys.argv[1:]

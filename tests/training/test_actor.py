@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inference.weights import WeightUpdateMeta
 from ppo import describe_mode, ppo_actor_loss_fn
-from run.config import OptimizerConfig
 from training.actor import FSDPEngine, FSDPPPOActor, lr_factor, split_minibatches
+from training.config import OptimizerConfig
 from training.layout import row_lengths, split_microbatches, split_packs
 
 
@@ -246,6 +246,20 @@ def test_a_batch_without_a_trained_token_is_an_error(make_actor):
     batch["loss_mask"][:] = 0
     with pytest.raises(ValueError, match="no token of the batch is trained"):
         actor.ppo_update(batch)
+
+
+def test_truncated_turns_leave_the_update(make_actor):
+    """With mask_truncated the truncated rows have no part in the update: it equals the update without these rows."""
+    actors = [make_actor(mask_truncated=cut) for cut in (True, False)]
+    batch = make_batch()
+    batch["truncated"] = torch.zeros(len(batch["loss_mask"]), dtype=torch.int32)
+    batch["truncated"][1:3] = 1
+    without = {key: x.clone() for key, x in batch.items()}
+    without["loss_mask"][1:3] = 0
+    a = actors[0].ppo_update(cut := prepare(actors[0], batch))
+    b = actors[1].ppo_update(prepare(actors[1], without))
+    assert not cut["loss_mask"][1:3].any()
+    assert a == b
 
 
 def test_a_batch_that_is_not_ready_says_what_is_missing(make_actor):

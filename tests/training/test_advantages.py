@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from test_ppo import config, make_batch, per_row, single
 
 from ppo import compute_advantages
-from run.config import NormConfig, PPOActorConfig
 from training.advantages import generalised_advantage, informative, kl_estimate, leave_one_out_mean, overlong_penalty
+from training.config import NormConfig, PPOActorConfig
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(-3, 3)), min_size=1, max_size=15))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ppo import ppo_actor_loss_fn
-from run.config import PPOActorConfig
+from training.config import PPOActorConfig
 from training.proximal import guess_errors, interpolation, linear, loglinear, rollout
 
 

@@ -27,9 +27,9 @@ from calls.client import OpenAIProxyClient
 from inference.io_struct import GenerationHyperparameters
 from proxy import create_app
 from rollout.trajectory import complete, concat_padded_tensors
-from run.config import OptimizerConfig, PPOActorConfig
 from tasks import base_model, guess, maze
 from training.actor import FSDPPPOActor
+from training.config import OptimizerConfig, PPOActorConfig
 from training.tree_attention import BLOCK, PackedTree, block_mask, build_trees, cheapest_runs, tree_attention
 from workflow import RLVRWorkflow, to_tensors
 
