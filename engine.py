@@ -89,6 +89,7 @@ class RemoteInfEngine:
     pause_mode: str = "retract"  # retract, abort or in_place; becomes abort if a server reports no spans
     request_timeout: float = 3600.0  # longest time, in seconds, that a server may send nothing during a segment
     request_retries: int = 3  # how often a request is repeated after a connection error, a timeout or a 5xx status
+    key: str = ""  # key of the servers
     transport: httpx.MockTransport | None = None  # replaces the network in tests
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # replaces waiting in tests
 
@@ -97,12 +98,13 @@ class RemoteInfEngine:
             raise ValueError("the engine needs the address of at least one server")
         if self.pause_mode not in ("retract", "abort", "in_place"):
             raise ValueError(f"pause_mode is retract, abort or in_place, not {self.pause_mode!r}")
-        self._wire = Wire(self.transport)
+        self._wire = Wire(self.transport, self.key)
         # The engine's changing state (`pause_mode` may change too):
         self.servers = Servers(self.addresses, self._wire)
         self.vocab_size: int | None = None  # number of token ids; None if no config.json of the model can be read
         self.context_length: int | None = None  # maximum length of prompt plus completion; None if unknown
         self.has_grammar = False  # True if every server can restrict its output to a JSON schema
+        self.proxies: Servers | None = None  # the proxies of the run, which `set_version` tells of new versions
         self.executor: Any = None  # the WorkflowExecutor of training, which sets this attribute itself
         self._version = 0  # newest policy version that all servers have
         self._servers_paused = False  # True between `pause` and `resume`
@@ -165,7 +167,7 @@ class RemoteInfEngine:
         try:
             async with contextlib.aclosing(self._wire.stream(url, body, self.request_timeout)) as events:
                 async for event in events:
-                    segment = parse_segment(event)
+                    segment = parse_segment(event, self.vocab_size)
                     self.servers.check_age(server, segment.output_versions, oldest_allowed)
                     response.replace_from(start, segment)
                     if on_tokens and segment.output_len:
@@ -282,11 +284,13 @@ class RemoteInfEngine:
         """
         # In mode in_place the paused requests still need the KV cache.
         weights.send(replace(meta, flush_cache=self.pause_mode != "in_place"), self.servers.post_all, buckets)
-        self.servers.newest = meta.version
+        self.servers.newest = self.servers.limit = meta.version
 
     def set_version(self, version: int) -> None:
-        """Record that all servers have `version`. The staleness gate may then start more rollouts."""
-        self._version = version
+        """Record that all servers have `version`, and tell the proxies. The staleness gate may then start rollouts."""
+        self._version = self.servers.limit = version
+        if self.proxies is not None:
+            self.proxies.post_all("/set_version", {"version": version})
         if self.executor is not None:
             self.executor.on_new_version()
 

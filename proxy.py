@@ -13,6 +13,7 @@ guess the id. A request marked "admin" needs the admin key. A client may leave o
     POST /{session_id}/rl/set_reward              set the reward of an interaction (given by id) or of the last one
     POST /{session_id}/rl/end_session             end the session: stop its running calls, refuse new calls (410)
     POST /export_trajectories (admin)             return the interactions of an ended session, then forget the session
+    POST /set_version (admin)                     set the newest version that a token may have
     GET  /health                                  return the number of sessions and the number of unused grants
 
 How a call becomes a prompt. A session already has one turn, in which the model answered "Hi!". Then a request with this
@@ -68,7 +69,7 @@ from calls.tools import OutputParser
 from calls.turn import EventStream, Turn, earlier_turn
 from engine import EngineError, RemoteInfEngine
 from inference.io_struct import GenerationHyperparameters, ModelRequest, call_seed
-from run.serve import listen, load_tokenizer, read_object, reply, serve
+from run.serve import bearer, check_key, listen, load_tokenizer, read_object, read_secret, reply, serve
 
 MAX_BODY = 64 * 2**20  # largest accepted request body, in bytes
 LONG_BODY = 2**18  # bytes; a thread builds the prompt of a longer body, because tokenising a long text takes seconds
@@ -106,12 +107,12 @@ class Proxy:
 
     async def grant_capacity(self, request: Request) -> Response:
         """Add one grant, so that one more session may start. Reply with the number of unused grants."""
-        self.check_admin(request)
+        check_key(request, self.admin_key)
         return reply({"capacity": self.sessions.grant()})
 
     async def start_session(self, request: Request) -> Response:
         """Use one grant to start a session. Raises Refusal 429 if there is no grant."""
-        self.check_admin(request)
+        check_key(request, self.admin_key)
         task_id = (await read_json(request)).get("task_id")
         if not isinstance(task_id, str | int):
             raise Refusal("task_id: a string is needed")
@@ -227,7 +228,7 @@ class Proxy:
 
     async def export_trajectories(self, request: Request) -> Response:
         """Reply with the interactions of an ended session and their discounted rewards, then forget the session."""
-        self.check_admin(request)
+        check_key(request, self.admin_key)
         body = await read_json(request)
         session = self.sessions.find(str(body.get("session_id")))
         if not session.ended:
@@ -244,13 +245,11 @@ class Proxy:
         self.sessions.expire()
         return reply({"status": "ok", "sessions": len(self.sessions), "capacity": self.sessions.capacity})
 
-    def check_admin(self, request: Request) -> None:
-        """Check the admin key. Raises Refusal 401 if the request has no key, 403 if the key is not the admin key."""
-        key = bearer(request)
-        if not key:
-            raise Refusal("Authorization: `Bearer <admin key>` is needed", 401)
-        if not secrets.compare_digest(key.encode(), self.admin_key.encode()):
-            raise Refusal("Authorization: this is not the admin key", 403)
+    async def set_version(self, request: Request) -> Response:
+        """Set the newest version of the trainer. A token of a newer version is an error of its inference server."""
+        check_key(request, self.admin_key)
+        self.engine.servers.limit = int((await read_json(request))["version"])
+        return reply({})
 
 
 def exported_form(interaction: Interaction) -> dict[str, Any]:
@@ -258,12 +257,6 @@ def exported_form(interaction: Interaction) -> dict[str, Any]:
     parent = interaction.parent.interaction_id if interaction.parent else None
     row = {"tensors": interaction.to_lists(), "reward": interaction.reward, "parent": parent}
     return row | {"messages": interaction.messages, "output": interaction.output_message_list}
-
-
-def bearer(request: Request) -> str:
-    """Return the key of the header `Authorization: Bearer <key>`, or "" if the request has no such header."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def session_id_of(request: Request) -> str:
@@ -310,6 +303,7 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
     app.add_route("/health", proxy.health)
     app.add_route("/grant_capacity", proxy.grant_capacity, methods=["POST"])
     app.add_route("/rl/start_session", proxy.start_session, methods=["POST"])
+    app.add_route("/set_version", proxy.set_version, methods=["POST"])
     app.add_route("/export_trajectories", proxy.export_trajectories, methods=["POST"])
     # The web framework takes the first matching route. "/v1" comes before "/{session_id}", so "v1" is no session id.
     for session in ("/{session_id}/v1", "/v1", "", "/{session_id}"):
@@ -329,7 +323,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--model-path", required=True, help="Hugging Face folder with the tokenizer")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8100, help="port to listen on")
-    add("--admin-key", default=os.getenv("NANO_AREAL_ADMIN_KEY"), help="default: $NANO_AREAL_ADMIN_KEY or a new key")
+    admin, server = os.getenv("NANO_AREAL_ADMIN_KEY"), os.getenv("NANO_AREAL_SERVER_KEY", "")
+    add("--admin-key", type=read_secret, default=admin, help="default: $NANO_AREAL_ADMIN_KEY or a new key; -: stdin")
+    add("--server-key", type=read_secret, default=server, help="default: $NANO_AREAL_SERVER_KEY; -: standard input")
     add("--seed", type=int, help="an integer makes the sampling of a run repeatable")
     add("--sampling", type=orjson.loads, default={}, help='default parameters as JSON, like {"max_new_tokens": 500}')
     add("--request-timeout", type=float, default=3600.0, help="seconds that one generation may take")
@@ -350,11 +346,10 @@ def main(argv: list[str] | None = None) -> int:
     key = args.admin_key or secrets.token_urlsafe(16)
     with contextlib.ExitStack() as stack:
         try:
-            listener = stack.enter_context(listen(args.host, args.port))
+            listener = stack.enter_context(listen(args.host, args.port, args.admin_key))
             tokenizer = load_tokenizer(args.model_path)
-            engine = RemoteInfEngine(
-                args.server, request_timeout=args.request_timeout, request_retries=args.request_retries
-            )
+            patience = {"request_timeout": args.request_timeout, "request_retries": args.request_retries}
+            engine = RemoteInfEngine(args.server, key=args.server_key, **patience)
             stack.callback(engine.destroy)
             engine.initialize()
             if engine.context_length:

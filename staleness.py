@@ -52,7 +52,7 @@ class VersionProvider(Protocol):
 
 
 class StalenessError(AssertionError):
-    """A group that a step wants to consume is older than max_head_offpolicyness allows."""
+    """A group that a step wants to consume is older than max_head_offpolicyness allows, or newer than the policy."""
 
 
 @dataclass
@@ -116,8 +116,14 @@ class StalenessManager:
             return replace(self._stat)
 
     def is_fresh(self, head_version: int | None) -> bool:
-        """Return whether a group is young enough to be consumed now. A group without tokens (None) is always fresh."""
-        return head_version is None or self.version_provider.get_version() - head_version <= self.max_staleness
+        """Return whether a group is young enough to be consumed now. A group without tokens (None) is always fresh.
+
+        Raises StalenessError if the group is newer than the policy, because its version must be wrong.
+        """
+        age = 0 if head_version is None else self.version_provider.get_version() - head_version
+        if age < 0:
+            raise StalenessError(f"a group of version {head_version} is newer than the policy: its age is {age}")
+        return age <= self.max_staleness
 
     def check_age(self, head_version: int | None) -> None:
         """Raise StalenessError if a group with this head version is too old to be consumed now."""

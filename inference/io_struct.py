@@ -157,11 +157,28 @@ def probe(input_ids: list[int]) -> dict[str, Any]:
     return generate_body(input_ids, GenerationHyperparameters(greedy=True, max_new_tokens=1))
 
 
-def parse_segment(answer: dict[str, Any]) -> ModelResponse:
+def check_segment(tokens: list[int], entries: list[list], spans: list[dict[str, Any]], vocab_size: int | None) -> None:
+    """Raise EngineError (503) if an answer contradicts itself or cannot come from a model with `vocab_size` token ids.
+
+    The ids must be integers of the vocabulary, and equal the ids beside the logprobs. A logprob is at most 0, up to
+    rounding.
+    The spans must cover all tokens without a gap, and their versions must not fall.
+    """
+    if tokens and ({*map(type, tokens)} != {int} or min(tokens) < 0 or max(tokens) >= (vocab_size or 2**31)):
+        raise EngineError(f"an answer has an id that is no integer below {vocab_size}", 503)
+    if [entry[1] for entry in entries] != tokens or max((entry[0] for entry in entries), default=0) > 1e-3:
+        raise EngineError("an answer has other ids beside the logprobs, or a positive logprob", 503)
+    bounds = [0, *(end for span in spans for end in (span["start"], span["end"])), len(tokens)]
+    versions = [int(span["version"]) for span in spans]
+    if bounds[::2] != bounds[1::2] or bounds != sorted(bounds) or versions != sorted(versions):
+        raise EngineError(f"the spans {spans} do not cover {len(tokens)} tokens with versions that never fall", 503)
+
+
+def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> ModelResponse:
     """Parse an answer of a server, or one event of a stream. Every event except the last has stop_reason "".
 
     Raises EngineError. The status is 400 or 503 if the server reports an error, 503 if the server's last weight update
-    failed half way, and 502 if the answer lacks a fact that training needs.
+    failed half way or if the answer makes no sense, and 502 if the answer lacks a fact that training needs.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]
@@ -169,14 +186,13 @@ def parse_segment(answer: dict[str, Any]) -> ModelResponse:
         status = finish.get("status_code") or 0
         if status >= 400:
             raise EngineError(f"the server answered {status}: {finish['message']}", 400 if status < 500 else 503)
-        logprobs = [entry[0] for entry in meta["output_token_logprobs"]] if tokens else []
+        entries = meta["output_token_logprobs"] if tokens else []
         whole = {"version": meta["weight_version"], "start": 0, "end": len(tokens)}
         spans = meta.get("weight_versions") or [whole]
+        check_segment(tokens, entries, spans, vocab_size)
         versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
     except (KeyError, TypeError, ValueError) as error:
         hint = "start SGLang with --weight-version 0, and check that its last weight update succeeded"
         status = 503 if "-incomplete" in str(error) else 502  # a retry may reach a server that completed the update
         raise EngineError(f"the answer cannot be read ({error!r}): {hint}", status) from error
-    if not len(tokens) == len(logprobs) == len(versions):
-        raise EngineError(f"an answer of {len(tokens)} tokens, {len(logprobs)} logprobs, {len(versions)} versions", 502)
-    return ModelResponse([], tokens, logprobs, versions, stop_reason=finish.get("type", ""))
+    return ModelResponse([], tokens, [entry[0] for entry in entries], versions, stop_reason=finish.get("type", ""))

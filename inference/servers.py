@@ -43,6 +43,7 @@ an update in mode distributed, the run ends.
 
 import hashlib
 import logging
+import math
 import time
 from typing import Any
 
@@ -78,6 +79,7 @@ class Servers:
         # The state that changes:
         self.workers_of = {address: [address] for address in self.addresses}  # for each address, URLs for control calls
         self.newest = 0  # newest version of all tokens received so far
+        self.limit = math.inf  # the trainer's version; infinite if this process does not know the version
         # The lost servers and routers: for each URL, the reason of the loss. The trainer's thread and the rollout loop
         # both change this dictionary, so a loop over it uses a copy.
         self.lost: dict[str, str] = {}
@@ -112,8 +114,10 @@ class Servers:
         """Check the versions of new tokens from server `url`, and update `newest`.
 
         `sent_after` is the value of `newest` at the time of the request. Raises EngineError (503) if a token has an
-        older version. Only a restarted server returns such a token.
+        older version, which only a restarted server returns, or a newer version than the trainer.
         """
+        if versions and versions[-1] > self.limit:
+            raise EngineError(f"{url} sent version {versions[-1]}, but the trainer has only version {self.limit}", 503)
         if versions and min(versions) < sent_after:
             reason = "it was restarted, and waits for the next weight update"
             raise EngineError(f"{url} sent version {min(versions)} after version {sent_after}: {reason}", 503)
@@ -141,7 +145,8 @@ class Servers:
             info = await self._wire.call(url + "/model_info", timeout=LOOK_TIMEOUT)
         except EngineError:
             return False
-        is_current = read_version(info.get("weight_version")) >= self.newest
+        version = read_version(info.get("weight_version"))
+        is_current = self.newest <= version <= self.limit
         if is_current:
             self.find(url)
         return is_current

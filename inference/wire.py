@@ -142,9 +142,10 @@ def run_all(calls: Iterable[Awaitable[Any]], return_exceptions: bool = False) ->
 
 
 class Wire:
-    """A client that sends requests to any number of servers. In tests, `transport` replaces the network."""
+    """A client that sends requests with the key `key` to any number of servers. Tests replace the network."""
 
-    def __init__(self, transport: httpx.MockTransport | None = None) -> None:
+    def __init__(self, transport: httpx.MockTransport | None = None, key: str = "") -> None:
+        self._headers = HEADERS | ({"authorization": f"Bearer {key}"} if key else {})
         self._transports: PerLoop[httpx.AsyncBaseTransport] = PerLoop(lambda: transport or StackTransport())
 
     async def call(self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
@@ -160,7 +161,7 @@ class Wire:
         """
         method, content = ("GET", None) if body is None else ("POST", orjson.dumps(body))
         timeouts = httpx.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT)).as_dict()
-        request = httpx.Request(method, url, content=content, headers=HEADERS, extensions={"timeout": timeouts})
+        request = httpx.Request(method, url, content=content, headers=self._headers, extensions={"timeout": timeouts})
         transport = await self._transports.get()
         try:
             response = await transport.handle_async_request(request)

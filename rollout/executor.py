@@ -51,7 +51,7 @@ from inference.io_struct import GenerationHyperparameters
 from rollout.dispatcher import BatchTaskDispatcher, DispatchState, untraced
 from rollout.trajectory import Trajectory, check_trajectory_format, complete, concat_padded_tensors, dump, head_version
 from run.config import RolloutConfig
-from staleness import RolloutStat, StalenessManager
+from staleness import RolloutStat, StalenessError, StalenessManager
 
 logger = logging.getLogger("nano_areal.executor")
 
@@ -325,6 +325,8 @@ class WorkflowExecutor:
             if self.config.check_trajectory_format:
                 self._check(trajectory, task.workflow)
             trajectory = complete(trajectory, task.task_id, version)
+            if not self.evaluation and (newest := int(trajectory["versions"].max())) > self.engine.get_version():
+                raise StalenessError(f"a token has version {newest}, which the trainer has not made")
             accepted = task.should_accept is None or task.should_accept(trajectory)
             if self.dump_dir is not None:  # in a thread, because decoding takes longer than any other step here
                 folder = self.dump_dir / workflows.workflow_context.stat_scope()

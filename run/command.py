@@ -89,7 +89,9 @@ def start_run(config: TrainConfig, inputs: Inputs, servers: list[Planned], stack
         path = run_dir / ("config.yaml" if training else "eval.yaml")
         if training and (changes := changed(path, config)):
             print(f"the configuration of this run changes: {', '.join(changes)}")
-        OmegaConf.save({**asdict(config), "revision": revision()}, path)
+        keys = asdict(config)
+        del keys["rollout"]["server_key"]  # no file of the run shows the servers' key
+        OmegaConf.save({**keys, "revision": revision()}, path)
     run = Run(config, inputs, servers, fleet, trace, stack)
     try:
         if training:

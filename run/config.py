@@ -23,7 +23,9 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import os
 import re
+import secrets
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -77,6 +79,7 @@ class RolloutConfig:
     check_trajectory_format: bool = True  # check the keys and shapes of the tensors that workflows return
     dump_to_file: bool = True  # write every trajectory as text to rollout/{version}/{task_id}.jsonl
     server_addrs: list[str] = field(default_factory=list)  # URLs of running inference servers; default: start servers
+    server_key: str = ""  # key of the servers; default: $NANO_AREAL_SERVER_KEY, or a new key for started servers
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)  # agents that call the proxy
 
 
@@ -306,6 +309,8 @@ def resolve(config: TrainConfig) -> None:
     rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or (rollout.max_head_offpolicyness + 1) * batch
     rollout.queue_size = rollout.queue_size or 16 * rollout.max_concurrent_rollouts
     gconfig.seed = config.seed if gconfig.seed is None else gconfig.seed
+    new_key = "" if rollout.server_addrs else secrets.token_urlsafe(16)
+    rollout.server_key = rollout.server_key or os.environ.get("NANO_AREAL_SERVER_KEY") or new_key
 
 
 def changed(path: Path, config: TrainConfig) -> list[str]:

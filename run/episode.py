@@ -80,9 +80,10 @@ def main(argv: list[str] | None = None) -> int:
             key = secrets.token_urlsafe()
             proxy = {"proxy_addr": "", "admin_key": key, "mode": args.mode, "discount": args.discount}
             workflow: Any = resolve_workflow(args.agent, args.kwargs, proxy=proxy)
-            server = Planned("server", own_command("inference.tiny.server", options))
+            server = Planned("server", own_command("inference.tiny.server", options | {"--api-key": "-"}), keys=(key,))
             options["--server"] = args.server or fleet.start(server).wait_ready()
-            front = Planned("proxy", own_command("proxy", options), environment={"NANO_AREAL_ADMIN_KEY": key})
+            options |= {"--admin-key": "-", "--server-key": None if args.server else "-"}
+            front = Planned("proxy", own_command("proxy", options), keys=(key, key))
             workflow.proxy_addr = fleet.start(front).wait_ready()
         except (ImportError, TypeError, ValueError, ProcessDied) as error:
             print(f"error: {error}", file=sys.stderr)

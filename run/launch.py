@@ -67,7 +67,7 @@ class Planned:
     command: list[str]
     gpus: list[str] = field(default_factory=list)  # names of the process's GPUs, as in CUDA_VISIBLE_DEVICES
     port: int | None = 0  # 0: any free port; None: the process does not listen
-    environment: dict[str, str] = field(default_factory=dict)  # added to the environment of this process
+    keys: tuple[str, ...] = ()  # secrets, one for each line of the process's standard input
 
 
 @dataclass
@@ -136,8 +136,10 @@ class Fleet:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**inherited, **ours, **planned.environment},
+                env={**inherited, **ours},
             )
+        lines = "".join(f"{key}\n" for key in planned.keys)
+        os.write(process.stdin.fileno(), lines.encode())  # type: ignore[union-attr]
         self.children.append(Child(planned.name, f"http://127.0.0.1:{port}", log, process))
         return self.children[-1]
 
@@ -210,9 +212,9 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
         remedy = "lower them, or set server.colocate=true"
         raise ConfigError(f"{need} and {ranks} trainers do not fit on {len(gpus)} GPUs: {remedy}")
     share = server.mem_fraction or (0.4 if shared else 0.85)
-    command = server_command(config, share if gpus else None)
+    command, keys = server_command(config, share if gpus else None), (config.rollout.server_key,)
     return [
-        Planned(f"server-{k}", command, pool[k * tp : (k + 1) * tp], server.port + k if server.port else 0)
+        Planned(f"server-{k}", command, pool[k * tp : (k + 1) * tp], server.port + k if server.port else 0, keys)
         for k in range(server.count)
     ]
 
@@ -232,12 +234,12 @@ def server_command(config: TrainConfig, mem_fraction: float | None) -> list[str]
     }
     installed = importlib.util.find_spec("sglang") is not None
     if server.backend == "tiny" or (server.backend == "auto" and not (mem_fraction and installed)):
-        return own_command("inference.tiny.server", options | {"--seed": config.seed}, *server.args)
+        return own_command("inference.tiny.server", options | {"--seed": config.seed, "--api-key": "-"}, *server.args)
     if not server.command:
         check_sglang()
     command = shlex.split(server.command) or [sys.executable, "-m", "sglang.launch_server"]
     options |= {"--tp-size": server.tp_size, "--random-seed": config.seed, "--mem-fraction-static": mem_fraction}
-    return [sys.executable, str(ROOT / "run" / "leash.py"), *command, *words(options), *server.args]
+    return [sys.executable, str(ROOT / "run" / "leash.py"), "--api-key", *command, *words(options), *server.args]
 
 
 def own_command(module: str, options: dict[str, object], *arguments: str) -> list[str]:
@@ -272,12 +274,17 @@ def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
     """
     for url in config.rollout.server_addrs:
         try:
+            if not config.rollout.server_key and httpx.URL(url).host not in ("127.0.0.1", "::1", "localhost"):
+                raise ConfigError(f"rollout.server_addrs: {url} is not this machine: set rollout.server_key")
             urls = [url.rstrip("/") + path for path in ("/model_info", "/workers")]
-            status = [httpx.get(each, timeout=10, trust_env=False).status_code for each in urls]
+            headers = {"authorization": f"Bearer {config.rollout.server_key or 'none'}"}
+            status = [httpx.get(each, headers=headers, timeout=10, trust_env=False).status_code for each in urls]
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise ConfigError(f"rollout.server_addrs: {url} cannot be reached ({error}); is it running?") from error
         if 200 not in status:
-            raise ConfigError(f"rollout.server_addrs: {url} is no inference server: it answered {status[0]}")
+            raise ConfigError(
+                f"rollout.server_addrs: {url} is no inference server of this key: it answered {status[0]}"
+            )
     for process in planned:
         try:
             listen("127.0.0.1", process.port or 0).close()

@@ -5,6 +5,9 @@ as SGLang, do not have this option, so they run under this script. Standard inpu
 the pipe closes when the parent dies. When the pipe closes, the script sends SIGTERM to the command. 3 seconds later the
 script kills the whole process group, including itself. Start the script in a new session, so that the process group
 contains nothing else.
+
+`python leash.py --api-key COMMAND ...` reads a key from the first line of standard input, and appends `--api-key KEY`
+to the command.
 """
 
 import os
@@ -18,6 +21,8 @@ GRACE_SECONDS = 3.0  # seconds between SIGTERM and SIGKILL
 
 def main(command: list[str]) -> int:
     """Run the command and return its exit code. If signal n ended the command, the code is 128 + n, as in a shell."""
+    if command[0] == "--api-key":
+        command = [*command[1:], "--api-key", sys.stdin.readline().strip()]
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     parent_gone = threading.Event()
 

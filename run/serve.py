@@ -1,12 +1,13 @@
 """Start and end a server process. The proxy and the small inference server (inference/tiny) use this module.
 
 A server opens its port before it loads a model or tokenizer, and ends when its parent process dies. A server listens on
-127.0.0.1 by default. If a server cannot start, the functions raise OSError or ValueError. The error message is one line
-that says what to do, and the server's script prints the line.
+127.0.0.1 by default, and needs a key to listen on any other address. If a server cannot start, the functions raise
+OSError or ValueError. The error message is one line that says what to do, and the server's script prints the line.
 """
 
 import contextlib
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -14,16 +15,26 @@ from typing import Any
 
 import orjson
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 
 from run.fields import Refusal, as_object
 
 
-def listen(host: str, port: int) -> socket.socket:
+def read_secret(word: str) -> str:
+    """Return the key that a command-line argument gives. The word "-" stands for the next line of standard input.
+
+    Every process of the machine can read a command line, and processes of the same user can read the environment.
+    """
+    return sys.stdin.readline().strip() if word == "-" else word
+
+
+def listen(host: str, port: int, key: str | None = None) -> socket.socket:
     """Return a listening socket. A server calls `listen` first, so a port in use is reported at once.
 
-    Raises OSError if the port is in use or is not a valid port.
+    Raises OSError if the port is in use or is not a valid port, or if other machines could reach a server without key.
     """
+    if not key and host not in ("127.0.0.1", "::1", "localhost"):
+        raise OSError(f"--host {host}: other machines can reach this address, so give the server a key (see --help)")
     if not 0 <= port < 65536:  # create_server would also raise for such a port, but would leave a socket open
         raise OSError(f"--port {port}: a number from 0 (any free port) to 65535 is needed")
     try:
@@ -51,6 +62,19 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
         threading.Thread(target=follow_parent, daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
+
+
+def check_key(request: Request, key: str) -> None:
+    """Check the header `Authorization: Bearer <key>`. Raises Refusal 401 without a key, 403 for a different key."""
+    given = bearer(request)
+    if not secrets.compare_digest(given.encode(), key.encode()):
+        raise Refusal("Authorization: `Bearer <key>` with the right key is needed", 403 if given else 401)
+
+
+def bearer(request: Request) -> str:
+    """Return the key of the header `Authorization: Bearer <key>`, or "" if the request has no such header."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def read_object(raw: bytes) -> dict[str, Any]:

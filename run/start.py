@@ -19,7 +19,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine import RemoteInfEngine
+from inference.servers import Servers
 from inference.weights import label
+from inference.wire import Wire
 from rollout.executor import ProxyAddress, WorkflowExecutor
 from rollout.trajectory import Trajectory
 from run.config import TrainConfig
@@ -63,7 +65,8 @@ def start_rollout(run: Run, servers: list[Child], keep: Keep | None = None) -> t
     """
     config, options, stack = run.config, run.config.rollout, run.stack
     addresses = [server.wait_ready() for server in servers] or config.rollout.server_addrs
-    rollout = RemoteInfEngine(addresses, options.pause_mode, options.request_timeout, options.request_retries)
+    settings = options.pause_mode, options.request_timeout, options.request_retries, options.server_key
+    rollout = RemoteInfEngine(addresses, *settings)
     stack.callback(rollout.destroy)
     were_up = config.mode == "train" and bool(config.rollout.server_addrs)
     if were_up:
@@ -76,6 +79,9 @@ def start_rollout(run: Run, servers: list[Child], keep: Keep | None = None) -> t
     finally:
         if were_up:
             label(rollout.servers.post_all, "0-incomplete")
+    if config.mode == "train":
+        rollout.proxies = Servers([*proxy.proxy_addr], Wire(key=proxy.admin_key))
+        rollout.set_version(0)
     executor = WorkflowExecutor(
         rollout,
         config.rollout,
@@ -99,6 +105,8 @@ def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> Prox
     openai, gconfig = config.rollout.openai, config.gconfig
     options: dict[str, object] = {
         "--server": servers,
+        "--admin-key": "-",
+        "--server-key": "-",
         "--model-path": config.tokenizer_path,
         "--seed": gconfig.seed,
         "--sampling": json.dumps(asdict(gconfig.new(n_samples=1))),
@@ -107,7 +115,7 @@ def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> Prox
     for keys, names in ((config.rollout, "request_timeout request_retries"), (openai, PROXY_KEYS)):
         options |= {f"--{name.replace('_', '-')}": getattr(keys, name) for name in names.split()}
     command, key = own_command("proxy", options), secrets.token_urlsafe(16)  # a new key for each run
-    environment = {"NANO_AREAL_ADMIN_KEY": key}
-    planned = [Planned(f"proxy-{k}", command, environment=environment) for k in range(config.proxy.workers)]
+    secret_lines = key, config.rollout.server_key
+    planned = [Planned(f"proxy-{k}", command, keys=secret_lines) for k in range(config.proxy.workers)]
     children = [fleet.start(proxy) for proxy in planned]
     return ProxyAddress(tuple(child.wait_ready() for child in children), key)

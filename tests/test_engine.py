@@ -165,9 +165,9 @@ async def test_version_is_the_servers_not_the_clocks():
     engine = Script(slow).engine()
     answer = asyncio.create_task(engine.agenerate(request()))
     await in_flight.wait()
-    engine.set_version(1)
+    engine.set_version(4)
     release.set()
-    assert (await answer).output_versions == [3, 3]  # the engine's own version changed from 0 to 1
+    assert (await answer).output_versions == [3, 3]  # the engine's own version changed from 0 to 4
 
 
 @pytest.mark.anyio
@@ -254,8 +254,6 @@ async def test_a_wrong_request_is_sent_once(body: dict[str, Any]):
     [
         httpx.Response(200, json={"text": "hello"}),
         generated([1, 2], weight_version="default", weight_versions=[{"version": "default", "start": 0, "end": 2}]),
-        generated([1, 2], spans=[(0, 1)]),
-        generated([1, 2], output_token_logprobs=[]),
     ],
 )
 async def test_an_answer_without_versions_or_logprobs_is_an_error(answer: httpx.Response):
@@ -263,6 +261,37 @@ async def test_an_answer_without_versions_or_logprobs_is_an_error(answer: httpx.
     with pytest.raises(EngineError) as caught:
         await Script(answer).engine().agenerate(request())
     assert caught.value.status == 502
+
+
+NONSENSE = {
+    "one id too few in the spans": generated([1, 2], spans=[(0, 1)]),
+    "no logprobs": generated([1, 2], output_token_logprobs=[]),
+    "other ids beside the logprobs": generated([1, 2], output_token_logprobs=[[-1.0, 1, None], [-1.0, 3, None]]),
+    "an id outside the vocabulary": generated([1, 100]),
+    "a negative id": generated([1, -2]),
+    "a float id": generated([1, 2.0]),  # type: ignore[list-item]
+    "a positive logprob": generated([1], output_token_logprobs=[[5.0, 1, None]]),
+    "falling versions": generated([1, 2], spans=[(3, 1), (2, 1)]),
+    "a span without end": generated([1], weight_versions=[{"version": "0", "start": 0, "end": 10**12}]),
+    "a gap between spans": generated(
+        [1, 2, 3], weight_versions=[{"version": "0", "start": a, "end": a + 1} for a in (0, 2)]
+    ),
+    "overlapping spans": generated(
+        [1, 2], weight_versions=[{"version": "0", "start": 0, "end": 2}, {"version": "0", "start": 1, "end": 2}]
+    ),
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("answer", NONSENSE.values(), ids=NONSENSE.keys())
+async def test_an_answer_that_makes_no_sense_is_an_error_of_its_server(answer: httpx.Response) -> None:
+    """The engine believes no answer that contradicts itself: the server is lost, and another server is asked."""
+    script = Script(answer, generated([7]))
+    engine = script.engine(A, B)
+    engine.vocab_size = 100
+    response = await engine.agenerate(request())
+    assert (response.output_tokens, response.output_versions) == ([7], [0])
+    assert len(engine.servers.lost) == 1
 
 
 @pytest.mark.anyio

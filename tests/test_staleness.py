@@ -188,6 +188,16 @@ def test_the_age_check():
         manager.check_age(4)
 
 
+def test_a_group_newer_than_the_policy_is_an_error():
+    """A group of a version that the trainer has not made yet raises StalenessError, even where old groups are
+    dropped."""
+    manager = make_manager(eta=2, version=7)
+    with pytest.raises(StalenessError, match="its age is -992"):
+        manager.check_age(999)
+    with pytest.raises(StalenessError, match="newer than the policy"):
+        manager.is_fresh(8)
+
+
 def test_a_negative_bound_is_refused():
     """A negative eta raises an error, because the gate would never admit a group."""
     with pytest.raises(ValueError, match="max_staleness"):

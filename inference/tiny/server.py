@@ -35,20 +35,23 @@ With `--seed`, a request's tokens and logprobs depend only on the request's seed
 "Bits"). A weight update without a pause waits until all running sequences have finished. To end a request, a client
 must send /abort_request. Disconnecting does not end the request.
 
-**Not promised.** The server may be slower than model.generate (bench/engine.py compares both). It has no
-authentication, text prompts, several samples of one prompt, grammars, LoRA or weight updates of a mixture of experts.
+With `--api-key`, every request except /health and /ready needs the header `Authorization: Bearer <key>`.
+
+**Not promised.** The server may be slower than model.generate (bench/engine.py compares both). It has no text prompts,
+several samples of one prompt, grammars, LoRA or weight updates of a mixture of experts.
 """
 
 import argparse
 import asyncio
 import contextlib
+import functools
 import inspect
 import os
 import random
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -63,7 +66,7 @@ from inference.tiny.model import TinyModel, read_weights, receive_weights, run_s
 from inference.tiny.protocol import Protocol
 from inference.tiny.scheduler import Scheduler, Sequence
 from run.fields import Refusal, get
-from run.serve import listen, load_tokenizer, read_object, reply, serve
+from run.serve import check_key, listen, load_tokenizer, read_object, read_secret, reply, serve
 
 MODES = ("abort", "retract", "in_place")  # the pause modes
 SPEAKS = "0.5.23"  # the SGLang version that tests/inference/test_contract.py compares this server with
@@ -139,15 +142,16 @@ def outcome(problem: str | None) -> Response:
 
 
 async def refuse(_: Request, refusal: Exception) -> Response:
-    """Reply with status 400 and the message of a Refusal. FastAPI calls this function."""
-    return reply({"error": {"message": str(refusal), "type": "invalid_request_error"}}, 400)
+    """Reply with the status and the message of a Refusal. FastAPI calls this function."""
+    return reply({"error": {"message": str(refusal)}}, getattr(refusal, "status", 400))
 
 
 class Server:
     """The HTTP routes. Each public coroutine serves the path that has the coroutine's name."""
 
-    def __init__(self, engine: Engine, protocol: Protocol, model_path: str) -> None:
+    def __init__(self, engine: Engine, protocol: Protocol, model_path: str, key: str = "") -> None:
         self.engine = engine
+        self.key = key  # key that every request needs, except GET /health and /ready; "": no key
         self.scheduler = engine.scheduler
         self.protocol = protocol
         self.model_path = model_path  # folder of the first weights and the tokenizer
@@ -172,8 +176,14 @@ class Server:
         app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers={Refusal: refuse})
         for name, route in inspect.getmembers(self, inspect.iscoroutinefunction):
             if not name.startswith("_"):
-                app.add_route(f"/{name}", route, methods=["GET", "POST"])
+                app.add_route(f"/{name}", functools.partial(self._answer, route), methods=["GET", "POST"])
         return app
+
+    async def _answer(self, route: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
+        """Call the route of a request that has the server's key. Raises Refusal for any other request."""
+        if self.key and request.url.path not in ("/health", "/ready"):
+            check_key(request, self.key)
+        return await route(request)
 
     async def _body(self, request: Request, **kinds: type) -> dict[str, Any]:
         """Return the request's JSON object. Raises Refusal if a field of `kinds` is missing or has a wrong type."""
@@ -324,6 +334,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--model-path", required=True, help="a Hugging Face folder with model and tokenizer")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=30000, help="port to listen on")
+    add("--api-key", type=read_secret, default=os.getenv("NANO_AREAL_SERVER_KEY", ""), help="-: from standard input")
     add("--weight-version", default="0", help="version of the weights at start")
     add("--max-running-requests", type=int, default=64, help="largest number of sequences that run at the same time")
     add("--max-total-tokens", type=int, default=65536, help="most tokens of all running sequences together")
@@ -341,7 +352,7 @@ def main(argv: list[str] | None = None) -> int:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        listener = listen(args.host, args.port)
+        listener = listen(args.host, args.port, args.api_key)
         model = TinyModel(args.model_path, args.max_running_requests, deterministic=args.seed is not None)
         tokenizer = load_tokenizer(args.model_path)
     except (OSError, ValueError) as problem:
@@ -351,7 +362,7 @@ def main(argv: list[str] | None = None) -> int:
     max_length = min(model.context_length, args.max_total_tokens)
     eos = model.eos | {tokenizer.eos_token_id}
     protocol = Protocol(model.vocab_size, max_length, eos, tokenizer.decode, random.Random(args.seed))
-    app = Server(Engine(model, scheduler), protocol, args.model_path).app()
+    app = Server(Engine(model, scheduler), protocol, args.model_path, args.api_key).app()
     serve(app, listener, args.exit_with_parent)
     return 0
 

@@ -213,6 +213,18 @@ def test_a_server_that_died_unseen_is_caught_by_its_tokens() -> None:
     assert machines.generated_at() == [first, first, second, second]
 
 
+def test_a_version_above_the_trainers_is_refused_wherever_it_is_read() -> None:
+    """A server that claims a version which the trainer has not made is lost: by its tokens, by its label, in the
+    trainer and in a process that was told the trainer's version."""
+    machines, (first, second) = Machines(a=7, b=7), home()
+    engine = machines.engine(A, B)
+    engine.set_version(7)
+    machines.versions[first] = 999
+    assert ask(engine, count=2) == [7, 7]
+    assert machines.generated_at() == [first, second, second]
+    assert engine.servers.newest == 7
+
+
 def test_an_answer_from_before_an_update_is_no_restart() -> None:
     """A request that was sent before version 8 appeared may still get tokens of version 7. A later request may
     not."""

@@ -405,6 +405,20 @@ def test_the_tokens_age_is_taken_from_the_trajectory(make: Make) -> None:
         next_version(executor)
 
 
+def test_a_version_that_the_trainer_has_not_made_is_a_failure(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """A trajectory with a token of a version above the trainer's fails, even if its oldest token is young enough."""
+
+    class LastTokenIsFromTheFuture(Echo):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            traj = await super().arun_episode(engine, data)
+            traj["versions"][:, -1] = 999
+            return traj
+
+    executor = make()
+    assert executor.wait_for_task(executor.submit(SAMPLES[0], LastTokenIsFromTheFuture())) is None
+    assert "a token has version 999, which the trainer has not made" in caplog.text
+
+
 async def pays(prompt: str, completion: str, prompt_ids: list, completion_ids: list, **data: Any) -> float:
     return 1.0
 

@@ -192,10 +192,28 @@ def test_derived_values_are_written_back() -> None:
     assert (config.rollout.consumer_batch_size, config.rollout.max_concurrent_rollouts) == (3, 9)
 
 
+def test_the_servers_key_is_made_and_never_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each run has its own key, or the user's. The list of a run's changes does not show the key, because the run's
+    config.yaml does not contain the key."""
+    monkeypatch.delenv("NANO_AREAL_SERVER_KEY", raising=False)
+    new, other = load([]), load([])
+    assert len(new.rollout.server_key) > 16
+    assert new.rollout.server_key != other.rollout.server_key
+    assert load(["rollout.server_addrs=[http://127.0.0.1:1]"]).rollout.server_key == ""
+    monkeypatch.setenv("NANO_AREAL_SERVER_KEY", "mine")
+    assert load(["rollout.server_addrs=[http://gpu:1]"]).rollout.server_key == "mine"
+    written = asdict(new)
+    del written["rollout"]["server_key"]  # as run/command.py writes config.yaml
+    OmegaConf.save(written, tmp_path / "config.yaml")
+    assert changed(tmp_path / "config.yaml", other) == []
+
+
 def test_a_run_that_goes_on_says_what_is_set_otherwise(tmp_path: Path) -> None:
     """`changed` lists the keys that differ from the config.yaml of an earlier run. Without a config.yaml the list
     is empty."""
     assert changed(tmp_path / "config.yaml", load([])) == []
-    OmegaConf.save(asdict(load(["actor.eps_clip=0.1"])), tmp_path / "config.yaml")
-    assert changed(tmp_path / "config.yaml", load(["actor.eps_clip=0.1"])) == []
-    assert changed(tmp_path / "config.yaml", load(["actor.eps_clip=0.2"])) == ["actor.eps_clip=0.1 -> 0.2"]
+    OmegaConf.save(asdict(load(["actor.eps_clip=0.1", "rollout.server_key=k"])), tmp_path / "config.yaml")
+    assert changed(tmp_path / "config.yaml", load(["actor.eps_clip=0.1", "rollout.server_key=k"])) == []
+    assert changed(tmp_path / "config.yaml", load(["actor.eps_clip=0.2", "rollout.server_key=k"])) == [
+        "actor.eps_clip=0.1 -> 0.2"
+    ]

@@ -5,6 +5,7 @@ The plan is a pure function of the configuration and the list of GPUs, so the te
 of processes start real processes.
 """
 
+import io
 import json
 import os
 import re
@@ -88,7 +89,7 @@ def test_the_command_of_sglang() -> None:
     given = ["server.backend=sglang", "server.command='PY -m it'", "server.args=[--tool-call-parser,qwen]"]
     [split] = plan_servers(config("DIR", *given), ["0", "1"], 1)
     text = " ".join(split.command)
-    assert "run/leash.py PY -m it --model-path DIR --weight-version 0" in text
+    assert "run/leash.py --api-key PY -m it --model-path DIR --weight-version 0" in text
     assert "--mem-fraction-static 0.85" in text
     assert text.endswith("--tool-call-parser qwen")
     [shared] = plan_servers(config("DIR", *given), ["0"], 1)
@@ -141,7 +142,13 @@ def test_a_port_that_is_taken_is_refused() -> None:
 def test_a_server_that_does_not_answer_is_refused(url: str) -> None:
     """Each address in rollout.server_addrs must answer before the run begins."""
     with pytest.raises(ConfigError, match=f"rollout.server_addrs: {url} cannot be reached"):
-        check_addresses(config("DIR", f"rollout.server_addrs=['{url}']"), [])
+        check_addresses(config("DIR", f"rollout.server_addrs=['{url}']", "rollout.server_key=k"), [])
+
+
+def test_a_server_elsewhere_needs_a_key() -> None:
+    """An address of another machine is refused without rollout.server_key, because others may reach the server too."""
+    with pytest.raises(ConfigError, match=r"is not this machine: set rollout.server_key"):
+        check_addresses(config("DIR", "rollout.server_addrs=['http://gpu:1']"), [])
 
 
 @pytest.mark.parametrize(
@@ -162,7 +169,9 @@ def test_a_server_of_another_kind_is_refused(routes: set[str], end: str, fits: b
     with HTTPServer(("127.0.0.1", 0), Answers) as server:
         threading.Thread(target=server.serve_forever).start()
         url = f"http://127.0.0.1:{server.server_port}{end}"
-        refused = pytest.raises(ConfigError, match=f"server_addrs: {url} is no inference server: it answered 404")
+        refused = pytest.raises(
+            ConfigError, match=f"server_addrs: {url} is no inference server of this key: it answered 404"
+        )
         try:
             with nullcontext() if fits else refused:
                 check_addresses(config("DIR", f"rollout.server_addrs=[{url}]"), [])
@@ -269,10 +278,16 @@ def test_agents_requests_are_as_patient_as_configured(
     monkeypatch.setattr(Fleet, "start", start)
     monkeypatch.setattr(Child, "wait_ready", lambda child: child.url)
     monkeypatch.setattr(proxy, "RemoteInfEngine", Recorder)
-    words = ["rollout.request_timeout=7", "rollout.request_retries=5", f"tokenizer_path={tiny_model_dir}"]
+    words = [
+        "rollout.request_timeout=7",
+        "rollout.request_retries=5",
+        "rollout.server_key=the server's",
+        f"tokenizer_path={tiny_model_dir}",
+    ]
     start_proxies(config("DIR", *words), Fleet(tmp_path), ["http://up"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(planned[0].keys)))
     assert proxy.main([*planned[0].command[4:], "--port", "0"]) == 2
-    assert given == {"request_timeout": 7.0, "request_retries": 5}
+    assert given == {"request_timeout": 7.0, "request_retries": 5, "key": "the server's"}
 
 
 def test_a_leash_ends_all_that_the_command_started(tmp_path: Path) -> None:

@@ -32,6 +32,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config
 
+import proxy
+from engine import EngineError, RemoteInfEngine
+from inference.tiny import server
 from inference.tiny.model import ModelError, TinyModel, key_length, read_weights, run_step, sample, uniforms
 from inference.tiny.protocol import Protocol, parse_params
 from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence, common_prefix
@@ -569,6 +572,35 @@ def test_the_context_that_is_told_is_the_one_that_is_honoured(start_tiny_server:
 
 def post(url: str, path: str, body: Any, **kwargs: Any) -> httpx.Response:
     return httpx.post(url + path, json=body, timeout=60, **kwargs)
+
+
+def test_only_a_key_opens_the_server(start_tiny_server: StartServer) -> None:
+    """With --api-key, no request without the key pauses, relabels or asks the server. The engine has the key."""
+    url = start_tiny_server("--api-key", "secret")
+    for path in (
+        "/generate",
+        "/pause_generation",
+        "/update_weight_version",
+        "/update_weights_from_disk",
+        "/server_info",
+    ):
+        assert post(url, path, {"new_version": "999"}).status_code == 401, path
+        assert post(url, path, {}, headers={"authorization": "Bearer guess"}).status_code == 403, path
+    assert httpx.get(url + "/health").status_code == 200
+    engine = RemoteInfEngine([url], key="secret")
+    engine.initialize()
+    assert engine.servers.post_all("/model_info")[0]["weight_version"] == "0"
+    with pytest.raises(EngineError, match="401"):
+        RemoteInfEngine([url]).initialize()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "", "::"])
+def test_a_public_address_needs_a_key(host: str, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server that other machines can reach does not start without a key, and neither does a proxy."""
+    assert server.main(["--model-path", str(tiny_model_dir), "--host", host, "--port", "0", "--api-key", ""]) == 2
+    assert "give the server a key" in capsys.readouterr().err
+    assert proxy.main(["--model-path", str(tiny_model_dir), "--host", host, "--port", "0", "--server", "http://a"]) == 2
+    assert "give the server a key" in capsys.readouterr().err
 
 
 BAD = [
