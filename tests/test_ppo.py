@@ -357,6 +357,22 @@ def test_the_spread_of_the_batch_and_a_constant_spread():
     assert per_row(compute_advantages(batch, constant), batch) == pytest.approx([1.25, -1.25, 2.5, -2.5])
 
 
+@pytest.mark.parametrize(
+    ("rewards", "keys", "expected"),
+    [
+        ([(0, 1.0), (0, 0.0), (0, 2.0)], {"mean_leave1out": True}, [0.0, -1.5, 1.5]),
+        ([(0, 1.0), (0, 0.0), (1, 5.0), (1, 7.0)], {"std_level": "batch"}, [0.1513, -0.1513, -0.3027, 0.3027]),
+        ([(0, 1.0), (0, 0.0), (0, 2.0)], {"mean_level": "none"}, [1.0, 0.0, 2.0]),
+    ],
+)
+def test_the_spread_is_around_the_plain_mean_of_its_cell(rewards, keys, expected):
+    """The standard deviation is taken around the mean of its own cell, whatever baseline is subtracted. In these three
+    cases AReaL takes it around the baseline, with the results in docs/differences.md."""
+    batch = single(*rewards)
+    advantages = compute_advantages(batch, PPOActorConfig(adv_norm=NormConfig(**keys)))
+    assert per_row(advantages, batch) == pytest.approx(expected, abs=1e-4)
+
+
 def test_turns_are_compared_with_the_same_turn():
     """With per_turn, first turns are compared only with other first turns. Without per_turn all turns of a group share
     one mean."""
