@@ -279,7 +279,8 @@ class InteractionCache(OrderedDict[str, Interaction]):
         """Return the interactions that become training rows, by id. Raises ValueError for an unknown style.
 
         Style "individual" returns every finished interaction. Style "concat" returns a copy of each leaf. `row_turns`
-        of the copy contains all turns of the row.
+        of the copy contains all turns of the row. `parent` of the copy is the row that trains the parent of the first
+        turn that the copy itself trains.
         """
         check_style(style)
         self.mark_side_conversations()
@@ -290,14 +291,17 @@ class InteractionCache(OrderedDict[str, Interaction]):
         inner = set(joined.values())
         leaves = [turn for turn in finished if turn not in inner]
         rows: dict[str, Interaction] = {}
-        trained: set[Interaction] = set()
+        row_of: dict[Interaction | None, Interaction] = {}  # turn -> the row that trains it
         for leaf in leaves:
             path = [leaf]  # from the leaf to the first turn of its row
             while path[-1] in joined:
                 path.append(joined[path[-1]])
             row = rows[leaf.interaction_id] = copy.copy(leaf)
-            row.row_turns = [(turn, turn not in trained) for turn in reversed(path)]
-            trained.update(path)
+            row.row_turns = [(turn, turn not in row_of) for turn in reversed(path)]
+            row_of |= {turn: row for turn, is_new in row.row_turns if is_new}
+        for row in rows.values():
+            first = next(turn for turn, is_new in row.row_turns if is_new)
+            row.parent = row_of.get(first.parent)
         return rows
 
     def __repr__(self) -> str:

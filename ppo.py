@@ -177,29 +177,21 @@ def aggregation_weights(lengths: Tensor, how: str, constant: int | None) -> Tens
     return (per_sequence / constant).expand(lengths.shape)
 
 
-def ppo_actor_loss_fn(
+def token_objectives(
     logp: Tensor,
     prox_logp: Tensor,
     old_logp: Tensor,
     advantages: Tensor,
-    loss_mask: Tensor,
+    mask: Tensor,
     config: PPOActorConfig,
-    *,
     sequence_ids: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss, which is -J, and its metrics. All tensors have the shape (B, T), or (N,) for N flat tokens.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the weight w and the objective of each token, and masks of the clipped and of the dropped tokens.
 
-    logp             log pi_theta, with a gradient
-    prox_logp        log pi_prox; standard PPO (use_decoupled_loss=false) does not use this argument
-    old_logp         log pi_behav; in standard PPO the log-probability under the old policy
-    loss_mask        1 for trained tokens; values at all other tokens are ignored, even NaN and infinity
-    sequence_ids     the row of each token, for ratios of a whole sequence; default: the index of the first axis
-    denominator      the number by which loss and metrics are divided: the trained tokens of the whole mini-batch, so
-                     that the losses of its pieces add up; default: the trained tokens of loss_mask
+    The arguments are those of ppo_actor_loss_fn, and `mask` is True for trained tokens. Each result has the shape of
+    `mask`. A token is clipped if the clip changed its objective and w is above 0. A token is dropped if a bound of the
+    behaviour weights excluded it.
     """
-    mask = loss_mask.bool()
-    denominator = mask.sum().clamp(min=1) if denominator is None else denominator
     prox_logp = prox_logp if config.use_decoupled_loss else old_logp
     log_u = torch.where(mask, log_ratio(logp, prox_logp.detach()), 0.0)  # log (pi_theta / pi_prox)
     log_weight = torch.where(mask, log_ratio(prox_logp, old_logp), 0.0)  # log (pi_prox / pi_behav)
@@ -228,14 +220,42 @@ def ppo_actor_loss_fn(
     weight, dropped = behaviour_weight(sequence_log_weight, config)
     reject = rejected(log_weight, mask, ids, config)
     weight, dropped = weight.masked_fill(reject, 0.0), (dropped | reject) & mask
+    weight = torch.where(mask, weight, 0.0)
+    return weight, objective, clipped & (weight > 0), dropped  # a dropped token is not clipped
+
+
+def ppo_actor_loss_fn(
+    logp: Tensor,
+    prox_logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    config: PPOActorConfig,
+    *,
+    sequence_ids: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss, which is -J, and its metrics. All tensors have the shape (B, T), or (N,) for N flat tokens.
+
+    logp             log pi_theta, with a gradient
+    prox_logp        log pi_prox; standard PPO (use_decoupled_loss=false) does not use this argument
+    old_logp         log pi_behav; in standard PPO the log-probability under the old policy
+    loss_mask        1 for trained tokens; values at all other tokens are ignored, even NaN and infinity
+    sequence_ids     the row of each token, for ratios of a whole sequence; default: the index of the first axis
+    denominator      the number by which loss and metrics are divided: the trained tokens of the whole mini-batch, so
+                     that the losses of its pieces add up; default: the trained tokens of loss_mask
+    """
+    mask = loss_mask.bool()
+    denominator = mask.sum().clamp(min=1) if denominator is None else denominator
+    terms = token_objectives(logp, prox_logp, old_logp, advantages, mask, config, sequence_ids)
+    weight, objective, clipped, dropped = terms
 
     # loss = - sum over trained tokens of w * objective / denominator; other tokens have A = 0 and add nothing
     loss = -(weight * objective).sum() / denominator
 
     with torch.no_grad():
-        weight = torch.where(mask, weight, 0.0)
         sums = {
-            "clip_frac": torch.count_nonzero(clipped & (weight > 0)),  # a dropped token is not clipped
+            "clip_frac": torch.count_nonzero(clipped),
             "behave_weight_mean": weight.sum(),
             "behave_weight_square": weight.square().sum(),
             "dropped_share": torch.count_nonzero(dropped),

@@ -137,17 +137,21 @@ class PPOTrainer:
 
             # 7. Evaluate: run one episode for each validation prompt.
             if self.evaluation and is_due(step, config.evaluator.interval):
-                metrics |= evaluate(self.evaluation, inputs)
+                with trace.span("evaluate"):
+                    metrics |= evaluate(self.evaluation, inputs)
             # 8. Save the model as a Hugging Face directory.
             if is_last or is_due(step, config.saver.interval):
-                save_model(actor, config.run_dir / "checkpoints", step, config.saver.keep)
+                with trace.span("save"):
+                    save_model(actor, config.run_dir / "checkpoints", step, config.saver.keep)
 
             # 9. Write the step's line of metrics.jsonl, then the checkpoint from which a killed run continues.
             if logger:
                 metrics |= {"success": inputs.success(batch["rewards"].tolist()), **seconds}
-                logger.log(batch, metrics | {"step_s": time.monotonic() - begin})
+                with trace.span("log"):
+                    logger.log(batch, metrics | {"step_s": time.monotonic() - begin})
             if self.recovery.on and (is_last or is_due(step, config.recover_interval)):
-                self.recovery.save(step, actor, rollout.executor)
+                with trace.span("save"):
+                    self.recovery.save(step, actor, rollout.executor)
 
     def push_weights(self, version: int) -> None:
         """Push the trainer's weights into the servers, as policy version `version`."""
@@ -155,6 +159,7 @@ class PPOTrainer:
         self.actor.update_weights(self.actor.weight_update_meta.with_version(version))
         self.actor.set_version(version)
         self.rollout.set_version(version)  # the gate now admits the groups of this version
+        self.run.trace.mark("weights", version=version)
         self.rollout.resume()  # the generations continue under the new weights
 
 
@@ -168,13 +173,15 @@ def run_training(run: Run) -> None:
     if dist.get_rank() != 0:
         return PPOTrainer(run).train(None)
     print(f"{describe_mode(run.config.actor)}\nstarting the inference server and the proxy", flush=True)
-    trainer = PPOTrainer(run)
+    with run.trace.span("start"):
+        trainer = PPOTrainer(run)
     if trainer.step:
         print(f"continuing after step {trainer.step} of {run.config.run_dir}", flush=True)
     logger = Logger(run.config, trainer.rollout.executor)
     with logger.live:
         trainer.train(logger)
-    summarise(logger, run.inputs.task)
+    with run.trace.span("end"):
+        summarise(logger, run.inputs.task)
 
 
 if __name__ == "__main__":

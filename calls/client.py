@@ -119,13 +119,14 @@ class OpenAIProxyClient:
         body = {"session_id": self.session_id, "discount": discount, "style": style}
         answer = (await self._post("/export_trajectories", body))["interactions"]
         rows: dict[str, Interaction] = {}
-        for interaction_id, exported in answer.items():  # parents come before their children
+        for interaction_id, exported in answer.items():
             row, messages = exported["tensors"], exported["messages"]
             interaction = ExportedInteraction(messages, interaction_id, reward=exported["reward"], row=row)
             interaction.output_message_list = exported["output"]
-            interaction.parent = rows.get(exported["parent"])
             interaction.turn = max(row["turn_ids"], default=0)
             rows[interaction_id] = interaction
+        for interaction_id, exported in answer.items():
+            rows[interaction_id].parent = rows.get(exported["parent"])
         return rows
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:

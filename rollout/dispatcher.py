@@ -42,7 +42,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from rollout.runner import AsyncTaskRunner, TimedResult
 from staleness import StalenessManager
@@ -62,7 +62,7 @@ TInput = TypeVar("TInput", bound=WithTaskID)
 TResult = TypeVar("TResult")
 
 
-def untraced(event: str, task_id: int) -> None:
+def untraced(event: str, task_id: int, **args: Any) -> None:
     """Default trace callback; does nothing."""
 
 
@@ -75,7 +75,7 @@ class DispatchState(Generic[TInput, TResult]):
     max_queue_size: int  # largest number of tasks that run at once
     drop_stale: bool = False  # whether take() drops a group that is too old; otherwise take() raises StalenessError
     max_failures: int = 0  # failures in a row that stop the run; 0: max(8, 2 * consumer_batch_size)
-    trace: Callable[[str, int], None] = untraced  # called with the event and task id
+    trace: Callable[..., None] = untraced  # called with the event and task id
 
     # All fields below are mutable state.
     pending: OrderedDict[int, TInput] = field(default_factory=OrderedDict)  # submitted tasks that have not started
@@ -166,6 +166,7 @@ class DispatchState(Generic[TInput, TResult]):
             if not stale:
                 for task_id in oldest:
                     del self.order[task_id]
+                    self.trace("consume", task_id)
                 return list(oldest.values())
             if not self.drop_stale:
                 self.manager.check_age(self.head_version(oldest[stale[0]]))  # raises StalenessError

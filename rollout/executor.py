@@ -49,7 +49,15 @@ from typing import Any, NamedTuple
 import workflow as workflows
 from inference.io_struct import GenerationHyperparameters
 from rollout.dispatcher import BatchTaskDispatcher, DispatchState, untraced
-from rollout.trajectory import Trajectory, check_trajectory_format, complete, concat_padded_tensors, dump, head_version
+from rollout.trajectory import (
+    Trajectory,
+    check_trajectory_format,
+    complete,
+    concat_padded_tensors,
+    dump,
+    head_version,
+    tail_version,
+)
 from run.config import RolloutConfig
 from staleness import RolloutStat, StalenessError, StalenessManager
 
@@ -141,7 +149,7 @@ class WorkflowExecutor:
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # holds the run's seed
     proxy: ProxyAddress | None = None  # needed for agents
     dump_dir: Path | None = None  # the run's folder; None: no dumps
-    trace: Callable[[str, int], None] = untraced  # called with (event, task_id), see DispatchState
+    trace: Callable[..., None] = untraced  # called with (event, task_id), see DispatchState; "reward" has arguments
     keep: Callable[[int, Trajectory], None] | None = None  # called in a thread before a group counts as accepted
     hold_failures: float = 0.0  # seconds to wait before a failed task counts as failed
     evaluation: bool = False  # whether to run without a staleness gate
@@ -327,6 +335,8 @@ class WorkflowExecutor:
             trajectory = complete(trajectory, task.task_id, version)
             if not self.evaluation and (newest := int(trajectory["versions"].max())) > self.engine.get_version():
                 raise StalenessError(f"a token has version {newest}, which the trainer has not made")
+            versions, rewards = [head_version(trajectory), tail_version(trajectory)], trajectory["rewards"].tolist()
+            self.trace("reward", task.task_id, versions=versions, rewards=rewards)
             accepted = task.should_accept is None or task.should_accept(trajectory)
             if self.dump_dir is not None:  # in a thread, because decoding takes longer than any other step here
                 folder = self.dump_dir / workflows.workflow_context.stat_scope()

@@ -34,6 +34,7 @@ from run.inputs import Inputs, load_inputs
 from run.launch import Fleet, Planned, ProcessDied, plan_run, revision
 from run.logger import Trace
 from run.recover import claim
+from run.report import write_report
 from run.start import Run
 from training.ranks import join_ranks, leave_ranks, share
 
@@ -82,6 +83,8 @@ def start_run(config: TrainConfig, inputs: Inputs, servers: list[Planned], stack
     """Write the resolved configuration, then train or evaluate. `stack` ends every part that the run starts."""
     run_dir, is_first, training = config.run_dir, dist.get_rank() == 0, config.mode == "train"
     fleet = Fleet(run_dir / "logs")
+    if is_first and training:
+        stack.callback(write_report, run_dir)  # called last, when the trace is closed; also after a failure
     stack.callback(fleet.stop)
     trace = Trace(run_dir / "trace.json" if is_first and training and config.rollout.enable_tracing else None)
     stack.callback(trace.close)
@@ -98,8 +101,10 @@ def start_run(config: TrainConfig, inputs: Inputs, servers: list[Planned], stack
             train(run)
         elif is_first:
             evaluate_run(run)
-    except Exception as error:
-        fleet.raise_death(error)  # a refused connection may come from the death of a server process
+    except BaseException as error:
+        trace.mark("end", error=repr(error))
+        if isinstance(error, Exception):
+            fleet.raise_death(error)  # a refused connection may come from the death of a server process
         raise
 
 

@@ -160,6 +160,7 @@ class LoggerConfig:
 
     live: bool = True  # true: show a live table if there is a terminal; false: print one line per step
     sample_interval: CountOrZero = 20  # number of steps between two printed sample conversations; 0: never
+    report_interval: CountOrZero = 10  # number of steps between two writings of report.html; 0: only at the end
     tokens_interval: CountOrZero = 1  # number of steps between two saved batches, tokens/{step}.safetensors; 0: never
 
 

@@ -1,17 +1,18 @@
 """Write and print the results of a run: metrics.jsonl, trace.json, the token files and the live table.
 
 metrics.jsonl gets one JSON object per training step (docs/metrics.md explains every metric). trace.json is a Chrome
-trace, for a trace viewer. One row of the trace shows every prompt group from its start to its finish. A second row
-shows the phases of the trainer. tokens/{step}.safetensors contains the batch of a step: the token ids, the versions,
-the log-probabilities of each token under the behaviour, proximal and current policy, the loss mask, the turns and the
-rewards.
+trace, for a trace viewer. One row of the trace shows every prompt group from its start to its finish, with the rewards
+and the versions of the group. A second row shows the phases of the trainer and the weight updates.
+
+tokens/{step}.safetensors contains the batch of a step: the token ids, the versions, the log-probabilities of each token
+under the behaviour, proximal and current policy, the advantages, the loss mask, the turns, the rewards and the parents.
+The metadata of the file contains the texts of the tokens, so that the file can be read without the tokenizer.
 """
 
 import json
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -26,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from run.config import TrainConfig
+from run.report import read_records, write_report
 
 # The columns of the live table: metric, heading, format.
 COLUMNS = (
@@ -46,58 +48,70 @@ COLUMNS = (
 COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
 ROWS = 12  # number of steps that the live table shows
 TRAINER, ROLLOUT = 1, 2  # ids of the two rows in the trace
-END = "{}]\n"  # last characters of a complete trace file
+END = b"\n]\n"  # last bytes of a trace file
 
 
 class Trace:
     """Writes a Chrome trace file during the run. Times are microseconds since 1970.
 
-    A trace viewer can also read the file of a killed run, because the format allows a missing end. A restarted run
-    appends to its earlier trace. If the path is None, no trace is written.
+    After each record the file is complete JSON, also if the run is then killed: a record overwrites the bracket at the
+    end of the file, and writes the bracket again. A restarted run appends to its earlier trace. If the path is None, no
+    trace is written.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.epoch = time.monotonic_ns() - time.time_ns()  # time of the monotonic clock at the start of 1970
         self.lock = threading.Lock()
-        if path and path.exists():  # remove END, or an incomplete last line of a killed run
-            os.truncate(path, path.read_bytes().removesuffix(END.encode()).rfind(b"\n") + 1)
-        self.file = Path(path or os.devnull).open("a", buffering=1)  # noqa: SIM115
-        if not self.file.tell():
-            self.file.write("[\n")
+        earlier = read_records(path) if path else []
+        self.file = Path(path or os.devnull).open("wb", buffering=0)  # noqa: SIM115
+        self.size = self.file.write(b"[")  # bytes of the file without END
+        for record in earlier:
+            self._write(record)
         for tid, name in ((TRAINER, "trainer"), (ROLLOUT, "rollout")):
             self._write({"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": name}})
 
-    def event(self, name: str, task_id: int) -> None:
-        """Record an event of a prompt group, such as "accept". "start" and "finish" begin and end the group's bar."""
+    def event(self, name: str, task_id: int, **args: Any) -> None:
+        """Record an event of a prompt group, such as "accept". "start" and "finish" begin and end the group's bar.
+
+        Trace viewers draw bars of one name in one track, so all groups have one name. `args` belong to the event.
+        """
         phase = {"start": "b", "finish": "e"}.get(name, "n")
-        title = f"group {task_id}" if phase in "be" else name
-        self._write({"ph": phase, "cat": "rollout", "id": f"{os.getpid()}:{task_id}", "name": title, "tid": ROLLOUT})
+        record = {"ph": phase, "cat": "rollout", "id": f"{os.getpid()}:{task_id}", "tid": ROLLOUT}
+        self._write({**record, "name": name if phase == "n" else "group", "args": {"task": task_id, **args}})
 
     @contextmanager
-    def span(self, name: str, seconds: dict[str, float]) -> Iterator[None]:
+    def span(self, name: str, seconds: dict[str, float] | None = None) -> Iterator[None]:
         """Record the `with` block as a phase of the trainer, and write its duration to `seconds[name + "_s"]`."""
         begin = time.monotonic_ns()
-        yield
-        duration = time.monotonic_ns() - begin
-        seconds[f"{name}_s"] = duration / 1e9
-        stamp = {"ts": (begin - self.epoch) / 1e3, "dur": duration / 1e3}
-        self._write({"ph": "X", "cat": "trainer", "name": name, "tid": TRAINER, **stamp})
+        try:
+            yield
+        finally:
+            duration = time.monotonic_ns() - begin
+            stamp = {"ts": (begin - self.epoch) / 1e3, "dur": duration / 1e3}
+            self._write({"ph": "X", "cat": "trainer", "name": name, "tid": TRAINER, **stamp})
+        if seconds is not None:
+            seconds[f"{name}_s"] = duration / 1e9
+
+    def mark(self, name: str, **args: Any) -> None:
+        """Record a moment of the run: "weights" when the servers have new weights, "end" when the run fails."""
+        self._write({"ph": "i", "s": "g", "cat": "trainer", "name": name, "tid": TRAINER, "args": args})
 
     def _write(self, record: dict[str, Any]) -> None:
         """Write one record of the trace. If the record has no time "ts", use the current time."""
         record = {"pid": 1, "ts": (time.monotonic_ns() - self.epoch) / 1e3, **record}
         with self.lock:
             if not self.file.closed:
-                self.file.write(json.dumps(record) + ",\n")
+                line = (b",\n" if self.size > 1 else b"\n") + json.dumps(record).encode()
+                os.pwrite(self.file.fileno(), line + END, self.size)
+                self.size += len(line)
 
     def close(self) -> None:
-        """End the trace and close its file."""
+        """Close the file of the trace. Later records are ignored."""
         with self.lock:
-            self.file.write(END)
             self.file.close()
 
 
-def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, float]:
+def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
     """Return the metrics of a batch before the trainer, whose weights have version `version`, trains on the batch.
 
     The staleness of a trained token is `version` minus the token's version. A row is mixed if its trained tokens have
@@ -108,11 +122,12 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, float]:
     newest = versions.masked_fill(~mask, -1).amax(1)  # (B,)
     oldest = versions.masked_fill(~mask, torch.iinfo(versions.dtype).max).amin(1)
     trained = mask.any(1)
-    lag = (version - versions[mask]).float()
+    lag = version - versions[mask]  # (M,) of the M trained tokens
     return {
         "reward": batch["rewards"].mean().item(),
-        "staleness_mean": lag.mean().item() if len(lag) else 0.0,
-        "staleness_max": lag.max().item() if len(lag) else 0.0,
+        "staleness_mean": lag.float().mean().item() if len(lag) else 0.0,
+        "staleness_max": float(lag.max()) if len(lag) else 0.0,
+        "lag_counts": torch.bincount(lag.clamp(min=0)).tolist(),
         "mixed_version_share": (newest > oldest)[trained].float().mean().item() if trained.any() else 0.0,
         "truncated": int(batch["truncated"].sum()),
         "regenerated": int(batch["regenerated"].sum()),
@@ -128,11 +143,9 @@ class Logger:
     def __init__(self, config: TrainConfig, executor: Any) -> None:
         self.config, self.executor = config, executor
         self.path = config.run_dir / "metrics.jsonl"  # after a restart this file contains the earlier steps
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        self.history: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self.history = read_records(self.path)
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
         self.counts = asdict(executor.stats)  # the executor's counters at the last logged step
-        self.lag_counts = Counter[int]()  # number of trained tokens by version lag, since the start of this process
         show = config.logger.live and Console().is_terminal
         self.live = Live(auto_refresh=False) if show else nullcontext()
 
@@ -142,12 +155,11 @@ class Logger:
         The counters in the metrics, such as `accepted`, count the events since the previous step.
         """
         step, interval, counts = metrics["step"], self.config.logger.tokens_interval, asdict(self.executor.stats)
-        lags = metrics["version"] - batch["versions"][batch["loss_mask"].bool()]
-        self.lag_counts.update(lags.tolist())
         if interval and step % interval == 0:
             path = self.config.run_dir / "tokens" / f"{step:05d}.safetensors"
             path.parent.mkdir(exist_ok=True)
-            save_file({k: v.contiguous() for k, v in batch.items()}, path)
+            words = {i: self.executor.tokenizer.decode([i]) for i in batch["input_ids"].unique().tolist()}
+            save_file({k: v.contiguous() for k, v in batch.items()}, path, {"words": json.dumps(words)})
 
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
         metrics["wall_s"] = time.monotonic() - self.start
@@ -155,6 +167,9 @@ class Logger:
         self.history.append(metrics)
         with self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
+
+        if self.config.logger.report_interval and step % self.config.logger.report_interval == 0:
+            write_report(self.config.run_dir)
 
         if metrics["side_conversations"] and not any(line.get("side_conversations") for line in self.history[:-1]):
             example = self._text(batch, int(batch["side_conversations"].argmax()))[:160]

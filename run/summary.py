@@ -5,6 +5,7 @@ with the trained policy at temperature 0.
 """
 
 import asyncio
+from collections import Counter
 from statistics import fmean
 from typing import Any
 
@@ -31,11 +32,13 @@ def summarise(logger: Logger, task: Any) -> None:
     print(f"\nsuccess {history[0]['success']:.3f} in the first step, {final:.3f} in the last five")
     oldest = max(line["staleness_max"] for line in history)
     mean = fmean(line["staleness_mean"] for line in history)
-    total, trained = logger.lag_counts.total(), sum(line["tokens"] for line in history)
-    lags = ", ".join(f"lag {lag} {n / total:.0%}" for lag, n in sorted(logger.lag_counts.items()))
-    since = "" if total == trained else " since the restart"
-    counted = f"; {total} trained tokens{since} by version lag: {lags}" if total else ""
+    counts = Counter[int]()  # trained tokens by version lag
+    for line in history:
+        counts.update(dict(enumerate(line["lag_counts"])))
+    lags = ", ".join(f"lag {lag} {n / counts.total():.0%}" for lag, n in sorted(counts.items()) if n)
+    counted = f"; {counts.total()} trained tokens by version lag: {lags}" if lags else ""
     print(f"staleness mean {mean:.2f}, max {oldest:.0f}{counted}", flush=True)
     if hasattr(task, "summary"):
         task.summary(lambda messages: ask_greedily(logger.executor, messages), Console())
     print(f"{len(history)} steps in {history[-1]['wall_s']:.0f} s; everything is in {logger.config.run_dir}")
+    print(f"look at the run in a browser: {logger.config.run_dir / 'report.html'}", flush=True)

@@ -175,6 +175,19 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
 
 
 @given(calls)
+def test_a_row_of_concat_continues_the_row_that_trains_its_parent(session: list[Call]) -> None:
+    """In style concat the parent of a row is the row that trains the parent of the first turn that the row trains. A
+    row that begins with a root has no parent."""
+    cache = play(session)
+    rows = cache.export_interactions("concat")
+    row_of = {turn: row for row in rows.values() for turn, is_trained in row.row_turns if is_trained}
+    assert set(row_of) == set(cache.finished())
+    for row in rows.values():
+        first = next(turn for turn, is_trained in row.row_turns if is_trained)
+        assert row.parent is (row_of[first.parent] if first.parent else None)
+
+
+@given(calls)
 def test_individual_exports_every_finished_call(session: list[Call]) -> None:
     """An export in style individual has one row for each finished call, even after an export in style concat."""
     cache = play(session)

@@ -14,10 +14,6 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, rest_of
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from ppo import ppo_actor_loss_fn
 from runs import (
     SMALL_GUESS,
     STRADDLING_MAZE,
@@ -28,6 +24,10 @@ from runs import (
     start_and_wait_for_step,
     wait_gone,
 )
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ppo import ppo_actor_loss_fn
 from training.config import PPOActorConfig
 
 
@@ -102,7 +102,12 @@ def test_what_a_run_writes(guess_run) -> None:
     folder = guess_run(2)[0] / "e" / "t"
     assert "max_head_offpolicyness: 2" in (folder / "config.yaml").read_text()
     events = json.loads((folder / "trace.json").read_text())
-    assert {"submit", "accept", "train", "sync"} <= {event.get("name") for event in events}
+    assert {"submit", "accept", "consume", "start", "train", "sync", "log", "end"} <= {e["name"] for e in events}
+    assert [e["args"]["version"] for e in events if e["name"] == "weights"] == [1, 2, 3, 4, 5]
+    assert all(e["args"]["versions"] and e["args"]["rewards"] for e in events if e["name"] == "reward")
+    report = (folder / "report.html").read_text()
+    assert len(report) < 5e6
+    assert '"max_steps":5' in report
     dumps = [json.loads(line) for path in folder.glob("rollout/*/*.jsonl") for line in path.read_text().splitlines()]
     keys = ["task_id", "sample_idx", "seqlen", "prompt_len", "head_version", "tail_version", "reward", "prompt"]
     assert dumps
@@ -116,13 +121,14 @@ def test_what_a_run_writes(guess_run) -> None:
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
-    """Ctrl-C ends a run with a message and exit code 130, and no process is left behind."""
+    """Ctrl-C ends a run with a message, a report and exit code 130, and no process is left behind."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
     assert {"inference.tiny.server", "proxy"} <= set(pids)
     process.send_signal(signal.SIGINT)
     output = rest_of(process, 30)
     assert process.returncode == 130
     assert "interrupted" in output
+    assert "KeyboardInterrupt()" in (tmp_path / "e/t/report.html").read_text()
     assert_gone(pids)
 
 
@@ -150,8 +156,8 @@ def test_killed_trainer(tmp_path: Path) -> None:
 
 
 def test_exception_in_the_trainer(tmp_path: Path) -> None:
-    """An exception in the trainer ends the run, and no process is left behind. In this test the trainer cannot create
-    the checkpoint folder, because a file has the folder's name."""
+    """An exception in the trainer ends the run with a report, and no process is left behind. In this test the trainer
+    cannot create the checkpoint folder, because a file has the folder's name."""
     folder = tmp_path / "e" / "t"
     folder.mkdir(parents=True)
     (folder / "checkpoints").write_text("in the way")
@@ -160,6 +166,7 @@ def test_exception_in_the_trainer(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert "Error" in output
     assert "checkpoints" in output
+    assert "NotADirectoryError" in (tmp_path / "e/t/report.html").read_text()
     assert_gone(pids)
 
 

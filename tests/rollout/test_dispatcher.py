@@ -285,7 +285,7 @@ def test_every_event_is_traced(make_stage):
     assert stage.dispatcher.wait_for_task(2, DEADLINE) is None
     lives = {i: [event for event, task_id in stage.events if task_id == i] for i in range(3)}
     assert lives == {
-        0: ["submit", "start", "finish", "accept"],
+        0: ["submit", "start", "finish", "accept", "consume"],
         1: ["submit", "start", "finish", "reject"],
         2: ["submit", "start", "finish", "fail", "reject"],
     }

@@ -1,0 +1,301 @@
+"""Write report.html, one page that shows a run, or two runs side by side. The page needs no server and no network.
+
+    python -m run.report runs/guess/one                        writes runs/guess/one/report.html
+    python -m run.report runs/guess/one runs/guess/other       writes runs/guess/one/beside-other.html
+
+A training run writes its report every `logger.report_interval` steps and at its end, also after Ctrl-C and after a
+failure. The report reads only files of the run's folder, so it can also be written for a run that crashed.
+
+    metrics.jsonl     the curves and the lag histogram
+    trace.json        the timeline: the phases of the trainer, the prompt groups, the weight updates
+    tokens/           the trajectories: each token with its version, its log-probabilities and its advantage
+    config.yaml       the objective, from which the report computes whether a clip changed a token's objective
+
+This module turns these files into one JSON object. The file report.html next to this module draws the object. The
+report holds at most MAX_TOKENS tokens, from at most MAX_STEPS steps, so that the page stays small. The numbers of a
+prompt group (its rewards, whether it has a signal) come from all of its rows.
+"""
+
+import json
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import compress, groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ppo import token_objectives
+from training.config import PPOActorConfig
+from training.proximal import interpolation, loglinear
+
+MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # limits of a page: steps and tokens shown, groups drawn
+FILES = ("metrics.jsonl", "trace.json", "tokens")  # a folder with none of them holds no run
+# The (B, T) tensors of a batch that the page shows.
+COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
+TEMPLATE = Path(__file__).with_suffix(".html")
+Record = dict[str, Any]
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return the JSON objects of a file that holds one object in each line. A line that a kill cut short is left out.
+
+    The lines of a trace may end with a comma. A missing file holds no objects.
+    """
+    records = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with suppress(json.JSONDecodeError):
+            records.append(json.loads(line.rstrip(", ")))
+    return [record for record in records if isinstance(record, dict)]
+
+
+def spread(items: list, count: int) -> list:
+    """Return at most `count` of the items, evenly spaced, with the first and the last item."""
+    if len(items) <= count:
+        return items
+    return [items[round(k * (len(items) - 1) / (count - 1))] for k in range(count)]
+
+
+def clean(value: Any) -> Any:
+    """Return a value with its numbers shortened. NaN and infinity become None, because JSON has no words for them."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return [clean(x) for x in value] if isinstance(value, list) else value
+
+
+# ---- the timeline
+
+
+def read_timeline(records: list[Record]) -> Record:
+    """Return the phases of the trainer, the weight updates and the prompt groups of a trace. Times are seconds.
+
+    phases   [name, begin, duration], without a gap: a time that no phase covers gets the name "other", or "not running"
+             between two processes of one run
+    weights  [time, version]
+    groups   {task, lane, begin, end, used, state, versions, rewards}; two groups of one lane never overlap. `used` is
+             the time at which a step took the group.
+    """
+    zero = min((record["ts"] for record in records if "ts" in record), default=0)
+    spans: list[list] = []
+    starts, weights, end = [], [], ""
+    groups: dict[str, Record] = {}
+    last = 0.0
+    for record in records:
+        kind, args = record.get("ph", ""), record.get("args", {})
+        time = (record.get("ts", zero) - zero) / 1e6
+        last = max(last, time + record.get("dur", 0) / 1e6)
+        if kind == "X":
+            spans.append([record["name"], time, record["dur"] / 1e6])
+        elif kind == "M" and args.get("name") == "trainer":
+            starts.append(time)
+        elif kind == "i" and "version" in args:
+            weights.append([time, args["version"]])
+        elif kind == "i":
+            end = args.get("error", "")
+        elif kind == "b":
+            groups[record["id"]] = {"task": args["task"], "begin": time, "state": "running"}
+        elif group := groups.get(record.get("id", "")):
+            group |= args | {"e": {"end": time}, "n": {"state": record["name"]}}[kind]
+            group |= {"used": time} if record["name"] == "consume" else {}
+    return {
+        "phases": clean(fill_gaps(spans, starts, last)),
+        "weights": clean(weights),
+        "groups": pack(list(groups.values())[-MAX_GROUPS:], last),
+        "seconds": last,
+        "end": end,
+    }
+
+
+def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]:
+    """Return the spans in order of time, with a phase in each gap of more than 1 ms from 0 to `last`.
+
+    A gap in which a process of the run started is "not running". Every other gap is "other".
+    """
+    phases, now = [], 0.0
+    for span in [*sorted(spans, key=lambda span: span[1]), ["", last, 0.0]]:
+        if span[1] - now > 1e-3:
+            restarted = any(now < start <= span[1] for start in starts)
+            phases.append(["not running" if restarted else "other", now, span[1] - now])
+        phases.append(span)
+        now = max(now, span[1] + span[2])
+    return phases[:-1]
+
+
+def pack(groups: list[Record], last: float) -> list[Record]:
+    """Give each group the first lane that is free when the group starts. A group without an end ends at `last`."""
+    ends: list[float] = []
+    for group in sorted(groups, key=lambda group: group["begin"]):
+        end = group.setdefault("end", last)
+        lane = next((k for k, free in enumerate(ends) if free <= group["begin"]), len(ends))
+        ends[lane:] = [end] if lane == len(ends) else [end, *ends[lane + 1 :]]
+        group |= {"lane": lane, "begin": clean(group["begin"]), "end": clean(end)}
+        if rewards := group.pop("rewards", None):
+            group["reward"] = clean(sum(rewards) / len(rewards))
+    return groups
+
+
+# ---- the trajectories
+
+
+def token_states(batch: dict[str, Tensor], config: PPOActorConfig) -> Tensor:
+    """Return for each token (B, T) 0: untrained, 1: trained, 2: clipped, 3: dropped for its behaviour weight.
+
+    The states are those of the last optimizer step on the token. `batch` holds log pi_prox, also if it was guessed.
+    """
+    theta, prox = batch["theta_logp"], batch["prox_logp"]  # (B, T)
+    mask, old = batch["loss_mask"] > 0, batch["logprobs"] if config.use_decoupled_loss else prox
+    *_, clipped, dropped = token_objectives(theta, prox, old, batch["advantages"], mask, config)
+    return mask * torch.where(dropped, 3, torch.where(clipped, 2, 1))
+
+
+def read_step(path: Path, config: PPOActorConfig, budget: int, words: dict[str, str]) -> Record | None:
+    """Return the groups of a step and as many turns as `budget` tokens allow, or None for a damaged file.
+
+    Adds the texts of the shown tokens to `words`, by token id.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            batch = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            texts = json.loads((file.metadata() or {}).get("words", "{}"))
+    except (SafetensorError, OSError):
+        return None
+    step, old = int(path.stem), batch["logprobs"]
+    if "prox_logp" not in batch:  # standard PPO with the server's log-probabilities, or a guessed log pi_prox
+        alpha = interpolation(batch["versions"], step - 1, batch["step_fraction"][:, None])  # (B, T)
+        batch["prox_logp"] = loglinear(old, batch["theta_logp"], alpha) if config.use_decoupled_loss else old
+    batch["states"] = token_states(batch, config)
+    rows_of = defaultdict(list)  # task id -> its rows, in order
+    for row, task in enumerate(batch["task_ids"].tolist()):
+        rows_of[task].append(row)
+    groups = []
+    for task, rows in rows_of.items():
+        signal = bool(batch["advantages"][rows].any())
+        groups.append({"task": task, "rewards": as_lists(batch["rewards"][rows]), "signal": signal})
+    # The first row of every group comes first, then the second row of every group, while the budget lasts.
+    order = sorted((k, task, row) for task, rows in rows_of.items() for k, row in enumerate(rows))
+    columns = {key: as_lists(batch[key]) for key in COLUMNS.split()}
+    real, parents = batch["attention_mask"].tolist(), batch["parents"].tolist()
+    turns, paths = list[Record](), dict[tuple[int, int], list]()
+    for k, task, row in order:
+        budget -= sum(real[row])
+        if budget < 0 and turns:
+            break
+        lists = {key: list(compress(column[row], real[row])) for key, column in columns.items()}
+        paths[task, k] = add_turns(turns, lists, paths.get((task, parents[row]), []), {"task": task, "row": k})
+    words |= {str(i): texts.get(str(i), f"#{i}") for turn in turns for i in turn["ids"]}
+    for turn in turns:
+        del turn["whole"]
+    return {"step": step, "groups": groups, "turns": turns}
+
+
+def as_lists(x: Tensor) -> list:
+    """Return a tensor as nested lists of integers, or of numbers with four digits after the point."""
+    if not x.is_floating_point():
+        return x.tolist()
+    return x.double().round(decimals=4).tolist() if x.isfinite().all() else clean(x.tolist())
+
+
+def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
+    """Append the turns of a row to `turns`, each with the entries `names`. Return where in `turns` the row's turns are.
+
+    `above` says where the turns of the row are that this row continues. A turn that both rows share is in `turns` only
+    once. A turn holds the tokens after its parent: the messages between the two turns, then the sampled tokens.
+    """
+    ids, states = row["input_ids"], row["states"]
+    path = [
+        i for i in above if ids[: len(turns[i]["whole"])] == turns[i]["whole"] and not any(states[: turns[i]["end"]])
+    ]
+    begin = turns[path[-1]]["end"] if path else 0
+    for number, run in groupby(range(len(ids)), row["turn_ids"].__getitem__):
+        places = list(run)
+        at, end = places[0], places[-1] + 1
+        if number < 0 or end <= begin:
+            continue
+        # A turn whose prompt does not begin with its parent's tokens has its parent in `above`, one turn earlier.
+        earlier = path[-1:] or [i for i in above if turns[i]["turn"] == number - 1] or [-1]
+        turn = names | {"turn": number, "parent": earlier[0], "reward": row["turn_rewards"][at], "ids": ids[begin:end]}
+        turn |= {key: row[key][at:end] for key in ("versions", "advantages", "states")}
+        turn["logps"] = [row[key][at:end] for key in ("logprobs", "prox_logp", "theta_logp")]
+        turns.append(turn | {"prompt": at - begin, "end": end, "whole": ids[:end]})  # prompt: tokens before the sampled
+        begin, path = end, [*path, len(turns) - 1]
+    return path
+
+
+# ---- the page
+
+
+def read_run(folder: Path, share: float = 1.0) -> Record:
+    """Return what the page shows of a run. `share` is the run's share of the tokens on the page.
+
+    Raises ValueError if the folder holds nothing of a run.
+    """
+    if not any((folder / name).exists() for name in FILES):
+        raise ValueError(
+            f"{folder} holds no run: {', '.join(FILES)} are missing; give a folder such as runs/guess/NAME"
+        )
+    lines, path = read_records(folder / "metrics.jsonl"), folder / "config.yaml"
+    config: Any = OmegaConf.load(path) if path.exists() else OmegaConf.create({})
+    actor: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PPOActorConfig), config.get("actor", {})))
+    words: dict[str, str] = {}
+    files = spread(sorted((folder / "tokens").glob("*.safetensors")), MAX_STEPS)
+    budget = int(MAX_TOKENS * share / max(1, len(files)))
+    steps = [step for file in files if (step := read_step(file, actor, budget, words))]
+    keys = list(dict.fromkeys(key for line in lines for key in line))
+    return {
+        "name": str(folder),
+        "max_steps": config.get("max_steps"),
+        "eta": OmegaConf.select(config, "rollout.max_head_offpolicyness"),
+        "discount": OmegaConf.select(config, "rollout.openai.turn_discount"),
+        "metrics": {key: [clean(line.get(key)) for line in lines] for key in keys},
+        "timeline": read_timeline(read_records(folder / "trace.json")),
+        "steps": steps,
+        "words": words,
+    }
+
+
+def make_page(folders: Iterable[Path]) -> str:
+    """Return the page of one run or of several runs. Raises ValueError if a folder holds no run.
+
+    In the data each "<" is written as an escape, so no text of an agent can end the script element of the data.
+    """
+    folders = list(folders)
+    runs = [read_run(folder, 1 / len(folders)) for folder in folders]
+    data = json.dumps({"runs": runs}, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data)
+
+
+def write_report(folder: Path) -> Path | None:
+    """Write `folder`/report.html and return its path. If that fails, print why and return None: a run goes on."""
+    path = folder / "report.html"
+    try:
+        path.write_text(make_page([folder]), encoding="utf-8")
+    except Exception as error:
+        print(f"no report was written: {error!r}", file=sys.stderr, flush=True)
+        return None
+    return path
+
+
+def main(argv: list[str]) -> int:
+    """Write the report of one or two run folders and return the exit code."""
+    folders = [Path(word) for word in argv]
+    try:
+        if not 1 <= len(folders) <= 2:
+            raise ValueError("give one run folder, or two to compare: python -m run.report runs/guess/NAME [OTHER]")
+        page = make_page(folders)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    path = folders[0] / ("report.html" if len(folders) == 1 else f"beside-{folders[1].resolve().name}.html")
+    path.write_text(page, encoding="utf-8")
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
