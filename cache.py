@@ -116,7 +116,8 @@ def finite(reward: Any) -> float:
             return float(reward)
     except TypeError:  # not a number
         pass
-    raise Refusal(f"reward: a finite number of at most {LARGEST_REWARD:g} is needed, not {reward!r}")
+    shown = reward if isinstance(reward, float) else type(reward).__name__  # the text of a deep list takes a deep stack
+    raise Refusal(f"reward: a finite number of at most {LARGEST_REWARD:g} is needed, not {shown}")
 
 
 def check_style(style: Any) -> None:

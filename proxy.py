@@ -60,7 +60,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from cache import Interaction, check_style
-from calls.messages import AgentRequest, Refusal
+from calls.messages import AgentRequest, Refusal, get
 from calls.prompts import PromptBuilder, TextReader
 from calls.replies import PROTOCOLS, Protocol
 from calls.sessions import Session, SessionTable
@@ -205,12 +205,12 @@ class Proxy:
         """Set the reward of the interaction `interaction_id`, or of the last interaction if the body has no id."""
         body = await read_json(request)
         session = self.sessions.open(session_id_of(request))
-        interaction_id, reward = body.get("interaction_id"), body.get("reward")
+        interaction_id, reward = get(body, "interaction_id", str), body.get("reward")
         try:
             if interaction_id is None:
                 session.cache.set_last_reward(reward)
             else:
-                session.cache.set_reward(str(interaction_id), reward)
+                session.cache.set_reward(interaction_id, reward)
         except KeyError as error:
             raise Refusal(error.args[0]) from error
         return reply({"message": "ok"})

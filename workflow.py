@@ -45,7 +45,7 @@ import inspect
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ from inference.wire import PerLoop, StackTransport
 from rollout.reward import AsyncRewardWrapper, parse_rewards
 from rollout.rows import make_row, row_to_tensors
 from rollout.trajectory import Trajectory, check_trajectory_format, concat_padded_tensors
-from rollout.workers import WorkerPool, check_importable, run_agent, time_limit
+from rollout.workers import WorkerPool, abandonable, check_importable, run_agent, time_limit
 
 logger = logging.getLogger("nano_areal.workflow")
 
@@ -290,7 +290,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         async with pool.worker() as worker:  # an agent that waits for a worker has no session yet
             return await self._episode(functools.partial(worker.call, run_agent, self.agent, data))
 
-    async def _episode(self, run: Callable[..., Awaitable[Any]]) -> EpisodeResult:
+    async def _episode(self, run: Callable[..., Coroutine[Any, Any, Any]]) -> EpisodeResult:
         """Open a session, call `run(base_url=..., api_key=...)`, set the rewards, and export the interactions."""
         transport = await _rl_transport.get()
         client = OpenAIProxyClient(transport, self._choose_proxy(), self.admin_key, _context.get().name)
@@ -298,7 +298,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         async with time_limit(self.episode_timeout, f"the episode took longer than {limit} and was cancelled"):
             await client.grant_capacity()
             async with client:
-                rewards = parse_rewards(await run(base_url=client.session_url, api_key=client.api_key))
+                work = run(base_url=client.session_url, api_key=client.api_key)
+                rewards = parse_rewards(await abandonable(work, f"the agent of task {_context.get().name}"))
                 if isinstance(rewards, dict):
                     for interaction_id, reward in rewards.items():
                         await client.set_reward(interaction_id, reward)

@@ -271,7 +271,7 @@ def _shared(body: Json, tools: list[Json], form: Json, effort: str | None, most_
         raise Refusal("n: only chat completions give more than one answer")
     effort_kwargs = {"reasoning_effort": effort} if effort else {}
     return {
-        "model": str(body.get("model") or "default"),
+        "model": get(body, "model", str) or "default",
         "sampling": sampling,
         "tools": tools,
         "tool_choice": _tool_choice(body.get("tool_choice"), tools),

@@ -23,7 +23,7 @@ The module does not promise that an ended session is exported: a session that is
 """
 
 import secrets
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,8 +53,8 @@ class Session:
         return (found.conversation, found.tools) if found and found.complete else None
 
 
-class SessionTable(dict[str, Session]):
-    """The open and ended sessions by their ids, and the grants for new sessions."""
+class SessionTable(OrderedDict[str, Session]):
+    """The open and ended sessions by their ids, the longest idle first, and the grants for new sessions."""
 
     def __init__(self, timeout: float, clock: Callable[[], float], side_patterns: Collection[str] = ()) -> None:
         super().__init__()
@@ -104,6 +104,8 @@ class SessionTable(dict[str, Session]):
     def touch(self, session: Session) -> None:
         """Restart the timeout of a session."""
         session.last_used = self.clock()
+        if session.session_id in self:
+            self.move_to_end(session.session_id)
 
     def end(self, session: Session) -> None:
         """End a session: stop its running turns and refuse new calls."""
@@ -118,9 +120,8 @@ class SessionTable(dict[str, Session]):
 
     def expire(self) -> None:
         """Forget every session that has been idle for at least the timeout."""
-        for session in list(self.values()):
-            if self.clock() - session.last_used >= self.timeout and not session.running:
-                self.forget(session)
+        while self and self.clock() - (oldest := next(iter(self.values()))).last_used >= self.timeout:
+            (self.touch if oldest.running else self.forget)(oldest)
 
     def __repr__(self) -> str:
         running = sum(len(session.running) for session in self.values())

@@ -23,6 +23,7 @@ makes many calls at once.
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from time import monotonic
 from typing import Any, Generic, TypeVar
 
 import httpx
@@ -94,9 +95,16 @@ class StackTransport(httpx.AsyncBaseTransport):
             del stream.aclose  # if the caller closes the stream again, the connection is not returned again
             await stream.aclose()
             self.idle.append(connection)
+            connection.freed = monotonic()
+            asyncio.get_running_loop().call_later(KEEPALIVE, self._prune)
 
         stream.aclose = close_and_free
         return response
+
+    def _prune(self) -> None:
+        """Close the connections that have been idle for KEEPALIVE seconds, so that their descriptors are free again."""
+        while self.idle and self.idle[0].freed <= monotonic() - KEEPALIVE:
+            asyncio.gather(self.idle.pop(0).aclose(), return_exceptions=True)
 
     async def aclose(self) -> None:
         """Close all idle connections."""

@@ -343,7 +343,7 @@ class WorkflowExecutor:
                 await asyncio.to_thread(dump, trajectory, task.task_id, folder, version, self.tokenizer)
             if accepted and self.keep is not None:
                 await asyncio.to_thread(self.keep, task.task_id, trajectory)
-        except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+        except (asyncio.CancelledError, KeyboardInterrupt):
             raise
         except BaseException as error:
             await self._hold_failure()

@@ -127,9 +127,9 @@ class AsyncTaskRunner:
         create_time = time.monotonic_ns()
         try:
             result = TimedResult(task_id, create_time, await async_fn(*args))
-        except (KeyboardInterrupt, GeneratorExit):  # raised by the interpreter to end the loop
+        except KeyboardInterrupt:  # raised by the interpreter to end the loop
             raise
-        except BaseException as error:  # also SystemExit, and errors that do not derive from Exception
+        except BaseException as error:  # also SystemExit, GeneratorExit, and other errors that are no Exception
             result = TimedResult(task_id, create_time, None, error)
         with self.lock:
             del self._active[task_id]

@@ -35,6 +35,7 @@ releases the interpreter's lock, the worker outlives a parent that was killed.
 
 import asyncio
 import functools
+import logging
 import os
 import pickle
 import queue
@@ -50,6 +51,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 # ---- in the parent
+
+logger = logging.getLogger("nano_areal.workers")
+
+ABANDON_SECONDS = 10.0  # longest time between the cancellation of an agent and its end
 
 
 class WorkerDied(RuntimeError):
@@ -68,6 +73,18 @@ async def time_limit(seconds: float, words: str) -> AsyncIterator[None]:
     except TimeoutError as error:
         if clock.expired():
             raise TimeoutError(words) from error
+        raise
+
+
+async def abandonable(work: Coroutine[Any, Any, Any], name: str) -> Any:
+    """Await `work`. If `work` swallows its cancellation for ABANDON_SECONDS, log `name` and go on without the work."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.cancel()
+        if (await asyncio.wait({task}, timeout=ABANDON_SECONDS))[1]:
+            logger.error("%s ignores its cancellation. It is abandoned and may still run until the run ends", name)
         raise
 
 

@@ -46,8 +46,8 @@ RAISED_BY = {
     "agents that change their tools, cheap long chains": 22,
     "ways to start on GPUs": 2,
     "the algorithm's corners": 78,
-    "keys of the servers, checked answers": 64,
     "the report": 241,
+    "keys, limits, checked answers": 89,
 }
 
 

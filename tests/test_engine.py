@@ -7,8 +7,10 @@ server process.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +25,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from engine import EngineError, RemoteInfEngine
+from inference import wire
 from inference.io_struct import GenerationHyperparameters, ModelRequest, segment_seed
 from inference.servers import rank_servers
 from inference.weights import WeightUpdateMeta
@@ -613,6 +616,31 @@ def test_connections_are_reused_and_end_with_their_loop():
     engine.destroy()
     server.shutdown()
     serving.join()
+    server.server_close()
+
+
+def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch):
+    """A connection that is idle for KEEPALIVE seconds is closed, so that its file descriptor is free again."""
+    monkeypatch.setattr(wire, "KEEPALIVE", 0.05)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), CountingServer)
+    threading.Thread(target=server.serve_forever).start()
+    url = f"http://127.0.0.1:{server.server_port}/generate"
+
+    async def burst() -> None:
+        before = len(os.listdir("/dev/fd"))
+        async with contextlib.aclosing(wire.StackTransport()) as transport:
+            requests = [httpx.Request("POST", url, content=b"{}") for _ in range(8)]
+            answers = await asyncio.gather(*map(transport.handle_async_request, requests))
+            for answer in answers:
+                await answer.aread()
+                await answer.aclose()
+            assert len(transport.idle) == 8
+            async with asyncio.timeout(30):
+                while transport.idle or len(os.listdir("/dev/fd")) > before + 8:  # the server's ends may still be open
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(burst())
+    server.shutdown()
     server.server_close()
 
 

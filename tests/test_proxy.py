@@ -374,6 +374,19 @@ async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: An
     await harness.http.aclose()
 
 
+def nested(levels: int) -> Any:
+    """Return a list that is nested so deep."""
+    return [nested(levels - 1)] if levels else []
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_a_model_that_is_no_name_is_a_400(start: Start, path: str) -> None:
+    """A model that is a deeply nested list is refused, and never reaches a reply that no JSON library can write."""
+    harness = start()
+    body = {"model": nested(900), "messages": HELLO, "input": "hello", "max_tokens": 9}
+    assert (await harness.post(f"/{await harness.start()}/v1/{path}", body)).status_code == 400
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -383,6 +396,8 @@ async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: An
         {"reward": [1]},
         {"reward": 1, "interaction_id": "chatcmpl-unknown"},
         {"reward": 1, "interaction_id": {"a": 1}},
+        {"reward": nested(900)},
+        {"reward": 1, "interaction_id": nested(900)},
     ],
 )
 async def test_a_reward_that_makes_no_sense_is_a_400(start: Start, body: Any) -> None:

@@ -187,7 +187,9 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
-@pytest.mark.parametrize("error", [ValueError("broken"), SystemExit("broken"), Panic("broken")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [ValueError("broken"), SystemExit("broken"), GeneratorExit("broken"), Panic("broken")], ids=repr
+)
 def test_whatever_an_episode_raises_is_its_failure(
     make: Make, caplog: pytest.LogCaptureFixture, error: BaseException, group_size: int
 ) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from conftest import ROOT
 from runs import SMALL_GUESS, assert_gone, check_metrics, start_and_wait_for_step, wait_gone
 
 from engine import RemoteInfEngine
+from rollout import workers
 from rollout.executor import ProxyAddress, WorkflowExecutor
-from rollout.workers import WorkerDied, WorkerPool, time_limit
+from rollout.workers import WorkerDied, WorkerPool, abandonable, time_limit
 from run.config import OpenAIConfig, RolloutConfig
 from staleness import RolloutStat
 from workflow import OpenAIProxyWorkflow, WorkflowContext, resolve_workflow, to_tensors, workflow_context
@@ -249,6 +251,27 @@ async def test_a_function_that_a_worker_cannot_import_is_an_error_and_no_hang(
         assert "in a worker process" in "".join(caught.value.__notes__)
         assert await worker.call(abs, -2) == 2
     await pool.aclose()
+
+
+@pytest.mark.anyio
+async def test_work_that_swallows_its_cancellation_is_abandoned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If an agent catches its cancellation and goes on, the time limit still ends the episode, and the log names the
+    agent."""
+    monkeypatch.setattr(workers, "ABANDON_SECONDS", 0.01)
+    release = asyncio.Event()
+
+    async def swallows() -> None:
+        while not release.is_set():
+            with suppress(asyncio.CancelledError):
+                await release.wait()
+
+    with pytest.raises(TimeoutError, match="too long"):
+        async with time_limit(0.01, "too long"):
+            await abandonable(swallows(), "the agent of task 7-0")
+    assert "the agent of task 7-0 ignores its cancellation" in caplog.text
+    release.set()
 
 
 @pytest.mark.anyio
