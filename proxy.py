@@ -248,7 +248,7 @@ class Proxy:
     async def set_version(self, request: Request) -> Response:
         """Set the newest version of the trainer. A token of a newer version is an error of its inference server."""
         check_key(request, self.admin_key)
-        self.engine.servers.limit = int((await read_json(request))["version"])
+        self.engine.servers.limit = get(await read_json(request), "version", int, 0)
         return reply({})
 
 
