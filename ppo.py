@@ -54,7 +54,12 @@ from training.corrections import behaviour_weight, cispo_objective, reduce_seque
 def describe_mode(config: PPOActorConfig) -> str:
     """Return one line that states the objective and the source of each policy's logprobs (write-up, section 5.2)."""
     server, forward = "the inference server", "a forward pass before the update"
-    theta = "pi_theta from each training pass"
+    variants = {
+        ", CISPO": config.use_cispo_loss,
+        ", one ratio per row (GSPO)": config.importance_sampling_level == "sequence",
+        ", truncated turns left out": config.mask_truncated,
+    }
+    theta = "pi_theta from each training pass" + "".join(name for name, is_on in variants.items() if is_on)
     if not config.use_decoupled_loss:
         return f"standard PPO: pi_old from {forward if config.recompute_logprob else server}, {theta}"
     prox = {
@@ -64,7 +69,9 @@ def describe_mode(config: PPOActorConfig) -> str:
     }[config.prox_logp_method]
     cap = config.behave_imp_weight_cap
     bound = "no cap" if cap is None else f"{config.behave_imp_weight_action} above {cap:g}"
-    weight = f"behaviour weight per {config.behave_imp_weight_level}, {bound}"
+    bound += f" and below {config.behave_imp_weight_floor:g}" if config.behave_imp_weight_floor else ""
+    level = {"token": "token", "sequence": "row (product)", "geometric": "row (geometric mean)"}
+    weight = f"behaviour weight per {level[config.behave_imp_weight_level]}, {bound}"
     return f"decoupled PPO: pi_behav from {server}, pi_prox from {prox}, {theta}; {weight}"
 
 

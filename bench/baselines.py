@@ -103,7 +103,7 @@ def train(seeds: list[int]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["train", "signal"])
+    parser.add_argument("what", nargs="?", default="train", choices=["train", "signal"])
     parser.add_argument("runs", nargs="*", type=Path)
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3])
     args = parser.parse_args()

@@ -1,43 +1,40 @@
-"""Corrections of the two ratios: what to do with a token or a sequence that the weights describe badly.
+"""Corrections of the two ratios: what to do with a token or a whole row that the plain weights describe badly.
 
-ppo.py multiplies each token's objective by the behaviour weight w = pi_prox / pi_behav, and clips the ratio
-u = pi_theta / pi_prox. Both are ratios of probabilities of one token. Each function here answers a case in which one
-token's ratio is the wrong thing to look at.
+ppo.py multiplies each token's objective by the behaviour weight w = pi_prox / pi_behav, and clips u = pi_theta /
+pi_prox. Both are ratios of the probabilities of one token. Except for the cap of w, all corrections are off by default.
 
-**Why a weight has two bounds.** With w the expected gradient is right, whatever policy sampled the token. But a few
-huge weights then decide the whole step, so weights above a cap are dropped (or set to the cap). A tiny weight is a
-warning, too: pi_behav found the token likely, pi_prox finds it nearly impossible. Among 10,000 tokens such a token is
-rarely old data. Most often the server and the trainer disagree, for example about an expert of a mixture of experts,
-and then pi_prox is wrong for this token. Its w is near 0, but its u is not: the gradient of log pi_theta at an
-impossible token is large. IcePop therefore drops the token on both sides (`behaviour_weight`).
+**A weight needs two bounds.** Server and trainer never agree exactly on pi_behav, and log w is wrong by as much upwards
+as downwards. A cap alone drops the tokens that pi_prox finds much likelier than pi_behav, and keeps the tokens that it
+finds much less likely. The mean weight falls below 1, and what remains is tilted. IcePop drops on both sides
+(`behaviour_weight`).
 
-**Why a whole sequence may go.** The reward judges a sequence, not a token. If w is 1.05 at each of 100 tokens, no token
-looks strange, yet pi_prox writes this sequence 1.05^100 = 131 times as often as pi_behav. Three tests find a sequence
-that pi_prox would not have written. They look only at w, so they work with every kind of token weight:
+**The reward judges a row, not a token.** If w is 1.05 at each of 100 tokens, no token looks strange, yet pi_prox writes
+this row 1.05^100 = 131 times as often as pi_behav. Three tests find a row that pi_prox would not have written. They
+read only w, so they work with every kind of weight:
 
-    geometric mean   exp(mean log w) is outside 1/c .. c: the whole sequence has drifted. The mean does not grow with
-                     the length, so c must be close to 1, such as 1.01. A cap of 5 would never drop a sequence.
-    max k2           (log w)^2 / 2 of one token exceeds a bound: one token comes from another policy.
-    veto             w of one token is below a bound such as 1e-4: pi_prox could not have written this sequence.
+    geometric mean   exp(mean log w) is outside 1/c .. c: the whole row has drifted. The mean does not grow with the
+                     length, so c must be close to 1, such as 1.01. A c of 5 would never drop a row.
+    max k2           (log w)^2 / 2 of one token is above a bound: one token comes from another policy.
+    veto             w of one token is below a bound such as 1e-4: pi_prox could not have written this row.
 
-**Which weight a sequence has.** The product of all w is the exact weight of the sequence, but it grows with the length:
-1.05^100 = 131, and a cap of 5 drops it. The geometric mean, 1.05, is a weight that sequences of all lengths can share,
-and it is biased. `behave_imp_weight_level=sequence` is the product, and `geometric` is the geometric mean.
+**A row's weight.** The product of all w is the exact weight of a row: in the example it is 131, and a cap of 5 drops
+the row. The product grows with the length, so it drops long rows first. The geometric mean, 1.05, treats all lengths
+alike, but it is biased. `behave_imp_weight_level=sequence` is the product, and `geometric` is the geometric mean.
 
-**Why u may belong to a sequence, too.** PPO clips each token by itself, so a clip keeps some tokens of an answer and
-silences others, although all of them have one advantage. GSPO clips the geometric mean of u: an answer is kept or
-silenced as a whole, and the noise of single tokens averages out. One u then moves much less than a token's u. GSPO uses
-eps = 3e-4 below and 4e-4 above.
+**A row's ratio.** PPO clips each token by itself, so it keeps some tokens of an answer and silences others, although
+all have one advantage. GSPO clips the geometric mean of u: an answer is kept or silenced as a whole. A mean moves much
+less than the u of a token, so GSPO's bounds are small: 3e-4 below and 4e-4 above.
 
-**Why a clip may keep its gradient.** Where PPO clips a token, the token has no gradient. The clipped tokens are often
-the rare and decisive ones, such as "however", and they never become likelier. CISPO clips u only as a weight: the
-gradient of log pi_theta remains, multiplied by at most 1 + eps_higher. There is usually no lower bound (eps_clip=1).
+**A clip that keeps the gradient.** A token that PPO clips has no gradient. Such tokens are often rare and decisive,
+like "however", and then never become likelier. CISPO clips u only as a factor: the gradient of log pi_theta remains,
+times at most 1 + eps_higher. Usually there is no lower bound (eps_clip=1).
 
-**Truncated answers.** An answer that hits its token limit has an unknown reward: it may have been about to succeed. A
-reward of 0 teaches the model that thinking is wrong. `without_truncated` leaves these turns out of loss and baseline.
+**Truncated answers.** An answer that hits its token limit might have succeeded later, so its reward is unknown. A
+reward of 0 teaches the model that long thinking is wrong. `without_truncated` takes such turns out of the loss and of
+every baseline.
 
-Sources: IcePop (arXiv 2510.18855), verl's documents on rollout correction, GSPO (arXiv 2507.18071), CISPO (arXiv
-2506.13585), and DAPO (arXiv 2503.14476) for truncated answers.
+Sources: IcePop (arXiv 2510.18855), verl's documents on rollout correction (tests and products), GSPO (2507.18071),
+CISPO (2506.13585), DAPO (2503.14476) for truncated answers.
 """
 
 import math

@@ -427,7 +427,12 @@ def test_the_mode_is_said_in_words():
     assert "no forward pass" in describe_mode(make_config(prox_logp_method="loglinear"))
     assert "is logged" in describe_mode(make_config(prox_logp_method="metrics"))
     clamped = make_config(behave_imp_weight_level="sequence", behave_imp_weight_action="clamp")
-    assert "behaviour weight per sequence, clamp above 5" in describe_mode(clamped)
+    assert "behaviour weight per row (product), clamp above 5" in describe_mode(clamped)
+    varied = make_config(behave_imp_weight_level="geometric", behave_imp_weight_floor=0.5, use_cispo_loss=True)
+    assert "CISPO; behaviour weight per row (geometric mean), mask above 5 and below 0.5" in describe_mode(varied)
+    assert describe_mode(make_config(use_decoupled_loss=False, mask_truncated=True)).endswith(
+        "truncated turns left out"
+    )
     standard = describe_mode(make_config(use_decoupled_loss=False, recompute_logprob=False))
     assert "pi_old from the inference server" in standard
 
