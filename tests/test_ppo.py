@@ -213,6 +213,16 @@ def test_dual_clip_bounds_what_one_token_can_do():
     assert theta.grad.item() == 0
 
 
+def test_a_clip_of_0_bounds_the_ratio_at_1():
+    """With eps_clip=0 and eps_clip_higher=0 no ratio above 1 helps a good token, and none below 1 helps a bad one."""
+    theta, old = torch.tensor([0.5, -0.5, 0.5, -0.5]), torch.zeros(4)
+    A = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    loss, stats = ppo_actor_loss_fn(theta, old, old, A, torch.ones(4), eps_clip=0.0, eps_clip_higher=0.0)
+    expected = [1.0, math.exp(-0.5), -math.exp(0.5), -1.0]
+    assert loss.item() == pytest.approx(-sum(expected) / 4)
+    assert stats["clip_frac"].item() == 0.5
+
+
 def test_the_pieces_of_a_batch_add_up():
     """A batch may be split into pieces. If each piece's sums are divided by the whole batch's denominator, the losses
     and metrics of all pieces add up to the loss and metrics of the whole batch."""

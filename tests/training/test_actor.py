@@ -376,6 +376,36 @@ def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how)
     assert losses == pytest.approx([expected.item()] * 2, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"importance_sampling_level": "sequence", "eps_clip": 0.01},
+        {"behave_imp_weight_level": "sequence", "behave_imp_weight_cap": 1.5},
+        {"behave_imp_weight_level": "geometric", "reject_veto": 0.6, "reject_max_k2": 0.4},
+        {"use_cispo_loss": True, "behave_imp_weight_floor": 0.7},
+    ],
+)
+def test_corrections_of_whole_rows_are_the_same_however_a_batch_is_cut(make_actor, keys):
+    """A row stays in one piece, so ratios, weights and tests of whole rows give one loss for all pieces and layouts."""
+    cuts = ({}, {"mb_tokens": 40}, {"layout": "packed"}, {"enable_tree_training": True})
+    stats = []
+    for cut in cuts:
+        actor = make_actor(ppo_epochs=2, **keys, **cut)
+        stats.append(actor.ppo_update(prepare(actor, make_batch())))
+    for name in ("loss", "dropped_share", "clip_frac", "grad_norm"):
+        assert [s[name] for s in stats] == pytest.approx([stats[0][name]] * len(cuts), rel=1e-3, abs=1e-5), name
+    if "importance_sampling_level" not in keys:
+        assert 0 < stats[0]["dropped_share"] < 1
+
+
+def test_a_learning_rate_of_0_changes_no_weight(make_actor):
+    """With lr=0 an update changes no weight, also with weight decay."""
+    actor = make_actor(optimizer=OptimizerConfig(lr=0.0, weight_decay=0.1))
+    before = parameters(actor)
+    actor.ppo_update(prepare(actor, make_batch()))
+    assert all(torch.equal(before[name], p) for name, p in parameters(actor).items())
+
+
 def test_kl_in_the_loss_pulls_towards_the_reference(make_actor):
     """With all rewards 0, the KL term in the loss moves the policy towards the reference."""
     actor = make_actor(kl_ctl=0.5, kl_placement="loss", kl_estimator="k2")
