@@ -57,14 +57,14 @@ class InteractionWithTokenLogpReward:
     messages: list[Message]
     interaction_id: str = ""
     template_key: str = ""  # the tools and template arguments as one text; they change how messages are rendered
-    trainable: bool = True  # False if the agent asked the proxy not to store this call
+    unstored: str = ""  # "honour" or "ignore" if the agent sent `store: false`; "honour": the call is not trained
     tools: list[dict[str, Any]] = field(default_factory=list)  # tools offered to the model, in chat-completions format
     model_response: ModelResponse | None = None
     output_message_list: list[Message] = field(default_factory=list)
     completion: dict[str, Any] | None = None  # the reply as the agent received it
     reward: float | None = None  # the turn's own reward; apply_reward_discount replaces it with the final reward
+    parent: "InteractionWithTokenLogpReward | None" = None  # InteractionCache sets it, unless the client names one
     # InteractionCache sets the following fields:
-    parent: "InteractionWithTokenLogpReward | None" = None
     turn: int = 0  # number of ancestors in the tree
     children: int = 0  # number of interactions that continue this one
     is_side: bool = False  # whether this call is a side conversation
@@ -162,13 +162,15 @@ class InteractionCache(OrderedDict[str, Interaction]):
         if interaction_id in self:
             raise ValueError(f"interaction {interaction_id!r} is already in the cache")
         interaction.interaction_id = interaction_id
-        interaction.parent, node, known = self._follow(interaction.messages)
+        found, node, known = self._follow(interaction.messages)
         self._unfinished[interaction_id] = node, interaction.messages[known:]
-        if parent := interaction.parent:
+        if found:
+            shared = found.conversation  # the same objects, so that the cache holds each message only once
+            interaction.messages = shared + interaction.messages[len(shared) :]
+        interaction.parent = parent = interaction.parent or found
+        if parent:
             parent.children += 1
             interaction.turn = parent.turn + 1
-            shared = parent.conversation  # the same objects, so that the cache holds each message only once
-            interaction.messages = shared + interaction.messages[len(shared) :]
         self[interaction_id] = interaction
         if interaction.model_response:
             self.finish(interaction_id, interaction.model_response, interaction.output_message_list)

@@ -230,7 +230,8 @@ class RemoteInfEngine:
             return g.max_new_tokens
         prompt, context = len(req.input_ids), self.context_length
         if prompt >= context:
-            raise EngineError(f"the prompt's {prompt} tokens leave no room in the context of {context} tokens", 400)
+            message = f"prompt is too long: {prompt} tokens > {context} maximum context length"
+            raise EngineError(message, 400, "context_length_exceeded")
         return min(g.max_new_tokens, context - prompt)
 
     def _check_ids(self, ids: list[int]) -> None:

@@ -9,7 +9,8 @@ guess the id. A request marked "admin" needs the admin key. A client may leave o
     POST /{session_id}/v1/responses               answer one call in the protocol of OpenAI's Responses
     POST /{session_id}/v1/messages                answer one call in the protocol of Anthropic's Messages
     POST /{session_id}/v1/messages/count_tokens   return the number of prompt tokens for a body of /messages
-    GET  /{session_id}/v1/models                  list the only model
+    GET  /{session_id}/v1/models                  list the only model; /models/{id} returns this model
+    GET  /{session_id}/v1/responses/{id}          return a finished response
     POST /{session_id}/rl/set_reward              set the reward of an interaction (given by id) or of the last one
     POST /{session_id}/rl/end_session             end the session: stop its running calls, refuse new calls (410)
     POST /export_trajectories (admin)             return the interactions of an ended session, then forget the session
@@ -87,6 +88,7 @@ class Proxy:
     sampling: dict[str, Any] = field(default_factory=dict)  # default values of GenerationHyperparameters
     side_conversations: Collection[str] = PATTERNS  # regular expressions that calls/side_conversations.py explains
     fixed_sampling: Collection[str] = ()  # fields of `sampling` that an agent cannot change
+    store: str = "ignore"  # "honour": a call with `store: false` is not trained; "ignore": the call is trained
     session_timeout_seconds: float = 3600.0  # seconds after which an idle session is forgotten
     chat_template_type: str = "concat"  # "concat" or "hf", which calls/prompts.py explains
     tool_call_parser: str | None = None  # form in which the model writes tool calls (calls/tools.py)
@@ -94,7 +96,8 @@ class Proxy:
     clock: Callable[[], float] = time.monotonic  # function that returns the time in seconds
 
     def __post_init__(self) -> None:
-        self.prompts = PromptBuilder(self.tokenizer, self.chat_template_type)
+        context = getattr(self.engine, "context_length", None)  # tokens
+        self.prompts = PromptBuilder(self.tokenizer, self.chat_template_type, context)
         self.parser = OutputParser(self.tokenizer, self.tool_call_parser, self.reasoning_parser)
         self.sessions = SessionTable(self.session_timeout_seconds, self.clock, self.side_conversations)
         GenerationHyperparameters(**self.sampling)  # raises TypeError for an unknown field
@@ -113,10 +116,10 @@ class Proxy:
     async def start_session(self, request: Request) -> Response:
         """Use one grant to start a session. Raises Refusal 429 if there is no grant."""
         check_key(request, self.admin_key)
-        task_id = (await read_json(request)).get("task_id")
-        if not isinstance(task_id, str | int):
-            raise Refusal("task_id: a string is needed")
-        session = self.sessions.start(str(task_id))
+        body = await read_json(request)
+        if not isinstance(body.get("task_id"), str | int) or body.get("api_key"):
+            raise Refusal("task_id: a string is needed; api_key: leave it out, the proxy replies with a key of its own")
+        session = self.sessions.start(str(body["task_id"]))
         return reply({"session_id": session.session_id, "api_key": session.session_id})
 
     def start_own_session(self, task_id: str) -> Session:
@@ -148,7 +151,7 @@ class Proxy:
         ask = protocol.parse(read_object(raw), session.finished)
         gconfigs = [self.gconfig(ask, session, k) for k in range(ask.n)]
         session.calls += ask.n
-        turn = Turn(session, protocol, ask, self.parser)
+        turn = Turn(session, protocol, ask, self.parser, self.store)
         try:
             build = functools.partial(self.prompt, ask, turn.parent)
             prompt, opening = await asyncio.to_thread(build) if len(raw) > LONG_BODY else build()
@@ -171,7 +174,7 @@ class Proxy:
         """
         ids = self.prompts.prompt(ask, parent)
         begun = self.parser.begun(self.tokenizer.decode(ids[-16:]))  # <think> has fewer than 16 tokens
-        opening = self.parser.opening(ask.tool_choice, ask.tools, begun)
+        opening = self.parser.opening(ask.tool_choice, ask.callable_tools, begun)
         return ids + self.prompts.encode(opening), begun + opening
 
     def gconfig(self, ask: AgentRequest, session: Session, k: int) -> GenerationHyperparameters:
@@ -193,11 +196,22 @@ class Proxy:
         return reply({"input_tokens": len(self.prompt(ask, parent)[0])})
 
     async def models(self, request: Request) -> Response:
-        """List the only model in the forms of OpenAI and Anthropic. A call with any model name reaches this model."""
-        openai: dict[str, Any] = {"id": "default", "object": "model", "created": 0, "owned_by": "nano-areal"}
-        anthropic = {"type": "model", "display_name": "default", "created_at": "1970-01-01T00:00:00Z"}
-        ends = {"has_more": False, "first_id": "default", "last_id": "default"}
-        return reply({"object": "list", "data": [openai | anthropic]} | ends)
+        """Return the model that the path names, or list the only model. Any name reaches this model.
+
+        Each model has the keys of OpenAI and of Anthropic.
+        """
+        name = request.path_params.get("model_id", "default")
+        openai = {"id": name, "object": "model", "created": 0, "owned_by": "nano-areal", "type": "model"}
+        anthropic = {"display_name": name, "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
+        models = {"object": "list", "data": [openai | anthropic], "has_more": False, "first_id": name, "last_id": name}
+        return reply(openai | anthropic if "model_id" in request.path_params else models)
+
+    async def response(self, request: Request) -> Response:
+        """Return a finished reply of the session in the form in which the agent received it."""
+        found = self.sessions.open(session_id_of(request)).finished(request.path_params["response_id"])
+        if not found:
+            raise Refusal("response_id: this session has no finished response with this id", 404)
+        return reply(found.completion)
 
     # Endpoints that set a reward, end a session and export a session
 
@@ -288,7 +302,8 @@ async def error_reply(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # the web framework found no endpoint for this path and method
         status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}"
     is_anthropic = request.url.path.endswith(("/messages", "/messages/count_tokens"))
-    return reply(PROTOCOLS["messages" if is_anthropic else "responses"].error(status, message), status)
+    body = PROTOCOLS["messages" if is_anthropic else "responses"].error(status, message, getattr(error, "code", ""))
+    return reply(body, status)
 
 
 def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> FastAPI:
@@ -306,11 +321,14 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
     app.add_route("/set_version", proxy.set_version, methods=["POST"])
     app.add_route("/export_trajectories", proxy.export_trajectories, methods=["POST"])
     # The web framework takes the first matching route. "/v1" comes before "/{session_id}", so "v1" is no session id.
-    for session in ("/{session_id}/v1", "/v1", "", "/{session_id}"):
+    # Clients write "//" if they append "/v1" or "/messages" to a URL that ends with a slash.
+    for session in ("/{session_id}/v1", "/v1", "", "/{session_id}", "/{session_id}//v1", "//v1", "/{session_id}/v1/"):
         for name, protocol in PROTOCOLS.items():
             app.add_route(f"{session}/{name}", functools.partial(proxy.complete, protocol), methods=["POST"])
         app.add_route(f"{session}/messages/count_tokens", proxy.count_tokens, methods=["POST"])
         app.add_route(f"{session}/models", proxy.models)
+        app.add_route(f"{session}/models/{{model_id:path}}", proxy.models)
+        app.add_route(f"{session}/responses/{{response_id}}", proxy.response)
         app.add_route(f"{session}/rl/set_reward", proxy.set_reward, methods=["POST"])
         app.add_route(f"{session}/rl/end_session", proxy.end_session, methods=["POST"])
     return app
@@ -333,6 +351,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--session-timeout-seconds", type=float, default=3600.0, help="seconds until an idle session is forgotten")
     add("--chat-template-type", choices=["concat", "hf"], default="concat", help="hf: render every prompt in full")
     add("--side-conversations", type=orjson.loads, default=PATTERNS, help="JSON list of patterns of unrewarded calls")
+    add("--store", choices=["honour", "ignore"], default="ignore", help="honour: do not train calls with store: false")
     add("--fixed-sampling", action="append", default=[], help="a field of --sampling that agents cannot change")
     add("--tool-call-parser", help="form of tool calls (calls/tools.py); default: the tokenizer's form, or qwen")
     add("--reasoning-parser", help="form of the reasoning; default: <think> ... </think>")

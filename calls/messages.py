@@ -21,15 +21,19 @@ spaces. `canonical` therefore compares only these four fields of a message:
     tool calls      id, name and arguments, in order; arguments are compared as JSON: '{"a": 2.0}' equals '{ "a":2 }'
     tool_call_id    for the result of a tool; some clients call this key `id`
 
-Every other key (`name`, reasoning, annotations, cache markers, ids of items) is ignored. In 150 pairs of consecutive
-requests by real clients, this comparison finds the parent in 91 % of the pairs, and plain equality in 52 %. In the
-other 9 % of the pairs, the client had changed the history. Two messages that count as equal may have different tokens.
-The comparison is therefore used only to find the parent, and the prompt contains the parent's sampled tokens unchanged.
+Every other key (`name`, reasoning, annotations, cache markers, ids of items) is ignored. tests/data/client_pairs.jsonl
+has pairs of consecutive requests by real clients, and this comparison finds the parent in each of these pairs. Two
+messages that count as equal may have different tokens. The comparison is therefore used only to find the parent, and
+the prompt contains the parent's sampled tokens unchanged.
 
 References. Some clients send an id in place of the history: `previous_response_id`, `item_reference`, or Anthropic's
 `thread`. The parser calls `find` with this id to get the messages of a finished interaction of the session. If the
 request contains new instructions, they replace the instructions of the history. If a request continues a thread and
-contains no tools, the tools of the thread are used.
+contains no tools, the tools of the thread are used. An interaction that `previous_response_id` or `thread` names is the
+parent of the request, whatever instructions and tools the request has.
+
+Images and files. The model reads only text. The parser therefore puts the text PLACEHOLDER in the place of an image or
+a file, in a message as well as in the result of a tool. The metric `placeholders` counts these texts.
 
 Parameters. The parser uses or refuses every parameter that changes the answer. A `Refusal` contains the parameter's
 name. `NEUTRAL` lists the unsupported parameters. A request may set such a parameter only to a value that changes
@@ -41,7 +45,7 @@ If a client has rewritten the texts of the history, the request starts a new con
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -50,12 +54,13 @@ from run.fields import NOUN, Refusal, as_object, get, read_json, write_json
 
 Json = dict[str, Any]  # a JSON object
 Message = Json  # a message of a conversation, in chat-completions form
-Found = tuple[list[Message], list[Json]]  # messages (with the reply) and tools of a finished interaction
-Find = Callable[[str], Found | None]  # function that finds a finished interaction of the session by its id
-NOTHING: Find = dict[str, Found]().get  # the `find` of a request without a session, which always returns None
+Find = Callable[[str], Any]  # function that returns the finished interaction (cache.py) with an id, or None
+NOTHING: Find = dict[str, Any]().get  # the `find` of a request without a session, which always returns None
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of parts that hold a text
 BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")  # accepted types of Anthropic's blocks
+MEDIA = ("image", "image_url", "input_image", "document", "file", "input_file", "audio", "input_audio")  # other parts
+PLACEHOLDER = "[an image or a file, which this model cannot read]"
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # unsupported parameters, each with the values that change nothing
     **dict.fromkeys(("functions", "mcp_servers"), ([],)),
     **dict.fromkeys(("top_logprobs", "min_p", "min_tokens"), (0,)),
@@ -91,6 +96,8 @@ class AgentRequest:
     sampling: Json = field(default_factory=dict)  # the GenerationHyperparameters that the agent set
     tools: list[Json] = field(default_factory=list)  # functions, in the form of chat completions
     tool_choice: str = "auto"  # "auto", "none", "required" or the name of one of `tools`
+    callable_tools: list[Json] = field(default_factory=list)  # those of `tools` that the reply may call
+    parent: Any = None  # the interaction that the client names as the one that this request continues
     template_kwargs: Json = field(default_factory=dict)  # additional variables of the chat template
     n: int = 1  # number of answers
     logprobs: bool = False  # whether the reply contains the logprobs of the sampled tokens
@@ -105,11 +112,6 @@ class AgentRequest:
         A turn reuses its parent's tokens only if both keys are equal. Raises Refusal if a value is nested too deeply.
         """
         return write_json(self.template_kwargs, "chat_template_kwargs") + write_json(self.tools, "tools")
-
-    @property
-    def callable_tools(self) -> list[Json]:
-        """Return the tools that the reply may call, or [] if tool_choice is "none"."""
-        return [] if self.tool_choice == "none" else self.tools
 
 
 # Messages
@@ -181,8 +183,10 @@ def _text(raw: Json, name: str, where: str = "") -> str:
     content = raw.get(name)
     if isinstance(content, str | None):
         return content or ""
+    if isinstance(content, list):
+        content = [{"text": PLACEHOLDER} if isinstance(p, dict) and p.get("type") in MEDIA else p for p in content]
     if not isinstance(content, list) or not all(map(_is_text_part, content)):
-        raise Refusal(f"{where}.{name}: a string, a list of text parts or null is needed".removeprefix("."))
+        raise Refusal(f"{where}.{name}: a string, a list of texts and images, or null is needed".removeprefix("."))
     return "".join(part["text"] for part in content)
 
 
@@ -218,11 +222,12 @@ def parse_responses(body: Json, find: Find = NOTHING) -> AgentRequest:
     if isinstance(body.get("input"), str):
         body = body | {"input": [{"role": "user", "content": body["input"]}]}
     new = _join_items([_item(raw, where, find) for raw, where in _objects(body, "input")])
-    history, _ = _look_up(get(body, "previous_response_id", str), "previous_response_id", find)
-    messages = _conversation("input", new, _text(body, "instructions"), history)
+    parent = _look_up(get(body, "previous_response_id", str), "previous_response_id", find)
+    messages = _conversation("input", new, _text(body, "instructions"), parent)
     form, effort = get(body, "text.format", dict, {}), get(body, "reasoning.effort", str)
     logprobs = "message.output_text.logprobs" in get(body, "include", list, [])
-    return AgentRequest(messages, logprobs=logprobs, **_shared(body, _tools(body, "function"), form, effort))
+    shared = _shared(body, _tools(body, "function"), form, effort)
+    return AgentRequest(messages, logprobs=logprobs, parent=parent, **shared)
 
 
 def parse_anthropic(body: Json, find: Find = NOTHING) -> AgentRequest:
@@ -233,23 +238,23 @@ def parse_anthropic(body: Json, find: Find = NOTHING) -> AgentRequest:
     thread, previous = get(body, "thread.type", str), get(body, "thread.previous_message_id", str)
     if thread not in (None, "create", "continue") or (thread == "continue") != bool(previous):
         raise Refusal("thread: type create, or continue with a previous_message_id, is needed")
-    history, thread_tools = _look_up(previous, "thread.previous_message_id", find)
-    messages = _conversation("messages", new, _text(body, "system"), history)
+    parent = _look_up(previous, "thread.previous_message_id", find)
+    messages = _conversation("messages", new, _text(body, "system"), parent)
     form = get(body, "output_config.format", dict) or get(body, "output_format", dict, {})
-    tools, effort = _tools(body, "custom") or thread_tools, get(body, "output_config.effort", str)
-    return AgentRequest(messages, **_shared(body, tools, form, effort))
+    tools, effort = _tools(body, "custom") or getattr(parent, "tools", []), get(body, "output_config.effort", str)
+    return AgentRequest(messages, parent=parent, **_shared(body, tools, form, effort))
 
 
-def _conversation(name: str, new: list[Message], system: str = "", history: Iterable[Message] = ()) -> list[Message]:
-    """Return the instructions, the history and the new messages as one list.
+def _conversation(name: str, new: list[Message], system: str = "", parent: Any = None) -> list[Message]:
+    """Return the instructions, the conversation of the parent and the new messages as one list.
 
-    `system` contains the request's instructions. If `system` is empty, the instructions in the history stay. `name` is
+    `system` contains the request's instructions. If `system` is empty, the instructions of the parent stay. `name` is
     the name of the field that holds the new messages. Raises Refusal if there are no new messages.
     """
     if not new:
         raise Refusal(f"{name}: a list of at least one message is needed")
-    messages = [*history, *new]
-    if system and messages[0]["role"] == "system" and history:
+    messages = [*parent.conversation, *new] if parent else new
+    if system and messages[0]["role"] == "system" and parent:
         messages = messages[1:]
     return [{"role": "system", "content": system}, *messages] if system else messages
 
@@ -269,12 +274,14 @@ def _shared(body: Json, tools: list[Json], form: Json, effort: str | None, most_
     n = sampling.pop("n", 1)
     if n > most_answers:
         raise Refusal("n: only chat completions give more than one answer")
+    tool_choice, callable_tools = _tool_choice(body.get("tool_choice"), tools)
     effort_kwargs = {"reasoning_effort": effort} if effort else {}
     return {
         "model": get(body, "model", str) or "default",
         "sampling": sampling,
         "tools": tools,
-        "tool_choice": _tool_choice(body.get("tool_choice"), tools),
+        "tool_choice": tool_choice,
+        "callable_tools": callable_tools,
         "template_kwargs": get(body, "chat_template_kwargs", dict, {}) | effort_kwargs,
         "n": n,
         "store": get(body, "store", bool, True),
@@ -341,21 +348,27 @@ def _tools(body: Json, tool_type: str) -> list[Json]:
     return tools
 
 
-def _tool_choice(raw: Any, tools: list[Json]) -> str:
-    """Return a tool_choice of any protocol as "auto", "none", "required" or the name of a tool.
+def _tool_choice(raw: Any, tools: list[Json]) -> tuple[str, list[Json]]:
+    """Return a tool_choice of any protocol as "auto", "none", "required" or a tool's name, and the tools it allows.
 
-    Examples of `raw` are "auto", {"type": "any"}, {"type": "tool", "name": "f"} and {"type": "function", "function":
-    {"name": "f"}}. Raises Refusal if the chosen tool is not in `tools`.
+    Examples of `raw` are "auto", {"type": "any"}, {"type": "tool", "name": "f"}, {"type": "function", "function":
+    {"name": "f"}} and {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}. Raises
+    Refusal if a chosen tool is not in `tools`.
     """
     choice = "auto" if raw is None else raw
     if isinstance(raw, dict) and raw.get("type") in ("auto", "none", "any"):
         choice = raw["type"]
+    elif isinstance(raw, dict) and raw.get("type") == "allowed_tools":
+        raw = get(raw, "allowed_tools", dict, raw, "tool_choice")  # chat completions put the list one level deeper
+        allowed = [tool["function"]["name"] for tool in _tools(raw, "function")]
+        choice, tools = raw.get("mode"), [tool for tool in tools if tool["function"]["name"] in allowed]
     elif isinstance(raw, dict):
         choice = get(raw, "function", dict, raw, "tool_choice").get("name")
     names = [tool["function"]["name"] for tool in tools]
     if choice not in ("auto", "none", *names) and not (choice in ("required", "any") and names):
         raise Refusal("tool_choice: auto or none is needed or, if there are tools, required or a tool's name")
-    return "required" if choice == "any" else choice  # Anthropic writes "any" for "required"
+    # Anthropic writes "any" for "required".
+    return "required" if choice == "any" else choice, tools if choice != "none" else []
 
 
 # Items of the Responses protocol
@@ -411,46 +424,39 @@ def _split_blocks(raw: Json, where: str) -> list[Message]:
     blocks: dict[Any, list[Json]] = {kind: [] for kind in BLOCKS}
     for i, block in enumerate(raw["content"]):
         kind = as_object(block, f"{where}.content[{i}]").get("type")
-        if kind not in BLOCKS:
-            raise Refusal(f"{where}.content[{i}].type: one of {', '.join(BLOCKS)} is needed")
-        blocks[kind].append(block)
+        if kind not in BLOCKS + MEDIA:
+            raise Refusal(f"{where}.content[{i}].type: one of {', '.join(BLOCKS + MEDIA)} is needed")
+        blocks["text" if kind in MEDIA else kind].append(block)
     results = [block | {"role": "tool", "tool_call_id": block.get("tool_use_id")} for block in blocks["tool_result"]]
     calls = [{"id": b.get("id"), "function": b | {"arguments": b.get("input")}} for b in blocks["tool_use"]]
     thoughts = [{"text": block.get("thinking")} for block in blocks["thinking"]]
     others = {"role": raw.get("role"), "content": blocks["text"], "tool_calls": calls, "reasoning_content": thoughts}
     # If a message contains only tool results, `others` is empty and is left out.
-    messages = [*results, others] if blocks["text"] or not results else results
+    messages = [*results, others] if blocks["text"] or calls or thoughts or not results else results
     return [normalise(message, where) for message in messages]
 
 
 # References to earlier messages
 
 
-def _look_up(previous: str | None, name: str, find: Find) -> Found:
-    """Return the messages and the tools of the interaction whose id is `previous`.
+def _look_up(previous: str | None, name: str, find: Find) -> Any:
+    """Return the interaction whose id is `previous`, or None if `previous` is None or empty.
 
-    If `previous` is None or empty, both lists are empty. Raises Refusal, with the field's `name` in its message, if the
-    session has no such interaction.
+    Raises Refusal, with the field's `name` in its message, if the session has no such interaction.
     """
-    found = find(previous) if previous else ([], [])
-    if found is None:
+    found = find(previous) if previous else None
+    if previous and not found:
         raise Refusal(f"{name}: this session has no finished response {previous!r}")
     return found
 
 
 def _referred(item_id: str, find: Find) -> Message:
-    """Return the part of an earlier reply to which an item_reference refers. Raises Refusal for an unknown id.
+    """Return the item of an earlier reply to which an item_reference refers. Raises Refusal for an unknown id.
 
     The reply resp_<x> has the items rs_<x> (reasoning), msg_<x> (text) and fc_<x>_<k> (the k-th tool call).
     """
-    kind, _, rest = item_id.partition("_")
-    x, _, k = rest.partition("_")
-    found = find(f"resp_{x}")
-    reply = found[0][-1] if found else {}
-    key = {"msg": "content", "rs": "reasoning_content", "fc": "tool_calls"}.get(kind, "")
-    value = reply.get(key)
-    if key == "tool_calls" and value:
-        value = [call for call in value if call["id"] == f"call_{x}_{k}"]
-    if not value:
+    found = find("resp_" + item_id.partition("_")[2].partition("_")[0])
+    items = [item for item in found.completion["output"] if item["id"] == item_id] if found else []
+    if not items:
         raise Refusal(f"input: item_reference: this session has no item {item_id!r}")
-    return {"role": "assistant", "content": "", key: value}
+    return _item(items[0], "input", find)

@@ -51,12 +51,13 @@ from typing import Any
 from jinja2 import TemplateError
 
 from cache import Interaction
-from calls.messages import AgentRequest, Message, Refusal
+from calls.messages import AgentRequest, Message, Refusal, canonical
 from calls.tools import without_partial
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
 REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # errors of a template that refuses
+PART = 2**16  # characters of a part of a text that is much longer than the context
 INCOMPLETE = 3  # an incomplete character has at most this many bytes, and no more tokens or U+FFFD than bytes
 WITHOUT_TEXT = 16  # more tokens than this without text can only be special tokens, so the reader settles them
 
@@ -64,10 +65,10 @@ WITHOUT_TEXT = 16  # more tokens than this without text can only be special toke
 class PromptBuilder:
     """Turns messages into prompt tokens with the chat template of the tokenizer."""
 
-    def __init__(self, tokenizer: Any, chat_template_type: str = "concat") -> None:
+    def __init__(self, tokenizer: Any, chat_template_type: str = "concat", context_length: int | None = None) -> None:
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template; use the tokenizer of a chat model")
-        self._tokenizer = tokenizer
+        self._tokenizer, self._context_length = tokenizer, context_length
         self._reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
         self.splices = chat_template_type == "concat" and self._is_local()  # whether prompts reuse the parent's tokens
 
@@ -85,7 +86,9 @@ class PromptBuilder:
             names = ", ".join(sorted(taken))
             raise Refusal(f"chat_template_kwargs: {names} cannot be set; only variables of the template can")
         variables = ask.template_kwargs | ({"tools": ask.tools} if ask.tools else {})
-        if parent and self.splices and parent.template_key == ask.template_key:
+        # A parent that the client names by id may have other instructions in its first message.
+        same_start = parent and canonical(parent.messages[0]) == canonical(ask.messages[0])
+        if parent and same_start and self.splices and parent.template_key == ask.template_key:
             known = len(parent.conversation)
             with contextlib.suppress(Refusal):  # the template may refuse the stub, but accept the whole conversation
                 tail = self._tail(ask.messages[known:], variables)
@@ -125,7 +128,16 @@ class PromptBuilder:
             raise Refusal(f"messages: the chat template refuses them: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without the special token that some tokenizers put at the beginning."""
+        """Return the tokens of a text, without the special token that some tokenizers put at the beginning.
+
+        A text that probably exceeds the context is tokenised in parts. If the parts exceed the context, the result ends
+        there, and the engine refuses the prompt.
+        """
+        context, tokens = self._context_length or len(text), []
+        for begin in range(0, len(text), PART) if len(text) > 4 * context else ():
+            tokens += self._tokenizer.encode(text[begin : begin + PART], add_special_tokens=False)
+            if len(tokens) > 2 * context:  # more than the whole text has, even if each cut adds some tokens
+                return tokens
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -159,7 +171,8 @@ class TextReader:
     def __init__(self, tokenizer: Any, gconfig: Any, opening: str = "", special_tokens: bool = False) -> None:
         self._tokenizer, self._opening, self._skips = tokenizer, opening, not special_tokens
         self._stop, self._stop_ids = gconfig.stop, frozenset(gconfig.stop_token_ids)
-        # Only these three attributes change:
+        # Only these attributes change:
+        self.stopped_by = ""  # the stop string that ended the complete answer, if there is one
         self._settled = 0  # number of tokens whose text is in `_text`
         self._text = opening  # the opening and the text of the settled tokens
         self._context: list[int] = []  # settled tokens that are decoded again before the pending tokens
@@ -167,7 +180,9 @@ class TextReader:
     def whole(self, tokens: list[int]) -> str:
         """Return the text of a complete answer, up to the end-of-turn token or the first stop string."""
         text = self._opening + self._decode(self._without_end(tokens))
-        return text[: self._stop_at(text)]
+        end = self._stop_at(text)
+        self.stopped_by = next((stop for stop in self._stop if text.startswith(stop, end)), "")
+        return text[:end]
 
     def read(self, tokens: list[int]) -> str:
         """Return the text of `tokens` that no later token can change.

@@ -57,6 +57,7 @@ class Answer:
     response: ModelResponse
     parsed: Parsed
     token_texts: list[str] = field(default_factory=list)  # text of each sampled token; empty without logprobs
+    stopped_by: str = ""  # the stop string that ended the answer, if there is one
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
@@ -193,14 +194,14 @@ class Stream:
         return b""
 
 
-def openai_error(status: int, message: str) -> dict[str, Any]:
-    """Return the body of an error in OpenAI's protocols."""
+def openai_error(status: int, message: str, code: str = "") -> dict[str, Any]:
+    """Return the body of an error in OpenAI's protocols. `code` is OpenAI's name of the error, if it has one."""
     kind = ERRORS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind}}
+    return {"error": {"message": message, "type": kind} | without_empty(code=code)}
 
 
-def anthropic_error(status: int, message: str) -> dict[str, Any]:
-    """Return the body of an error in Anthropic's protocol."""
+def anthropic_error(status: int, message: str, code: str = "") -> dict[str, Any]:
+    """Return the body of an error in Anthropic's protocol, which has no codes."""
     error = openai_error(status, message)["error"]
     return {"type": "error", "error": error | {"type": error["type"].replace("server_error", "api_error")}}
 
@@ -266,7 +267,8 @@ def render_responses(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]
     (answer,) = answers
     read, written = answer.response.input_len, answer.response.output_len
     usage = {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
-    details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+    cached = {"cached_tokens": 0, "cache_write_tokens": 0}
+    details = {"input_tokens_details": cached, "output_tokens_details": {"reasoning_tokens": 0}}
     output = [response_item(part, value, answer.interaction_id, answer.logprobs) for part, value in answer.parts]
     body = response_head(ask, answer.interaction_id, "completed") | {"output": output, "usage": usage | details}
     if answer.finish_reason == "length":
@@ -358,7 +360,9 @@ def render_messages(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]:
     (answer,) = answers
     content = [message_block(part, value, answer.interaction_id) for part, value in answer.parts]
     body = message_head(ask, answer.interaction_id, answer.response.input_len, answer.response.output_len)
-    return body | {"content": content, "stop_reason": STOP_REASONS[answer.finish_reason]}
+    stop = answer.stopped_by if answer.finish_reason == "stop" else ""
+    reason = "stop_sequence" if stop else STOP_REASONS[answer.finish_reason]
+    return body | {"content": content, "stop_reason": reason} | without_empty(stop_sequence=stop)
 
 
 def message_head(ask: AgentRequest, interaction_id: str, read: int, written: int) -> dict[str, Any]:
@@ -401,7 +405,8 @@ class MessagesStream(Stream):
 
     def end(self, answers: list[Answer]) -> bytes:
         body = render_messages(self.ask, answers)
-        delta = {"type": "message_delta", "delta": {"stop_reason": body["stop_reason"]}, "usage": body["usage"]}
+        ends = {key: body[key] for key in ("stop_reason", "stop_sequence") if key in body}
+        delta = {"type": "message_delta", "delta": ends, "usage": body["usage"]}
         return event(delta) + event({"type": "message_stop"})
 
     def error(self, status: int, message: str) -> bytes:
@@ -416,7 +421,7 @@ class Protocol:
     parse: Callable[..., AgentRequest]  # (body, find) -> the request
     render: Callable[[AgentRequest, list[Answer]], dict[str, Any]]  # (request, answers) -> the body of a whole reply
     stream: Callable[[AgentRequest, str, int], Stream]  # (request, interaction id, index) -> the stream of one answer
-    error: Callable[[int, str], dict[str, Any]]  # (status, message) -> the body of an error
+    error: Callable[..., dict[str, Any]]  # (status, message, code) -> the body of an error
 
 
 PROTOCOLS = {  # the key is the part of the path after /v1/

@@ -28,8 +28,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from cache import InteractionCache
-from calls.messages import Found, Refusal
+from cache import Interaction, InteractionCache
+from calls.messages import Refusal
 
 GRANT_SECONDS = 60.0  # seconds until an unused grant lapses
 
@@ -47,10 +47,10 @@ class Session:
     turns: dict[bytes, list[Any]] = field(default_factory=dict)  # hash of a request's body -> turns with this body
     ended: bool = False  # whether the session refuses calls
 
-    def finished(self, interaction_id: str) -> Found | None:
-        """Return the messages and tools of the finished interaction with this id, or None if there is none."""
+    def finished(self, interaction_id: str) -> Interaction | None:
+        """Return the interaction with this id whose reply is complete, or None if there is none."""
         found = self.cache.get(interaction_id)
-        return (found.conversation, found.tools) if found and found.complete else None
+        return found if found and found.completion else None
 
 
 class SessionTable(OrderedDict[str, Session]):
@@ -75,7 +75,7 @@ class SessionTable(OrderedDict[str, Session]):
         self.expire()
         session = self.get(session_id)
         if session is None:
-            raise Refusal("session: unknown, already exported, or expired; start a new one", 404)
+            raise Refusal("session_id: unknown, already exported, or expired; start a new session", 404)
         self.touch(session)
         return session
 

@@ -71,12 +71,13 @@ State = Enum("State", "RUNNING FINISHED UNREAD FAILED ABANDONED REPLACED")
 class Turn:
     """A call that the proxy is answering. The constructor enters the call in the tree and sets the turn's `parent`."""
 
-    def __init__(self, session: Session, protocol: Protocol, ask: AgentRequest, parser: OutputParser) -> None:
-        self.session, self.protocol, self._parser = session, protocol, parser
-        first = protocol.id_prefix + secrets.token_hex(16)
+    def __init__(self, session: Session, kind: Protocol, ask: AgentRequest, parser: OutputParser, store: str) -> None:
+        self.session, self.protocol, self._parser = session, kind, parser
+        first = kind.id_prefix + secrets.token_hex(16)
         self.ids = [first, *(f"{first}-{k}" for k in range(1, ask.n))]  # one interaction for each answer
+        store = "" if ask.store else store
         for name in self.ids:
-            interaction = Interaction(ask.messages, template_key=ask.template_key, trainable=ask.store, tools=ask.tools)
+            interaction = Interaction(ask.messages, name, ask.template_key, store, ask.tools, parent=ask.parent)
             self.parent = session.cache.enter(name, interaction).parent  # all answers have the same parent
         self.ask = dataclasses.replace(ask, messages=[])  # the tree keeps the messages
         # Only these attributes change:
@@ -158,7 +159,7 @@ class Turn:
         if parsed.calls and response.stop_reason == "stop":
             response.stop_reason = "tool_calls"
         texts = [reader.token(token) for token in response.output_tokens] if self.ask.logprobs else []
-        answer = Answer(self.ids[k], response, parsed, texts)
+        answer = Answer(self.ids[k], response, parsed, texts, reader.stopped_by)
         self.session.cache.finish(self.ids[k], response, [answer.message])
         return answer
 

@@ -42,9 +42,9 @@ T = TypeVar("T", bound=Any)
 class EngineError(RuntimeError):
     """The error of a failed request. The module's essay explains the values of `status`: 400, 502 and 503."""
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    def __init__(self, message: str, status: int | None = None, code: str = "") -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.code = status, code  # code: OpenAI's name of the error, if it has one
 
 
 def read_answer(url: str, status: int, content: bytes) -> dict[str, Any]:

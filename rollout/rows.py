@@ -13,13 +13,15 @@ Number t of each list describes token t.
 
 A row trains on its turns. A turn is only context in four cases:
 - another row already trains on the turn;
-- the agent asked the proxy not to store the call;
+- the agent asked the proxy not to store the call, and rollout.openai.store is honour;
 - the trainer cannot reproduce how the tokens were sampled (`trains_exactly`);
 - the turn is a side conversation (calls/side_conversations.py).
 """
 
 from collections.abc import Sequence
 from typing import Any
+
+from calls.messages import PLACEHOLDER
 
 
 def is_left_out(turn: Any) -> bool:
@@ -29,7 +31,7 @@ def is_left_out(turn: Any) -> bool:
 
 def is_trainable(turn: Any) -> bool:
     """Return whether the tokens of an interaction may enter the loss."""
-    return turn.trainable and turn.tokens.trains_exactly and not is_left_out(turn)
+    return turn.unstored != "honour" and turn.tokens.trains_exactly and not is_left_out(turn)
 
 
 def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
@@ -38,7 +40,8 @@ def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
     `turns` holds pairs, from the first turn to the last: a finished interaction, and whether the row trains on it.
     L numbers: input_ids, attention_mask, loss_mask, logprobs (behaviour policy), versions, turn_ids, turn_rewards
     (final reward of the token's turn), temperatures. One number: rewards (of the last turn), truncated (1 if the length
-    limit ended the last turn), regenerated (number of segments generated again), side_conversations (1 if left out).
+    limit ended the last turn), regenerated (number of segments generated again), side_conversations (1 if left out),
+    unstored (number of turns that the agent asked not to store), placeholders (number of images and files).
     """
     leaf = turns[-1][0]
     last = leaf.tokens
@@ -56,6 +59,8 @@ def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
         "truncated": [int(last.stop_reason == "length")],
         "regenerated": [0],
         "side_conversations": [int(is_left_out(leaf))],
+        "unstored": [sum(bool(turn.unstored) and trained for turn, trained in turns)],
+        "placeholders": [sum(message["content"].count(PLACEHOLDER) for message in leaf.messages)],
     }
     for turn, trained in turns:
         n = turn.tokens.output_len

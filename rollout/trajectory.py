@@ -18,6 +18,8 @@ shifted by one position.
 | truncated | int32 [B] | 1 = the last turn ended because it reached its token limit | |
 | regenerated | int32 [B] | how many segments were requested again because a server failed | |
 | side_conversations | int32 [B] | 1 for a side conversation, which is not trained on (calls/side_conversations.py) | |
+| unstored | int32 [B] | how many turns of the row the agent asked not to store | |
+| placeholders | int32 [B] | how many images and files of the row the model could not read (calls/messages.py) | |
 | parents | int32 [B] | number (within its task) of the row that this row continues; -1 = no such row | |
 | group_ids | int32 [B] | rows with equal ids belong to one prompt group | |
 | task_ids | int32 [B] | id of the dispatcher's task that made the row | |
@@ -56,6 +58,8 @@ ROW_KEYS: dict[str, tuple[torch.dtype, float]] = {  # [B]
     "truncated": (torch.int32, 0),
     "regenerated": (torch.int32, 0),
     "side_conversations": (torch.int32, 0),
+    "unstored": (torch.int32, 0),
+    "placeholders": (torch.int32, 0),
     "parents": (torch.int32, -1),
     "group_ids": (torch.int32, 0),
     "task_ids": (torch.int32, 0),

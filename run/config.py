@@ -57,6 +57,7 @@ class OpenAIConfig:
     tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's, else qwen
     reasoning_parser: str | None = None  # format of the model's reasoning; default: <think> ... </think>
     side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # patterns of calls that are not trained
+    store: Literal["honour", "ignore"] = "ignore"  # honour: calls with `store: false` are not trained
     fixed_sampling: list[str] = field(default_factory=list)  # names of gconfig fields that agents cannot override
     session_timeout_seconds: Positive = 3600.0  # time without a request after which the proxy deletes a session
     episode_timeout_seconds: Positive = 3600.0  # time after which a running episode is cancelled and counted as failed

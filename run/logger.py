@@ -46,6 +46,11 @@ COLUMNS = (
 )
 # The executor's counters of prompt groups and of members of groups.
 COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
+NOTICES = {  # counts of a batch that are printed when they are above 0 for the first time
+    "side_conversations": "side conversation, which is left out of training (rollout.openai.side_conversations)",
+    "unstored": "call with `store: false`, which is trained if rollout.openai.store is ignore",
+    "placeholders": "image or file, in whose place the model reads a text",
+}
 ROWS = 12  # number of steps that the live table shows
 TRAINER, ROLLOUT = 1, 2  # ids of the two rows in the trace
 END = b"\n]\n"  # last bytes of a trace file
@@ -129,9 +134,7 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
         "staleness_max": float(lag.max()) if len(lag) else 0.0,
         "lag_counts": torch.bincount(lag.clamp(min=0)).tolist(),
         "mixed_version_share": (newest > oldest)[trained].float().mean().item() if trained.any() else 0.0,
-        "truncated": int(batch["truncated"].sum()),
-        "regenerated": int(batch["regenerated"].sum()),
-        "side_conversations": int(batch["side_conversations"].sum()),
+        **{name: int(batch[name].sum()) for name in ("truncated", "regenerated", *NOTICES)},
         "tokens": int(mask.sum()),
         "untrained": int((batch["turn_ids"] >= 0).sum()) - int(mask.sum()),
     }
@@ -171,10 +174,10 @@ class Logger:
         if self.config.logger.report_interval and step % self.config.logger.report_interval == 0:
             write_report(self.config.run_dir)
 
-        if metrics["side_conversations"] and not any(line.get("side_conversations") for line in self.history[:-1]):
-            example = self._text(batch, int(batch["side_conversations"].argmax()))[:160]
-            print(f"step {step} has the first side conversation, which is left out of training: {example!r}")
-            print("rollout.openai.side_conversations holds the patterns of such calls", flush=True)
+        for name, notice in NOTICES.items():
+            if metrics[name] and not any(line.get(name) for line in self.history[:-1]):
+                example = self._text(batch, int(batch[name].argmax()))[:160]
+                print(f"step {step} has the first {notice}: {example!r}", flush=True)
         if isinstance(self.live, Live):
             self.live.update(self._table(), refresh=True)
         else:

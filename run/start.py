@@ -30,7 +30,7 @@ from run.launch import HOLD_SECONDS, Child, Fleet, Planned, own_command
 from run.logger import Trace
 
 # The keys of rollout.openai that are also command-line options of the proxy.
-PROXY_KEYS = "session_timeout_seconds chat_template_type tool_call_parser reasoning_parser fixed_sampling"
+PROXY_KEYS = "session_timeout_seconds chat_template_type tool_call_parser reasoning_parser store fixed_sampling"
 
 Keep = Callable[[int, Trajectory], None]  # keep(task_id, group) saves a finished group for a restart
 

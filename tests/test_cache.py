@@ -153,7 +153,7 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
     trained = []
     for interaction in cache.export_interactions("concat").values():
         row = interaction.to_lists()
-        per_row = ("rewards", "truncated", "regenerated", "side_conversations")
+        per_row = ("rewards", "truncated", "regenerated", "side_conversations", "unstored", "placeholders")
         assert {len(values) for key, values in row.items() if key not in per_row} == {len(row["input_ids"])}
         for t, token in enumerate(row["input_ids"]):
             if row["turn_ids"][t] < 0:
@@ -268,7 +268,7 @@ def test_a_turn_reads_its_new_messages_only() -> None:
     answer one time. The cache does not read the older messages one by one: it compares them all at once with the newest
     conversation."""
     Counted.looks = 0
-    cache, messages = InteractionCache(), [Counted(user("0"))]
+    cache, messages = InteractionCache(), [user("0")]
     for k in range(100):
         interaction = InteractionWithTokenLogpReward([Counted(message) for message in messages])
         cache.enter(str(k), interaction)
@@ -483,6 +483,8 @@ def test_tensors_are_the_documents() -> None:
         "truncated": torch.tensor([0], dtype=torch.int32),
         "regenerated": torch.tensor([0], dtype=torch.int32),
         "side_conversations": torch.tensor([0], dtype=torch.int32),
+        "unstored": torch.tensor([0], dtype=torch.int32),
+        "placeholders": torch.tensor([0], dtype=torch.int32),
     }
     assert tensors.keys() == expected.keys()
     for key, value in expected.items():
@@ -544,7 +546,7 @@ def test_what_training_cannot_reproduce_stays_out_of_the_loss() -> None:
     turns."""
     cache = chain(3)
     cache["0"].tokens.trains_exactly = False
-    cache["1"].trainable = False
+    cache["1"].unstored = "honour"
     (row,) = (i.to_lists() for i in cache.export_interactions("concat").values())
     assert row["loss_mask"] == [0] * 7 + [1, 1]
 

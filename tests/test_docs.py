@@ -48,6 +48,7 @@ RAISED_BY = {
     "the algorithm's corners": 85,
     "the report": 241,
     "keys, limits, checked answers": 89,
+    "what real clients send": 43,
 }
 
 

@@ -321,7 +321,7 @@ async def test_a_prompt_that_is_too_long_is_a_400(real_engine: RemoteInfEngine, 
     """If a prompt is too long, the client raises an error with status 400 and the engine's message, and the
     conversation tree does not change."""
     client = ArealOpenAI(real_engine, tiny_tokenizer)
-    with pytest.raises(openai.BadRequestError, match="no room in the context"):
+    with pytest.raises(openai.BadRequestError, match="prompt is too long"):
         await say(client, "x" * 3000)
     assert not client.cache
 
@@ -348,8 +348,8 @@ async def test_several_answers_at_once(direct: Any) -> None:
 
 
 async def test_what_is_not_stored_is_answered_and_not_trained(direct: Any) -> None:
-    """A turn with store=False stays in the conversation, but its tokens are not trained."""
-    client, _ = direct("aside", "four")
+    """If a run honours store=False, such a turn stays in the conversation, but its tokens are not trained."""
+    client, _ = direct("aside", "four", store="honour")
     first = await say(client, "2+2?", store=False)
     await say(client, "2+2?", first.choices[0].message.content, "well?")
     client.set_last_reward(1.0)

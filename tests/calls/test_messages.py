@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from cache import InteractionCache, InteractionWithTokenLogpReward
 from calls.messages import (
     AgentRequest,
-    Found,
     Message,
     Refusal,
     canonical,
@@ -22,7 +21,8 @@ from calls.messages import (
     parse_chat,
     parse_responses,
 )
-from calls.replies import PROTOCOLS
+from calls.replies import PROTOCOLS, Answer
+from calls.tools import Call, Parsed
 from inference.io_struct import GenerationHyperparameters, ModelResponse
 
 LINES = (ROOT / "tests/data/client_pairs.jsonl").read_text().splitlines()
@@ -393,7 +393,6 @@ def test_structured_output_is_one_schema(parse: Any, fields: dict[str, Any], sch
         *[(parse_responses, "input", value) for value in ([], None, 3, [3], [{"type": "message"}], [{"type": "x"}])],
         (parse_responses, "input", [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x"}]),
         (parse_responses, "input", [{"type": "function_call", "call_id": "c", "arguments": "{}"}]),
-        (parse_responses, "input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
         (parse_responses, "previous_response_id", 3),
         (parse_responses, "conversation", "conv_1"),
         (parse_responses, "background", True),
@@ -405,7 +404,7 @@ def test_structured_output_is_one_schema(parse: Any, fields: dict[str, Any], sch
         (parse_anthropic, "mcp_servers", [{"url": "x"}]),
         (parse_anthropic, "container", "c"),
         (parse_anthropic, "system", 3),
-        (parse_anthropic, "messages", [{"role": "user", "content": [{"type": "image", "source": {}}]}]),
+        (parse_anthropic, "messages", [{"role": "user", "content": [{"type": "hologram", "source": {}}]}]),
         (parse_anthropic, "messages", [{"role": "user", "content": [3]}]),
         (parse_anthropic, "messages", [*HELLO, {"role": "assistant", "content": "The answer is ("}]),
         (parse_chat, "messages", [{"content": "hello"}]),
@@ -414,7 +413,7 @@ def test_structured_output_is_one_schema(parse: Any, fields: dict[str, Any], sch
         (parse_chat, "messages", [{"role": "user", "content": 3}]),
         (parse_chat, "messages", [{"role": "user", "content": [{"type": "text", "text": 3}]}]),
         (parse_chat, "messages", [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]),
-        (parse_chat, "messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]),
+        (parse_chat, "messages", [{"role": "user", "content": [{"type": "hologram", "url": "data:"}]}]),
         (parse_chat, "messages", [{"role": "assistant", "tool_calls": "f()"}]),
         (parse_chat, "messages", [{"role": "assistant", "tool_calls": [{"id": ["c"], "function": {"name": "f"}}]}]),
         (parse_chat, "messages", [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": None}}]}]),
@@ -557,12 +556,19 @@ def test_what_is_nested_too_deeply_is_refused_by_name() -> None:
 
 # References
 
-FINISHED: dict[str, Found] = {
-    "resp_ab": (
-        [*TALK[:2], TALK[2] | {"tool_calls": [CALL | {"id": "call_ab_0"}, CALL | {"id": "call_ab_1"}]}],
-        [TOOL],
-    ),
-    "msg_cd": ([*HELLO, {"role": "assistant", "content": "hi"}], [TOOL]),
+
+def finished(prefix: str, messages: list[Message], parsed: Parsed) -> InteractionWithTokenLogpReward:
+    """Return a finished interaction, whose id ends with ab, with its reply in the protocol of the id."""
+    name = "responses" if prefix == "resp_" else "messages"
+    answer = Answer(f"{prefix}ab", ModelResponse([1], [2], [-1.0], [0], "stop"), parsed)
+    found = InteractionWithTokenLogpReward(messages, tools=[TOOL], output_message_list=[answer.message])
+    found.completion = PROTOCOLS[name].render(AgentRequest(messages), [answer])
+    return found
+
+
+FINISHED = {
+    "resp_ab": finished("resp_", TALK[:2], Parsed("Let me see.", "hm", [Call("f", '{"a": 1}'), Call("f", '{"a": 1}')])),
+    "msg_ab": finished("msg_", HELLO, Parsed("hi")),
 }
 
 
@@ -570,20 +576,20 @@ def test_a_previous_response_is_put_in() -> None:
     """For a request with previous_response_id, the parser puts the earlier conversation before the new messages. New
     instructions replace the earlier instructions."""
     body = {"input": "And then?", "previous_response_id": "resp_ab"}
-    history = [*FINISHED["resp_ab"][0], TALK[-1]]
+    history = [*FINISHED["resp_ab"].conversation, TALK[-1]]
     assert parse_responses(body, FINISHED.get).messages == history
     assert parse_responses(body | {"instructions": "Be terse."}, FINISHED.get).messages == history
     other = parse_responses(body | {"instructions": "Be wordy."}, FINISHED.get).messages
     assert other == [{"role": "system", "content": "Be wordy."}, *history[1:]]
-    thread = {"type": "continue", "previous_message_id": "msg_cd"}
+    thread = {"type": "continue", "previous_message_id": "msg_ab"}
     ask = parse_anthropic({"messages": [TALK[-1]], "system": "s", "thread": thread}, FINISHED.get)
-    assert ask.messages == [{"role": "system", "content": "s"}, *FINISHED["msg_cd"][0], TALK[-1]]
+    assert ask.messages == [{"role": "system", "content": "s"}, *FINISHED["msg_ab"].conversation, TALK[-1]]
 
 
 def test_a_thread_keeps_its_tools() -> None:
     """In a thread, later requests use the tools of the first request, because Anthropic's tool runner sends tools only
     once."""
-    thread = {"type": "continue", "previous_message_id": "msg_cd"}
+    thread = {"type": "continue", "previous_message_id": "msg_ab"}
     other = {"name": "other", "input_schema": {"type": "object"}}
     assert parse_anthropic({"messages": [TALK[-1]], "thread": thread}, FINISHED.get).tools == [TOOL]
     ask = parse_anthropic({"messages": [TALK[-1]], "thread": thread, "tools": [other]}, FINISHED.get)
@@ -606,7 +612,7 @@ def test_references_to_items_are_put_in() -> None:
             for first in (call, {"type": "item_reference", "id": "fc_ab_0"}):
                 body = {"input": [QUESTION, thought, text, first, last], "instructions": "Be terse."}
                 messages = parse_responses(body, FINISHED.get).messages
-                assert begins_with(messages, FINISHED["resp_ab"][0])
+                assert begins_with(messages, FINISHED["resp_ab"].conversation)
                 assert len(messages) == 3
 
 

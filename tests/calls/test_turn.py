@@ -358,8 +358,8 @@ async def test_a_response_goes_on_from_the_one_it_names(start: Start, tiny_token
 
 
 async def test_what_is_not_stored_is_answered_and_not_trained(start: Start) -> None:
-    """A turn with store=false is not trained, but the prompts of later turns contain it."""
-    harness = start()
+    """If a run honours store=false, such a turn is not trained, but the prompts of later turns contain it."""
+    harness = start(store="honour")
     session = await harness.start()
     message = reply_message(await harness.chat(session, HELLO, store=False))
     await harness.chat(session, [*HELLO, message, {"role": "user", "content": "?"}])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cache import InteractionCache, InteractionWithTokenLogpReward
+from calls.messages import PLACEHOLDER
 from inference.io_struct import ModelResponse
 from rollout.trajectory import complete, concat_padded_tensors
 from run.config import load
@@ -16,18 +17,20 @@ from run.logger import Logger, describe_batch
 from staleness import RolloutStat
 
 
-def test_side_conversations_are_counted_and_said_once(
+def test_what_a_client_sends_unasked_is_counted_and_said_once(
     tiny_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If an agent asks for a title in each of two steps, the metric counts both calls. The logger reports only the
-    first call, with the configuration key for such calls."""
+    """If each of two steps has a title call, a call with `store: false` and an image, the metrics count them. The
+    logger reports only the first of each kind, with the configuration key."""
     cache = InteractionCache()
     for name, system in (("work", "You code."), ("title", "You write titles.")):
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": "hello"}]
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": f"hello {PLACEHOLDER}"}]
         ids = tiny_tokenizer.apply_chat_template(messages, return_dict=False)
         response = ModelResponse(ids, [5], [-0.5], [0], "stop")
         said = [{"role": "assistant", "content": "x"}]
-        cache.enter(name, InteractionWithTokenLogpReward(messages, model_response=response, output_message_list=said))
+        turn = InteractionWithTokenLogpReward(messages, model_response=response, output_message_list=said)
+        turn.unstored = "ignore" if name == "work" else ""
+        cache.enter(name, turn)
     cache.set_last_reward(1.0)
     cache.apply_reward_discount()
     rows = [i.to_tensor_dict() for i in cache.export_interactions("concat").values()]
@@ -47,12 +50,12 @@ def test_side_conversations_are_counted_and_said_once(
         logger.log(batch, {"step": step, "version": 0} | describe_batch(batch, 0) | dict.fromkeys(keys, 0.0))
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["side_conversations"] for line in lines] == [1, 1]
+    assert [line["unstored"] for line in lines] == [1, 1]
+    assert [line["placeholders"] for line in lines] == [2, 2]
     assert torch.equal(batch["loss_mask"].sum(1), torch.tensor([1, 0]))
-    said_lines = [
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if "left out of training" in line or "side_conversations" in line
-    ]
-    assert len(said_lines) == 2
-    assert "You write titles." in said_lines[0]
-    assert "rollout.openai.side_conversations" in said_lines[1]
+    side, unstored, image = [line for line in capsys.readouterr().out.splitlines() if " has the first " in line]
+    assert "rollout.openai.side_conversations" in side
+    assert "You write titles." in side
+    assert "rollout.openai.store" in unstored
+    assert "You code." in unstored
+    assert "image" in image
