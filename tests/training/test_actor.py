@@ -387,7 +387,7 @@ def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how)
 )
 def test_corrections_of_whole_rows_are_the_same_however_a_batch_is_cut(make_actor, keys):
     """A row stays in one piece, so ratios, weights and tests of whole rows give one loss for all pieces and layouts."""
-    cuts = ({}, {"mb_tokens": 40}, {"layout": "packed"}, {"enable_tree_training": True})
+    cuts: tuple[dict[str, Any], ...] = ({}, {"mb_tokens": 40}, {"layout": "packed"}, {"enable_tree_training": True})
     stats = []
     for cut in cuts:
         actor = make_actor(ppo_epochs=2, **keys, **cut)
