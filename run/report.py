@@ -248,7 +248,7 @@ def read_run(folder: Path, share: float = 1.0) -> Record:
     steps = [step for file in files if (step := read_step(file, actor, budget, words))]
     keys = list(dict.fromkeys(key for line in lines for key in line))
     return {
-        "name": str(folder),
+        "name": "/".join(folder.resolve().parts[-2:]),  # the experiment and the trial
         "max_steps": config.get("max_steps"),
         "eta": OmegaConf.select(config, "rollout.max_head_offpolicyness"),
         "discount": OmegaConf.select(config, "rollout.openai.turn_discount"),

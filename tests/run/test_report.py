@@ -71,7 +71,7 @@ def make_batch() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a run with three steps. Two files in tokens/ hold the same batch, as steps 4 and 5."""
+    """The folder of a run with three steps. Each file in tokens/ holds the same batch, as steps 5 to 7."""
     words = [f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "logger.live=false", "max_steps=3"]
     config = load(
         [*words, "actor.eps_clip_higher=0.2", "rollout.openai.turn_discount=0.5", "rollout.max_head_offpolicyness=2"]
@@ -82,10 +82,10 @@ def folder(tmp_path: Path) -> Path:
     logger = Logger(config, SimpleNamespace(tokenizer=TOKENIZER, stats=RolloutStat()))
     keys = ("success", "entropy", "clip_frac", "rollout_wait_s", "train_s", "sync_s")
     batch = make_batch()
-    for step, reward in ((3, 0.25), (4, 0.5), (5, 1.0)):
+    for step, reward in ((5, 0.25), (6, 0.5), (7, 1.0)):
         line = {"step": step, "version": step - 1} | describe_batch(batch, 4) | dict.fromkeys(keys, 0.5)
         extra = {"reward": reward, "loss": float("nan"), "logp_mismatch": 1e-6}
-        logger.log(batch, line | extra | ({"eval_reward": 0.75, "eval_reward_sem": 0.1} if step == 4 else {}))
+        logger.log(batch, line | extra | ({"eval_reward": 0.75, "eval_reward_sem": 0.1} if step == 6 else {}))
     make_trace(config.run_dir / "trace.json")
     return config.run_dir
 
@@ -182,13 +182,13 @@ def test_a_page_is_small(folder: Path) -> None:
     wide = {key: x.repeat(500, *[1] * (x.dim() - 1)) for key, x in batch.items()}
     wide["task_ids"] = torch.arange(len(wide["task_ids"])).int() // 20
     wide["parents"].fill_(-1)
-    for step in range(6, 80):
+    for step in range(8, 80):
         save_file(wide, folder / "tokens" / f"{step:05d}.safetensors")
     page = make_page([folder])
     [run] = read_page(page)
     assert 0.5 * MAX_TOKENS < sum(len(turn["ids"]) for step in run["steps"] for turn in step["turns"]) <= MAX_TOKENS
     assert sum(len(group["rewards"]) for group in run["steps"][-1]["groups"]) == 2000
-    assert [step["step"] for step in run["steps"]][:: len(run["steps"]) - 1] == [3, 79]
+    assert [step["step"] for step in run["steps"]][:: len(run["steps"]) - 1] == [5, 79]
     assert len(page) < 5e6
 
 
@@ -295,7 +295,7 @@ def test_two_runs_are_on_one_page(folder: Path, tmp_path: Path, capsys: pytest.C
     assert main([str(folder), str(other)]) == 0
     path = folder / "beside-other.html"
     assert capsys.readouterr().out.strip() == str(path)
-    assert [run["name"] for run in read_page(path.read_text())] == [str(folder), str(other)]
+    assert [run["name"] for run in read_page(path.read_text())] == ["e/t", f"{tmp_path.name}/other"]
 
 
 def test_a_report_that_fails_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,8 +307,10 @@ def test_a_report_that_fails_ends_no_run(tmp_path: Path, capsys: pytest.CaptureF
 # ---------------------------------------------------------------- in a browser
 
 
-def draw(path: Path, tmp_path: Path) -> str:
-    """Return the document that Chromium has after the page's script, as HTML. Messages of the script raise."""
+def draw(path: Path, tmp_path: Path, script: str = "") -> str:
+    """Return the document that Chromium has after the page's script and `script`, as HTML. An error of a script
+    raises."""
+    path.write_text(path.read_text().replace("</body>", f"<script>{script}</script></body>"))
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1200,900"]
     command = [CHROMIUM, *flags, f"--user-data-dir={tmp_path / 'chrome'}", "--virtual-time-budget=5000", "--dump-dom"]
     done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=200)
@@ -332,6 +334,35 @@ def test_a_browser_draws_the_run(folder: Path, tmp_path: Path) -> None:
     colours = re.findall(r'class="tok ([^"]*)"[^>]*data-version="(\d+)"[^>]*>([^<]*)', page)
     assert colours[:2] == [("made v2 ", "2", "t3"), ("made v3 ", "3", "&lt;/script&gt;&lt;b&gt;bad&lt;/b&gt;")]
     assert "no signal" in page
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: the page's script is not run without it")
+def test_keys_and_the_pointer_choose_a_token(folder: Path, tmp_path: Path) -> None:
+    """In Chromium the arrow keys go from token to token, a click selects a token, and the panel shows its numbers."""
+    write_report(folder)
+    press = "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true}))"
+    read = "document.body.dataset.{} = document.getElementById('token').textContent"
+    click = "document.querySelectorAll('[data-j]')[4].click()"
+    steps = ["document.getElementById('trees').focus()", press, press, read.format("keys"), click, read.format("click")]
+    page = draw(folder / "report.html", tmp_path, ";".join(steps))
+    keys, clicked = (re.search(rf'data-{name}="([^"]*)"', page) for name in ("keys", "click"))
+    assert keys is not None
+    assert clicked is not None
+    assert "version3 (lag 1)log π_behav-0.5000log π_prox-0.4000" in keys[1]
+    assert "dropped" in clicked[1]
+    assert "π_prox/π_behav22.198" in clicked[1]
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: the page's script is not run without it")
+def test_a_browser_draws_two_runs(folder: Path, tmp_path: Path) -> None:
+    """Chromium draws two curves in one chart, and a timeline for each run."""
+    shutil.copytree(folder, tmp_path / "other")
+    main([str(folder), str(tmp_path / "other")])
+    page = draw(folder / "beside-other.html", tmp_path)
+    assert re.findall(r'data-timeline="(\d)"', page) == ["0", "1"]
+    curve = re.search(r'data-curve="reward".*?</svg>', page, re.DOTALL)
+    assert curve is not None
+    assert re.findall(r'data-run="(\d)"', curve[0]) == ["0", "1"]
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: the page's script is not run without it")
