@@ -32,12 +32,15 @@ tensor larger than `bucket_mb` has its own bucket. `named_buckets` frees each bu
 rank ever holds the whole model.
 
 **The group** of mode distributed exists only during one update, so a server that dies between two updates breaks no
-group. Making a group takes 20 ms over gloo on one machine.
+group. Making a group takes 20 ms over gloo on one machine. With NCCL the trainer and the servers must create the group,
+broadcast and end the group at the same time: each of these calls blocks until every rank has made it. The trainer
+therefore sends every request to the servers in a thread (`meanwhile`) and makes its own call while the request waits.
 
 **Not promised.** If the machine loses power, a file may be lost. The trainer keeps a separate checkpoint.
 """
 
 import base64
+import io
 import pickle
 import re
 import shutil
@@ -202,31 +205,40 @@ def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: 
     meeting = {"master_address": meta.address, "master_port": port, "world_size": world, "group_name": group_name}
     bodies = [{**meeting, "backend": backend, "rank_offset": 1 + sum(sizes[:i])} for i in range(len(sizes))]
 
-    # 2. Join the group. A thread calls the servers, because the trainer and the servers must join at the same time.
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(post_all, "/init_weights_update_group", bodies, timeout=BUCKET_TIMEOUT)
-        try:
-            group = join_group(meta.address, port, 0, world, group_name, backend)
-        finally:
-            asked.result()  # if a server refused, raise its error instead of join_group's timeout
-
-    # 3. Broadcast the buckets, and dissolve the group.
+    # 2. Join the group, broadcast the buckets, and end the group.
+    with meanwhile(post_all, "/init_weights_update_group", bodies):
+        group = join_group(meta.address, port, 0, world, group_name, backend)
     body = {"group_name": group_name, "flush_cache": meta.flush_cache}
     with update_session(infos, post_all):
         for bucket in buckets:
             broadcast(group, [(name, tensor.to(device)) for name, tensor in bucket], body, post_all)
-    post_all("/destroy_weights_update_group", {"group_name": group_name})
+    with meanwhile(post_all, "/destroy_weights_update_group", {"group_name": group_name}):
+        group.shutdown()
+
+
+@contextmanager
+def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
+    """Send `body` to all servers in a thread while the caller's block runs. At the end wait for the answers.
+
+    If a server refuses, the block may fail too, because a rank is missing. The server's error is raised then.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(post_all, path, body, timeout=BUCKET_TIMEOUT)
+        try:
+            yield
+        finally:
+            asked.result()
 
 
 def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAll) -> None:
-    """Broadcast the tensors of one bucket, and send their names, dtypes and shapes to the servers at the same time."""
+    """Send the names, dtypes and shapes of one bucket to the servers, and broadcast its tensors at the same time."""
     described = {
         "names": [name for name, _ in bucket],
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
         "shapes": [list(tensor.shape) for _, tensor in bucket],
     }
-    sent = [group.broadcast(tensor.contiguous(), 0) for _, tensor in bucket]
-    post_all("/update_weights_from_distributed", body | described, timeout=BUCKET_TIMEOUT)
+    with meanwhile(post_all, "/update_weights_from_distributed", body | described):
+        sent = [group.broadcast(tensor.contiguous(), 0) for _, tensor in bucket]
     for work in sent:
         work.wait()
 
@@ -239,7 +251,7 @@ def update_from_tensor(meta: WeightUpdateMeta, post_all: PostAll, buckets: Itera
     infos = post_all("/server_info")
     with update_session(infos, post_all):
         for bucket in buckets:
-            handles = [[serialise(bucket) for _ in range(info["tp_size"])] for info in infos]
+            handles = [[serialise(bucket, info["device"]) for _ in range(info["tp_size"])] for info in infos]
             bodies = [{"serialized_named_tensors": own, "flush_cache": meta.flush_cache} for own in handles]
             post_all("/update_weights_from_tensor", bodies, timeout=BUCKET_TIMEOUT)
 
@@ -260,13 +272,31 @@ def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> Iterator[N
             post_all("/end_weight_update", {})
 
 
-def serialise(bucket: Bucket) -> str:
+def serialise(bucket: Bucket, device: str = "cpu") -> str:
     """Return a bucket as base64 text in the format of SGLang's MultiprocessingSerializer.
 
-    For tensors on a GPU the text contains handles. For tensors on a CPU the text contains the bytes of the tensors.
+    For a server with device "cuda", tensors on a GPU become handles. Otherwise the text has the bytes of the tensors.
     """
-    if any(tensor.is_cuda for _, tensor in bucket):
-        pickled = bytes(ForkingPickler.dumps(bucket))
+    if device == "cuda" and any(tensor.is_cuda for _, tensor in bucket):
+        from torch import Tensor
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        stream = io.BytesIO()
+        pickler: Any = ForkingPickler(stream)
+        pickler.dispatch_table = {**pickler.dispatch_table, Tensor: lambda t: by_uuid(*reduce_tensor(t))}
+        pickler.dump(bucket)
+        pickled = stream.getvalue()
     else:  # pickling a view would also pickle its whole storage, so each tensor is copied
-        pickled = pickle.dumps([(name, tensor.clone()) for name, tensor in bucket])
+        pickled = pickle.dumps([(name, tensor.cpu().clone()) for name, tensor in bucket])
     return base64.b64encode(pickled).decode()
+
+
+def by_uuid(rebuild: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Replace the GPU's number in a pickled tensor (argument 6 of `rebuild_cuda_tensor`) by the GPU's UUID.
+
+    The trainer's GPU 0 may have another number in the server, or none. SGLang accepts a UUID as the GPU's name.
+    """
+    import torch
+
+    uuid = str(torch.cuda.get_device_properties(arguments[6]).uuid)
+    return rebuild, (*arguments[:6], uuid, *arguments[7:])

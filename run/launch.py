@@ -292,6 +292,32 @@ def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
             raise ConfigError(f"server.port: {process.port} cannot be used ({error}); 0 takes any free port") from error
 
 
+def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[str]) -> None:
+    """Raise ConfigError if weight_update.mode cannot work on these GPUs. Rank 0 sends the weights from the first GPU.
+
+    In mode distributed NCCL refuses two processes on one GPU, and all processes need the same version of NCCL. In mode
+    tensor a server opens memory of rank 0's GPU. The small server computes on the CPU, so it has none of these limits.
+    """
+    mode, on_gpus = (
+        config.weight_update.mode,
+        [p for p in planned if p.gpus and "inference.tiny.server" not in p.command],
+    )
+    used = [*gpus[:1], *(gpu for p in on_gpus for gpu in p.gpus)]
+    away = [p.name for p in on_gpus if gpus[0] not in p.gpus]
+    if mode == "distributed" and len(set(used)) < len(used):
+        remedy = f"set weight_update.mode={'disk' if away else 'tensor'}, or server.colocate=false"
+        raise ConfigError(f"weight_update.mode=distributed: NCCL refuses GPUs that two processes share: {remedy}")
+    if mode == "tensor" and away:
+        remedy = f"set weight_update.mode={'disk' if len(set(used)) < len(used) else 'distributed'}"
+        raise ConfigError(f"weight_update.mode=tensor: {away[0]} does not use GPU {gpus[0]}, as rank 0 does: {remedy}")
+    if mode == "distributed" and on_gpus and config.server.command:
+        show = [shlex.split(config.server.command)[0], "-c", "import torch; print(torch.cuda.nccl.version())"]
+        theirs = subprocess.run(show, capture_output=True, text=True).stdout.strip()
+        if theirs.startswith("(") and theirs != str(ours := torch.cuda.nccl.version()):
+            remedy = f"install the torch of {show[0]} here, or set weight_update.mode=disk"
+            raise ConfigError(f"weight_update.mode=distributed: NCCL {ours} here, {theirs} in the server: {remedy}")
+
+
 def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[float, float, int]:
     """Return the GiB that a rank needs, the GiB that a server needs on each GPU, and the number of parameters n.
 
@@ -346,6 +372,7 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     gpus, ranks = visible_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets LOCAL_WORLD_SIZE
     servers = plan_servers(config, gpus, ranks)
     check_addresses(config, servers)
+    check_update_mode(config, servers, gpus)
     trainer, server, parameters = estimate_memory(config, int(os.environ.get("WORLD_SIZE", 1)), bool(gpus))
     needs = [(Planned(f"rank {k}", ["train.py"], gpus[k : k + 1], port=None), trainer) for k in range(ranks)]
     needs += [(planned, server) for planned in servers]

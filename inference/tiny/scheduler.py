@@ -26,7 +26,7 @@ the last running sequence moves into the free slot. An example with three slots 
 **What the scheduler guarantees.**
 
 - *Order.* Sequences start in the order of their arrival. If the first waiting sequence does not fit, all later
-  sequences wait too. A retracted sequence restarts before all sequences that have not started.
+  sequences wait too. A retracted sequence goes to the end of the queue, as in SGLang.
 - *Memory.* The prompts and max_new_tokens of all running sequences together never exceed max_total_tokens. A running
   sequence therefore always has room for its next token, and never has to leave its slot for a different sequence.
 - *Retraction.* Only a pause in mode "retract" sends running sequences back to the queue. A retracted sequence keeps its
@@ -191,7 +191,7 @@ class Scheduler:
         """Stop generating: `plan` returns only empty steps until `resume`, so new requests wait.
 
         In mode "abort" the running and waiting sequences finish. In mode "in_place" the running sequences keep their
-        slots. In mode "retract" the running sequences return to the head of the queue, and their keys and values are
+        slots. In mode "retract" the running sequences go to the end of the queue, and their keys and values are
         dropped.
         """
         self.paused = mode
@@ -201,7 +201,7 @@ class Scheduler:
             for i, sequence in enumerate(self.running):
                 sequence.retractions += 1
                 self.slots[i] = Slot()
-            self.waiting.extendleft(reversed(self.running))
+            self.waiting.extend(self.running)
             self.running = []
 
     def resume(self) -> None:

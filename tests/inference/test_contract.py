@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,13 @@ from transformers import AutoModelForCausalLM
 
 from engine import EngineError, RemoteInfEngine
 from inference import weights
+from inference.group import join_group
 from inference.io_struct import GenerationHyperparameters, ModelRequest
 from inference.weights import WeightUpdateMeta
 
 SERVERS = ["url"] if os.environ.get("NANO_AREAL_CONTRACT_URL") else ["tiny", *(["sglang"] if SGLANG else [])]
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
+SLOTS = 16  # requests that a server under test runs at the same time
 LONG = 1000  # tokens of a request that a test can interrupt, even on a busy machine
 
 
@@ -131,10 +134,10 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             model_dir = request.getfixturevalue("tiny_model_dir")
             if request.param == "sglang":
                 log = tmp_path_factory.mktemp("sglang") / "log"
-                small = ("--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "16")
+                small = ("--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", str(SLOTS))
                 url = stack.enter_context(run_sglang(model_dir, log, *small))
             else:
-                url = request.getfixturevalue("tiny_server")
+                url = request.getfixturevalue("start_tiny_server")("--max-running-requests", str(SLOTS))
             server = Server(url, str(model_dir))
         version = server.version()
         yield server
@@ -300,6 +303,23 @@ def test_pause_retract_goes_on_where_it_was(server: Server) -> None:
     assert logprobs == pytest.approx(server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance)
 
 
+def test_a_retracted_request_goes_to_the_end_of_the_queue(server: Server) -> None:
+    """When a paused server continues, a request that was waiting starts before the requests that had been running."""
+    first = server.start("contract-queue")
+    others = server.pool.submit(server.generate, LONG // 2, prompt=[PROMPT] * (SLOTS - 1))
+    waiting = server.pool.submit(server.generate, 1, prompt=PROMPT[:3])
+    time.sleep(1)  # a server does not tell which requests have arrived
+    assert not waiting.done()
+    server.post("/pause_generation", {"mode": "retract"})
+    server.post("/continue_generation", {})
+    waiting.result(60)
+    server.post("/pause_generation", {"mode": "abort"})
+    server.post("/continue_generation", {})
+    ran = [first.result(60), *others.result(60)]
+    assert {answer["meta_info"]["finish_reason"]["type"] for answer in ran} == {"abort"}  # none had reached its length
+    assert any(answer["meta_info"]["num_retractions"] for answer in ran)
+
+
 def test_pause_in_place_goes_on_with_its_keys(server: Server) -> None:
     """A request continues with its KV cache after a pause in mode in_place, so its answer has num_retractions 0."""
     answer = interrupted(server, "contract-in-place", "in_place", lambda: None)
@@ -412,6 +432,30 @@ def test_the_engine_learns_what_it_may_send(server: Server) -> None:
 
 
 # New weights, in each mode
+
+
+class Blocking:
+    """A gloo group whose broadcast returns only when every server has received the tensor, as NCCL's first one does.
+
+    In gloo a sender waits for its receiver, but `broadcast` returns a handle before. This class waits for the handle.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        work = self.group.broadcast(tensor, root)
+        work.wait(timedelta(seconds=60))
+        return work
+
+    def shutdown(self) -> None:
+        self.group.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def blocking_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every broadcast of the trainer block until all servers have entered it."""
+    monkeypatch.setattr(weights, "join_group", lambda *arguments: Blocking(join_group(*arguments)))
 
 
 class Other:

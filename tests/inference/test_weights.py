@@ -2,12 +2,18 @@
 it."""
 
 import asyncio
+import base64
+import inspect
 import json
 import os
+import pickle
 import subprocess
 import sys
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,11 +22,12 @@ import safetensors.torch
 import torch
 from conftest import ROOT, free_port, make_byte_model, wait_until_up
 from safetensors.torch import load_file
+from torch.multiprocessing import reductions
 from trainers import make_family
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from engine import RemoteInfEngine
-from inference import group
+from inference import group, weights
 from inference.io_struct import GenerationHyperparameters, ModelRequest
 from inference.weights import WeightUpdateMeta, named_buckets, send, write_checkpoint
 from training.actor import FSDPEngine
@@ -235,6 +242,81 @@ def test_a_server_that_refuses_the_group_is_named():
         patch.setattr(group, "BUCKET_TIMEOUT", 1.0)
         with pytest.raises(RuntimeError, match="http://b answered 400: no group"):
             send(WeightUpdateMeta(mode="distributed", version=1), post_all, iter(()))
+
+
+class Meeting:
+    """A process group whose collectives block until the trainer and every server have entered them, as NCCL's do."""
+
+    def __init__(self, servers: int) -> None:
+        self.barrier = threading.Barrier(1 + servers, timeout=10)  # a missing side breaks the barrier: an error
+        self.pool = ThreadPoolExecutor(servers)
+        self.servers = servers
+        self.done: list[str] = []  # the collectives that all sides have entered
+
+    def enter(self, name: str) -> None:
+        if self.barrier.wait() == 0:  # exactly one of the waiting threads
+            self.done.append(name)
+
+    # The trainer's side
+
+    def join(self, *_: Any) -> "Meeting":
+        self.enter("create")
+        return self
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        self.enter("broadcast")
+        return SimpleNamespace(wait=lambda: None)
+
+    def shutdown(self) -> None:
+        self.enter("destroy")
+
+    # The servers' side
+
+    def post_all(self, path: str, body: Any = None, timeout: float = 0.0) -> list[dict[str, Any]]:
+        collectives = {
+            "/init_weights_update_group": ["create"],
+            "/update_weights_from_distributed": ["broadcast"] * len(body["names"] if "names" in (body or {}) else ()),
+            "/destroy_weights_update_group": ["destroy"],
+        }
+        for name in collectives.get(path, []):
+            list(self.pool.map(self.enter, [name] * self.servers))
+        return [{"version": "0.5.23", "tp_size": 1, "device": "cpu"}] * self.servers
+
+
+def test_collectives_that_block_until_every_side_has_entered(monkeypatch: pytest.MonkeyPatch):
+    """The trainer and two servers create the group, broadcast every tensor and end the group at the same time."""
+    meeting = Meeting(servers=2)
+    monkeypatch.setattr(weights, "join_group", meeting.join)
+    buckets = [[("a", torch.ones(2)), ("b", torch.ones(3))], [("c", torch.ones(1))]]
+    send(WeightUpdateMeta(mode="distributed", version=1), meeting.post_all, iter(buckets))
+    assert meeting.done == ["create", "broadcast", "broadcast", "broadcast", "destroy"]
+    meeting.pool.shutdown()
+
+
+def test_handles_name_the_gpu_by_its_uuid(monkeypatch: pytest.MonkeyPatch):
+    """A handle of a tensor on a GPU contains the GPU's UUID, because the server may number the GPUs differently.
+
+    A server on a CPU gets the bytes of the tensor instead of a handle.
+    """
+    arguments = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert arguments[6] == "storage_device"
+    numbered = [5 if name == "storage_device" else name for name in arguments]
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (Rebuilt, tuple(numbered)))
+    names = {5: SimpleNamespace(uuid="GPU-5-uuid")}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", names.__getitem__)
+    [(name, handle)] = pickle.loads(base64.b64decode(weights.serialise([("w", torch.ones(1))], "cuda")))
+    named = tuple("GPU-5-uuid" if argument == 5 else argument for argument in numbered)
+    assert (name, handle.arguments) == ("w", named)
+    [(name, tensor)] = pickle.loads(base64.b64decode(weights.serialise([("w", torch.ones(1))], "cpu")))
+    assert torch.equal(tensor, torch.ones(1))
+
+
+class Rebuilt:
+    """What `test_handles_name_the_gpu_by_its_uuid` unpickles instead of a tensor on a GPU."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
 
 
 RANKS = """

@@ -20,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, free_port, rest_of
 from runs import SMALL_GUESS, assert_gone, command, is_alive, start_and_hold, wait_gone
 
@@ -33,6 +34,7 @@ from run.launch import (
     check_addresses,
     check_memory,
     check_sglang,
+    check_update_mode,
     estimate_memory,
     plan_servers,
 )
@@ -99,6 +101,55 @@ def test_the_command_of_sglang() -> None:
 # What is refused
 
 
+SGLANG_WORDS = ("server.backend=sglang", "server.command='PY -m sglang.launch_server'")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "words", "says"),
+    [
+        (1, 1, ["weight_update.mode=distributed"], "share: set weight_update.mode=tensor, or server.colocate=false"),
+        (2, 2, ["weight_update.mode=distributed", "server.count=2"], "share: set weight_update.mode=disk"),
+        (2, 1, ["weight_update.mode=tensor"], "server-0 does not use GPU 0, as rank 0 does: .*mode=distributed"),
+        (
+            2,
+            2,
+            ["weight_update.mode=tensor", "server.count=2"],
+            "server-1 does not use GPU 0.* weight_update.mode=disk",
+        ),
+        (1, 1, ["weight_update.mode=tensor"], None),
+        (2, 2, ["weight_update.mode=tensor", "server.tp_size=2"], None),
+        (2, 1, ["weight_update.mode=distributed"], None),
+        (1, 1, ["weight_update.mode=disk"], None),
+        (1, 1, ["weight_update.mode=distributed", "server.backend=tiny"], None),  # the small server uses gloo
+        (0, 1, ["weight_update.mode=distributed"], None),
+    ],
+)
+def test_a_mode_of_the_update_that_the_gpus_rule_out_is_refused(
+    gpus: int, ranks: int, words: list[str], says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL refuses two processes on one GPU, and a handle reaches only a server on rank 0's GPU. The error names the
+    mode that works."""
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    names, given = [str(k) for k in range(gpus)], config("DIR", *SGLANG_WORDS[: 2 if gpus else 0], *words)
+    given.server.command = given.server.command.replace("PY", sys.executable)
+    with pytest.raises(ConfigError, match=says) if says else nullcontext():
+        check_update_mode(given, plan_servers(given, names, ranks), names)
+
+
+def test_another_version_of_nccl_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the server has an environment of its own with another NCCL, mode distributed is refused, and disk is not."""
+    (tmp_path / "python").write_text("#!/bin/sh\necho '(2, 30, 1)'\n")
+    (tmp_path / "python").chmod(0o755)
+    for version in ((2, 30, 1), (2, 27, 5)):
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda version=version: version)
+        for mode in ("disk", "distributed"):
+            command = f"server.command='{tmp_path}/python -m sglang.launch_server'"
+            given = config("DIR", "server.backend=sglang", command, f"weight_update.mode={mode}")
+            refused = pytest.raises(ConfigError, match=r"NCCL \(2, 27, 5\) here, \(2, 30, 1\) in the server")
+            with refused if mode == "distributed" and version[1] == 27 else nullcontext():
+                check_update_mode(given, plan_servers(given, ["0", "1"], 1), ["0", "1"])
+
+
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, requires: str) -> None:
     """Write metadata of an installed sglang with this requirement into a folder, and put the folder on sys.path."""
     info = folder / "sglang-0.5.23.dist-info"
@@ -118,8 +169,6 @@ def test_an_sglang_for_another_torch_is_refused(tmp_path: Path, monkeypatch: pyt
 
 def test_an_sglang_for_this_torch_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An SGLang that was built for the installed torch is accepted."""
-    import torch
-
     install(tmp_path, monkeypatch, f"torch=={torch.__version__.partition('+')[0]}")
     check_sglang()
 
