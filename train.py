@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from engine import RemoteInfEngine
-from inference.weights import WeightUpdateMeta
+from inference.weights import WeightUpdateMeta, write_version
 from ppo import describe_mode
 from rollout.executor import WorkflowExecutor
 from run.command import main
@@ -47,7 +47,7 @@ from run.evaluate import evaluate
 from run.logger import Logger, describe_batch
 from run.mismatch import logp_mismatch
 from run.recover import Recovery, save_model
-from run.start import NoRollout, Run, start_rollout
+from run.start import NoRollout, Run, start_rollout, weights_folder
 from run.summary import summarise
 from training.actor import FSDPEngine, FSDPPPOActor
 
@@ -79,8 +79,8 @@ class PPOTrainer:
         if self.actor.rank == 0:
             keep = self.recovery.groups.write if self.recovery.groups else None
             self.rollout, self.evaluation = start_rollout(run, servers, keep)
-        path = str(config.run_dir / "weights")
-        self.actor.connect_engine(self.rollout, WeightUpdateMeta(path=path, **asdict(config.weight_update)))
+        keys = asdict(config.weight_update) | {"path": weights_folder(run)}
+        self.actor.connect_engine(self.rollout, WeightUpdateMeta(**keys))
 
         # 3. Make the data loader, which yields batches of prompts in an order that depends on the seed.
         self.train_dataloader: DataLoader = DataLoader(
@@ -155,9 +155,12 @@ class PPOTrainer:
 
     def push_weights(self, version: int) -> None:
         """Push the trainer's weights into the servers, as policy version `version`."""
+        actor, meta = self.actor, self.actor.weight_update_meta.with_version(version)
+        if is_written := meta.mode == "disk":  # write the files while the servers still generate
+            write_version(meta, actor.model, actor.dtype, actor.model_path)
         self.rollout.pause()  # running generations stop, and their tokens are kept
-        self.actor.update_weights(self.actor.weight_update_meta.with_version(version))
-        self.actor.set_version(version)
+        (self.rollout if is_written else actor).update_weights(meta)  # the servers load the files, or the actor sends
+        actor.set_version(version)
         self.rollout.set_version(version)  # the gate now admits the groups of this version
         self.run.trace.mark("weights", version=version)
         self.rollout.resume()  # the generations continue under the new weights

@@ -2,14 +2,15 @@
 
 - **disk**: the trainer writes a Hugging Face directory, and each server reads the directory (POST
   /update_weights_from_disk). The trainer and the servers need only a shared file system. The directory is also a
-  checkpoint that `from_pretrained` can read. The directory of a model with 1.5B parameters takes 3 GB in bf16. If all
-  processes run on one machine, a directory in /dev/shm keeps the files in memory.
+  checkpoint that `from_pretrained` can read. With `actor.dtype=bfloat16` the directory of a model with 1.5B parameters
+  takes 3 GB. If all processes run on one machine, `weight_update.path=/dev/shm/new` keeps the files in memory.
 - **distributed**: the trainer and the servers join one NCCL or gloo group, and the trainer broadcasts the tensors.
 - **tensor**: the trainer and a server share a GPU. The trainer sends handles of its tensors (CUDA IPC), and the server
   copies the tensors. Without a GPU the request contains the tensors themselves.
 
 **The order of an update**, as the training loop calls it:
 
+    write_version                  mode disk: rank 0 writes the directory while the servers still generate
     pause                          the servers stop generating (without a pause they would first finish all requests)
     label "7-incomplete"           `send` begins: from now on every engine refuses the tokens of these servers
     disk, distributed or tensor    every server loads the new weights and drops the KV cache of the old weights
@@ -150,6 +151,19 @@ def write_checkpoint(state: Mapping[str, "torch.Tensor"], source_dir: str | Path
     return target
 
 
+def write_version(meta: WeightUpdateMeta, model: Any, dtype: "torch.dtype", source_dir: str) -> None:
+    """Write all weights of a sharded model in `dtype` at `meta.directory`. All ranks call this function, rank 0 writes.
+
+    The servers may generate while this function runs.
+    """
+    from torch.distributed import get_rank
+
+    buckets = named_buckets(model, dtype, bucket_mb=0)  # 0: one tensor in each bucket
+    state = {name: tensor.cpu() for bucket in buckets for name, tensor in bucket if get_rank() == 0}
+    if get_rank() == 0:
+        write_checkpoint(state, source_dir, meta.directory)
+
+
 # The servers' side: `send` makes a whole update, and calls one of the three update_from_* functions.
 
 
@@ -278,25 +292,20 @@ def serialise(bucket: Bucket, device: str = "cpu") -> str:
     For a server with device "cuda", tensors on a GPU become handles. Otherwise the text has the bytes of the tensors.
     """
     if device == "cuda" and any(tensor.is_cuda for _, tensor in bucket):
-        from torch import Tensor
+        import torch
         from torch.multiprocessing.reductions import reduce_tensor
+
+        def by_uuid(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+            """Make a handle with the GPU's UUID. The server may number the GPUs differently."""
+            rebuild, arguments = reduce_tensor(tensor)  # argument 6 of `rebuild_cuda_tensor` is the GPU's number
+            uuid = str(torch.cuda.get_device_properties(arguments[6]).uuid)  # SGLang accepts it in place of the number
+            return rebuild, (*arguments[:6], uuid, *arguments[7:])
 
         stream = io.BytesIO()
         pickler: Any = ForkingPickler(stream)
-        pickler.dispatch_table = {**pickler.dispatch_table, Tensor: lambda t: by_uuid(*reduce_tensor(t))}
+        pickler.dispatch_table = {**pickler.dispatch_table, torch.Tensor: by_uuid}
         pickler.dump(bucket)
         pickled = stream.getvalue()
     else:  # pickling a view would also pickle its whole storage, so each tensor is copied
         pickled = pickle.dumps([(name, tensor.cpu().clone()) for name, tensor in bucket])
     return base64.b64encode(pickled).decode()
-
-
-def by_uuid(rebuild: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Replace the GPU's number in a pickled tensor (argument 6 of `rebuild_cuda_tensor`) by the GPU's UUID.
-
-    The trainer's GPU 0 may have another number in the server, or none. SGLang accepts a UUID as the GPU's name.
-    """
-    import torch
-
-    uuid = str(torch.cuda.get_device_properties(arguments[6]).uuid)
-    return rebuild, (*arguments[:6], uuid, *arguments[7:])

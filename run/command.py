@@ -82,6 +82,8 @@ def agree_on_run(argv: list[str], stack: ExitStack) -> tuple[TrainConfig, Inputs
 def start_run(config: TrainConfig, inputs: Inputs, servers: list[Planned], stack: ExitStack, train: Train) -> None:
     """Write the resolved configuration, then train or evaluate. `stack` ends every part that the run starts."""
     run_dir, is_first, training = config.run_dir, dist.get_rank() == 0, config.mode == "train"
+    if config.actor.offload:  # the optimizer runs on the CPU: the ranks of a machine share the cores
+        torch.set_num_threads(max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1))
     fleet = Fleet(run_dir / "logs")
     if is_first and training:
         stack.callback(write_report, run_dir)  # called last, when the trace is closed; also after a failure

@@ -111,7 +111,7 @@ class ProxyConfig:
 class RefConfig:
     """The frozen reference model of the KL penalty."""
 
-    path: str | None = None  # folder of the reference model, used if kl_ctl > 0; default: model_path
+    path: str | None = None  # reference model, a folder or a name on the hub, if kl_ctl > 0; default: model_path
 
 
 @dataclass
@@ -151,6 +151,7 @@ class WeightUpdateConfig:
     """How new weights reach the inference servers."""
 
     mode: Literal["disk", "distributed", "tensor"] = "disk"  # by files, by a process group, or by shared memory
+    path: str | None = None  # folder for new weights (mode disk), such as /dev/shm/new; default: the run's folder
     bucket_mb: Positive = 512.0  # size in MiB of the buckets that are sent (modes distributed and tensor)
     address: str = "127.0.0.1"  # address at which the servers reach this machine (mode distributed)
 
@@ -178,7 +179,8 @@ class TrainConfig:
     fileroot: str = "runs"  # folder that holds all runs
     seed: Seed = 1  # seed of the data order, the sampling and the task's base model; 0 is a seed, too
     max_steps: Count = 80  # number of training steps
-    model_path: str | None = None  # Hugging Face folder of the model; default: a small model made by the task
+    model_path: str | None = None  # folder of the model, or its name on the hub; default: the task's small model
+    model_revision: str | None = None  # branch, tag or commit of model_path on the hub; default: the newest commit
     tokenizer_path: str | None = None  # Hugging Face folder of the tokenizer; default: model_path
     workflow: str | None = None  # module.Class of an agent or a RolloutWorkflow; default: the task's workflow
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the workflow's class
@@ -344,14 +346,15 @@ def load(argv: list[str]) -> TrainConfig:
     )
     epilog = "keys, their defaults and meanings:\n" + "\n".join(keys)
     parser = Parser("python train.py", epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
-    meaning = f"YAML recipe; may be repeated, and later recipes win; default: configs/{DEMO.name}"
+    meaning = f"YAML recipe, or a name in configs/; may be repeated, and later recipes win; default: {DEMO.stem}"
     parser.add_argument("--config", type=Path, action="append", metavar="FILE", help=meaning)
     parser.add_argument("--dry-run", action="store_true", help="print the plan of the run, and start nothing")
     parser.add_argument("words", nargs="*", metavar="key=value", help="a key and its value, which win over the recipes")
     args = parser.parse_intermixed_args(argv)
     if bare := [word for word in args.words if "=" not in word]:
         parser.error(f"cannot read {bare[0]!r}")
-    recipes = args.config or [DEMO]
+    given = args.config or [DEMO]
+    recipes = [path if path.is_file() or path.suffix else DEMO.parent / f"{path}.yaml" for path in given]
     if missing := [recipe for recipe in recipes if not recipe.is_file()]:
         raise ConfigError(f"no recipe at {missing[0]}; configs/ holds the ones that come with the project")
     merged = OmegaConf.structured(TrainConfig)

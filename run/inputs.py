@@ -13,12 +13,15 @@ import importlib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+from huggingface_hub.utils import enable_progress_bars
 from transformers import AutoTokenizer
 
 from run.config import ConfigError, TrainConfig
@@ -144,7 +147,7 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def prepare_model(config: TrainConfig, task: Any) -> None:
-    """Set model_path, tokenizer_path and ref.path, and make the task's base model if the model is missing.
+    """Set model_path, tokenizer_path and ref.path. Fetch models from the hub, or make the task's base model.
 
     The base model of each seed is kept under .cache/. The model's folder name contains a hash of the task's source
     files, so a change of these files makes a new model. Raises ConfigError if there is no usable model.
@@ -158,10 +161,28 @@ def prepare_model(config: TrainConfig, task: Any) -> None:
             print(f"making the base model {path} (once)", flush=True)
             task.make_model(path, config.seed)
         config.model_path = str(path)
+    config.model_path, config.model_revision = fetch(config.model_path, config.model_revision)
     folder = Path(config.model_path)
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
     if not weights or not (folder / "config.json").is_file():
         raise ConfigError(f"no model at model_path={folder}: config.json and *.safetensors or *.bin are needed there")
     config.tokenizer_path = config.tokenizer_path or config.model_path
     if config.actor.kl_ctl > 0:
-        config.ref.path = config.ref.path or config.model_path
+        config.ref.path, _ = fetch(config.ref.path or config.model_path)
+
+
+def fetch(name: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Return the folder of a model and its revision on the hub. A name like owner/model is fetched unless it is cached.
+
+    huggingface_hub reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Raises ConfigError if the fetch fails.
+    """
+    if Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return name, revision
+    enable_progress_bars()
+    try:
+        folder = snapshot_download(name, revision=revision, ignore_patterns=["*.pth", "*.gguf", "*.onnx", "*.h5"])
+    except Exception as error:  # huggingface_hub raises errors of many types
+        reason = f"no such folder, and the hub does not give it ({' '.join(str(error).split())[:200]})"
+        remedy = "check the name, the network and HF_TOKEN; HF_HUB_OFFLINE=1 finds only models that are in HF_HOME"
+        raise ConfigError(f"model {name}: {reason}: {remedy}") from error
+    return folder, Path(folder).name

@@ -41,7 +41,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from run.config import ConfigError, TrainConfig
-from run.serve import listen
+from run.serve import listen, raise_open_files
 
 logger = logging.getLogger("nano_areal.launch")
 
@@ -292,23 +292,35 @@ def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
             raise ConfigError(f"server.port: {process.port} cannot be used ({error}); 0 takes any free port") from error
 
 
+def check_open_files(config: TrainConfig, limit: int) -> None:
+    """Raise ConfigError if a process may need more than `limit` open files. Each connection is an open file.
+
+    The proxy has two connections for a call of an agent, one to the agent and one to an inference server. The trainer
+    has two for an episode: one of the agent, and one to start and end the agent's session.
+    """
+    episodes = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
+    needed = 2 * episodes + 256
+    if needed > limit:
+        remedy = "raise it (ulimit -Hn), or lower rollout.max_concurrent_rollouts or gconfig.n_samples"
+        raise ConfigError(f"{episodes} running episodes need {needed} open files, but the limit is {limit}: {remedy}")
+
+
 def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[str]) -> None:
     """Raise ConfigError if weight_update.mode cannot work on these GPUs. Rank 0 sends the weights from the first GPU.
 
     In mode distributed NCCL refuses two processes on one GPU, and all processes need the same version of NCCL. In mode
     tensor a server opens memory of rank 0's GPU. The small server computes on the CPU, so it has none of these limits.
     """
-    mode, on_gpus = (
-        config.weight_update.mode,
-        [p for p in planned if p.gpus and "inference.tiny.server" not in p.command],
-    )
+    mode = config.weight_update.mode
+    on_gpus = [p for p in planned if p.gpus and "inference.tiny.server" not in p.command]
     used = [*gpus[:1], *(gpu for p in on_gpus for gpu in p.gpus)]
     away = [p.name for p in on_gpus if gpus[0] not in p.gpus]
-    if mode == "distributed" and len(set(used)) < len(used):
+    is_shared = len(set(used)) < len(used)
+    if mode == "distributed" and is_shared:
         remedy = f"set weight_update.mode={'disk' if away else 'tensor'}, or server.colocate=false"
         raise ConfigError(f"weight_update.mode=distributed: NCCL refuses GPUs that two processes share: {remedy}")
     if mode == "tensor" and away:
-        remedy = f"set weight_update.mode={'disk' if len(set(used)) < len(used) else 'distributed'}"
+        remedy = f"set weight_update.mode={'disk' if is_shared else 'distributed'}"
         raise ConfigError(f"weight_update.mode=tensor: {away[0]} does not use GPU {gpus[0]}, as rank 0 does: {remedy}")
     if mode == "distributed" and on_gpus and config.server.command:
         show = [shlex.split(config.server.command)[0], "-c", "import torch; print(torch.cuda.nccl.version())"]
@@ -371,6 +383,7 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     """
     gpus, ranks = visible_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets LOCAL_WORLD_SIZE
     servers = plan_servers(config, gpus, ranks)
+    check_open_files(config, raise_open_files())
     check_addresses(config, servers)
     check_update_mode(config, servers, gpus)
     trainer, server, parameters = estimate_memory(config, int(os.environ.get("WORLD_SIZE", 1)), bool(gpus))

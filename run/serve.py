@@ -7,6 +7,7 @@ OSError or ValueError. The error message is one line that says what to do, and t
 
 import contextlib
 import os
+import resource
 import secrets
 import socket
 import sys
@@ -26,6 +27,18 @@ def read_secret(word: str) -> str:
     Every process of the machine can read a command line, and processes of the same user can read the environment.
     """
     return sys.stdin.readline().strip() if word == "-" else word
+
+
+def raise_open_files() -> int:
+    """Raise this process's soft limit of open files and return the limit. Child processes inherit the limit.
+
+    Each connection counts as an open file. Many systems set the soft limit to 1,024 and the hard limit much higher.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 10240 if hard == resource.RLIM_INFINITY else min(hard, 2**16)  # 10,240 is the most that macOS allows
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft := most, hard))
+    return soft if soft != resource.RLIM_INFINITY else most
 
 
 def listen(host: str, port: int, key: str | None = None) -> socket.socket:
@@ -48,6 +61,7 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
 
     With `exit_with_parent`, standard input is a pipe from the parent process, and the pipe closes when the parent dies.
     """
+    raise_open_files()
     # If the server closed an idle connection while a client sends a request over the connection, the request would
     # fail. The server therefore keeps idle connections open for 75 s, much longer than clients do.
     options: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}  # seconds

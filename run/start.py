@@ -13,14 +13,16 @@ servers and their weights unchanged.
 
 import json
 import secrets
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from engine import RemoteInfEngine
 from inference.servers import Servers
-from inference.weights import label
+from inference.weights import WeightUpdateMeta, label
 from inference.wire import Wire
 from rollout.executor import ProxyAddress, WorkflowExecutor
 from rollout.trajectory import Trajectory
@@ -53,6 +55,7 @@ class NoRollout:
     executor: Any = None
 
     def pause(self) -> None: ...
+    def update_weights(self, meta: WeightUpdateMeta) -> None: ...
     def resume(self) -> None: ...
     def set_version(self, version: int) -> None: ...
 
@@ -98,6 +101,16 @@ def start_rollout(run: Run, servers: list[Child], keep: Keep | None = None) -> t
     stack.callback(evaluation.destroy)
     run.fleet.watch(on_death=[executor.fail, evaluation.fail])
     return rollout, evaluation
+
+
+def weights_folder(run: Run) -> str:
+    """Return the folder of new weights (mode disk). A folder outside the run's folder is deleted when the run ends."""
+    config = run.config
+    if config.weight_update.path is None:
+        return str(config.run_dir / "weights")
+    folder = Path(config.weight_update.path) / config.experiment_name / config.trial_name
+    run.stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return str(folder)
 
 
 def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> ProxyAddress:

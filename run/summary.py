@@ -40,5 +40,7 @@ def summarise(logger: Logger, task: Any) -> None:
     print(f"staleness mean {mean:.2f}, max {oldest:.0f}{counted}", flush=True)
     if hasattr(task, "summary"):
         task.summary(lambda messages: ask_greedily(logger.executor, messages), Console())
+    if logger.config.task == "tasks.guess":
+        print("to train on GSM8K with a GPU: python train.py --config gsm8k model_path=Qwen/Qwen2.5-1.5B-Instruct")
     print(f"{len(history)} steps in {history[-1]['wall_s']:.0f} s; everything is in {logger.config.run_dir}")
     print(f"look at the run in a browser: {logger.config.run_dir / 'report.html'}", flush=True)

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +21,8 @@ import httpx
 import pytest
 import safetensors.torch
 import torch
-from conftest import ROOT, free_port, make_byte_model, wait_until_up
+from conftest import ROOT, free_port, make_byte_model, rest_of, wait_until_up
+from runs import SMALL_GUESS, start_and_hold
 from safetensors.torch import load_file
 from torch.multiprocessing import reductions
 from trainers import make_family
@@ -30,7 +32,8 @@ from engine import RemoteInfEngine
 from inference import group, weights
 from inference.io_struct import GenerationHyperparameters, ModelRequest
 from inference.weights import WeightUpdateMeta, named_buckets, send, write_checkpoint
-from training.actor import FSDPEngine
+from train import PPOTrainer
+from training.actor import FSDPEngine, FSDPPPOActor
 from training.config import PPOActorConfig
 
 
@@ -242,6 +245,61 @@ def test_a_server_that_refuses_the_group_is_named():
         patch.setattr(group, "BUCKET_TIMEOUT", 1.0)
         with pytest.raises(RuntimeError, match="http://b answered 400: no group"):
             send(WeightUpdateMeta(mode="distributed", version=1), post_all, iter(()))
+
+
+class Watched:
+    """A rollout side that records which directories are complete at each call."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.calls = folder, list[tuple[str, list[str]]]()
+
+    def record(self, call: str) -> None:
+        self.calls.append((call, sorted(path.name for path in self.folder.glob("*"))))
+
+    def pause(self) -> None:
+        self.record("pause")
+
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
+        self.record("update_weights")
+
+    def set_version(self, version: int) -> None: ...
+
+    def resume(self) -> None:
+        self.record("resume")
+
+
+def test_files_are_written_in_the_servers_dtype_before_the_pause(tiny_model_dir: Path, tmp_path: Path):
+    """In mode disk, push_weights gathers and writes bfloat16 files before it pauses the servers, and only one time."""
+    actor = FSDPPPOActor(PPOActorConfig(dtype="bfloat16"), tiny_model_dir)
+    actor.create_process_group()
+    actor.initialize(max_steps=1)
+    rollout: Any = Watched(tmp_path)
+    actor.connect_engine(rollout, WeightUpdateMeta(path=str(tmp_path)))
+    PPOTrainer.push_weights(SimpleNamespace(actor=actor, rollout=rollout), 3)  # type: ignore[arg-type]
+    assert rollout.calls == [(call, ["v3"]) for call in ("pause", "update_weights", "resume")]
+    assert actor.get_version() == 3
+    source, written = (load_file(folder / "model.safetensors") for folder in (tiny_model_dir, tmp_path / "v3"))
+    assert written.keys() == source.keys()
+    assert all(torch.equal(written[name], source[name].bfloat16()) for name in source)
+    size = sum(2 * tensor.numel() for tensor in source.values())
+    assert size <= (tmp_path / "v3/model.safetensors").stat().st_size < 1.1 * size
+    actor.destroy()
+
+
+@pytest.mark.runs
+def test_the_folder_of_new_weights_can_be_set(tmp_path: Path):
+    """With weight_update.path a run writes its new weights there, and deletes its folder there when it ends."""
+    other = tmp_path / "memory/another-run"
+    other.mkdir(parents=True)
+    words = [*SMALL_GUESS, "max_steps=2", f"weight_update.path={tmp_path / 'memory'}"]
+    held, _ = start_and_hold(tmp_path, *words)
+    assert [path.name for path in (tmp_path / "memory/e/t").iterdir()] == ["v1"]
+    held.send_signal(signal.SIGCONT)
+    output = rest_of(held, 200)
+    assert held.returncode == 0, output
+    assert not (tmp_path / "memory/e/t").exists()
+    assert not (tmp_path / "e/t/weights").exists()
+    assert other.exists()
 
 
 class Meeting:

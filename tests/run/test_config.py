@@ -55,6 +55,15 @@ def test_options_and_words_may_be_mixed() -> None:
     assert config.experiment_name == "maze"
 
 
+def test_a_recipe_is_found_by_its_name() -> None:
+    """`--config gsm8k` finds configs/gsm8k.yaml from any folder. A path finds a file of the user."""
+    by_name, by_path = load(["--config", "gsm8k"]), load(["--config", "configs/gsm8k.yaml"])
+    assert (by_name.task, by_name.actor, by_name.server) == (by_path.task, by_path.actor, by_path.server)
+    assert load(["--config", "gsm8k", "--config", "debug"]).rollout.max_head_offpolicyness == 0
+    with pytest.raises(ConfigError, match=r"no recipe at .*configs/gsm9k.yaml"):
+        load(["--config", "gsm9k"])
+
+
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     """`--help` prints each key with its default, its meaning, and the interval of a number."""
     with pytest.raises(SystemExit) as ended:

@@ -20,12 +20,18 @@ pytestmark = pytest.mark.runs
 
 SCRIPT = ROOT / "examples/slurm/train.sbatch"
 SRUN = """#!/bin/bash
-# Write the arguments into $CALLS, drop the options of srun, and run the command on this machine.
+# Write the arguments into $CALLS, drop the options of srun, and run the command on this machine. As slurm does, srun
+# shows all GPUs of the node to the command, and gives it one core unless --cpus-per-task says otherwise.
 echo "$@" >> "$CALLS"
-while [[ $1 == --* ]]; do shift; done
+export CUDA_VISIBLE_DEVICES=0,1 CORES=1
+while [[ $1 == --* ]]; do
+    [[ $1 == --cpus-per-task=* ]] && CORES=${1#*=}
+    shift
+done
 exec "$@"
 """
 SCONTROL = """#!/bin/bash
+[[ $1 == requeue ]] && { echo "requeue $2" >> "$CALLS"; exit; }
 [[ $1 == show && $2 == hostnames ]] || exit 1
 tr , '\\n' <<< "$3"
 """
@@ -77,6 +83,50 @@ def test_two_nodes_train(cluster: dict[str, str], tmp_path: Path) -> None:
     assert f"rollout.server_addrs=[http://127.0.0.1:{cluster['PORT']}]" in train
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", int(cluster["PORT"])), 5)
+
+
+SERVER = """import http.server, os, sys
+os.write(1, f"server with cores {os.environ['CORES']} and GPUs {os.environ['CUDA_VISIBLE_DEVICES']}\\n".encode())
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_): ...
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Answers).serve_forever()
+"""
+
+
+def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
+    cluster: dict[str, str], tmp_path: Path
+) -> None:
+    """Each server sees only its own GPU and its share of the cores, although srun sets CUDA_VISIBLE_DEVICES itself.
+
+    When slurm sends USR1, the script ends the run and requeues the job. The run's name is the same in the next try.
+    """
+    (tmp_path / "server.py").write_text(SERVER)
+    (tmp_path / "torchrun").write_text('#!/bin/sh\necho "trainer with cores $CORES: $*"\nexec sleep 1000\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    port = free_port()
+    job = cluster | {"SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_PER_TASK": "8", "TORCHRUN": str(tmp_path / "torchrun")}
+    job |= {"SERVE": f"{sys.executable} {tmp_path}/server.py", "PORT": str(port)}
+    with subprocess.Popen([str(SCRIPT), "seed=2"], cwd=ROOT, env=job, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines: list[str] = []
+        while not lines or not lines[-1].startswith("trainer"):
+            lines.append(process.stdout.readline())
+            assert lines[-1], lines
+        process.send_signal(signal.SIGUSR1)
+        rest = process.stdout.read()
+    assert process.returncode == 0
+    assert sorted(lines[:-1]) == ["server with cores 4 and GPUs 0\n", "server with cores 4 and GPUs 1\n"]
+    assert "trainer with cores 8: " in lines[-1]
+    assert "train.py trial_name=slurm-7 seed=2 " in lines[-1]
+    assert "requeued" in rest
+    assert (tmp_path / "calls").read_text().splitlines()[-1] == "requeue 7"
+    text = SCRIPT.read_text()
+    assert "#SBATCH --requeue\n" in text
+    assert "#SBATCH --signal=B:USR1@" in text
 
 
 def test_no_node_left_to_train(cluster: dict[str, str], tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""A run with more connections than the soft limit of open files raises the limit, and loses no request.
+
+Many systems set the soft limit to 1,024 files for each process. Each connection is an open file.
+"""
+
+import asyncio
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import ROOT, free_port, wait_until_up
+from runs import SMALL_GUESS, command
+
+from inference.wire import Wire
+from run.serve import raise_open_files
+
+REQUESTS = 2000
+
+
+def limited(flag: str, files: int, command: list[str]) -> list[str]:
+    """Return a command that runs under a limit of open files: -Sn sets the soft limit, -Hn both limits."""
+    lower = f'ulimit -Sn {files}; ulimit {flag} {files}; exec "$@"'
+    return ["bash", "-c", lower, "bash", *command]
+
+
+@pytest.fixture
+def addresses(tiny_model_dir: Path) -> Iterator[tuple[str, str]]:
+    """The URLs of a small server and of its proxy, each started with a soft limit of 1,024 open files."""
+    ports = [free_port(), free_port()]
+    server, proxy = (f"http://127.0.0.1:{port}" for port in ports)
+    modules = ["inference.tiny.server"], ["proxy", "--server", server, "--admin-key", "secret"]
+    with ExitStack() as stack:
+        for port, (module, *options) in zip(ports, modules):
+            words = ["--model-path", str(tiny_model_dir), "--port", str(port), "--exit-with-parent", *options]
+            whole = limited("-Sn", 1024, [sys.executable, "-m", module, *words])
+            process = stack.enter_context(subprocess.Popen(whole, cwd=ROOT, stdin=subprocess.PIPE))
+            wait_until_up(f"http://127.0.0.1:{port}", process)
+        yield server, proxy
+
+
+def test_2000_requests_in_flight_lose_none(addresses: tuple[str, str]) -> None:
+    """2,000 calls of agents wait at the same time in the proxy and in the server, and each of them gets its answer."""
+    server, proxy = addresses
+    assert raise_open_files() > REQUESTS + 100
+    admin = {"authorization": "Bearer secret"}
+    sessions = []
+    for number in range(20):
+        httpx.post(proxy + "/grant_capacity", headers=admin).raise_for_status()
+        start = httpx.post(proxy + "/rl/start_session", json={"task_id": str(number)}, headers=admin)
+        sessions.append(start.json()["session_id"])
+    wire = Wire()
+
+    async def ask(number: int) -> int:
+        messages = [{"role": "user", "content": f"question {number}"}]
+        body = {"model": "default", "messages": messages, "max_tokens": 1}
+        answer = await wire.call(f"{proxy}/{sessions[number % 20]}/v1/chat/completions", body, timeout=200)
+        return answer["usage"]["completion_tokens"]
+
+    async def ask_all() -> list[int]:
+        asked = asyncio.gather(*map(ask, range(REQUESTS)))
+        deadline = time.monotonic() + 150
+        while f"waiting={REQUESTS}" not in (await wire.call(server + "/server_info"))["state"]:
+            assert time.monotonic() < deadline, "some requests do not reach the server"
+            await asyncio.sleep(0.2)
+        await wire.call(server + "/continue_generation", {})
+        return await asked
+
+    httpx.post(server + "/pause_generation", json={"mode": "retract"}).raise_for_status()
+    assert asyncio.run(ask_all()) == [1] * REQUESTS
+
+
+@pytest.mark.runs
+def test_a_run_raises_its_soft_limit(tmp_path: Path) -> None:
+    """A run of 240 episodes at the same time makes its step under a soft limit of 200 open files, without a failure."""
+    words = ["gconfig.n_samples=40", "max_steps=1", "rollout.max_head_offpolicyness=0"]
+    whole = limited("-Sn", 200, command(tmp_path, *SMALL_GUESS, *words))
+    done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "Too many open files" not in "".join(log.read_text() for log in tmp_path.glob("e/t/logs/*"))
+
+
+def test_a_hard_limit_that_is_too_low_is_one_line(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """If the hard limit is too low for the recipe, train.py says what to raise or lower before anything starts."""
+    words = ["--config", "configs/gsm8k.yaml", f"model={tiny_model_dir}", "data=tests/data/gsm8k.jsonl"]
+    whole = limited("-Hn", 1024, command(tmp_path, *words))
+    done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: 1536 running episodes need 3328 open files, but the limit is 1024: raise it")
+    assert "rollout.max_concurrent_rollouts" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_limit_is_never_lowered() -> None:
+    """`raise_open_files` returns the soft limit after the call, and a second call changes nothing."""
+    limit = raise_open_files()
+    assert limit == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == raise_open_files()
