@@ -353,8 +353,7 @@ def load(argv: list[str]) -> TrainConfig:
     args = parser.parse_intermixed_args(argv)
     if bare := [word for word in args.words if "=" not in word]:
         parser.error(f"cannot read {bare[0]!r}")
-    given = args.config or [DEMO]
-    recipes = [path if path.is_file() or path.suffix else DEMO.parent / f"{path}.yaml" for path in given]
+    recipes = [p if p.is_file() or p.suffix else DEMO.parent / f"{p}.yaml" for p in args.config or [DEMO]]
     if missing := [recipe for recipe in recipes if not recipe.is_file()]:
         raise ConfigError(f"no recipe at {missing[0]}; configs/ holds the ones that come with the project")
     merged = OmegaConf.structured(TrainConfig)

@@ -299,8 +299,7 @@ def check_open_files(config: TrainConfig, limit: int) -> None:
     has two for an episode: one of the agent, and one to start and end the agent's session.
     """
     episodes = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
-    needed = 2 * episodes + 256
-    if needed > limit:
+    if (needed := 2 * episodes + 256) > limit:
         remedy = "raise it (ulimit -Hn), or lower rollout.max_concurrent_rollouts or gconfig.n_samples"
         raise ConfigError(f"{episodes} running episodes need {needed} open files, but the limit is {limit}: {remedy}")
 
