@@ -1,7 +1,8 @@
 r"""The proxy answers agents in the protocols of OpenAI and Anthropic, and records all sampled tokens for training.
 
-Each episode has a session at the proxy. An agent sends the id of its session in the URL or as the API key. Nobody can
-guess the id. A request marked "admin" needs the admin key. A client may leave out `/v1` in a path.
+Each episode has a session at the proxy. An agent sends the id of its session in the URL or as the API key. The id is
+long and random, so nobody can guess it. A request marked "admin" needs the admin key. A client may leave out `/v1` in a
+path.
 
     POST /grant_capacity (admin)                  let one more session start
     POST /rl/start_session (admin)                use one grant to start a session, and return the session's id
@@ -14,7 +15,7 @@ guess the id. A request marked "admin" needs the admin key. A client may leave o
     POST /{session_id}/rl/set_reward              set the reward of an interaction (given by id) or of the last one
     POST /{session_id}/rl/end_session             end the session: stop its running calls, refuse new calls (410)
     POST /export_trajectories (admin)             return the interactions of an ended session, then forget the session
-    POST /set_version (admin)                     set the newest version that a token may have
+    POST /set_version (admin)                     set the version of the trainer's newest weights
     GET  /health                                  return the number of sessions and the number of unused grants
 
 How a call becomes a prompt. A session already has one turn, in which the model answered "Hi!". Then a request with this
@@ -26,20 +27,22 @@ body arrives:
     1. calls/messages.py reads three messages and the temperature 0.7 from the body.
     2. calls/turn.py enters the call in the conversation tree (cache.py). The turn with "Hi!" is the call's parent.
     3. calls/prompts.py takes the parent's tokens and appends \n<|im_start|>user\nmore<|im_end|>\n and further marks.
-    4. `Proxy.gconfig` collects the sampling parameters. The body lacks max_new_tokens, so `sampling` gives the value.
+    4. `Proxy.gconfig` collects the sampling parameters. The body has no max_new_tokens, so the option `sampling` gives
+       the value.
     5. engine.py requests the tokens from a server, and calls/replies.py writes the reply, whole or as a stream.
 
-Sampling. An agent cannot change a parameter that the option `fixed_sampling` lists. An agent's value of any other
-parameter overrides the option `sampling`. If an agent sets top_p or a penalty, training cannot reproduce the
-probabilities, so the loss leaves this turn out.
+Sampling. The option `sampling` gives default values, which an agent can override, except for the parameters in the
+option `fixed_sampling`. If an agent sets top_p or a penalty, training cannot reproduce the probabilities, so the turn
+is left out of the loss.
 
-Errors. The proxy answers an agent's mistake with a 4xx status and an error in the agent's protocol. SDKs retry after
-status 409, 429 and 500, so the proxy uses other statuses for an agent's mistake. If an inference server refuses a call
-with a 4xx status, the agent gets a 4xx status, too. Status 503 means that no server answered. A call that arrives
-during a weight update is answered after the update.
+Errors. The proxy answers an agent's mistake with a 4xx status and an error in the agent's protocol. SDKs retry a
+request after status 409, 429 or 500, so the proxy never uses these statuses for an agent's mistake. If an inference
+server refuses a call with a 4xx status, the agent gets a 4xx status, too. Status 503 means that no server answered. A
+call that arrives during a weight update is answered after the update.
 
 Proxies share no state, so each session stays at one proxy. The seed of a call depends on the number of earlier calls in
-the session. If an agent makes several calls at the same time, the proxy therefore does not promise repeatable tokens.
+the session. Calls that an agent makes at the same time may arrive in a different order in another run, so their tokens
+may differ between the runs.
 """
 
 import argparse
@@ -130,7 +133,7 @@ class Proxy:
     # Endpoints that an agent calls
 
     async def complete(self, protocol: Protocol, request: Request) -> Response:
-        """Answer one call. A new call starts a new turn, and a retry may get the reply of an earlier turn."""
+        """Answer one call. A new call starts a new turn; a retry may be answered with the reply of an earlier turn."""
         raw = await read_body(request)
         session = self.sessions.open(session_id_of(request))
         key = hashlib.blake2b(raw + protocol.id_prefix.encode()).digest()
@@ -139,7 +142,7 @@ class Proxy:
         if not turn.ask.stream:
             return reply(await turn.reply(request))
         frames = turn.events(request)
-        await anext(frames)  # raises an error from before the first token, so that the reply gets an error status
+        await anext(frames)  # raises an error that came before the first token, so the reply gets an error status
         return EventStream(frames, headers={"cache-control": "no-store"})
 
     async def begin(self, protocol: Protocol, session: Session, raw: bytes, key: bytes) -> Turn:
@@ -168,7 +171,7 @@ class Proxy:
         return turn
 
     def prompt(self, ask: AgentRequest, parent: Interaction | None) -> tuple[list[int], str]:
-        """Return the prompt tokens of a call, and the text of the answer's opening, with which the prompt ends.
+        """Return the prompt tokens of a call, and the answer's opening, which is the text at the end of the prompt.
 
         Raises Refusal if the call is not valid.
         """
@@ -188,7 +191,7 @@ class Proxy:
         return GenerationHyperparameters(**chosen)
 
     async def count_tokens(self, request: Request) -> Response:
-        """Reply with the number of prompt tokens that a call with this body has (Anthropic's endpoint)."""
+        """Reply with the number of prompt tokens that a call with this body would have (Anthropic's endpoint)."""
         body = await read_json(request)
         session = self.sessions.open(session_id_of(request))
         ask = PROTOCOLS["messages"].parse(body, session.finished)
@@ -196,9 +199,9 @@ class Proxy:
         return reply({"input_tokens": len(self.prompt(ask, parent)[0])})
 
     async def models(self, request: Request) -> Response:
-        """Return the model that the path names, or list the only model. Any name reaches this model.
+        """Return the model that the path names, or list the only model. Every name refers to this model.
 
-        Each model has the keys of OpenAI and of Anthropic.
+        A model is described with OpenAI's keys and with Anthropic's keys.
         """
         name = request.path_params.get("model_id", "default")
         openai = {"id": name, "object": "model", "created": 0, "owned_by": "nano-areal", "type": "model"}
@@ -230,7 +233,7 @@ class Proxy:
         return reply({"message": "ok"})
 
     async def end_session(self, request: Request) -> Response:
-        """End a session, even if it has ended before. With {"discard": true}, also forget the session at once."""
+        """End a session; to end it again is no error. With {"discard": true}, also forget the session at once."""
         body = await read_json(request)
         session = self.sessions.find(session_id_of(request))
         self.sessions.end(session)
@@ -248,7 +251,7 @@ class Proxy:
         if not session.ended:
             raise Refusal("session_id: the session is still open; POST /{session_id}/rl/end_session first")
         style = body.get("style", "individual")
-        check_style(style)  # before the discount, which changes the rewards
+        check_style(style)  # here, because the discount changes the rewards
         session.cache.apply_reward_discount(body.get("discount", 1.0))
         exported = session.cache.export_interactions(style)
         self.sessions.forget(session)
@@ -260,7 +263,10 @@ class Proxy:
         return reply({"status": "ok", "sessions": len(self.sessions), "capacity": self.sessions.capacity})
 
     async def set_version(self, request: Request) -> Response:
-        """Set the newest version of the trainer. A token of a newer version is an error of its inference server."""
+        """Set the version of the trainer's newest weights.
+
+        An answer with tokens of a newer version is refused as an error.
+        """
         check_key(request, self.admin_key)
         self.engine.servers.limit = get(await read_json(request), "version", int, 0)
         return reply({})
@@ -378,10 +384,10 @@ def main(argv: list[str] | None = None) -> int:
         except (OSError, ValueError, TypeError, EngineError) as error:
             print("error:", " ".join(str(error).split())[:300], file=sys.stderr)
             return 2
-        hint = "" if args.admin_key else f", admin key {key}"  # only a new key is printed, never a key of the user
+        hint = "" if args.admin_key else f", admin key {key}"  # a new key is printed, but never a key that the user set
         url = f"http://{args.host}:{listener.getsockname()[1]}"
         print(f"proxy at {url}{hint}", flush=True)
-        if not args.exit_with_parent:  # a person who starts the proxy needs a session to try an agent
+        if not args.exit_with_parent:  # a person who starts the proxy by hand gets a session to try an agent
             session = f"{url}/{app.state.proxy.start_own_session('by hand').session_id}"
             print(f"a session: OPENAI_BASE_URL={session}/v1 ANTHROPIC_BASE_URL={session}, any key", flush=True)
         serve(app, listener, args.exit_with_parent)

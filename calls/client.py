@@ -10,24 +10,25 @@
            await client.set_last_reward(reward)
        interactions = await client.export_interactions(discount=0.9, style="concat")
 
-   The session ends at the end of the block, with or without an exception. If the block raises an exception, the client
-   also makes the proxy forget the session, because no export follows. The caller gets the agent's exception even if the
-   request to forget the session fails. If the proxy refuses a request, the client raises `Refusal` with the status and
-   message of the reply. The client never retries a request: the proxy is a process of the run, so a lost connection
-   means that the proxy died.
+   The session ends when the block ends, even if the block raises an exception. After an exception nothing is exported,
+   so the client also tells the proxy to forget the session. The caller gets the agent's exception even if the request
+   to forget the session fails. If the proxy refuses a request, the client raises `Refusal` with the status and message
+   of the reply. The client never retries a request: the proxy is a process of the run, so a lost connection means that
+   the proxy died.
 
-2. Direct approach, a legacy pattern (Agent Workflow, "Direct Approach"). A RolloutWorkflow calls the model with an
-   `ArealOpenAI`, an AsyncOpenAI that is connected to an engine. The HTTP client of an `ArealOpenAI` passes each request
-   to the proxy's application in the same process. The proxy's code therefore handles prompts, tool calls and errors in
-   both approaches. In the direct approach, setting a reward changes the conversation tree at once.
+2. Direct approach. AReaL's documents call it a legacy pattern (Agent Workflow, "Direct Approach"). A RolloutWorkflow
+   calls the model with an `ArealOpenAI`, an AsyncOpenAI that is connected to an engine. The HTTP client of an
+   `ArealOpenAI` passes each request to the proxy's application in the same process. The proxy's code therefore handles
+   prompts, tool calls and errors in both approaches. In the direct approach, setting a reward changes the conversation
+   tree at once.
 
        client = ArealOpenAI(engine, tokenizer)
        reply = await client.chat.completions.create(model="default", messages=messages)
        client.set_last_reward(1.0)
        interactions = client.export_completions(turn_discount=0.9)
 
-The module does not promise that a session survives the end of its proxy. An `ArealOpenAI` has only one session, so each
-episode needs a separate `ArealOpenAI`.
+If a proxy dies, its sessions are lost. An `ArealOpenAI` has only one session, so each episode needs a separate
+`ArealOpenAI`.
 """
 
 import math
@@ -46,14 +47,14 @@ from run.fields import Refusal
 TIMEOUT = httpx.Timeout(600.0).as_dict()  # seconds that one request may take
 
 # `sdk_http` is the HTTP library of the installed openai SDK: httpx, or httpx2 since openai 3.0. `_library_client` is a
-# class of this library. The name of its module, such as "httpx._client", begins with the name of the library.
+# class from this library. The class's module, such as "httpx._client", has a name that begins with the library's name.
 _library_client: Any = openai.DefaultAsyncHttpxClient.__base__
 sdk_http: Any = sys.modules[_library_client.__module__.partition(".")[0]]
 
 
 @dataclass(eq=False)
 class ExportedInteraction(Interaction):
-    """An interaction that the proxy has exported. `row` holds what the engine's response would hold."""
+    """An interaction that the proxy has exported. Its tokens are in `row`, because it has no response of the engine."""
 
     row: dict[str, list] = field(default_factory=dict)  # the interaction's tensors, as lists
 
@@ -69,7 +70,7 @@ class OpenAIProxyClient:
     """The workflow's client for one session at the proxy. Several clients may share a transport.
 
     The caller closes the transport. The client passes requests directly to the httpx transport, because a request
-    through httpx's client class takes a third longer.
+    through httpx's client class would take a third longer.
     """
 
     def __init__(self, transport: httpx.AsyncBaseTransport, base_url: str, admin_key: str, task_id: str) -> None:
@@ -114,7 +115,7 @@ class OpenAIProxyClient:
     async def export_interactions(self, discount: float = 1.0, style: str = "individual") -> dict[str, Interaction]:
         """Return the interactions of the session with their discounted rewards. The proxy then forgets the session.
 
-        If an interaction's parent is not exported, its `parent` is None. Style "individual" exports every parent.
+        An interaction has `parent` None if its parent is not exported. Style "individual" exports every parent.
         """
         body = {"session_id": self.session_id, "discount": discount, "style": style}
         answer = (await self._post("/export_trajectories", body))["interactions"]
@@ -181,14 +182,14 @@ class ArealOpenAI(openai.AsyncOpenAI):
         self.cache.set_last_reward(reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Replace each reward with the final reward, which contains the discounted rewards of later turns (`cache.py`).
+        """Add the discounted rewards of later turns to each reward (`cache.py`).
 
         Raises RuntimeError if the rewards are already discounted.
         """
         self.cache.apply_reward_discount(turn_discount)
 
     def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
-        """Return all finished interactions (style "individual") or the last interaction of each row (style "concat").
+        """Return all finished interactions (style "individual"), or only the last of each row (style "concat").
 
         Raises ValueError for an unknown style.
         """

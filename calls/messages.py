@@ -13,34 +13,34 @@ parsers of both protocols join the pieces into one message. Each tool result bec
 
 Why messages are compared. An agent sends the whole history with every request. To find the parent of a request, the
 conversation tree (`cache.py`) compares the history with earlier requests and replies. However, clients change a reply
-before they send the reply back. For example, `content: null` becomes `""`, and the JSON of a tool call gets different
-spaces. `canonical` therefore compares only these four fields of a message:
+before they send it back in the history. For example, `content: null` becomes `""`, and the JSON of a tool call gets
+different spaces. `canonical` therefore compares only these four fields of a message:
 
     role            `developer` is the newer name of `system`
-    text            null, "" and an absent key are equal; a list of text parts equals its concatenation
+    text            null, "" and an absent key count as equal; a list of text parts counts as the joined text
     tool calls      id, name and arguments, in order; arguments are compared as JSON: '{"a": 2.0}' equals '{ "a":2 }'
     tool_call_id    for the result of a tool; some clients call this key `id`
 
 Every other key (`name`, reasoning, annotations, cache markers, ids of items) is ignored. tests/data/client_pairs.jsonl
 has pairs of consecutive requests by real clients, and this comparison finds the parent in each of these pairs. Two
-messages that count as equal may have different tokens. The comparison is therefore used only to find the parent, and
-the prompt contains the parent's sampled tokens unchanged.
+messages may be equal in this comparison and still have different tokens. The comparison is therefore used only to find
+the parent, and the prompt contains the parent's sampled tokens unchanged.
 
 References. Some clients send an id in place of the history: `previous_response_id`, `item_reference`, or Anthropic's
-`thread`. The parser calls `find` with this id to get the messages of a finished interaction of the session. If the
-request contains new instructions, they replace the instructions of the history. If a request continues a thread and
-contains no tools, the tools of the thread are used. An interaction that `previous_response_id` or `thread` names is the
-parent of the request, whatever instructions and tools the request has.
+`thread`. The parser calls `find` with this id to get the messages of a finished interaction of the session. New
+instructions in the request replace the instructions in the history. A request that continues a thread may leave out the
+tools; then the tools of the thread are used. `previous_response_id` and `thread` name the parent of the request, which
+stays the parent even if the request has different instructions or tools.
 
 Images and files. The model reads only text. The parser therefore puts the text PLACEHOLDER in the place of an image or
-a file, in a message as well as in the result of a tool. The metric `placeholders` counts these texts.
+a file, in a message as well as in the result of a tool. The metric `placeholders` counts the placeholders.
 
-Parameters. The parser uses or refuses every parameter that changes the answer. A `Refusal` contains the parameter's
-name. `NEUTRAL` lists the unsupported parameters. A request may set such a parameter only to a value that changes
-nothing. The parser ignores unknown keys (`user`, `metadata`), and hints that a model need not follow (`thinking`,
-`strict`, `parallel_tool_calls`). The chat template receives the reasoning effort as a variable.
+Parameters. The parser never ignores a parameter that changes the answer: it uses the parameter, or raises a `Refusal`
+that names the parameter. `NEUTRAL` lists the unsupported parameters. A request may set an unsupported parameter only to
+a value that has no effect. The parser ignores unknown keys (`user`, `metadata`), and hints that a model need not follow
+(`thinking`, `strict`, `parallel_tool_calls`). The chat template receives the reasoning effort as a variable.
 
-If a client has rewritten the texts of the history, the request starts a new conversation.
+A request starts a new conversation if the client has rewritten texts in the history.
 """
 
 import contextlib
@@ -55,13 +55,13 @@ from run.fields import NOUN, Refusal, as_object, get, read_json, write_json
 Json = dict[str, Any]  # a JSON object
 Message = Json  # a message of a conversation, in chat-completions form
 Find = Callable[[str], Any]  # function that returns the finished interaction (cache.py) with an id, or None
-NOTHING: Find = dict[str, Any]().get  # the `find` of a request without a session, which always returns None
+NOTHING: Find = dict[str, Any]().get  # `find` for a request without a session: always returns None
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of parts that hold a text
 BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")  # accepted types of Anthropic's blocks
 MEDIA = ("image", "image_url", "input_image", "document", "file", "input_file", "audio", "input_audio")  # other parts
 PLACEHOLDER = "[an image or a file, which this model cannot read]"
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # unsupported parameters, each with the values that change nothing
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # unsupported parameters, each with the values that have no effect
     **dict.fromkeys(("functions", "mcp_servers"), ([],)),
     **dict.fromkeys(("top_logprobs", "min_p", "min_tokens"), (0,)),
     **dict.fromkeys(("ignore_eos", "continue_final_message", "background"), (False,)),
@@ -75,7 +75,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # unsupported parameters, each with the
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "compaction"), ()),
 }
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # the protocols' names for max_new_tokens
-NUMBERS: dict[str, tuple[type, float, float]] = {  # numeric sampling parameters: type, least value, greatest value
+NUMBERS: dict[str, tuple[type, float, float]] = {  # numeric sampling parameters: type, minimum, maximum
     "temperature": (float, 0, 2**31),
     "top_p": (float, 1e-9, 1),
     "top_k": (int, -1, 2**31 - 1),
@@ -91,13 +91,13 @@ NUMBERS: dict[str, tuple[type, float, float]] = {  # numeric sampling parameters
 class AgentRequest:
     """One request of an agent, in a form that does not depend on the protocol."""
 
-    messages: list[Message]  # the whole conversation in normal form, with the messages that references stand for
+    messages: list[Message]  # the whole conversation in normal form; references are replaced by messages
     model: str = "default"
     sampling: Json = field(default_factory=dict)  # the GenerationHyperparameters that the agent set
     tools: list[Json] = field(default_factory=list)  # functions, in the form of chat completions
     tool_choice: str = "auto"  # "auto", "none", "required" or the name of one of `tools`
-    callable_tools: list[Json] = field(default_factory=list)  # those of `tools` that the reply may call
-    parent: Any = None  # the interaction that the client names as the one that this request continues
+    callable_tools: list[Json] = field(default_factory=list)  # the tools that the reply may call
+    parent: Any = None  # the interaction that this request continues, if the client has named one
     template_kwargs: Json = field(default_factory=dict)  # additional variables of the chat template
     n: int = 1  # number of answers
     logprobs: bool = False  # whether the reply contains the logprobs of the sampled tokens
@@ -109,7 +109,8 @@ class AgentRequest:
     def template_key(self) -> str:
         """Return the template's variables and the tools as one text. The prompt depends on this text and the messages.
 
-        A turn reuses its parent's tokens only if both keys are equal. Raises Refusal if a value is nested too deeply.
+        A turn reuses its parent's tokens only if the turn and the parent have the same key. Raises Refusal if a value
+        is nested too deeply.
         """
         return write_json(self.template_kwargs, "chat_template_kwargs") + write_json(self.tools, "tools")
 
@@ -157,7 +158,7 @@ def canonical(message: Message) -> tuple:
 
 
 def _tool_call(raw: Any, where: str) -> Json:
-    """Return a tool call in normal form. The arguments become an object, but text that is not JSON stays text.
+    """Return a tool call in normal form. Arguments in JSON become an object, and arguments that are not JSON stay text.
 
     Raises Refusal if the name of the function is missing or the call's id is not a string.
     """
@@ -291,7 +292,7 @@ def _shared(body: Json, tools: list[Json], form: Json, effort: str | None, most_
 
 
 def _sampling(body: Json) -> Json:
-    """Return the GenerationHyperparameters that the body sets, and the number of answers as `n`.
+    """Return the body's sampling parameters, as fields of GenerationHyperparameters, and the number of answers as `n`.
 
     Raises Refusal if a parameter is not valid.
     """
@@ -324,7 +325,7 @@ def _schema(form: Json) -> dict[str, str]:
     if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
         raise Refusal("response_format: type text, json_object, or json_schema with a schema is needed")
     write_json(schema, "response_format.schema")  # raises Refusal if the schema is nested too deeply
-    return {"json_schema": json.dumps(schema)}  # in the caller's order, in which a grammar generates the keys
+    return {"json_schema": json.dumps(schema)}  # keeps the caller's order of keys, in which a grammar generates them
 
 
 def _tools(body: Json, tool_type: str) -> list[Json]:
@@ -349,7 +350,7 @@ def _tools(body: Json, tool_type: str) -> list[Json]:
 
 
 def _tool_choice(raw: Any, tools: list[Json]) -> tuple[str, list[Json]]:
-    """Return a tool_choice of any protocol as "auto", "none", "required" or a tool's name, and the tools it allows.
+    """Return the tool choice ("auto", "none", "required" or a tool's name), and the tools that the reply may call.
 
     Examples of `raw` are "auto", {"type": "any"}, {"type": "tool", "name": "f"}, {"type": "function", "function":
     {"name": "f"}} and {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}. Raises
@@ -377,7 +378,7 @@ def _tool_choice(raw: Any, tools: list[Json]) -> tuple[str, list[Json]]:
 def _item(raw: Json, where: str, find: Find) -> Message:
     """Return one item of a Responses input as a message. Raises Refusal for an unknown type of item.
 
-    If an assistant's message consists of several items, `_join_items` joins the results.
+    An assistant's message may consist of several items; `_join_items` joins the messages that they become.
     """
     kind = raw.get("type") or "message"
     if kind == "function_call":

@@ -1,14 +1,14 @@
 r"""Turn messages into the tokens of a prompt, and turn the tokens of an answer into text while the tokens arrive.
 
 Prompts. For the first turn of a conversation, `PromptBuilder` renders the messages with the chat template. A later turn
-reuses its parent's tokens, so the text of a sampled token is not tokenised again. The prompt of a later turn is
+reuses its parent's tokens, so the text of the parent's answer is not tokenised again. The prompt of a later turn is
 
     prompt tokens of the parent + output tokens of the parent + tail
 
 The tail is the text that the template writes between the parent's answer and the next answer. To get the tail,
 `PromptBuilder` renders a short stub, [user "x", assistant SENTINEL], followed by the new messages. The tail is the text
-after SENTINEL. The time to build a prompt therefore grows only with the new messages. An example with the template of
-Qwen:
+after SENTINEL. The time to build a prompt therefore depends only on the length of the new messages. An example with the
+template of Qwen:
 
     parent's prompt    <|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n
     parent's output    Hi!<|im_end|>
@@ -18,13 +18,13 @@ The rendered tail begins with the marks that close an assistant's turn, here <|i
 marks, `PromptBuilder` removes the marks from the tail. If a length limit cut the answer, the marks stay in the tail, so
 they are part of the prompt and are not trained.
 
-Many templates change the history. For example, some templates remove old reasoning or blanks. A prompt that begins with
-the parent's tokens keeps every answer exactly as the model wrote it, so a whole conversation is one sequence for
-training. Such a prompt is correct only if the tail depends on the new messages alone. The constructor of
-`PromptBuilder` therefore compares the tails after two histories of different length. If the two tails are not equal,
-every prompt is the whole conversation, rendered again, as with the option chat_template_type "hf". If the template
-refuses the stub of one turn, only the prompt of this turn is rendered in full. The tokens of a prompt that is rendered
-in full may differ from the parent's tokens. If the tokens differ, a concat export starts a new row at this turn.
+Many templates change the history. For example, some templates remove reasoning or blanks from earlier turns. A prompt
+that begins with the parent's tokens keeps every answer exactly as the model wrote it, so a whole conversation is one
+sequence for training. Such a prompt is correct only if the tail depends on the new messages alone. The constructor of
+`PromptBuilder` therefore compares the tails after two histories of different length. If the two tails differ, the whole
+conversation is rendered again for every prompt, as with the option chat_template_type "hf". If the template refuses the
+stub of one turn, only the prompt of this turn is rendered in full. A prompt that is rendered in full may not begin with
+the parent's tokens. In that case a concat export starts a new row at this turn.
 
 Text. `TextReader.read` returns only text that no later token can change. The reader holds back incomplete characters
 and text that may be the beginning of a stop string. The text of a token may depend on the tokens before it, because
@@ -35,8 +35,8 @@ An opening is the beginning of an answer that the prompt already contains, so th
 a <think> at the end of the prompt and the first words of a forced tool call. The text of an answer includes the
 opening.
 
-Where a template would shorten the history, a prompt of reused tokens keeps the full history. The module does not
-promise that the model copes with the full history.
+A prompt of reused tokens keeps the full history, even if the template would shorten it. The module does not check
+whether the model can handle the full history.
 """
 
 import contextlib
@@ -56,10 +56,10 @@ from calls.tools import without_partial
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
-REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # errors of a template that refuses
-PART = 2**16  # characters of a part of a text that is much longer than the context
-INCOMPLETE = 3  # an incomplete character has at most this many bytes, and no more tokens or U+FFFD than bytes
-WITHOUT_TEXT = 16  # more tokens than this without text can only be special tokens, so the reader settles them
+REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # what a template that refuses raises
+PART = 2**16  # a text much longer than the context is tokenised in parts of this many characters
+INCOMPLETE = 3  # maximum number of bytes of an incomplete character, and so of its tokens and its U+FFFD
+WITHOUT_TEXT = 16  # if more tokens than this have no text, they are special tokens, and the reader settles them
 
 
 class PromptBuilder:
@@ -99,7 +99,7 @@ class PromptBuilder:
     def _tail(self, new: list[Message], variables: dict[str, Any], before: Iterable[Message] = ()) -> list[int]:
         """Return the tokens that the template writes between an assistant's answer and the next answer.
 
-        The messages `new` come between the two answers, and the messages `before` come before the stub. Raises Refusal
+        `new` are the messages between the two answers. `before` are messages that come before the stub. Raises Refusal
         if the template does not accept the messages.
         """
         _, found, tail = self._render([*before, *STUB, *new], variables).partition(SENTINEL)
@@ -117,7 +117,10 @@ class PromptBuilder:
         return tail
 
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
-        """Return the messages as the template's text. Raises Refusal if the template refuses them in every form."""
+        """Return the text that the template makes of the messages.
+
+        Raises Refusal if the template refuses every form of them.
+        """
         options = {"tokenize": False, "add_generation_prompt": True} | variables
         try:
             return self._tokenizer.apply_chat_template(messages, **options)
@@ -130,13 +133,13 @@ class PromptBuilder:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without the special token that some tokenizers put at the beginning.
 
-        A text that probably exceeds the context is tokenised in parts. If the parts exceed the context, the result ends
-        there, and the engine refuses the prompt.
+        A text that probably exceeds the context is tokenised in parts. When the parts are longer than twice the
+        context, the rest of the text is left out, because the engine refuses such a prompt anyway.
         """
         context, tokens = self._context_length or len(text), []
         for begin in range(0, len(text), PART) if len(text) > 4 * context else ():
             tokens += self._tokenizer.encode(text[begin : begin + PART], add_special_tokens=False)
-            if len(tokens) > 2 * context:  # more than the whole text has, even if each cut adds some tokens
+            if len(tokens) > 2 * context:  # the prompt is too long, even if each cut has added some tokens
                 return tokens
         return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -145,7 +148,7 @@ def other_forms(messages: list[Message]) -> list[list[Message]]:
     """Return copies of the messages, each with the tool calls in a form that some templates need.
 
     Mistral's templates need ids of nine letters or digits. DeepSeek's templates need arguments as text, not an object.
-    A copy that equals `messages` is left out.
+    Copies that are identical to `messages` are left out.
     """
     short, texts = copy.deepcopy(messages), copy.deepcopy(messages)
     ids = [(call, "id") for message in short for call in message.get("tool_calls", ())]
@@ -158,14 +161,14 @@ def other_forms(messages: list[Message]) -> list[list[Message]]:
 
 
 class TextReader:
-    """Turns the tokens of one answer into text: `read` while the tokens arrive, `whole` when the answer is complete.
+    """Turns the tokens of one answer into text, with `read` while the tokens arrive and `whole` when all have arrived.
 
         tokens      a  b  c | d  e  f | g  h
                       context         ^ settled
 
     The text of the tokens before `settled` can no longer change. The tokens from `settled` on are pending. The context
-    is the last group of settled tokens that has text. Every `read` decodes the context and the pending tokens together.
-    The decoder writes U+FFFD for the bytes of an incomplete character.
+    is the last group of tokens that were settled together and whose text is not empty. Every `read` decodes the context
+    and the pending tokens together. The decoder writes U+FFFD for the bytes of an incomplete character.
     """
 
     def __init__(self, tokenizer: Any, gconfig: Any, opening: str = "", special_tokens: bool = False) -> None:
@@ -187,7 +190,7 @@ class TextReader:
     def read(self, tokens: list[int]) -> str:
         """Return the text of `tokens` that no later token can change.
 
-        The next call must pass the same tokens, followed by any new tokens.
+        Each call must pass all tokens so far: those of the previous call, then the new tokens.
         """
         pending = self._without_end(tokens)[self._settled :]
         fresh = self._text_behind_context(pending)
@@ -197,7 +200,8 @@ class TextReader:
         if held_back:  # an incomplete character may begin in any of the last three tokens, so these stay pending
             pending = pending[:-INCOMPLETE]
             fresh = self._text_behind_context(pending)
-        # Settle these tokens only if their text is certain. Tokens that end inside a character have no certain text.
+        # Settle these tokens only if their text is certain. The text of tokens that end inside a character is not
+        # certain.
         if certain.startswith(fresh) and (fresh or len(pending) > WITHOUT_TEXT):
             self._text += fresh
             self._settled += len(pending)
@@ -237,7 +241,7 @@ def mend_byte_tokens(tokenizer: Any, tokens: list[int]) -> list[int]:
     """Replace every byte token that is not valid UTF-8 with the byte tokens of U+FFFD.
 
     Some tokenizers have a token for each byte, like <0x0A>. The decoder of such a tokenizer reads consecutive byte
-    tokens as one text. One invalid byte would make this whole text unreadable.
+    tokens as one text. A single invalid byte would make this whole text unreadable.
     """
     pieces: list[str] = []
     known = filter(None, tokenizer.convert_ids_to_tokens(tokens))

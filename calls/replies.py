@@ -2,7 +2,8 @@
 
 An `Answer` holds the sampled tokens of one answer, and the text, reasoning and tool calls that the tokens contain. For
 each protocol, a function `render_...` returns the body of a whole reply, and a subclass of `Stream` returns the events
-of a streamed reply. If a helper of an official SDK joins the events of a stream, the result equals the whole reply.
+of a streamed reply. The official SDKs have helpers that join the events of a stream; the result is identical to the
+whole reply.
 
     chat        a chunk with the role; chunks with reasoning and text; a chunk for each call; a chunk with
                 finish_reason; a chunk with the token counts, if the agent requested them; [DONE]
@@ -13,23 +14,23 @@ of a streamed reply. If a helper of an official SDK joins the events of a stream
 
 How a stream is made. A `Stream` returns the events of one answer as bytes, which the proxy sends. `start` returns the
 events before the first token. While the answer grows, `grow` receives the parts that no later token can change
-(`certain` in tools.py), and returns the events that send the text added since the last call. When the answer is
+(`certain` in tools.py). It returns the events that send the text added since the last call. When the answer is
 complete, `finish` returns the events that send the rest, such as the tool calls. When all answers of a reply are
 complete, `end` returns the reply's last events.
 
     start -> message_start      grow("Let") -> content_block_start, delta "Let"      grow("Let me") -> delta " me"
 
-Ids. Every id is made from the interaction's id, so an agent can refer to each item. The tool calls of chatcmpl-<x> have
-the ids call_<x>_0 and call_<x>_1. The items of resp_<x> are rs_<x> (reasoning), msg_<x> (text) and fc_<x>_0 (tool
-call).
+Ids. The ids of tool calls and items are made from the interaction's id, so an agent can refer to each of them. The tool
+calls of chatcmpl-<x> have the ids call_<x>_0 and call_<x>_1. The items of resp_<x> are rs_<x> (reasoning), msg_<x>
+(text) and fc_<x>_0 (tool call).
 
-Strict clients. Some clients fail if a reply lacks a role, index, usage or created_at, so every reply has those of these
-keys that its protocol defines. Some clients fail if the value of a key is null, so a reply leaves out such a key. Only
-the `content` of a chat message that consists of tool calls may be null. Anthropic's clients need an `event:` line, so
-every event of Anthropic's protocol has an `event:` line.
+Strict clients. Some clients fail if a reply lacks a role, index, usage or created_at, so a reply never leaves out such
+a key if its protocol defines the key. Other clients fail if a key is null, so keys without a value are left out. There
+is one exception: a chat message that consists of tool calls has `content: null`. Anthropic's clients need an `event:`
+line, so every event of Anthropic's protocol has an `event:` line.
 
-The module does not promise annotations, citations, refusals or counts of cached tokens: these fields are empty or 0.
-The signatures of reasoning are placeholders.
+Annotations, citations, refusals and counts of cached tokens are not supported: these fields are empty or 0. The
+signature of a reasoning block is a placeholder.
 """
 
 import json
@@ -43,7 +44,7 @@ from calls.tools import Parsed
 from inference.io_struct import ModelResponse
 
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-# kind of part -> (beginning of the type of Anthropic's delta, as in thinking_delta; the delta's key for the new text)
+# kind of part -> (prefix of Anthropic's delta type, such as "thinking" in thinking_delta; the delta's key for new text)
 BLOCK_DELTAS = {"reasoning": ("thinking", "thinking"), "text": ("text", "text"), "call": ("input_json", "partial_json")}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}  # finish_reason -> stop_reason
 Part = tuple[str, Any]  # ("reasoning", text), ("text", text) or ("call", tool call)
@@ -95,14 +96,14 @@ class Answer:
     def parts(self) -> list[Part]:
         """Return the reasoning, the text and the tool calls, in this order.
 
-        An answer without text and tool calls has one empty text.
+        An answer with neither text nor tool calls gets an empty text part.
         """
         empty: list[Part] = [] if self.parsed.text or self.parsed.calls else [("text", "")]
         return parts_of(self.parsed) + empty + [("call", call) for call in self.tool_calls]
 
 
 def parts_of(parsed: Parsed) -> list[Part]:
-    """Return the reasoning and the text as parts, and leave out an empty part."""
+    """Return the reasoning and the text as parts, without empty parts."""
     return [part for part in (("reasoning", parsed.reasoning), ("text", parsed.text)) if part[1]]
 
 
@@ -129,7 +130,8 @@ def event(data: dict[str, Any]) -> bytes:
 class Stream:
     """Writes the events of one answer as bytes.
 
-    For each part, the stream sends events that begin the part, events with pieces of its text, and events that end it.
+    For each part, the stream sends events that begin the part, events with pieces of the part's text, and events that
+    end the part.
 
     `index` is the answer's position among the n answers of a chat completion.
     """
@@ -139,8 +141,8 @@ class Stream:
         self.created = int(time.time())
         # Only these three attributes change:
         self.position = 0  # index of the open part or, if no part is open, of the next part
-        self.sent: str | None = None  # already sent text of the open part; None if no part is open
-        self.logprobs: list[dict[str, Any]] = []  # entries for all sampled tokens; set when the answer is complete
+        self.sent: str | None = None  # the text of the open part that has been sent; None if no part is open
+        self.logprobs: list[dict[str, Any]] = []  # one entry per sampled token; set when the answer is complete
 
     def start(self, input_len: int) -> bytes:
         """Return the events before the first token. `input_len` is the number of tokens in the prompt."""
@@ -149,7 +151,7 @@ class Stream:
     def grow(self, parts: list[Part], whole: bool = False) -> bytes:
         """Return the events that send the text added to the answer since the last call, or b"" if nothing is new.
 
-        `parts` are all parts of the answer so far, including those that were sent. If `whole` is true, the answer is
+        `parts` are all parts of the answer so far, including those already sent. If `whole` is true, the answer is
         complete. If `whole` is false, the last part stays open for more text.
         """
         frames = b""
@@ -186,7 +188,10 @@ class Stream:
         return b""
 
     def _piece(self, part: str, value: Any, piece: str) -> bytes:
-        """Return the event that sends a piece of a part. A tool call is one piece, which every client accepts."""
+        """Return the event that sends a piece of a part.
+
+        A tool call is sent whole, because every client accepts that.
+        """
         raise NotImplementedError
 
     def _close(self, part: str, value: Any) -> bytes:
@@ -195,7 +200,7 @@ class Stream:
 
 
 def openai_error(status: int, message: str, code: str = "") -> dict[str, Any]:
-    """Return the body of an error in OpenAI's protocols. `code` is OpenAI's name of the error, if it has one."""
+    """Return the body of an error in OpenAI's protocols. `code` is OpenAI's code for the error, or ""."""
     kind = ERRORS.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind} | without_empty(code=code)}
 
@@ -279,7 +284,7 @@ def render_responses(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]
 def response_head(ask: AgentRequest, interaction_id: str, status: str) -> dict[str, Any]:
     """Return a response without output.
 
-    A stream sends this response three times, so `tools` stays empty to keep the response short.
+    `tools` stays empty to keep the response short, because a stream sends the response three times.
     """
     function = {"type": "function", "name": ask.tool_choice}
     choice: Any = ask.tool_choice if ask.tool_choice in ("auto", "none", "required") else function
@@ -372,7 +377,7 @@ def message_head(ask: AgentRequest, interaction_id: str, read: int, written: int
 
 
 def message_block(part: str, value: Any, signature: str = "") -> dict[str, Any]:
-    """Return a part of an answer as a block of an Anthropic message. A signature of reasoning is a placeholder."""
+    """Return a part of an answer as a block of an Anthropic message. Reasoning gets a placeholder as signature."""
     if part == "call":
         name, arguments = value["function"]["name"], json.loads(value["function"]["arguments"])
         return {"type": "tool_use", "id": value["id"], "name": name, "input": arguments}

@@ -2,7 +2,7 @@
 
 Each episode has one session, and each session needs one grant to start. The dispatcher decides when an episode may
 start, and the grant tells the proxy of this decision. If a session fails to start, its grant stays for the next try. An
-unused grant lapses after GRANT_SECONDS, so the grants of failed starts do not add up.
+unused grant lapses after GRANT_SECONDS, so the unused grants of failed starts do not accumulate.
 
     state      | meaning
     -----------+-----------------------------------------------------------------------------
@@ -10,16 +10,16 @@ unused grant lapses after GRANT_SECONDS, so the grants of failed starts do not a
     ended      | the session takes no more calls and waits for its export
     forgotten  | the session was exported or discarded after its end, or it was idle for too long
 
-A session is idle while no answer is being generated and no request arrives. With a timeout of 3600 seconds, a session
-whose last answer was complete at 12:00 expires at 13:00. The proxy has no timer: it looks for expired sessions whenever
-a session starts or a request contains a session id. When the proxy forgets a session, the session's conversation tree
-is lost.
+A session is idle while none of its answers is being generated and no request for it arrives. For example, with a
+timeout of 3600 seconds, a session that becomes idle at 12:00 expires at 13:00. The proxy has no timer: it looks for
+expired sessions whenever a session starts or a request contains a session id. When the proxy forgets a session, the
+session's conversation tree is lost.
 
 A session also contains the turn of each earlier request, so that turn.py can recognise a client's retry.
 
-The methods of `SessionTable` do no input or output. They get the time from the function `clock`.
+The methods of `SessionTable` do no input or output, and get the time from the function `clock`.
 
-The module does not promise that an ended session is exported: a session that is not exported in time is forgotten.
+A session that has ended is also forgotten if it is not exported before its timeout.
 """
 
 import secrets
@@ -54,7 +54,7 @@ class Session:
 
 
 class SessionTable(OrderedDict[str, Session]):
-    """The open and ended sessions by their ids, the longest idle first, and the grants for new sessions."""
+    """The grants for new sessions, and the open and ended sessions by id, ordered by last use, oldest first."""
 
     def __init__(self, timeout: float, clock: Callable[[], float], side_patterns: Collection[str] = ()) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class SessionTable(OrderedDict[str, Session]):
         return session
 
     def open(self, session_id: str) -> Session:
-        """Return a session that takes calls. Raises Refusal 404 for an unknown session, 410 for an ended session."""
+        """Return an open session. Raises Refusal 404 for an unknown session, 410 for an ended session."""
         session = self.find(session_id)
         if session.ended:
             raise Refusal("session: it has ended and takes no more work; start a new one", 410)

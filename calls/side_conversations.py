@@ -1,8 +1,8 @@
 """Find side conversations: calls that a client program makes for its own purposes while an agent works on the task.
 
 For example, Claude Code and opencode ask the model for a title of the conversation. Such a call belongs to the agent's
-session, but the call's output does not help to solve the task. If the title request were the session's last call, the
-reward for the agent's work would go to the title.
+session, but the call's output does not help to solve the task. If the title request is the last call of the session,
+the reward for the agent's work must not go to the title.
 
 The rule. A finished interaction is a *suspect* if conditions 1 and 2 hold:
 
@@ -11,20 +11,20 @@ The rule. A finished interaction is a *suspect* if conditions 1 and 2 hold:
 
 A suspect is a side conversation if condition 3 also holds:
 
-    3. Some interactions of the session are not suspects, and all of these begin with a different first message.
+    3. The session has interactions that are not suspects, and none of them has the same first message as the suspect.
 
 The rule ignores the time of a call, so a title request may come before, between or after the agent's calls. An agent
-may request its final answer without tools. Such a call begins with the agent's own first message, so by condition 3 the
-call is no side conversation. A second agent may make a single call. The prompt of such a call requests no title, so by
-condition 1 the call is no suspect.
+may offer no tools in the call for its final answer. This call has the same first message as the agent's other calls, so
+condition 3 excludes it. A session may also contain a second agent that makes only one call. The prompt of this call
+does not request a title, so condition 1 excludes it.
 
-The configuration key rollout.openai.side_conversations contains the patterns, which are regular expressions. The
-patterns ignore upper and lower case. An empty list turns the rule off. If a client's title requests match no pattern,
-the list needs an additional pattern.
+The configuration key rollout.openai.side_conversations contains the patterns, which are regular expressions. The case
+of letters does not matter. An empty list turns the rule off. For a client whose title requests match no pattern, add a
+pattern to the list.
 
-A side conversation takes no reward of the session and is not trained. If the agent sets a reward by the call's id, the
-call is trained. The metric side_conversations counts the side conversations. When the first side conversation is found,
-the run prints a message.
+A side conversation is not trained, and is not given any of the session's reward. If the agent sets a reward for the
+side conversation itself, by its id, the side conversation is trained. The metric side_conversations counts the side
+conversations. When the first side conversation is found, the run prints a message.
 """
 
 import re

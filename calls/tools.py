@@ -5,11 +5,11 @@ expects the form of Qwen and Hermes:
 
     <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
-Tool calls. The JSON between <tool_call> and the next </tool_call> is a call if the JSON contains the name of an offered
-tool, and arguments that are an object. Everything else is text: a call without an end mark, broken JSON, an unknown
-tool. A model's mistake therefore never makes a request fail, and the agent sees the mistake. The parser drops blank
-space around the reasoning and before a call. The agent sends the text back in the next request, and the proxy compares
-the two texts. The parser therefore leaves a text without calls unchanged.
+Tool calls. The JSON between <tool_call> and the next </tool_call> is a call if its name is the name of an offered tool
+and its arguments are an object. Everything else is text: a call without an end mark, broken JSON, an unknown tool. A
+model's mistake therefore never makes a request fail, and the agent sees the mistake. The parser drops blank space
+around the reasoning and before a call. A text without calls stays unchanged, because the agent sends the text back in
+its next request and the proxy compares the two.
 
 Streams. `certain` returns the part of an unfinished text that no continuation can change:
 
@@ -29,13 +29,14 @@ words, so they are not trained. The caller also puts these words before the mode
 the call: the arguments and, if there are several tools, the name. The proxy uses no grammar, so the model may still
 write broken JSON. Broken JSON stays text.
 
-Other forms. If the tokenizer has a response template (a feature of transformers), this template parses the text. If
-`tool_call_parser` is not in `HERMES`, it is the name of a parser of SGLang, which must be installed. SGLang's parser is
-used only if tools are offered. In both forms, a call cannot be forced, and no text is certain before the end. A
-response template parses every answer as if it were the answer to the conversation's first message. If the model ends
-its turn with a token that is not the tokenizer's eos_token, stop_token_ids must contain this token.
+Other forms. If the tokenizer has a response template (a feature of transformers), this template parses the text. A
+`tool_call_parser` that is not in `HERMES` is the name of one of SGLang's parsers, and SGLang must be installed.
+SGLang's parser is used only if tools are offered. With a response template or SGLang's parser, a call cannot be forced,
+and no text is certain before the answer is complete. A response template parses every answer as if it were the answer
+to the conversation's first message. If the model ends its turn with a token that is not the tokenizer's eos_token,
+stop_token_ids must contain this token.
 
-The module does not promise to repair mistakes in a model's text.
+The parser does not repair mistakes in a model's text.
 """
 
 import functools
@@ -73,7 +74,7 @@ class Parsed:
 
 
 def without_partial(text: str, marks: list[str]) -> str:
-    """Return `text` without the beginning of a mark with which it ends: for the mark "<tool>", "1 <to" becomes "1 "."""
+    """Cut off the beginning of a mark at the end of `text`: for the mark "<tool>", "1 <to" becomes "1 "."""
     beginnings = [mark[:n] for mark in marks for n in range(1, len(mark))]
     held_back = max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
     return text[: len(text) - held_back]
@@ -94,8 +95,8 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     pieces: list[str] = []
     calls: list[Call] = []
     piece_begin = 0  # where the next piece of text begins
-    # No pair ends after the last end mark, so the search stops there. Without this limit, the search would scan to the
-    # end of the text for each unclosed <tool_call>, so a text with many such marks would take quadratic time.
+    # No call ends after the last </tool_call>, so the search stops there. Without this limit, the search would scan to
+    # the end of the text for each unclosed <tool_call>, and the time would be quadratic in the number of such marks.
     last = text.rfind(END_OF_CALL) + len(END_OF_CALL)
     for pair in PAIR.finditer(text, 0, last):
         call = read_call(pair[1], names)
@@ -107,7 +108,7 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     return "".join(pieces), calls
 
 
-@functools.lru_cache(4096)  # a stream parses its text again at each new token, but decodes the JSON of a call only once
+@functools.lru_cache(4096)  # a stream parses its whole text at each new token; the cache avoids decoding a call again
 def read_call(body: str, names: frozenset[str]) -> Call | None:
     """Return the call that `body` contains, or None if `body` is not a valid call of a tool in `names`."""
     try:
@@ -142,7 +143,7 @@ class OutputParser:
         return self.special_tokens or (self._sglang is not None and bool(tools))
 
     def parse(self, text: str, tools: Tools) -> Parsed:
-        """Return the parts of a whole text. A call of a tool that is not in `tools` stays text. Never raises."""
+        """Return the parts of a complete text. A call of a tool that is not in `tools` stays text. Never raises."""
         if self.foreign(tools):
             try:
                 return self._parse_foreign(text, tools)
@@ -169,7 +170,10 @@ class OutputParser:
         return Parsed(beside_calls.rstrip(), reasoning)
 
     def begun(self, prompt: str) -> str:
-        """Return <think> if the prompt ends with <think>, else "". The text for `parse` must begin with the result."""
+        """Return <think> if the prompt ends with <think>, else "".
+
+        The text for `parse` must begin with what `begun` returns.
+        """
         return THINK if prompt.rstrip().endswith(THINK) and not self.special_tokens else ""
 
     def opening(self, tool_choice: str, tools: Tools, begun: str) -> str:
@@ -184,7 +188,7 @@ class OutputParser:
             raise Refusal("tool_choice: this model's form of tool calls cannot be forced; use auto")
         names = [tool["function"]["name"] for tool in tools] if tool_choice == "required" else [tool_choice]
         end_of_reasoning = f"{END_OF_THINK}\n\n" if begun else ""
-        name = f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"'  # the model chooses among several
+        name = f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"'  # the model chooses one of several
         return f'{end_of_reasoning}{CALL}\n{{"name": {name}'
 
     def _parse_foreign(self, text: str, tools: Tools) -> Parsed:

@@ -2,8 +2,9 @@
 
     enter the call in the tree -> generate the answers -> store the answers in the tree -> send the reply
 
-Order. The tree contains an interaction before the proxy sends the first byte of the reply. The interaction contains its
-tokens before the last byte is sent. A client that has read a reply can therefore continue or reward the turn at once.
+Order. The interaction is added to the tree before the proxy sends the first byte of the reply, and its tokens are
+stored before the proxy sends the last byte. A client that has read a reply can therefore continue or reward the turn at
+once.
 
 States. Each turn runs as an asyncio task. A connection that waits for the turn's reply is a listener of the turn.
 
@@ -23,21 +24,22 @@ abandoned, the server stops generating. The tokens that an abandoned turn has al
 the client has read them. A replaced turn stays only if a later turn continues it.
 
 Retries. A client repeats a request if the connection times out or the reply has a 5xx status. The SDKs of OpenAI and
-Anthropic mark such a request with the header x-stainless-retry-count. Two turns are equal if they belong to one session
-and their requests have equal bodies, byte by byte. `match_retry` applies the first rule that fits a request:
+Anthropic mark such a request with the header x-stainless-retry-count. Two turns are called identical if they belong to
+the same session and the bodies of their requests have the same bytes. `match_retry` applies the first rule that fits a
+request:
 
-    1. If an equal turn is unread, failed or abandoned, the request is a retry of that turn.
-    2. If the header marks a retry, the request is a retry of a running equal turn. If no equal turn is running, the
-       request is a retry of the last equal turn.
-    3. In all other cases the request is a new call. An agent that sends the same body twice therefore gets two samples.
+    1. If an identical turn is unread, failed or abandoned, the request is a retry of that turn.
+    2. If the header marks a retry, the request is a retry of an identical turn that is still running. If none is
+       running, the request is a retry of the last identical turn.
+    3. In all other cases the request is a new call. An agent that sends the same body twice therefore gets two answers.
 
 A retry gets the reply of its turn. A failed or abandoned turn has no reply, so a new turn replaces the old turn.
 
 Example. An agent sends a call and hangs up after 10 seconds. The turn becomes abandoned, and the server stops
-generating. The agent sends an equal body again. By rule 1 the request is a retry, so the abandoned turn becomes
-replaced, and the proxy generates a new turn. Training sees one turn and not two.
+generating. The agent sends the same body again. By rule 1 the request is a retry, so the abandoned turn becomes
+replaced, and the proxy generates a new turn. Only the new turn is trained.
 
-The module does not promise that a turn outlives its session: the end of a session stops all turns of the session.
+A turn does not outlive its session: when a session ends, all its running turns stop.
 """
 
 import asyncio
@@ -61,7 +63,7 @@ from calls.tools import OutputParser
 from inference.io_struct import ModelRequest, ModelResponse
 from inference.wire import EngineError
 
-PING_SECONDS = 15.0  # seconds of silence after which a stream sends a comment, so that the client keeps waiting
+PING_SECONDS = 15.0  # a stream sends a comment after this many seconds without events, so the client keeps waiting
 
 # Four functions change a turn's state: `_run` (to finished or failed), `end_with_session` (to failed), `_listening` (to
 # abandoned or unread) and `earlier_turn` (to finished or replaced).
@@ -84,7 +86,7 @@ class Turn:
         self.state = State.RUNNING
         self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # set by `start`; returns reply and answers
         self.so_far: list[ModelResponse | None] = [None] * ask.n  # the streamed part of each answer
-        self.news = asyncio.get_running_loop().create_future()  # new tokens complete it; a new future follows
+        self.news = asyncio.get_running_loop().create_future()  # a future, done when new tokens arrive, then replaced
         self.listeners = 0  # number of connections that wait for the reply
         self.retries = 0  # number of requests that repeated this turn
 
@@ -120,7 +122,10 @@ class Turn:
     # Generation
 
     async def _run(self, engine: Any, calls: list[ModelRequest]) -> tuple[dict[str, Any], list[Answer]]:
-        """Generate all answers. Return the reply and the answers. If one answer fails, no interaction is finished."""
+        """Generate all answers.
+
+        Return the reply and the answers. If any answer fails, none of the interactions is finished.
+        """
         tasks = [asyncio.ensure_future(self._generate(engine, k, call)) for k, call in enumerate(calls)]
         try:
             answers = [self._finish(k, response) for k, response in enumerate(await asyncio.gather(*tasks))]
@@ -143,7 +148,10 @@ class Turn:
             raise
 
     async def _generate(self, engine: Any, k: int, call: ModelRequest) -> ModelResponse:
-        """Return the engine's k-th answer. If the call streams, new tokens change `so_far` and complete `news`."""
+        """Return the engine's k-th answer.
+
+        In a stream, each arrival of tokens updates `so_far` and completes `news`.
+        """
 
         def on_tokens(response: ModelResponse) -> None:
             self.so_far[k] = response
@@ -153,7 +161,7 @@ class Turn:
         return await (engine.agenerate(call, on_tokens) if self.ask.stream else engine.agenerate(call))
 
     def _finish(self, k: int, response: ModelResponse) -> Answer:
-        """Parse the k-th answer and store the answer in the tree, which finishes the interaction."""
+        """Parse the k-th answer, and finish its interaction by storing the answer in the tree."""
         reader = self._reader()
         parsed = self._parser.parse(reader.whole(response.output_tokens), self.ask.callable_tools)
         if parsed.calls and response.stop_reason == "stop":
@@ -169,8 +177,8 @@ class Turn:
     async def _listening(self, request: Request) -> AsyncIterator[asyncio.Future]:
         """Count the caller as a listener, and yield a future that is done when the caller hangs up.
 
-        When the last listener leaves, a running turn becomes abandoned and the generation stops. If the last listener
-        hangs up, a finished turn becomes unread.
+        If the last listener leaves while the turn is running, the turn becomes abandoned and the generation stops. If
+        the last listener hangs up after the turn has finished, the turn becomes unread.
         """
         hangup = asyncio.ensure_future(request.receive())  # the body has been read, so only a disconnect can follow
         self.listeners += 1
@@ -232,7 +240,7 @@ class Turn:
                     raise  # an unexpected error also goes to the log of the proxy
 
     def _new_events(self, streams: list[Stream], readers: list[TextReader]) -> bytes:
-        """Return the events that send newly certain text, which no later token can change, or b"" if nothing is new."""
+        """Return the events for the text that has become certain since the last call, or b"" if there is none."""
         frames = b""
         for stream, reader, response in zip(streams, readers, self.so_far):
             if response is not None:
@@ -246,9 +254,9 @@ class Turn:
 
 
 def match_retry(equal: list[Turn], says_so: bool) -> Turn | None:
-    """Return the turn of which a request is a retry, or None for a new call.
+    """Return the turn that a request retries, or None for a new call.
 
-    The three rules at the top of this module decide. `equal` contains the session's earlier turns with an equal body.
+    The three rules at the top of this module decide. `equal` contains the session's earlier turns with the same body.
     `says_so` is true if the request's header marks a retry.
     """
     for turn in equal:
@@ -279,10 +287,10 @@ def earlier_turn(session: Session, body: bytes, says_so: bool) -> Turn | None:
 
 
 class EventStream(StreamingResponse):
-    """Sends server-sent events. At the end of the connection, the generator of the events is always closed.
+    """Sends server-sent events. The generator of the events is always closed at the end.
 
-    When the client hangs up, Starlette's own class cancels the generator. `Turn.events` notices the hang-up itself, so
-    this class lets the generator end by itself.
+    Starlette's own class would cancel the generator when the client hangs up. This class does not cancel the generator,
+    because `Turn.events` notices the hang-up and ends by itself.
     """
 
     media_type = "text/event-stream"
