@@ -42,6 +42,7 @@ agents: .venv-agents/ready     ## test the example agents, in a separate venv wi
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: python3 is too old, 3.11 or newer is needed: make PYTHON=python3.12")'
+	@echo "installing the packages of pyproject.toml and constraints.txt into $(VENV): it is missing, or older than these files"
 	$(PYTHON) -m venv $(VENV)
 	@# If the index has a CPU build of the pinned torch, pip takes this build, because torch is installed first.
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch

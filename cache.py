@@ -61,7 +61,7 @@ class InteractionWithTokenLogpReward:
     tools: list[dict[str, Any]] = field(default_factory=list)  # tools offered to the model, in chat-completions format
     model_response: ModelResponse | None = None
     output_message_list: list[Message] = field(default_factory=list)
-    completion: dict[str, Any] | None = None  # the reply as the agent received it
+    reply: dict[str, Any] | None = None  # the reply as the agent received it
     reward: float | None = None  # the turn's own reward; apply_reward_discount replaces it with the final reward
     parent: "InteractionWithTokenLogpReward | None" = None  # InteractionCache sets it, unless the client names one
     # InteractionCache sets the following fields:
@@ -81,6 +81,15 @@ class InteractionWithTokenLogpReward:
         if self.model_response is None:
             raise ValueError(f"interaction {self.interaction_id!r} is unfinished: it has no tokens")
         return self.model_response
+
+    @property
+    def completion(self) -> Any:
+        """The reply as an object of OpenAI's SDK, or None for a reply of Messages and for an unfinished call."""
+        from openai.types import chat, responses  # not at the top, because the proxy starts faster without the SDK
+
+        kinds: dict[Any, Any] = {"chat.completion": chat.ChatCompletion, "response": responses.Response}
+        kind = kinds.get((self.reply or {}).get("object"))
+        return kind and kind.construct(**self.reply or {})
 
     @property
     def conversation(self) -> list[Message]:

@@ -107,6 +107,7 @@ class RemoteInfEngine:
         self.proxies: Servers | None = None  # the proxies of the run, which `set_version` tells of new versions
         self.executor: Any = None  # the WorkflowExecutor of training, which sets this attribute itself
         self._version = 0  # newest policy version that all servers have
+        self._sent = -1  # newest version that `update_weights` has sent
         self._servers_paused = False  # True between `pause` and `resume`
 
     # 1. Generation
@@ -222,8 +223,8 @@ class RemoteInfEngine:
         """
         g = req.gconfig
         self._check_ids(req.input_ids)
-        if g.n_samples != 1 or g.max_new_tokens < 1:
-            raise EngineError("set n_samples=1 and max_new_tokens>=1: one sample of at least 1 token", 400)
+        if g.max_new_tokens < 1:
+            raise EngineError("max_new_tokens must be at least 1", 400)
         if g.json_schema is not None and not self.has_grammar:
             raise EngineError("json_schema (response_format) is refused: a server has no grammar backend", 400)
         if self.context_length is None:
@@ -281,11 +282,13 @@ class RemoteInfEngine:
         """Send the weights of version `meta.version` to every server, from `buckets` or from disk.
 
         Call `pause` first, because a server that is not paused finishes all its requests before it changes weights.
-        Raises EngineError with the message of every server that failed.
+        Raises EngineError with the message of every server that failed, and ValueError if the version is not newer.
         """
+        if meta.version is None or meta.version <= self._sent:
+            raise ValueError(f"version {meta.version} is not newer than {self._sent}; use meta.with_version(the next)")
         # In mode in_place the paused requests still need the KV cache.
         weights.send(replace(meta, flush_cache=self.pause_mode != "in_place"), self.servers.post_all, buckets)
-        self.servers.newest = self.servers.limit = meta.version
+        self.servers.newest = self.servers.limit = self._sent = meta.version
 
     def set_version(self, version: int) -> None:
         """Record that all servers have `version`, and tell the proxies. The staleness gate may then start rollouts."""

@@ -214,7 +214,7 @@ class Proxy:
         found = self.sessions.open(session_id_of(request)).finished(request.path_params["response_id"])
         if not found:
             raise Refusal("response_id: this session has no finished response with this id", 404)
-        return reply(found.completion)
+        return reply(found.reply)
 
     # Endpoints that set a reward, end a session and export a session
 
@@ -276,6 +276,7 @@ def exported_form(interaction: Interaction) -> dict[str, Any]:
     """Return an interaction as the JSON object that the trainer receives."""
     parent = interaction.parent.interaction_id if interaction.parent else None
     row = {"tensors": interaction.to_lists(), "reward": interaction.reward, "parent": parent}
+    row |= {"reply": interaction.reply, "stop_reason": interaction.tokens.stop_reason}
     return row | {"messages": interaction.messages, "output": interaction.output_message_list}
 
 

@@ -6,6 +6,9 @@
     python train.py mode=eval model_path=DIR          evaluate the agents without training
     torchrun --nproc-per-node=4 train.py ...          train on four ranks
 
+A Python script trains with `PPOTrainer(config).train(workflow=MyAgent)`. The configuration comes from
+`run.config.load(["--config", "configs/own.yaml", ...])`. The class MyAgent is in a module of its own.
+
 The processes. The process of train.py trains the model and runs the agents' episodes in a second thread. An inference
 server generates tokens in a second process. The proxy, in a third process, turns the agents' HTTP requests into
 token-exact prompts.
@@ -31,6 +34,7 @@ creates the run's folder and ends every process. The parts of a step follow the 
 
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -42,7 +46,8 @@ from engine import RemoteInfEngine
 from inference.weights import WeightUpdateMeta, write_version
 from ppo import describe_mode
 from rollout.executor import WorkflowExecutor
-from run.command import main
+from run.command import main, open_run, record
+from run.config import TrainConfig
 from run.evaluate import evaluate
 from run.logger import Logger, describe_batch
 from run.mismatch import logp_mismatch
@@ -53,11 +58,34 @@ from training.actor import FSDPEngine, FSDPPPOActor
 
 
 class PPOTrainer:
-    """The trainer, the rollout side and the data of a run, restored from the newest checkpoint if there is one."""
+    """Trains the model of one configuration. `train` is the whole run, and `train_step` is one step of the loop."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, config: TrainConfig) -> None:
+        """Store the configuration. `train` starts every part of the run and ends every part."""
+        self.config = config
+
+    def train(self, workflow: Any = None, workflow_kwargs: dict[str, Any] | None = None) -> None:
+        """Run a whole training run. All ranks call this method.
+
+        `workflow` is an agent or a workflow in any form that `resolve_workflow` (workflow.py) accepts, and replaces the
+        configuration's. `workflow_kwargs` are the arguments of its class. Raises ConfigError if the run cannot work.
+        """
+        with open_run(self.config, workflow, workflow_kwargs) as run:
+            with run.trace.span("start"):
+                self.start(run)
+            with self.logger.live if self.logger else nullcontext():
+                for step in range(self.step + 1, run.config.max_steps + 1):
+                    self.train_step(step)
+            if self.logger:
+                with run.trace.span("end"):
+                    summarise(self.logger, run.inputs.task)
+
+    def start(self, run: Run) -> None:
         """Start every part that training needs. `run.stack` ends these parts in the reverse order."""
         self.run, config, stack = run, run.config, run.stack
+        is_first = dist.get_rank() == 0
+        if is_first:
+            print(f"{describe_mode(config.actor)}\nstarting the inference server and the proxy", flush=True)
 
         # 1. Start the inference servers and the trainer. All of them load the model at the same time.
         servers = [run.fleet.start(planned) for planned in run.servers]
@@ -76,7 +104,7 @@ class PPOTrainer:
         self.recovery = Recovery(config.run_dir, config.recover)
         self.rollout: RemoteInfEngine | NoRollout = NoRollout()
         self.evaluation: WorkflowExecutor | None = None
-        if self.actor.rank == 0:
+        if is_first:
             keep = self.recovery.groups.write if self.recovery.groups else None
             self.rollout, self.evaluation = start_rollout(run, servers, keep)
         keys = asdict(config.weight_update) | {"path": weights_folder(run)}
@@ -97,61 +125,66 @@ class PPOTrainer:
         if self.step or config.rollout.server_addrs:
             self.push_weights(self.step)
 
-    def train(self, logger: Logger | None) -> None:
-        """Run the remaining steps. Only rank 0 has a logger."""
+        # 5. Rank 0 writes the run's configuration and its results.
+        self.logger = Logger(config, self.rollout.executor) if is_first else None
+        if is_first:
+            record(config)
+            print(f"continuing after step {self.step} of {config.run_dir}\n" if self.step else "", end="", flush=True)
+
+    def train_step(self, step: int) -> None:
+        """Run one training step: consume a batch of prompt groups, and push the weights of version `step`."""
         config, inputs, trace = self.run.config, self.run.inputs, self.run.trace
         actor, ref, rollout = self.actor, self.ref, self.rollout
-        for step in range(self.step + 1, config.max_steps + 1):
-            begin, seconds = time.monotonic(), dict[str, float]()
-            is_last = step == config.max_steps
+        begin, seconds = time.monotonic(), dict[str, float]()
+        is_last = step == config.max_steps
 
-            # 1. Wait for a batch: the B prompt groups that started first, none older than eta versions, as N rows.
-            #    input_ids, loss_mask, versions, logprobs (log pi_behav) are (N, T); rewards are (N,).
-            with trace.span("rollout_wait", seconds):
-                batch = actor.prepare_batch(
-                    self.train_dataloader,
-                    workflow=inputs.workflow,
-                    should_accept_fn=config.should_accept_fn,
-                    group_size=config.rollout.group_size,
-                )
-            version = actor.get_version()
-            metrics: dict[str, Any] = {"step": step, "version": version, **describe_batch(batch, version)}
+        # 1. Wait for a batch: the B prompt groups that started first, none older than eta versions, as N rows.
+        #    input_ids, loss_mask, versions, logprobs (log pi_behav) are (N, T); rewards are (N,).
+        with trace.span("rollout_wait", seconds):
+            batch = actor.prepare_batch(
+                self.train_dataloader,
+                workflow=inputs.workflow,
+                should_accept_fn=config.should_accept_fn,
+                group_size=config.rollout.group_size,
+            )
+        version = actor.get_version()
+        metrics: dict[str, Any] = {"step": step, "version": version, **describe_batch(batch, version)}
 
-            with trace.span("train", seconds):
-                # 2. Compute log pi_prox, (N, T). pi_prox is the policy at the start of this step: the clip's centre.
-                if actor.should_compute_prox_logp():
-                    batch["prox_logp"] = actor.compute_logp(batch)
-                # 3. Compute log pi_ref, (N, T). The KL penalty keeps the policy close to pi_ref.
-                if ref is not None:
-                    batch["ref_logp"] = ref.compute_logp(batch)
-                metrics["logp_mismatch"] = logp_mismatch(batch, actor, rollout)
-                # 4. Compute the advantages A = (R - mean R of the group) / spread, (N, T).
-                actor.compute_advantages(batch)
-                # 5. Minimise the mean of -pi_prox / pi_behav * min(u A, clip(u) A), where u = pi_theta / pi_prox.
-                metrics |= actor.ppo_update(batch)
-                actor.step_lr_scheduler()
+        with trace.span("train", seconds):
+            # 2. Compute log pi_prox, (N, T). pi_prox is the policy at the start of this step: the clip's centre.
+            if actor.should_compute_prox_logp():
+                batch["prox_logp"] = actor.compute_logp(batch)
+            # 3. Compute log pi_ref, (N, T). The KL penalty keeps the policy close to pi_ref.
+            if ref is not None:
+                batch["ref_logp"] = ref.compute_logp(batch)
+            metrics["logp_mismatch"] = logp_mismatch(batch, actor, rollout)
+            # 4. Compute the advantages A = (R - mean R of the group) / spread, (N, T).
+            actor.compute_advantages(batch)
+            # 5. Minimise the mean of -pi_prox / pi_behav * min(u A, clip(u) A), where u = pi_theta / pi_prox.
+            metrics |= actor.ppo_update(batch)
+            actor.step_lr_scheduler()
 
-            # 6. Push the new weights into the servers.
-            with trace.span("sync", seconds):
-                self.push_weights(step)
+        # 6. Push the new weights into the servers.
+        with trace.span("sync", seconds):
+            self.push_weights(step)
 
-            # 7. Evaluate: run one episode for each validation prompt.
-            if self.evaluation and is_due(step, config.evaluator.interval):
-                with trace.span("evaluate"):
-                    metrics |= evaluate(self.evaluation, inputs)
-            # 8. Save the model as a Hugging Face directory.
-            if is_last or is_due(step, config.saver.interval):
-                with trace.span("save"):
-                    save_model(actor, config.run_dir / "checkpoints", step, config.saver.keep)
+        # 7. Evaluate: run one episode for each validation prompt.
+        if self.evaluation and is_due(step, config.evaluator.interval):
+            with trace.span("evaluate"):
+                metrics |= evaluate(self.evaluation, inputs)
+        # 8. Save the model as a Hugging Face directory.
+        if is_last or is_due(step, config.saver.interval):
+            with trace.span("save"):
+                save_model(actor, config.run_dir / "checkpoints", step, config.saver.keep)
 
-            # 9. Write the step's line of metrics.jsonl, then the checkpoint from which a killed run continues.
-            if logger:
-                metrics |= {"success": inputs.success(batch["rewards"].tolist()), **seconds}
-                with trace.span("log"):
-                    logger.log(batch, metrics | {"step_s": time.monotonic() - begin})
-            if self.recovery.on and (is_last or is_due(step, config.recover_interval)):
-                with trace.span("save"):
-                    self.recovery.save(step, actor, rollout.executor)
+        # 9. Write the step's line of metrics.jsonl, then the checkpoint from which a killed run continues.
+        if self.logger:
+            metrics |= {"success": inputs.success(batch["rewards"].tolist()), **seconds}
+            with trace.span("log"):
+                self.logger.log(batch, metrics | {"step_s": time.monotonic() - begin})
+        if self.recovery.on and (is_last or is_due(step, config.recover_interval)):
+            with trace.span("save"):
+                self.recovery.save(step, actor, rollout.executor)
 
     def push_weights(self, version: int) -> None:
         """Push the trainer's weights into the servers, as policy version `version`."""
@@ -171,21 +204,5 @@ def is_due(step: int, interval: int) -> bool:
     return bool(interval) and step % interval == 0
 
 
-def run_training(run: Run) -> None:
-    """Start everything, train, and print a summary. Ranks other than 0 train without printing."""
-    if dist.get_rank() != 0:
-        return PPOTrainer(run).train(None)
-    print(f"{describe_mode(run.config.actor)}\nstarting the inference server and the proxy", flush=True)
-    with run.trace.span("start"):
-        trainer = PPOTrainer(run)
-    if trainer.step:
-        print(f"continuing after step {trainer.step} of {run.config.run_dir}", flush=True)
-    logger = Logger(run.config, trainer.rollout.executor)
-    with logger.live:
-        trainer.train(logger)
-    with run.trace.span("end"):
-        summarise(logger, run.inputs.task)
-
-
 if __name__ == "__main__":
-    sys.exit(main(run_training))
+    sys.exit(main(lambda config: PPOTrainer(config).train()))

@@ -44,7 +44,7 @@ import importlib
 import inspect
 import logging
 import math
-from abc import ABC, abstractmethod
+import os
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -96,12 +96,17 @@ class workflow_context:
         return "eval-rollout" if _context.get().is_eval else "rollout"
 
 
-class RolloutWorkflow(ABC):
-    """The interface of every workflow (Rollout Workflow, "Interface")."""
+class RolloutWorkflow:
+    """The interface of every workflow (Rollout Workflow, "Interface"). A subclass overrides one of the two methods."""
 
-    @abstractmethod
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         """Run one episode on one sample. Return a trajectory, interactions, or None to reject the sample."""
+        result = await self._run_one_episode(engine, data, _context.get().name)
+        return result[0] if isinstance(result, tuple) else result
+
+    async def _run_one_episode(self, engine: Any, data: dict[str, Any], rid: str) -> Any:
+        """Run one episode named `rid`: the older form of the interface, which may add a second item to the result."""
+        raise NotImplementedError(f"{type(self).__name__} has no method arun_episode(self, engine, data)")
 
 
 def is_interactions(result: Any) -> bool:
@@ -198,7 +203,8 @@ class MultiTurnWorkflow(RLVRWorkflow):
             reward = await self.reward(turns[-1], data)
             # The text of the answer is a placeholder, because the next prompt holds the sampled tokens instead.
             answer = [{"role": "assistant", "content": "replaced by the sampled tokens"}]
-            parent = Interaction(messages, model_response=turns[-1], output_message_list=answer)
+            key = AgentRequest(messages).template_key  # equal keys: the next prompt begins with the parent's tokens
+            parent = Interaction(messages, template_key=key, model_response=turns[-1], output_message_list=answer)
             messages = [*messages, *answer, {"role": "user", "content": self.reflection_message}]
             prompt_ids = self.prompts.prompt(AgentRequest(messages), parent)
         return to_row(turns, reward * self.turn_discount ** (len(turns) - 1))
@@ -281,6 +287,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         remedy = "define its class at the top of a module, clients inside `run`, or set rollout.openai.mode=inline"
         if self.mode == "subproc":
             check_importable(self.agent, f"agent {type(self.agent).__name__}", remedy)
+        # OpenAI's SDK makes no client without a key. The URL of a session identifies the session, so any key will do.
+        os.environ.setdefault("OPENAI_API_KEY", "DUMMY")
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         if self.mode == "inline":

@@ -31,6 +31,7 @@ If a proxy dies, its sessions are lost. An `ArealOpenAI` has only one session, s
 `ArealOpenAI`.
 """
 
+import functools
 import math
 import secrets
 import sys
@@ -42,6 +43,7 @@ import openai
 import orjson
 
 from cache import Interaction, finite
+from inference.io_struct import ModelResponse
 from run.fields import Refusal
 
 TIMEOUT = httpx.Timeout(600.0).as_dict()  # seconds that one request may take
@@ -54,9 +56,9 @@ sdk_http: Any = sys.modules[_library_client.__module__.partition(".")[0]]
 
 @dataclass(eq=False)
 class ExportedInteraction(Interaction):
-    """An interaction that the proxy has exported. Its tokens are in `row`, because it has no response of the engine."""
+    """An interaction that the proxy has exported. `row` holds the tensors of the interaction, as lists."""
 
-    row: dict[str, list] = field(default_factory=dict)  # the interaction's tensors, as lists
+    row: dict[str, list] = field(default_factory=dict)
 
     def to_lists(self) -> dict[str, list]:
         """Return the exported row with this turn's current reward, which may have changed since the export."""
@@ -123,8 +125,12 @@ class OpenAIProxyClient:
         for interaction_id, exported in answer.items():
             row, messages = exported["tensors"], exported["messages"]
             interaction = ExportedInteraction(messages, interaction_id, reward=exported["reward"], row=row)
-            interaction.output_message_list = exported["output"]
+            interaction.output_message_list, interaction.reply = exported["output"], exported["reply"]
             interaction.turn = max(row["turn_ids"], default=0)
+            start = len(row["turn_ids"]) - row["turn_ids"].count(interaction.turn)  # the turn's output ends the row
+            output: list[Any] = [row[key][start:] for key in ("input_ids", "logprobs", "versions")]
+            interaction.model_response = response = ModelResponse(row["input_ids"][:start], *output)
+            response.stop_reason, response.temperature = exported["stop_reason"], row["temperatures"][-1]
             rows[interaction_id] = interaction
         for interaction_id, exported in answer.items():
             rows[interaction_id].parent = rows.get(exported["parent"])
@@ -158,6 +164,8 @@ class ArealOpenAI(openai.AsyncOpenAI):
         http_client = openai.DefaultAsyncHttpxClient(transport=sdk_http.ASGITransport(app), timeout=None)
         url = f"http://in-process/{session.session_id}/v1"
         super().__init__(base_url=url, api_key=session.session_id, http_client=http_client, max_retries=0)
+        for endpoint in list[Any]([self.chat.completions, self.responses]):  # the only model needs no name
+            endpoint.create = functools.partial(endpoint.create, model="default")
 
     def copy(self, **changes: Any) -> openai.AsyncOpenAI:  # type: ignore[override]
         """Return a client of this session with changed options, such as a timeout or headers."""

@@ -457,7 +457,7 @@ def _referred(item_id: str, find: Find) -> Message:
     The reply resp_<x> has the items rs_<x> (reasoning), msg_<x> (text) and fc_<x>_<k> (the k-th tool call).
     """
     found = find("resp_" + item_id.partition("_")[2].partition("_")[0])
-    items = [item for item in found.completion["output"] if item["id"] == item_id] if found else []
+    items = [item for item in found.reply["output"] if item["id"] == item_id] if found else []
     if not items:
         raise Refusal(f"input: item_reference: this session has no item {item_id!r}")
     return _item(items[0], "input", find)

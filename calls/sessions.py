@@ -12,8 +12,8 @@ unused grant lapses after GRANT_SECONDS, so the unused grants of failed starts d
 
 A session is idle while none of its answers is being generated and no request for it arrives. For example, with a
 timeout of 3600 seconds, a session that becomes idle at 12:00 expires at 13:00. The proxy has no timer: it looks for
-expired sessions whenever a session starts or a request contains a session id. When the proxy forgets a session, the
-session's conversation tree is lost.
+expired sessions whenever a session starts, a request contains a session id, or a client requests GET /health. When the
+proxy forgets a session, the session's conversation tree is lost.
 
 A session also contains the turn of each earlier request, so that turn.py can recognise a client's retry.
 
@@ -50,7 +50,7 @@ class Session:
     def finished(self, interaction_id: str) -> Interaction | None:
         """Return the interaction with this id whose reply is complete, or None if there is none."""
         found = self.cache.get(interaction_id)
-        return found if found and found.completion else None
+        return found if found and found.reply else None
 
 
 class SessionTable(OrderedDict[str, Session]):

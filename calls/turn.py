@@ -131,7 +131,7 @@ class Turn:
             answers = [self._finish(k, response) for k, response in enumerate(await asyncio.gather(*tasks))]
             reply = self.protocol.render(self.ask, answers)
             for answer in answers:
-                self.session.cache[answer.interaction_id].completion = reply
+                self.session.cache[answer.interaction_id].reply = reply
             self.state = State.FINISHED
             return reply, answers
         except BaseException:

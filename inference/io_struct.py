@@ -37,7 +37,7 @@ from inference.wire import EngineError
 class GenerationHyperparameters:
     """The sampling parameters of a request."""
 
-    n_samples: Annotated[int, "[1, inf)"] = 1  # samples per prompt (the group size); 1 in a request to the engine
+    n_samples: Annotated[int, "[1, inf)"] = 1  # samples per prompt (the group size); a request makes one
     max_new_tokens: Annotated[int, "[1, inf)"] = 512  # maximum number of tokens of a turn; the context may allow fewer
     temperature: Annotated[float, "[0, inf)"] = 1.0  # divides the logits before sampling; 0: greedy
     top_p: Annotated[float, "(0, 1]"] = 1.0  # sample from the likeliest tokens up to this probability; 1: from all
@@ -77,6 +77,10 @@ class ModelRequest:
     tokenizer: Any = None
     session: str | None = None
 
+    def __post_init__(self) -> None:
+        # apply_chat_template of transformers 5 returns a BatchEncoding, whose attribute `input_ids` is the list.
+        self.input_ids = getattr(self.input_ids, "input_ids", self.input_ids)
+
 
 @dataclass
 class ModelResponse:
@@ -86,7 +90,7 @@ class ModelResponse:
     "tool_calls". A segment that a pause interrupted has "abort". A segment that is still being streamed has "".
     """
 
-    input_tokens: list[int]
+    input_tokens: list[int] = field(default_factory=list)
     output_tokens: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)  # from log_softmax(logits / temperature)
     output_versions: list[int] = field(default_factory=list)  # version of the weights that computed each token

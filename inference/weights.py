@@ -73,7 +73,7 @@ class WeightUpdateMeta:
 
     mode: str = "disk"  # disk, distributed or tensor
     path: str = ""  # folder that contains the directories v{version} (mode disk)
-    version: int = 0  # policy version of the new weights
+    version: int | None = None  # policy version of the new weights; None: the next version of the trainer
     bucket_mb: float = 512.0  # largest size of a bucket in MiB (modes distributed and tensor)
     address: str = "127.0.0.1"  # address at which the servers reach rank 0 of the trainer (mode distributed)
     flush_cache: bool = True  # True if servers drop the KV cache of the old weights

@@ -99,7 +99,10 @@ class AsyncTaskRunner:
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout)
         if self._thread.is_alive():
-            logger.warning("tasks %s ignored their cancellation for %s s", sorted(self._active), timeout)
+            some = sorted(self._active)[:5]
+            logger.warning(
+                "%d tasks, such as %s, ignored their cancellation for %s s", len(self._active), some, timeout
+            )
 
     # ---- the thread
 

@@ -1,12 +1,14 @@
-"""The command line of train.py.
+"""Open a run, and the command line of train.py.
 
-`main` reads the configuration, locks the run's folder, trains or evaluates, and ends every process.
+`open_run` starts a run on every rank, and ends every part of the run. `main` reads the command line, then trains or
+evaluates.
 
     main
       join_ranks           connect the ranks of torchrun; without torchrun this process is rank 0 of 1
-      agree_on_run         rank 0 reads the configuration and locks the run's folder; all ranks get the configuration
-      start_run            write config.yaml, then train (train.py) or evaluate
-      ExitStack            end every part that was started, in the reverse order
+      agree                rank 0 reads the configuration, and all ranks get it
+      open_run             rank 0 loads the inputs, plans the servers and locks the run's folder
+        PPOTrainer.train   train (train.py); or evaluate_run: evaluate
+        ExitStack          end every part that was started, in the reverse order
       leave_ranks          disconnect the ranks
 
 After Ctrl-C, an exception or the death of a server process, the ExitStack also ends every process. The exit code is 0
@@ -19,9 +21,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,79 +41,83 @@ from run.report import write_report
 from run.start import Run
 from training.ranks import join_ranks, leave_ranks, share
 
-Train = Callable[[Run], None]  # the function that trains, which train.py passes to `main`
+
+def agree(read: Callable[[], Any]) -> Any:
+    """Return on every rank what `read()` returns on rank 0. If rank 0 refuses the configuration, every rank ends."""
+    is_first, answer = dist.get_rank() == 0, None
+    if is_first:
+        try:
+            answer = read()
+        except (ConfigError, SystemExit) as error:
+            answer = error
+    answer = share(answer)
+    if isinstance(answer, BaseException):
+        leave_ranks()
+        raise answer if is_first else SystemExit(getattr(answer, "code", 2))
+    return answer
 
 
-def read_run(argv: list[str], stack: ExitStack) -> tuple[TrainConfig, Inputs, list[Planned]]:
-    """Return the configuration, the inputs and the servers to start. `stack` holds the lock of the run's folder."""
-    config = load(argv)
+def read_run(config: TrainConfig, *agent: Any) -> tuple[Inputs, list[Planned], str]:
+    """Name the run and check its folder. Return the inputs, the servers to start, and the plan as text.
+
+    `agent` holds a workflow and its arguments, which replace the configuration's. Raises ConfigError.
+    """
     if config.trial_name == "auto":
         config.trial_name = time.strftime("%Y%m%d-%H%M%S")
     can_continue = config.mode == "eval" or (config.recover == "auto" and (config.run_dir / "recover").exists())
     if (config.run_dir / "metrics.jsonl").exists() and not can_continue:
         raise ConfigError(f"{config.run_dir} holds a run that recover=off cannot continue; give another trial_name")
-    inputs = load_inputs(config)
-    servers, plan = plan_run(config)
-    if config.dry_run:
-        print(plan)
-    else:
-        stack.enter_context(claim(config.run_dir))
-    return config, inputs, servers
+    return load_inputs(config, *agent), *plan_run(config)
 
 
-def agree_on_run(argv: list[str], stack: ExitStack) -> tuple[TrainConfig, Inputs, list[Planned]]:
-    """Call `read_run` on rank 0 and send the configuration to all ranks.
+@contextmanager
+def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
+    """Start a run on every rank. When the block ends, end every part that the run has started.
 
-    If the configuration is wrong, rank 0 raises ConfigError and every other rank ends.
+    `agent` holds a workflow and its arguments, which replace the configuration's. Raises ConfigError.
     """
-    if dist.get_rank() == 0:
+    joined = join_ranks()
+    with ExitStack() as stack:
+        loaded: list[Any] = []  # on rank 0: the inputs, the servers to start and the plan
+
+        def read() -> TrainConfig:
+            loaded.append(read_run(config, *agent))
+            stack.enter_context(claim(config.run_dir))
+            return config
+
+        config = agree(read)
+        inputs, servers, _ = loaded[0] if loaded else (load_inputs(config, *agent), [], "")
+        if config.actor.offload:  # the optimizer runs on the CPU: the ranks of a machine share the cores
+            torch.set_num_threads(max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1))
+        fleet = Fleet(config.run_dir / "logs")
+        if loaded and config.mode == "train":
+            stack.callback(write_report, config.run_dir)  # called last, when the trace is closed; also after a failure
+        stack.callback(fleet.stop)
+        traced = loaded and config.mode == "train" and config.rollout.enable_tracing
+        trace = Trace(config.run_dir / "trace.json" if traced else None)
+        stack.callback(trace.close)
         try:
-            config, inputs, servers = read_run(argv, stack)
-        except (ConfigError, SystemExit) as error:
-            share(error)
-            leave_ranks()
+            yield Run(config, inputs, servers, fleet, trace, stack)
+        except BaseException as error:
+            trace.mark("end", error=repr(error))
+            if isinstance(error, Exception):
+                fleet.raise_death(error)  # a refused connection may come from the death of a server process
             raise
-        share(config)
-        return config, inputs, servers
-    answer = share(None)
-    if isinstance(answer, BaseException):
+    if joined:
         leave_ranks()
-        raise SystemExit(getattr(answer, "code", 2))
-    return answer, load_inputs(answer), []
 
 
-def start_run(config: TrainConfig, inputs: Inputs, servers: list[Planned], stack: ExitStack, train: Train) -> None:
-    """Write the resolved configuration, then train or evaluate. `stack` ends every part that the run starts."""
-    run_dir, is_first, training = config.run_dir, dist.get_rank() == 0, config.mode == "train"
-    if config.actor.offload:  # the optimizer runs on the CPU: the ranks of a machine share the cores
-        torch.set_num_threads(max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1))
-    fleet = Fleet(run_dir / "logs")
-    if is_first and training:
-        stack.callback(write_report, run_dir)  # called last, when the trace is closed; also after a failure
-    stack.callback(fleet.stop)
-    trace = Trace(run_dir / "trace.json" if is_first and training and config.rollout.enable_tracing else None)
-    stack.callback(trace.close)
-    if is_first:
-        path = run_dir / ("config.yaml" if training else "eval.yaml")
-        if training and (changes := changed(path, config)):
-            print(f"the configuration of this run changes: {', '.join(changes)}")
-        keys = asdict(config)
-        del keys["rollout"]["server_key"]  # no file of the run shows the servers' key
-        OmegaConf.save({**keys, "revision": revision()}, path)
-    run = Run(config, inputs, servers, fleet, trace, stack)
-    try:
-        if training:
-            train(run)
-        elif is_first:
-            evaluate_run(run)
-    except BaseException as error:
-        trace.mark("end", error=repr(error))
-        if isinstance(error, Exception):
-            fleet.raise_death(error)  # a refused connection may come from the death of a server process
-        raise
+def record(config: TrainConfig) -> None:
+    """Write the resolved configuration to the run's folder, and print what has changed since the run's last start."""
+    path = config.run_dir / ("config.yaml" if config.mode == "train" else "eval.yaml")
+    if config.mode == "train" and (changes := changed(path, config)):
+        print(f"the configuration of this run changes: {', '.join(changes)}")
+    keys = asdict(config)
+    del keys["rollout"]["server_key"]  # no file of the run shows the servers' key
+    OmegaConf.save({**keys, "revision": revision()}, path)
 
 
-def main(train: Train, argv: list[str] | None = None) -> int:
+def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) -> int:
     """Run train.py with the arguments `argv` and return the exit code. In mode=train, `main` calls `train`.
 
     The default of `argv` is the command line of this process.
@@ -121,20 +128,26 @@ def main(train: Train, argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # else a shell's background job ignores Ctrl-C
     if os.environ.get("RANK", "0") == "0":  # other ranks start no processes: SIGTERM may kill them at once
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with ExitStack() as stack:  # the block prints an error before the stack ends the processes
-        try:
-            join_ranks()
-            config, inputs, servers = agree_on_run(sys.argv[1:] if argv is None else argv, stack)
-            if not config.dry_run:
-                start_run(config, inputs, servers, stack, train)
-        except (ConfigError, ProcessDied) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2 if isinstance(error, ConfigError) else 1
-        except KeyboardInterrupt:
-            print("interrupted; ending every process of the run", file=sys.stderr)
-            return 130
-        except Exception:  # any other failure of the run: print the traceback and end with code 1
-            traceback.print_exc()
-            return 1
+    try:
+        join_ranks()
+        config = agree(lambda: load(sys.argv[1:] if argv is None else argv))
+        if config.dry_run:
+            agree(lambda: print(read_run(config)[2]))
+        elif config.mode == "train":
+            train(config)
+        else:
+            with open_run(config) as run:
+                if dist.get_rank() == 0:
+                    record(config)
+                    evaluate_run(run)
+    except (ConfigError, ProcessDied) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("interrupted; every process of the run has ended", file=sys.stderr)
+        return 130
+    except Exception:  # any other failure of the run: print the traceback and end with code 1
+        traceback.print_exc()
+        return 1
     leave_ranks()
     return 0

@@ -56,7 +56,7 @@ class OpenAIConfig:
     export_style: Literal["individual", "concat"] = "concat"  # one training row per turn, or per whole conversation
     tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's, else qwen
     reasoning_parser: str | None = None  # format of the model's reasoning; default: <think> ... </think>
-    side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # patterns of calls that are not trained
+    side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # calls: trained only if rewarded by id
     store: Literal["honour", "ignore"] = "ignore"  # honour: calls with `store: false` are not trained
     fixed_sampling: list[str] = field(default_factory=list)  # names of gconfig fields that agents cannot override
     session_timeout_seconds: Positive = 3600.0  # time without a request after which the proxy deletes a session
@@ -185,6 +185,7 @@ class TrainConfig:
     workflow: str | None = None  # module.Class of an agent or a RolloutWorkflow; default: the task's workflow
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the workflow's class
     should_accept_fn: str | None = None  # module.function that takes a trajectory and returns false to reject the group
+    success_above: Annotated[float, "(-inf, inf)"] = 0.0  # success is a reward above it, if no task says; 0: above 0
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -218,6 +219,10 @@ ALIASES = {
     "rollout.tokenizer_path": "tokenizer_path",
     "eval_interval": "evaluator.interval",
 }
+
+
+# Names that users give to keys, and the key that an error message then suggests.
+SYNONYMS = {"learning_rate": "actor.optimizer.lr", "staleness": "rollout.max_head_offpolicyness", "steps": "max_steps"}
 
 
 class Key(NamedTuple):
@@ -270,7 +275,7 @@ def set_keys(config: DictConfig, given: Any, source: str) -> None:
         name = ALIASES.get(name, name)
         if name not in known:
             last = name.rpartition(".")[2]
-            near = [key for key in known if key.rpartition(".")[2] == last]
+            near = [SYNONYMS[last]] if last in SYNONYMS else [key for key in known if key.rpartition(".")[2] == last]
             near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else "`python train.py --help` lists the keys."
             raise ConfigError(f"unknown key {name!r} in {source}; {hint}")
@@ -289,6 +294,10 @@ def resolve(config: TrainConfig) -> None:
         if key.interval and value is not None and not is_within(value, key.interval):
             raise ConfigError(f"{key.name}={value}; it must be a number in {key.interval}")
     actor, rollout, gconfig, batch = config.actor, config.rollout, config.gconfig, config.train_dataset.batch_size
+    if config.evaluator.base_url and config.mode == "train":
+        raise ConfigError("evaluator.base_url has no effect in mode=train: leave the key out, or set mode=eval")
+    if actor.use_decoupled_loss and not actor.recompute_logprob:
+        raise ConfigError("actor.recompute_logprob=false has an effect only with actor.use_decoupled_loss=false")
     actor.max_new_tokens = actor.max_new_tokens or gconfig.max_new_tokens
     if (actor.overlong_tokens or 1) > actor.max_new_tokens:
         raise ConfigError(f"actor.overlong_tokens={actor.overlong_tokens} > max_new_tokens={actor.max_new_tokens}")

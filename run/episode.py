@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from cache import InteractionWithTokenLogpReward
-from run.launch import Fleet, Planned, ProcessDied, own_command
+from run.launch import Fleet, Planned, own_command
 from workflow import resolve_workflow
 
 
@@ -47,7 +47,10 @@ def describe_turn(turn: InteractionWithTokenLogpReward) -> str:
     prompt_len, trained = row["turn_ids"].count(-1), sum(row["loss_mask"])
     sizes = f"{prompt_len} + {len(row['input_ids']) - prompt_len} tokens, {trained} trained"
     reward = "no reward" if turn.reward is None else f"reward {turn.reward:.2f}"
-    return f"{reward}, {sizes}, temperature {row['temperatures'][-1]:g}, {turn.interaction_id}"
+    temperature = row["temperatures"][-1]
+    if temperature != 1:
+        sizes += f" at temperature {temperature:g}"
+    return f"{reward}, {sizes}, {turn.interaction_id}"
 
 
 def spoken(message: dict[str, Any]) -> str:
@@ -60,7 +63,7 @@ def spoken(message: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one episode and print the conversation tree.
 
-    Return the exit code: 2 for a wrong command line, 1 if a server dies, else 0.
+    Return the exit code: 2 for a wrong command line, 1 if a server dies or the agent fails, else 0.
     """
     parser = argparse.ArgumentParser(description="Run one episode of an agent and print its conversation tree.")
     add = parser.add_argument
@@ -76,19 +79,21 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:
         fleet = Fleet(Path(logs))
         stack.callback(fleet.stop)
+        code = 2  # the exit code of an error: first 2 for a wrong argument, then 1 for a server or the agent
         try:
             key = secrets.token_urlsafe()
             proxy = {"proxy_addr": "", "admin_key": key, "mode": args.mode, "discount": args.discount}
             workflow: Any = resolve_workflow(args.agent, args.kwargs, proxy=proxy)
+            code = 1
             server = Planned("server", own_command("inference.tiny.server", options | {"--api-key": "-"}), keys=(key,))
             options["--server"] = args.server or fleet.start(server).wait_ready()
             options |= {"--admin-key": "-", "--server-key": None if args.server else "-"}
             front = Planned("proxy", own_command("proxy", options), keys=(key, key))
             workflow.proxy_addr = fleet.start(front).wait_ready()
-        except (ImportError, TypeError, ValueError, ProcessDied) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1 if isinstance(error, ProcessDied) else 2
-        interactions = asyncio.run(workflow.arun_episode(None, args.data))
+            interactions = asyncio.run(workflow.arun_episode(None, args.data))
+        except Exception as error:  # an agent may raise any exception
+            print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+            return code
     if interactions is None:
         print("the agent returned None and set no reward: in training this episode would be rejected")
     else:

@@ -41,10 +41,11 @@ class Inputs:
     tokenizer: Any
     workflow: Any
     evaluated: Any = None  # the workflow's instance for evaluation, which runs in a separate event loop
+    success_above: float = 0.0  # the configuration's success_above
 
     def success(self, rewards: list[float]) -> float:
-        """Return the share of rewards that the task's `success` accepts. Without `success`, accept rewards above 0."""
-        judge = getattr(self.task, "success", lambda reward: reward > 0)
+        """Return the share of rewards that the task's `success` accepts, or that exceed `success_above` without it."""
+        judge = getattr(self.task, "success", lambda reward: reward > self.success_above)
         return sum(map(judge, rewards)) / len(rewards)
 
 
@@ -57,8 +58,11 @@ def users_code(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
-def load_inputs(config: TrainConfig) -> Inputs:
-    """Load all inputs, and make the task's base model if the model is missing. Raises ConfigError if this fails."""
+def load_inputs(config: TrainConfig, workflow: Any = None, workflow_kwargs: dict[str, Any] | None = None) -> Inputs:
+    """Load all inputs, and make the task's base model if the model is missing. Raises ConfigError if this fails.
+
+    A `workflow`, in any form that `resolve_workflow` accepts, replaces the workflow of the configuration.
+    """
     warn_of_namesakes(os.environ.get("PYTHONPATH", "").split(os.pathsep))
     with users_code(f"task={config.task}"):
         task = importlib.import_module(config.task) if config.task else None
@@ -74,8 +78,8 @@ def load_inputs(config: TrainConfig) -> Inputs:
     prepare_model(config, task)
     with users_code(f"tokenizer_path={config.tokenizer_path}"):
         tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path)
-    workflow, evaluated = (load_workflow(config, task, tokenizer) for _ in range(2))
-    return Inputs(task, dataset, validation, tokenizer, workflow, evaluated)
+    used, evaluated = (load_workflow(config, task, tokenizer, workflow, workflow_kwargs or {}) for _ in range(2))
+    return Inputs(task, dataset, validation, tokenizer, used, evaluated, config.success_above)
 
 
 def warn_of_namesakes(folders: list[str]) -> None:
@@ -89,9 +93,13 @@ def warn_of_namesakes(folders: list[str]) -> None:
             logger.warning("%s: `import %s` finds this project's module first; rename your module", folder, name)
 
 
-def load_workflow(config: TrainConfig, task: Any, tokenizer: Any) -> Any:
-    """Return the workflow or agent that runs every episode of the run. Raises ConfigError if none is configured."""
-    workflow, kwargs = config.workflow, config.workflow_kwargs
+def load_workflow(config: TrainConfig, task: Any, tokenizer: Any, workflow: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the workflow or agent that runs every episode of the run. Raises ConfigError if there is none.
+
+    Without `workflow`, the configuration names the workflow or, if the configuration names none, the task.
+    """
+    if workflow is None:
+        workflow, kwargs = config.workflow, {**config.workflow_kwargs, **kwargs}
     if workflow is None:
         workflow, kwargs = getattr(task, "WORKFLOW", None), {**getattr(task, "WORKFLOW_KWARGS", {}), **kwargs}
     if workflow is None:

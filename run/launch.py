@@ -234,6 +234,8 @@ def server_command(config: TrainConfig, mem_fraction: float | None) -> list[str]
     }
     installed = importlib.util.find_spec("sglang") is not None
     if server.backend == "tiny" or (server.backend == "auto" and not (mem_fraction and installed)):
+        if server.tp_size > 1:
+            raise ConfigError(f"server.tp_size={server.tp_size}: the small server has no tensor parallelism; omit it")
         return own_command("inference.tiny.server", options | {"--seed": config.seed, "--api-key": "-"}, *server.args)
     if not server.command:
         check_sglang()

@@ -177,6 +177,6 @@ def summary(ask: Callable[[list[dict]], str], console: Console) -> None:
     walk = walk_of(ask(instance["messages"]), start)
     shortest = distances(home)[CELLS[start]]
     console.print(f"A typical way home, from {start} (S) to {home} (H): {shortest} moves at best.")
-    moves = f"makes {len(walk) - 1} moves" if walk else "runs into a wall"
+    moves = f"makes {len(walk) - 1} moves" if walk else "gives an answer that is no walk from S"
     console.print(f"The greedy policy {moves} and is {'' if walk and walk[-1] == CELLS[home] else 'not '}home.")
     console.print(draw(walk or [CELLS[start]], home))

@@ -27,7 +27,7 @@ class MyAgent:
         base_url = extra_kwargs.get("base_url")
 
         # Standard OpenAI SDK usage
-        client = AsyncOpenAI(base_url=base_url, http_client=http_client, max_retries=0, api_key="DUMMY")
+        client = AsyncOpenAI(base_url=base_url, http_client=http_client, max_retries=0)
 
         response = await client.chat.completions.create(
             model="default", messages=data["messages"], max_completion_tokens=4

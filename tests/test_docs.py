@@ -49,6 +49,7 @@ RAISED_BY = {
     "the report": 241,
     "keys, limits, checked answers": 89,
     "what real clients send": 43,
+    "the documents' examples, a trainer in a script, every user": 54,
 }
 
 
@@ -163,3 +164,12 @@ def test_named_keys_exist(page: Path) -> None:
     for line in re.findall(r"train\.py ([^`\n#]*)", page.read_text()):
         for key in re.findall(r"([\w.]+)=", line):
             assert key in known or key.startswith("workflow_kwargs."), f"{page.name}: {key}"
+
+
+def test_the_reading_path_has_its_stated_length() -> None:
+    """The README states the number of code lines of all stops of its reading path, up to 5 %."""
+    text = (ROOT / "README.md").read_text()
+    stops = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \|", text.partition("## Reading path")[2], re.MULTILINE)
+    (stated,) = re.findall(r"words and ([\d,]+) lines\)\. Both", " ".join(text.split()))
+    assert len(stops) == 10
+    assert sum(code_lines(ROOT / stop) for stop in stops) == pytest.approx(int(stated.replace(",", "")), rel=0.05)

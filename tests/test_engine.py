@@ -333,8 +333,7 @@ async def test_who_gives_up_tells_the_server(failure: type[BaseException]):
         ([1, True], {}, "Python ints, not .'bool'"),
         ([1, 2.0], {}, "Python ints, not .'float'"),
         ([1] * 64, {}, "64 tokens leave no room in the context of 64"),
-        ([1], {"n_samples": 2}, "one sample"),
-        ([1], {"max_new_tokens": 0}, "at least 1 token"),
+        ([1], {"max_new_tokens": 0}, "at least 1"),
     ],
 )
 async def test_what_would_kill_a_server_is_never_sent(ids: list[int], gconfig: dict[str, Any], message: str):
@@ -676,13 +675,13 @@ def test_every_logprob_is_that_of_the_weights_it_names(
     models = {0: tiny_model_dir, 1: other_model_dir}
     prompts = [[5, 6, 7, 8 + i] for i in range(4)]
 
-    def update(version: int) -> None:
+    def update(engine: RemoteInfEngine, version: int) -> None:
         link = tmp_path / f"v{version}"
         link.symlink_to(models[version], target_is_directory=True)
-        real_engine.pause()
-        real_engine.update_weights(WeightUpdateMeta(path=str(tmp_path), version=version))
-        real_engine.set_version(version)
-        real_engine.resume()
+        engine.pause()
+        engine.update_weights(WeightUpdateMeta(path=str(tmp_path), version=version))
+        engine.set_version(version)
+        engine.resume()
         link.unlink()
 
     async def generate_through_an_update() -> list[Any]:
@@ -692,11 +691,11 @@ def test_every_logprob_is_that_of_the_weights_it_names(
         ]
         first = ModelRequest([1, 2], gconfig=GenerationHyperparameters(max_new_tokens=8))
         await real_engine.agenerate(first)  # when this short request ends, the server is working on `tasks`
-        await asyncio.to_thread(update, 1)
+        await asyncio.to_thread(update, real_engine, 1)
         return await asyncio.gather(*tasks)
 
     responses = asyncio.run(generate_through_an_update())
-    update(0)
+    update(RemoteInfEngine(real_engine.addresses), 0)  # an engine never lowers a version that it has sent itself
     assert any(len(set(response.output_versions)) == 2 for response in responses)
     for response in responses:
         assert response.output_versions == sorted(response.output_versions)

@@ -152,6 +152,13 @@ def test_an_example_in_a_process_of_its_own(module: str, servers: dict[str, str]
         check_conversation(interactions, sample, engine, EXAMPLES[module][1])
 
 
+class Silent:
+    """An agent that returns a reward and never calls the model."""
+
+    async def run(self, data: dict, **extra_kwargs: Any) -> float:
+        return 1.0
+
+
 def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) -> None:
     """`python -m run.episode` prints the conversation tree with rewards and token counts. If the agent does not exist,
     the command prints the error in one line."""
@@ -159,7 +166,7 @@ def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) 
     command += ["--server", servers["inference.tiny.server"], "--data", json.dumps(SAMPLES[0])]
 
     def run(*words: str) -> subprocess.CompletedProcess:
-        wide = os.environ | {"COLUMNS": "200"}
+        wide = os.environ | {"COLUMNS": "200", "PYTHONPATH": str(ROOT / "tests")}
         return subprocess.run([*command, *words], cwd=ROOT, env=wide, capture_output=True, text=True, timeout=100)
 
     shown = run("examples.openai_sdk.Agent")
@@ -169,7 +176,12 @@ def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) 
     assert rewards == ["reward 0.25", "reward 0.50", "reward 1.00"]
     assert 'assistant: add({"a": 1, "b": 1})' in lines
     assert "assistant: the answer is 2" in lines
-    assert "14 + 12 tokens, 12 trained" in shown.stdout
+    assert "14 + 12 tokens, 12 trained, chatcmpl-" in shown.stdout  # no temperature, because it is 1
+    silent = run("test_examples.Silent")
+    assert (silent.returncode, silent.stdout) == (1, "")
+    assert silent.stderr.startswith("error: Refusal: ")
+    assert "no call of this session has succeeded" in silent.stderr
+    assert "Traceback" not in silent.stderr
     wrong = run("examples.nowhere.Agent")
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("error: 'examples.nowhere.Agent': there is no module")
+    assert wrong.stderr.startswith("error: ImportError: 'examples.nowhere.Agent': there is no module")

@@ -7,6 +7,7 @@ process is left behind.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from dataclasses import replace
@@ -115,9 +116,23 @@ def test_what_a_run_writes(guess_run) -> None:
     tokens = load_file(folder / "tokens" / "00001.safetensors")
     three = {"logprobs", "prox_logp", "theta_logp"}
     assert three | {"input_ids", "versions", "loss_mask", "turn_ids", "turn_rewards"} <= set(tokens)
+    assert [log.name for log in folder.glob("logs/*.log") if "Traceback" in log.read_text()] == []
     last = folder / "checkpoints" / "step00005"
     AutoModelForCausalLM.from_pretrained(last)
     AutoTokenizer.from_pretrained(last)
+
+
+def test_a_refused_restart_changes_nothing(guess_run, tmp_path: Path) -> None:
+    """If a run cannot continue, because its metrics.jsonl lacks lines, its config.yaml stays as it was."""
+    shutil.copytree(guess_run(0)[0], tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "e" / "t"
+    before = (folder / "config.yaml").read_text()
+    (folder / "metrics.jsonl").write_text("")
+    words = command(tmp_path, *SMALL_GUESS, "max_steps=6", "rollout.max_head_offpolicyness=0", "actor.eps_clip=0.3")
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert "does not hold steps 1 to 5" in done.stderr
+    assert (folder / "config.yaml").read_text() == before
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
@@ -140,7 +155,8 @@ def test_killed_server(tmp_path: Path, victim: str) -> None:
     os.kill(pids[victim], signal.SIGKILL)
     output = rest_of(process, 30)
     assert process.returncode == 1
-    assert "ended with code -9" in output
+    name = {"inference.tiny.server": "server-0", "proxy": "proxy-0"}[victim]
+    assert f"{name} ended with code -9" in output
     assert_gone(pids)
 
 

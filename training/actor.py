@@ -413,8 +413,10 @@ class FSDPPPOActor(FSDPEngine):
     def update_weights(self, meta: weights.WeightUpdateMeta) -> None:
         """Send the weights to the servers as version meta.version. Call it between rollout.pause and rollout.resume.
 
-        If the update fails, rank 0 raises RuntimeError and ends. All other ranks then end too.
+        Without a version, the weights are of the next version. If the update fails, rank 0 raises RuntimeError and
+        ends. All other ranks then end too.
         """
+        meta = meta.with_version(self.version + 1) if meta.version is None else meta
         if meta.mode == "disk":
             self.save(meta.directory)
         buckets = () if meta.mode == "disk" else weights.named_buckets(self.model, self.dtype, meta.bucket_mb)

@@ -59,6 +59,7 @@ import orjson
 import torch
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
 from transformers.utils import logging as transformers_logging
 
 from inference.group import join_group
@@ -142,7 +143,7 @@ def outcome(problem: str | None) -> Response:
 
 
 async def refuse(_: Request, refusal: Exception) -> Response:
-    """Reply with the status and the message of a Refusal. FastAPI calls this function."""
+    """Reply with the status and the message of an error. FastAPI calls this function."""
     return reply({"error": {"message": str(refusal)}}, getattr(refusal, "status", 400))
 
 
@@ -173,7 +174,9 @@ class Server:
             if not paused.done():
                 os._exit(1)  # the thread hangs in a broadcast whose sender is gone
 
-        app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers={Refusal: refuse})
+        app = FastAPI(
+            lifespan=lifespan, openapi_url=None, exception_handlers={Refusal: refuse, ClientDisconnect: refuse}
+        )
         for name, route in inspect.getmembers(self, inspect.iscoroutinefunction):
             if not name.startswith("_"):
                 app.add_route(f"/{name}", functools.partial(self._answer, route), methods=["GET", "POST"])

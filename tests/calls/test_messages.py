@@ -562,7 +562,7 @@ def finished(prefix: str, messages: list[Message], parsed: Parsed) -> Interactio
     name = "responses" if prefix == "resp_" else "messages"
     answer = Answer(f"{prefix}ab", ModelResponse([1], [2], [-1.0], [0], "stop"), parsed)
     found = InteractionWithTokenLogpReward(messages, tools=[TOOL], output_message_list=[answer.message])
-    found.completion = PROTOCOLS[name].render(AgentRequest(messages), [answer])
+    found.reply = PROTOCOLS[name].render(AgentRequest(messages), [answer])
     return found
 
 

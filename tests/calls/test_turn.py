@@ -76,7 +76,7 @@ async def test_a_turn_is_in_the_tree_before_its_first_byte_and_whole_before_its_
     assert interaction.complete
     assert interaction.output_message_list == [{"role": "assistant", "content": "hello you"}]
     await call.task
-    assert interaction.completion is not None
+    assert interaction.reply is not None
 
 
 async def test_tokens_are_sent_while_others_are_still_sampled(start: Start) -> None:

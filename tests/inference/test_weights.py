@@ -463,13 +463,13 @@ def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
 
 def test_a_real_server_serves_what_was_written(tiny_server: str, state: dict, tiny_model_dir: Path, tmp_path: Path):
     """After an update a real server generates with the new weights and reports the new version."""
-    engine = RemoteInfEngine([tiny_server])
-    engine.initialize()
-    before = engine.score([[5, 6, 7, 8]])
+    before = RemoteInfEngine([tiny_server]).score([[5, 6, 7, 8]])
     meta = WeightUpdateMeta(path=str(tmp_path))
     tokens = []
     for version, change in ((1, 0.5), (0, 1.0)):  # the second update restores the weights
         scaled = {name: tensor * change for name, tensor in state.items()}
+        engine = RemoteInfEngine([tiny_server])  # a new engine, because an engine never lowers a version
+        engine.initialize()
         engine.pause()
         write_checkpoint(scaled, tiny_model_dir, meta.with_version(version).directory)
         engine.update_weights(meta.with_version(version))
@@ -478,5 +478,5 @@ def test_a_real_server_serves_what_was_written(tiny_server: str, state: dict, ti
         request = ModelRequest([5, 6], gconfig=GenerationHyperparameters(max_new_tokens=2))
         response = asyncio.run(engine.agenerate(request))
         tokens.append((response.output_versions[0], engine.score([[5, 6, 7, 8]]) == before))
+        engine.destroy()
     assert tokens == [(1, False), (0, True)]
-    engine.destroy()

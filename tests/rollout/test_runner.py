@@ -181,7 +181,7 @@ def test_a_task_that_ignores_its_cancellation_is_named(runner, caplog):
     runner.submit(stubborn, task_id=7)
     assert began.wait(DEADLINE)
     runner.destroy(timeout=0)
-    assert "tasks [7] ignored their cancellation for 0 s" in caplog.text
+    assert "1 tasks, such as [7], ignored their cancellation for 0 s" in caplog.text
     release.set_result(None)
     runner.destroy()
     assert not runner._thread.is_alive()

@@ -20,6 +20,9 @@ from run.fields import is_within
     [
         (["actor.eps_clp=0.1"], "did you mean 'actor.eps_clip'"),
         (["lr=0.1"], "did you mean 'actor.optimizer.lr'"),
+        (["actor.learning_rate=0.1"], "did you mean 'actor.optimizer.lr'"),
+        (["evaluator.base_url=http://localhost/v1"], "no effect in mode=train"),
+        (["actor.recompute_logprob=false"], "only with actor.use_decoupled_loss=false"),
         (["qwertyuiop=1"], "--help"),
         (["--config", "nowhere.yaml"], "no recipe at nowhere.yaml"),
         (["max_steps=many"], "max_steps"),
@@ -98,6 +101,7 @@ def numeric_keys(cls: type = TrainConfig, prefix: str = "") -> Iterator[str]:
 NUMBERS = list(numeric_keys())
 MAY_BE_NEGATIVE = {
     "actor.reward_bias": {"-1", "-0.5", "-1e300"},
+    "success_above": {"-1", "-0.5", "-1e300"},
     "gconfig.frequency_penalty": {"-1", "-0.5"},
     "gconfig.presence_penalty": {"-1", "-0.5"},
     "gconfig.top_k": {"-1"},
@@ -183,7 +187,13 @@ def test_a_broken_recipe_is_an_error_too(tmp_path: Path) -> None:
 def test_spellings_of_the_documents() -> None:
     """Keys may also be spelt as in the documents, for example recompute_logprobs and rollout.fileroot."""
     config = load(
-        ["actor.recompute_logprobs=false", "rollout.fileroot=elsewhere", "rollout.group_size=4", "gconfig.n_samples=4"]
+        [
+            "actor.recompute_logprobs=false",
+            "actor.use_decoupled_loss=false",
+            "rollout.fileroot=elsewhere",
+            "rollout.group_size=4",
+            "gconfig.n_samples=4",
+        ]
     )
     assert config.actor.recompute_logprob is False
     assert config.fileroot == "elsewhere"

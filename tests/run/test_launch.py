@@ -85,6 +85,12 @@ def test_too_few_gpus_are_refused(gpus: int, ranks: int, words: list[str]) -> No
         gpus_of(gpus, ranks, *words)
 
 
+def test_the_small_server_refuses_several_gpus() -> None:
+    """server.tp_size above 1 is an error if the small server would ignore the key."""
+    with pytest.raises(ConfigError, match=r"server.tp_size=2: the small server has no tensor parallelism"):
+        plan_servers(load(["server.tp_size=2", "server.backend=tiny"]), [], ranks=1)
+
+
 def test_the_command_of_sglang() -> None:
     """SGLang's command begins with run/leash.py and sets version 0 and a share of the memory. The user's arguments
     come last."""

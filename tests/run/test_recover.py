@@ -488,7 +488,9 @@ def test_statistics_of_an_evaluation() -> None:
             return data["returns"]
 
     samples = [{"returns": value} for value in (1.0, {"first": 1.0, "last": 0.0}, {}, "raises", "panics", None)]
-    found = evaluate_endpoint(load(["evaluator.base_url=http://nowhere/v1"]), Inputs(None, [], samples, None, Agent()))
+    found = evaluate_endpoint(
+        load(["mode=eval", "evaluator.base_url=http://nowhere/v1"]), Inputs(None, [], samples, None, Agent())
+    )
     assert found == {
         "eval_reward": 0.5,
         "eval_reward_sem": 0.5,
@@ -496,6 +498,12 @@ def test_statistics_of_an_evaluation() -> None:
         "eval_episodes": 6,
         "eval_rejected": 4,
     }
+
+
+def test_success_has_a_threshold() -> None:
+    """Without a function `success` of the task, the rewards above success_above are successes."""
+    assert Inputs(None, [], [], None, None).success([0.0, 0.1, 1.0, 1.0]) == 0.75
+    assert Inputs(None, [], [], None, None, success_above=0.5).success([0.0, 0.1, 1.0, 1.0]) == 0.5
 
 
 @pytest.mark.parametrize("rewards", [[1.0], [0.5, 1.0], [0.0, 1.0], [1.0, 0.0]])
@@ -518,7 +526,7 @@ def test_an_episode_of_several_rows_has_the_reward_of_the_last(make_executor, re
 def test_an_agent_is_evaluated_where_it_is_trained(mode: str) -> None:
     """In mode subproc each agent is evaluated in a worker process. If a worker process ends, only its episode
     fails."""
-    words = ["evaluator.base_url=http://nowhere/v1", f"rollout.openai.mode={mode}"]
+    words = ["mode=eval", "evaluator.base_url=http://nowhere/v1", f"rollout.openai.mode={mode}"]
     samples = [{"then": "tells"}, {"then": "exits"}, {"then": "leaves_at_once" if mode == "subproc" else "raises"}]
     found = evaluate_endpoint(load(words), Inputs(None, [], samples, None, mode_agents.Endpoint()))
     assert found["eval_reward"] == float(mode == "subproc")

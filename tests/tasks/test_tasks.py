@@ -283,4 +283,4 @@ def test_maze_summary() -> None:
     assert f"makes {len(walk) - 1} moves and is home" in text
     assert text.count("•") == 2 * (len(walk) - 1) - 1
     assert len([line for line in text.splitlines() if "█" in line]) == 2 * maze.SIDE + 1
-    assert "runs into a wall and is not home" in printed(maze, f"{start} {home}")
+    assert "gives an answer that is no walk from S and is not home" in printed(maze, f"{start} {home}")

@@ -7,6 +7,7 @@
 - The server answers bad input with an error and keeps running.
 """
 
+import asyncio
 import base64
 import itertools
 import json
@@ -21,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -38,6 +40,7 @@ from inference.tiny import server
 from inference.tiny.model import ModelError, TinyModel, key_length, read_weights, run_step, sample, uniforms
 from inference.tiny.protocol import Protocol, parse_params
 from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence, common_prefix
+from inference.tiny.server import Server
 from inference.weights import serialise
 from run.fields import Refusal
 
@@ -801,3 +804,19 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
     assert "RuntimeError" not in said
     process.stdin.close()
     process.stderr.close()
+
+
+def test_a_client_that_leaves_is_no_error_of_the_server() -> None:
+    """If a client leaves while its request arrives, the server raises no error, so its log holds no traceback."""
+    statuses: list[int] = []
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        statuses.append(message.get("status", 0))
+
+    app: Any = Server(SimpleNamespace(scheduler=None), None, "").app()  # type: ignore[arg-type]
+    scope = {"type": "http", "method": "POST", "path": "/abort_request", "headers": [], "query_string": b""}
+    asyncio.run(app(scope, receive, send))
+    assert statuses[0] == 400
