@@ -1,16 +1,16 @@
-"""The task of the example agents, and a tiny base model for this task. The model is trained in seconds on one core.
+"""The task of the example agents, and a tiny base model for this task, which is trained in seconds on one core.
 
 The agent computes ( a + b ) * c with two tools, add and multiply, and gives the answer in words. An episode has three
-turns: a call of add, a call of multiply with the sum, and the answer.
+turns: the agent calls add, calls multiply with the sum, and then answers.
 
     user: ( 1 + 2 ) * 3     assistant: add(1, 2)     tool: 3     assistant: multiply(3, 3)     tool: 9
     assistant: the answer is 9
 
-Every word is one token of the model (tasks/base_model.py). The model learns to imitate such conversations. Its tool
-calls have the format of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...} </tool_call>. The model copies
-numbers from the question and from the tools' results. The words of a framework's system prompt become unknown tokens.
-The base model already solves the task, so the examples show only that training works with each framework's
-conversations.
+Every word is one token of the model (tasks/base_model.py). The model learns to imitate such conversations. The model's
+tool calls have the format of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...} </tool_call>. The model
+copies numbers from the question and from the tools' results. The words of a framework's system prompt become unknown
+tokens. The base model already solves the task. The examples show only that training works with the conversations of
+each framework.
 
     python -m examples.calculator .cache/calculator        make the folder of the model, for the server and the proxy
 """
@@ -43,7 +43,7 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def conversation(sample: dict, noise: random.Random) -> list[dict]:
-    """Return a correct conversation about a sample. A random half of all conversations have a system prompt."""
+    """Return a correct conversation about a sample. The conversation has a system prompt with probability 1/2."""
     a, b, c = sample["numbers"]
     talk = [
         ("user", sample["question"]),
@@ -60,7 +60,7 @@ def conversation(sample: dict, noise: random.Random) -> list[dict]:
 
 
 def make_model(path: Path, steps: int = 300) -> Path:
-    """Make the model's Hugging Face folder if it does not exist yet, and return its path."""
+    """Return the path of the model's Hugging Face folder. Make the folder if it does not exist yet."""
     if not (path / "config.json").is_file():
         tokenizer = make_tokenizer(WORDS)
         tokenizer.chat_template = CHAT_TEMPLATE

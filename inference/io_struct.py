@@ -19,8 +19,8 @@ In this example, version 3 computed the first two tokens and version 4 computed 
 request later. `abort` with a status is an error: 4xx if the request is wrong, 5xx if the server has no room for it.
 
 **Logprobs.** A server computes a logprob as log_softmax(logits / temperature) over the whole vocabulary. top_p, top_k,
-penalties and grammars change which tokens are sampled, but they do not change the reported logprob. If a request uses
-none of these options and is not greedy, training can reproduce its sampling distribution, and `trains_exactly` is True.
+penalties and grammars change which tokens are sampled, but they do not change the reported logprob. `trains_exactly` is
+True if training can reproduce the sampling distribution: the request uses none of these options and is not greedy.
 
 AReaL's areal/api/io_struct.py uses the same class names (write-up, section 2). engine.py sends the requests.
 """
@@ -40,14 +40,14 @@ class GenerationHyperparameters:
     n_samples: Annotated[int, "[1, inf)"] = 1  # samples per prompt (the group size); a request makes one
     max_new_tokens: Annotated[int, "[1, inf)"] = 512  # maximum number of tokens of a turn; the context may allow fewer
     temperature: Annotated[float, "[0, inf)"] = 1.0  # divides the logits before sampling; 0: greedy
-    top_p: Annotated[float, "(0, 1]"] = 1.0  # sample from the likeliest tokens up to this probability; 1: from all
+    top_p: Annotated[float, "(0, 1]"] = 1.0  # sample from the likeliest tokens with this total probability; 1: from all
     top_k: Annotated[int, "[-1, -1] or [1, inf)"] = -1  # sample from this number of likeliest tokens; -1: from all
     stop: list[str] = field(default_factory=list)  # strings that end a turn; the completion includes them
     stop_token_ids: list[int] = field(default_factory=list)  # token ids that end a turn, in addition to the model's own
-    frequency_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from a token's logit for each earlier use
-    presence_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from the logit of every earlier token
+    frequency_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from a token's logit once per earlier use
+    presence_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from the logit of each token already used, once
     greedy: bool = False  # True: always take the likeliest token, as temperature 0 does
-    seed: Annotated[int, "[0, 4294967295]"] | None = None  # seed of the sampling; None: the run's, or random
+    seed: Annotated[int, "[0, 4294967295]"] | None = None  # seed of the sampling; None: from the run's seed, or random
     json_schema: str | None = None  # sample only JSON that fits this schema; needs a server with a grammar backend
 
     def new(self, **changes: Any) -> "GenerationHyperparameters":
@@ -69,7 +69,7 @@ class GenerationHyperparameters:
 
 @dataclass
 class ModelRequest:
-    """A request to complete one prompt, given as token ids. Requests with the same `session` go to one server."""
+    """A request to complete one prompt, given as token ids. Requests with the same `session` go to the same server."""
 
     input_ids: list[int]
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -118,7 +118,7 @@ class ModelResponse:
 
 
 def call_seed(seed: int, episode: str, call: int) -> int:
-    """Return the seed of call number `call` of an episode: a hash of the three arguments, below 2^31."""
+    """Return the seed of an episode's call number `call`, a hash of the three arguments below 2^31."""
     digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -126,8 +126,8 @@ def call_seed(seed: int, episode: str, call: int) -> int:
 def segment_seed(seed: int, offset: int) -> int:
     """Return the seed (below 2^63) of the segment that starts after `offset` tokens.
 
-    The first segment uses the request's own seed. Each later segment gets a new seed, so it does not repeat the noise
-    of the first segment.
+    The first segment uses the request's own seed. Each later segment gets a new seed, so that its random numbers differ
+    from those of the first segment.
     """
     return call_seed(seed, "resumed", offset) if offset else seed % 2**63  # SGLang accepts at most 63 bits
 
@@ -164,9 +164,9 @@ def probe(input_ids: list[int]) -> dict[str, Any]:
 def check_segment(tokens: list[int], entries: list[list], spans: list[dict[str, Any]], vocab_size: int | None) -> None:
     """Raise EngineError (503) if an answer contradicts itself or cannot come from a model with `vocab_size` token ids.
 
-    The ids must be integers of the vocabulary, and equal the ids beside the logprobs. A logprob is at most 0, up to
-    rounding.
-    The spans must cover all tokens without a gap, and their versions must not fall.
+    The ids must be integers in the vocabulary, and identical to the ids that come with the logprobs. No logprob may
+    exceed 0 by more than rounding. The spans must cover all tokens without a gap, and their versions must never
+    decrease.
     """
     if tokens and ({*map(type, tokens)} != {int} or min(tokens) < 0 or max(tokens) >= (vocab_size or 2**31)):
         raise EngineError(f"an answer has an id that is no integer below {vocab_size}", 503)
@@ -181,8 +181,9 @@ def check_segment(tokens: list[int], entries: list[list], spans: list[dict[str, 
 def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> ModelResponse:
     """Parse an answer of a server, or one event of a stream. Every event except the last has stop_reason "".
 
-    Raises EngineError. The status is 400 or 503 if the server reports an error, 503 if the server's last weight update
-    failed half way or if the answer makes no sense, and 502 if the answer lacks a fact that training needs.
+    Raises EngineError. The status is 400 or 503 if the server reports an error. The status is 503 if the server's last
+    weight update was not completed, or if the answer contradicts itself. The status is 502 if the answer lacks a fact
+    that training needs.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]

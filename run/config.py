@@ -1,6 +1,6 @@
 """Every configuration key: its default, its unit and its meaning.
 
-A run is configured in three layers, and a later layer wins over an earlier one:
+A run is configured in three layers. Each layer overrides the layers before it:
 
 1. the defaults of the dataclasses below,
 2. one or more YAML recipes, such as `--config configs/maze.yaml`,
@@ -11,9 +11,10 @@ default and its comment. The keys of `gconfig` are defined in `inference/io_stru
 `training/config.py`. A key that does not exist is an error, and the error message suggests the nearest existing key.
 Example: `python train.py lr=0.1` ends with "unknown key 'lr' in the command line; did you mean 'actor.optimizer.lr'?".
 
-The type of a number contains the interval of its allowed values, for example Share for [0, 1]. A learning rate below 0
-would turn learning into unlearning, and a clip of NaN would silence every comparison, so no interval contains NaN.
-`load` checks every value (`resolve`), so a run that cannot work is refused before any process starts.
+The type of a number contains the interval of its allowed values, for example Share for [0, 1]. For example, a learning
+rate below 0 would make the model worse. No interval contains NaN, because every comparison with NaN is false, so a clip
+of NaN would have no effect. `load` checks every value (`resolve`), so a wrong value is reported before any process
+starts.
 
 Most keys have the names that AReaL uses. docs/differences.md lists the keys with different names.
 """
@@ -51,8 +52,8 @@ class OpenAIConfig:
 
     mode: Literal["inline", "subproc"] = "inline"  # run agents in the trainer's process, or in worker processes
     subproc_max_workers: Count = 4  # number of worker processes for agents (mode subproc)
-    turn_discount: Share = 1.0  # gamma: share of a turn's final reward that its parent also gets; 0: nothing
-    chat_template_type: Literal["hf", "concat"] = "concat"  # concat: reuse earlier tokens; hf: tokenise all again
+    turn_discount: Share = 1.0  # gamma: share of a turn's final reward that is added to its parent's; 0: nothing
+    chat_template_type: Literal["hf", "concat"] = "concat"  # concat: reuse earlier tokens; hf: tokenise all anew
     export_style: Literal["individual", "concat"] = "concat"  # one training row per turn, or per whole conversation
     tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's, else qwen
     reasoning_parser: str | None = None  # format of the model's reasoning; default: <think> ... </think>
@@ -65,17 +66,17 @@ class OpenAIConfig:
 
 @dataclass
 class RolloutConfig:
-    """The rollout side: how many episodes run, and how stale they may become (AReaL: InferenceEngineConfig)."""
+    """Rollouts: how many episodes run, and how stale their data may become (AReaL: InferenceEngineConfig)."""
 
-    max_head_offpolicyness: CountOrZero = 2  # eta: largest age of a consumed group, in versions; 0: synchronous
-    max_concurrent_rollouts: Count | None = None  # limit of running prompt groups; default (eta + 1) * batch size
+    max_head_offpolicyness: CountOrZero = 2  # eta: maximum age of a consumed group, in versions; 0: synchronous
+    max_concurrent_rollouts: Count | None = None  # maximum of running prompt groups; default (eta + 1) * batch size
     consumer_batch_size: Count | None = None  # prompt groups per training step; default train_dataset.batch_size
-    queue_size: Count | None = None  # limit of running and waiting groups; default 16 * max_concurrent_rollouts
+    queue_size: Count | None = None  # maximum of running and waiting groups; default 16 * max_concurrent_rollouts
     group_size: Count | None = None  # episodes per prompt; another name for gconfig.n_samples
     drop_stale: bool = False  # true: drop and replace a group older than eta; false: such a group ends the run
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how a weight update interrupts completions
     request_timeout: Positive = 3600.0  # seconds to wait for the reply to one generation request
-    request_retries: CountOrZero = 3  # how often a request is repeated after a lost connection or a 5xx; 0: never
+    request_retries: CountOrZero = 3  # maximum repeats of a request after a lost connection or 5xx status; 0: none
     enable_tracing: bool = True  # write the states of every prompt group to trace.json, for a trace viewer
     check_trajectory_format: bool = True  # check the keys and shapes of the tensors that workflows return
     dump_to_file: bool = True  # write every trajectory as text to rollout/{version}/{task_id}.jsonl
@@ -96,8 +97,8 @@ class ServerConfig:
     mem_fraction: Annotated[float, "(0, 1)"] | None = None  # share of GPU memory; default 0.85, or 0.4 on trainer GPUs
     command: str = ""  # command that starts SGLang; default: this Python with -m sglang.launch_server
     args: list[str] = field(default_factory=list)  # further command-line arguments for every server
-    max_running_requests: Count = 64  # largest number of sequences that a server decodes at the same time
-    max_total_tokens: Count = 16384  # largest number of tokens in a server's key-value cache
+    max_running_requests: Count = 64  # maximum number of sequences that a server decodes at the same time
+    max_total_tokens: Count = 16384  # maximum number of tokens in a server's key-value cache
 
 
 @dataclass
@@ -150,7 +151,7 @@ class SaverConfig:
 class WeightUpdateConfig:
     """How new weights reach the inference servers."""
 
-    mode: Literal["disk", "distributed", "tensor"] = "disk"  # by files, by a process group, or by shared memory
+    mode: Literal["disk", "distributed", "tensor"] = "disk"  # weights go by files, process group, or shared memory
     path: str | None = None  # folder for new weights (mode disk), such as /dev/shm/new; default: the run's folder
     bucket_mb: Positive = 512.0  # size in MiB of the buckets that are sent (modes distributed and tensor)
     address: str = "127.0.0.1"  # address at which the servers reach this machine (mode distributed)
@@ -162,7 +163,7 @@ class LoggerConfig:
 
     live: bool = True  # true: show a live table if there is a terminal; false: print one line per step
     sample_interval: CountOrZero = 20  # number of steps between two printed sample conversations; 0: never
-    report_interval: CountOrZero = 10  # number of steps between two writings of report.html; 0: only at the end
+    report_interval: CountOrZero = 10  # number of steps between two updates of report.html; 0: only at the end
     tokens_interval: CountOrZero = 1  # number of steps between two saved batches, tokens/{step}.safetensors; 0: never
 
 
@@ -174,7 +175,7 @@ class TrainConfig:
     recover: Literal["auto", "off"] = "auto"  # auto: if this run exists, continue from its last checkpoint
     recover_interval: Count = 10  # training steps between two checkpoints for recovery
     task: str | None = "tasks.guess"  # Python module with data, workflow and model; null: other keys set these
-    experiment_name: str = "guess"  # middle part of the run's folder {fileroot}/{experiment_name}/{trial_name}
+    experiment_name: str = "guess"  # part of the run's folder, {fileroot}/{experiment_name}/{trial_name}
     trial_name: str = "auto"  # name of this run; auto: the date and time
     fileroot: str = "runs"  # folder that holds all runs
     seed: Seed = 1  # seed of the data order, the sampling and the task's base model; 0 is a seed, too
@@ -184,7 +185,7 @@ class TrainConfig:
     tokenizer_path: str | None = None  # Hugging Face folder of the tokenizer; default: model_path
     workflow: str | None = None  # module.Class of an agent or a RolloutWorkflow; default: the task's workflow
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the workflow's class
-    should_accept_fn: str | None = None  # module.function that takes a trajectory and returns false to reject the group
+    should_accept_fn: str | None = None  # module.function of a trajectory; returns false to reject the group
     success_above: Annotated[float, "(-inf, inf)"] = 0.0  # success is a reward above it, if no task says; 0: above 0
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -226,7 +227,7 @@ SYNONYMS = {"learning_rate": "actor.optimizer.lr", "staleness": "rollout.max_hea
 
 
 class Key(NamedTuple):
-    """One configuration key: full name, default, help text, and the interval of a number, as `--help` prints them."""
+    """One configuration key as `--help` prints it: full name, default, help text and, for a number, the interval."""
 
     name: str
     default: Any
@@ -249,7 +250,7 @@ def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
         if dataclasses.is_dataclass(default):
             keys += list_keys(type(default), f"{prefix}{name}.")
         else:
-            options = (hints[name], *get_args(hints[name]))  # Count | None has the options Count and None
+            options = (hints[name], *get_args(hints[name]))  # the type Count | None has the two options Count and None
             intervals = [option.__metadata__[0] for option in options if get_origin(option) is Annotated]
             keys.append(Key(prefix + name, default, meanings[name], intervals[0] if intervals else None))
     return keys

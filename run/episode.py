@@ -1,13 +1,13 @@
-"""Run one episode of an agent. Print the agent's conversation with the model, and how many tokens would be trained.
+"""Run one episode of an agent, and print the conversation and the number of tokens that would be trained.
 
     python -m run.episode my_module.MyAgent --model-path DIR --data '{"question": "..."}'
 
-The command starts a proxy and an inference server with the model. With --server URL the command uses the running
-server at this URL. The command runs `MyAgent().run(data)` as training would, and prints the conversation tree. Each
-call of the model is printed below its parent call, with the call's number of tokens and final reward.
+The command starts a proxy and an inference server with the model. With --server URL the command uses the inference
+server that runs at this URL. The command runs `MyAgent().run(data)` as training would, and prints the conversation
+tree. Each call is printed below its parent call, with its number of tokens and its final reward.
 
-If one conversation is printed as two trees, the agent's framework rewrites earlier messages. docs/agents.md describes
-the remedy.
+If the command prints one conversation as two trees, the agent's framework has rewritten earlier messages.
+docs/agents.md describes the remedy.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def describe_turn(turn: InteractionWithTokenLogpReward) -> str:
 
 
 def spoken(message: dict[str, Any]) -> str:
-    """Return a message's text and its tool calls, each written as a function call: name(arguments)."""
+    """Return a message's text, then its tool calls, each as name(arguments)."""
     functions = [call["function"] for call in message.get("tool_calls", [])]
     calls = [f"{function['name']}({json.dumps(function['arguments'])})" for function in functions]
     return " ".join(filter(None, [message["content"], *calls]))

@@ -1,13 +1,14 @@
 """Evaluation runs one episode per validation prompt and computes statistics of the rewards.
 
-During training, an executor without the staleness gate runs the evaluation episodes with the newest weights. The
-statistics of evaluation and of training are separate. `python train.py mode=eval model_path=DIR ...` evaluates a model
-without training it.
+During training, the evaluation episodes run in a separate executor without the staleness gate, with the newest weights.
+Evaluation episodes do not count in the statistics of training. `python train.py mode=eval model_path=DIR ...` evaluates
+a model without training it.
 
-With `evaluator.base_url=URL` the agents send their requests to this URL, and no proxy runs. An episode's reward is then
-the number that the agent returns. Agents run inline or in worker processes, as in training (`rollout.openai.mode`).
+With `evaluator.base_url=URL` the agents send their requests to this URL, and no proxy is started. The reward of an
+episode is then the number that the agent returns. Agents run inline or in worker processes, as in training
+(`rollout.openai.mode`).
 
-If an episode fails or is rejected, the statistics count the episode, and the evaluation continues.
+An episode that fails or is rejected is counted in the statistics, and the evaluation continues.
 """
 
 import asyncio
@@ -55,7 +56,7 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> dict[str, float
 def evaluate(executor: WorkflowExecutor, inputs: Inputs) -> dict[str, float | None]:
     """Run one episode per validation prompt and return the statistics. `executor` has no staleness gate.
 
-    An episode may have several rows. The reward of the last row is the episode's reward.
+    If an episode has several rows, the reward of the last row is the episode's reward.
     """
     groups = executor.rollout_each(inputs.validation, inputs.evaluated, group_size=1, is_eval=True)
     return describe([None if group is None else group["rewards"][-1].item() for group in groups], inputs)
@@ -64,7 +65,7 @@ def evaluate(executor: WorkflowExecutor, inputs: Inputs) -> dict[str, float | No
 def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | None]:
     """Run one episode per validation prompt with agents that call evaluator.base_url, and return the statistics.
 
-    The agents' API key is the environment variable OPENAI_API_KEY. Raises ConfigError if the workflow is not an agent.
+    The environment variable OPENAI_API_KEY is the agents' API key. Raises ConfigError if the workflow is not an agent.
     """
     agent = inputs.workflow
     if isinstance(agent, RolloutWorkflow):
@@ -91,7 +92,7 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
             return list(reward.values())[-1] if isinstance(reward, dict) else reward
         except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
             raise
-        except BaseException as error:  # an agent may raise anything; its episode counts as rejected
+        except BaseException as error:  # an agent may raise any exception; the episode then counts as rejected
             logger.warning("eval-rollout task %d failed: %r", i, error)
             return None
 

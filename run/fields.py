@@ -1,13 +1,13 @@
-"""Read the fields of a JSON body. If a field is wrong, the error message contains the name of the field.
+"""Read the fields of a JSON body. The error message for a wrong field contains the field's name.
 
-A client or a model may send JSON of any type and any depth. The functions of this module return a value of the expected
-type or raise `Refusal`. If a function raises `Refusal`, the proxy replies with status 400.
+A client or a model may send any type of JSON value, nested to any depth. The functions of this module return a value of
+the expected type, or raise `Refusal`. If a function raises `Refusal`, the proxy replies with status 400.
 
     get({"tools": "f"}, "tools", list)                  -> Refusal "tools: a list is needed"
     get({"text": {"format": {}}}, "text.format", dict)  -> {}
     get({}, "stream", bool, False)                      -> False
 
-A number of the configuration has one of the types below, which contain the interval of its allowed values.
+Numbers in the configuration have the types below. Each type contains the interval of the allowed values.
 
 Some clients cannot read or write NaN, lone surrogates (a half of a UTF-16 pair), or more than `LEVELS` levels of
 nesting. `read_json` refuses JSON that contains one of these.
@@ -20,7 +20,7 @@ from typing import Annotated, Any
 LEVELS = 200  # levels of nesting that every JSON library can write
 NOUN = {bool: "true or false", dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number"}
 
-# A type of a number contains the interval of its allowed values. A round bracket excludes the end next to it.
+# Each type contains the interval of a number's allowed values. A round bracket excludes the bound next to it.
 Count = Annotated[int, "[1, inf)"]
 CountOrZero = Annotated[int, "[0, inf)"]
 Seed = Annotated[int, "[0, 4294967295]"]
@@ -67,14 +67,17 @@ def _number(text: str) -> float | int:
     return int(text) if text.removeprefix("-").isdigit() else int(value)
 
 
-_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode  # made once, because many messages are written
+_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode  # made once and used for every message
 
 
 def write_json(value: Any, name: str) -> str:
-    """Return `value` as JSON text with sorted keys. For too deep nesting, raise Refusal with the field's `name`."""
+    """Return `value` as JSON text with sorted keys.
+
+    If `value` is nested too deeply, raise Refusal with the field's `name`.
+    """
     try:
         text = _encode(value)
-        # Counting brackets is fast. The number of opening brackets is never smaller than the number of levels.
+        # Counting brackets is fast. A text has at least as many opening brackets as levels.
         if text.count("{") + text.count("[") <= LEVELS or not _is_deep(value, LEVELS):
             return text
     except RecursionError:
@@ -100,7 +103,8 @@ def as_object(value: Any, where: str) -> dict[str, Any]:
 def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where: str = "") -> Any:
     """Return the field at a dotted path such as "text.format", or `default` if the field is absent or null.
 
-    `where` is the path of `body` in a larger body, for error messages. Raises Refusal if the field is not a `kind`.
+    `where` is the path of `body` in a larger body, for error messages. Raises Refusal if the field's value is not of
+    the type `kind`.
     """
     outer, _, name = path.rpartition(".")
     value = (get(body, outer, dict, {}) if outer else body).get(name)

@@ -1,8 +1,8 @@
 """Load the inputs of a run: the task module, the data, the workflow, the tokenizer and the base model.
 
 A task is a Python module that defines `make_model`, `dataset` and `WORKFLOW`. The module may also define
-`WORKFLOW_KWARGS`, `success`, `summary`, and `prepare`, which turns a line of the data into a sample. tasks/guess.py and
-tasks/gsm8k.py are examples. Configuration keys can replace the model, the data and the workflow of a task.
+`WORKFLOW_KWARGS`, `success`, `summary` and `prepare`. `prepare` turns a line of the data into a sample. tasks/guess.py
+and tasks/gsm8k.py are examples. Configuration keys can replace the model, the data and the workflow of a task.
 
 The run loads all inputs before it starts a process or writes a file into its folder. A mistake in the configuration is
 therefore reported as one line at the start.
@@ -83,7 +83,7 @@ def load_inputs(config: TrainConfig, workflow: Any = None, workflow_kwargs: dict
 
 
 def warn_of_namesakes(folders: list[str]) -> None:
-    """Log a warning for each module in the user's `folders` that is named like a module or package of this project."""
+    """Log a warning for each module in the user's `folders` that has the same name as a module of this project."""
 
     def modules(folder: Path) -> set[str]:
         return {path.stem for path in folder.glob("*") if path.suffix == ".py" or (path / "__init__.py").exists()}
@@ -157,8 +157,8 @@ def read_jsonl(path: Path) -> list[dict]:
 def prepare_model(config: TrainConfig, task: Any) -> None:
     """Set model_path, tokenizer_path and ref.path. Fetch models from the hub, or make the task's base model.
 
-    The base model of each seed is kept under .cache/. The model's folder name contains a hash of the task's source
-    files, so a change of these files makes a new model. Raises ConfigError if there is no usable model.
+    The base models are kept under .cache/, one per seed. A model's folder name contains a hash of the task's source
+    files, so a new model is made after these files change. Raises ConfigError if there is no usable model.
     """
     if config.model_path is None:
         if not hasattr(task, "make_model"):

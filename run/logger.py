@@ -1,8 +1,8 @@
 """Write and print the results of a run: metrics.jsonl, trace.json, the token files and the live table.
 
 metrics.jsonl gets one JSON object per training step (docs/metrics.md explains every metric). trace.json is a Chrome
-trace, for a trace viewer. One row of the trace shows every prompt group from its start to its finish, with the rewards
-and the versions of the group. A second row shows the phases of the trainer and the weight updates.
+trace, for a trace viewer. The trace has two rows. The first shows every prompt group from start to finish, with the
+group's rewards and versions. The second shows the phases of the trainer and the weight updates.
 
 tokens/{step}.safetensors contains the batch of a step: the token ids, the versions, the log-probabilities of each token
 under the behaviour, proximal and current policy, the advantages, the loss mask, the turns, the rewards and the parents.
@@ -44,9 +44,9 @@ COLUMNS = (
     ("train_s", "train s", "{:.2f}"),
     ("sync_s", "sync s", "{:.2f}"),
 )
-# The executor's counters of prompt groups and of members of groups.
+# The executor's counters of groups and of group members.
 COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
-NOTICES = {  # counts of a batch that are printed when they are above 0 for the first time
+NOTICES = {  # counts that are printed the first time they are above 0
     "side_conversations": "side conversation, which is left out of training (rollout.openai.side_conversations)",
     "unstored": "call with `store: false`, which is trained if rollout.openai.store is ignore",
     "placeholders": "image or file, in whose place the model reads a text",
@@ -59,9 +59,9 @@ END = b"\n]\n"  # last bytes of a trace file
 class Trace:
     """Writes a Chrome trace file during the run. Times are microseconds since 1970.
 
-    After each record the file is complete JSON, also if the run is then killed: a record overwrites the bracket at the
-    end of the file, and writes the bracket again. A restarted run appends to its earlier trace. If the path is None, no
-    trace is written.
+    The file is complete JSON after each record, even if the run is then killed: each record overwrites the closing
+    bracket of the file and writes a new closing bracket. A restarted run continues the trace from before the restart.
+    If the path is None, no trace is written.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -76,9 +76,10 @@ class Trace:
             self._write({"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": name}})
 
     def event(self, name: str, task_id: int, **args: Any) -> None:
-        """Record an event of a prompt group, such as "accept". "start" and "finish" begin and end the group's bar.
+        """Record an event of a prompt group, such as "accept". `args` are details of the event.
 
-        Trace viewers draw bars of one name in one track, so all groups have one name. `args` belong to the event.
+        The events "start" and "finish" begin and end the group's bar. All groups have the same name, because trace
+        viewers draw bars with the same name in one track.
         """
         phase = {"start": "b", "finish": "e"}.get(name, "n")
         record = {"ph": phase, "cat": "rollout", "id": f"{os.getpid()}:{task_id}", "tid": ROLLOUT}
@@ -98,7 +99,7 @@ class Trace:
             seconds[f"{name}_s"] = duration / 1e9
 
     def mark(self, name: str, **args: Any) -> None:
-        """Record a moment of the run: "weights" when the servers have new weights, "end" when the run fails."""
+        """Record a point in time, such as "weights" when the servers have new weights, or "end" when the run fails."""
         self._write({"ph": "i", "s": "g", "cat": "trainer", "name": name, "tid": TRAINER, "args": args})
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -117,10 +118,10 @@ class Trace:
 
 
 def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
-    """Return the metrics of a batch before the trainer, whose weights have version `version`, trains on the batch.
+    """Return the metrics of a batch before the trainer trains on it. The trainer's weights have version `version`.
 
     The staleness of a trained token is `version` minus the token's version. A row is mixed if its trained tokens have
-    more than one version. A token is untrained if the model sampled the token and the loss leaves the token out.
+    more than one version. An untrained token is one that the model sampled but the loss leaves out.
     """
     mask = batch["loss_mask"].bool()  # (B, T)
     versions = batch["versions"]
@@ -141,19 +142,22 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
 
 
 class Logger:
-    """Writes and prints a run's metrics, with one `log` call per step. The context manager `live` shows the table."""
+    """Writes and prints a run's metrics.
+
+    `log` is called once per step. The context manager `live` shows the live table.
+    """
 
     def __init__(self, config: TrainConfig, executor: Any) -> None:
         self.config, self.executor = config, executor
         self.path = config.run_dir / "metrics.jsonl"  # after a restart this file contains the earlier steps
         self.history = read_records(self.path)
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
-        self.counts = asdict(executor.stats)  # the executor's counters at the last logged step
+        self.counts = asdict(executor.stats)  # the executor's counters at the step logged last
         show = config.logger.live and Console().is_terminal
         self.live = Live(auto_refresh=False) if show else nullcontext()
 
     def log(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:
-        """Write the batch and the metrics of one step, print the metrics, and sometimes print a sample conversation.
+        """Write one step's batch and metrics, print the metrics, and every `sample_interval` steps a conversation.
 
         The counters in the metrics, such as `accepted`, count the events since the previous step.
         """

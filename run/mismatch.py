@@ -1,8 +1,8 @@
 """The metric logp_mismatch compares the log-probabilities of the inference server with those of the trainer.
 
-The server and the trainer compute with equal weights but different programs, so the numbers differ by rounding (about
-1e-6 in float32, 0.05 in bfloat16). A larger difference means that the server and the trainer use different weights or
-different masks, so every importance weight of the run is wrong.
+The server and the trainer have the same weights but run different programs, so their results differ by rounding (about
+1e-6 in float32, 0.05 in bfloat16). If the difference is larger, the server and the trainer use different weights or
+masks, and every importance weight of the run is wrong.
 """
 
 import torch
@@ -14,10 +14,10 @@ from training.actor import FSDPPPOActor
 
 
 def logp_mismatch(batch: dict[str, Tensor], actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout) -> float:
-    """Return max |log p_server - log p_trainer| in nats, over tokens computed by server and trainer with equal weights.
+    """Return max |log p_server - log p_trainer| in nats, over tokens that both computed with the same weights.
 
     The maximum includes the tokens of the batch that were sampled at the current version. An asynchronous batch may
-    have no token of the current version, so the server also scores the batch's first two rows with its current weights.
+    have no such token, so the server also scores the batch's first two rows with the current weights.
     """
     differences = [torch.zeros(1)]
     if "prox_logp" in batch:

@@ -1,30 +1,30 @@
 """Checkpoints for recovery: a run that was killed continues from its last checkpoint.
 
-With `recover: auto`, a run that is started again under its old name continues from the last checkpoint. The rules:
+With `recover: auto`, a run that is started again with the same name continues from its last checkpoint. The rules:
 
 - **Only one process writes a run.** A second process of the same run is refused while the first process is alive.
 - **A checkpoint contains everything that the next step depends on.** The folder recover/step00040 contains the model
-  and the optimizer, the schedules, the random states, the position in the data, and the list of open groups. A group is
-  open if its prompt was drawn from the data and no step has trained on the group yet. torch.distributed.checkpoint
-  stores the model and the optimizer, so any number of ranks can load them. The file state.pickle is written last, and a
-  checkpoint without this file is ignored.
-- **A step after the last checkpoint runs again.** The restart removes the lines of these steps from metrics.jsonl. A
-  step's line is written before the step's checkpoint, so at the end metrics.jsonl has one line per step.
+  and the optimizer, the schedules, the states of the random number generators, the position in the data, and the list
+  of open groups. A group is open from the time its prompt is drawn from the data until a step has trained on the group.
+  torch.distributed.checkpoint stores the model and the optimizer, so any number of ranks can load them. The file
+  state.pickle is written last, and a checkpoint without this file is ignored.
+- **Steps after the last checkpoint run again.** The restart removes the lines of these steps from metrics.jsonl. Each
+  step writes its line before its checkpoint, so metrics.jsonl has exactly one line per step at the end.
 - **A finished group survives the process.** A group is written to recover/groups/{task_id}.safetensors before the group
-  counts as accepted. After a restart, an open group with a file counts as finished, in the old order of the groups. An
-  open group without a file is generated again, with the same id and therefore the same sampling seeds.
-- **A group with tokens of lost weights is generated again.** Suppose the checkpoint has version 40 and the run was
-  killed at version 42. The restarted run makes a new version 41 with different weights. A group with a token of the old
-  version 41 is therefore generated again. A group whose tokens have versions up to 40 is kept.
+  counts as accepted. After a restart, the open groups that have a file count as finished, in the same order as before.
+  Open groups without a file are generated again. They keep their ids, and therefore their sampling seeds.
+- **A group with tokens from lost weights is generated again.** Suppose the checkpoint has version 40 and the run was
+  killed at version 42. After the restart, version 41 is trained again and may have different weights. A group with a
+  token from the lost version 41 is therefore generated again. A group with tokens from versions up to 40 only is kept.
 
-The age bound of staleness.py also holds after a restart. Restored groups come first and in their old order, so a step
-consumes them no later than before. The gate counts version * B consumed groups and the restored groups as accepted,
-where B is the batch size. If eta or B is smaller than before the restart, a group that would become too old is
-generated again.
+The age bound of staleness.py also holds after a restart. Restored groups come first and in the same order as before, so
+no restored group is consumed at a later step than without the restart. The gate counts version * B consumed groups plus
+the restored groups as accepted, where B is the batch size. If eta or B was reduced at the restart, groups that would
+become too old are generated again.
 
-**Not promised.** In an asynchronous run, groups may start in a different order than without the kill. A power failure
-may lose files that the operating system has not written to the disk. Groups that agents submit outside prepare_batch
-are not restored.
+**Limits.** In an asynchronous run, groups may start in a different order than in a run that is not interrupted. In a
+power failure, files that the operating system has not written to the disk may be lost. Groups that agents submit
+outside prepare_batch are not restored.
 """
 
 import fcntl
@@ -49,7 +49,7 @@ PARTIAL = ".partial"  # suffix of a file that is being written
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that the file is never incomplete, even if the process dies while it writes."""
+    """Write a file in such a way that it is never incomplete, even if the process dies during the writing."""
     partial = path.with_suffix(PARTIAL)
     partial.write_bytes(content)
     os.replace(partial, path)
@@ -82,7 +82,7 @@ def folders_of_steps(folder: Path) -> dict[int, Path]:
 def save_model(actor: Any, folder: Path, step: int, keep: int) -> None:
     """Write the model to the Hugging Face directory `folder`/step00040 and so on. Keep only the newest `keep` models.
 
-    Models of steps later than `step` are also deleted, because the run was restarted from an earlier checkpoint.
+    Models of steps after `step` are also deleted: they are left over from before a restart from an earlier checkpoint.
     """
     actor.save(folder / f"step{step:05d}")
     if actor.rank == 0:
@@ -93,7 +93,10 @@ def save_model(actor: Any, folder: Path, step: int, keep: int) -> None:
 
 
 class GroupLog:
-    """One file for each finished group on which no saved step has trained. Rollout threads write the files."""
+    """A file for each finished group that no step up to the last checkpoint has trained on.
+
+    Rollout threads write the files.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -122,10 +125,10 @@ class GroupLog:
 
 
 def cut_metrics(path: Path, last_step: int) -> None:
-    """Remove all lines of metrics.jsonl after the line of step `last_step`.
+    """Remove from metrics.jsonl all lines after the line of step `last_step`.
 
-    The file's last line may be incomplete if the process died. Raises ConfigError if a line of steps 1 to last_step is
-    missing.
+    If the process died, the file's last line may be incomplete. Raises ConfigError if the line of a step from 1 to
+    `last_step` is missing.
     """
     lines = path.read_text().splitlines(keepends=True)[:last_step] if path.exists() else []
     steps = [json.loads(line)["step"] for line in lines if line.endswith("\n")]
@@ -135,7 +138,7 @@ def cut_metrics(path: Path, last_step: int) -> None:
 
 
 class Recovery:
-    """The checkpoints of one run. All ranks call each method together. In mode "off" there are no checkpoints."""
+    """The checkpoints of one run. Every method must be called on all ranks. In mode "off" there are no checkpoints."""
 
     def __init__(self, run_dir: Path, mode: str) -> None:
         self.folder, self.on = run_dir / "recover", mode == "auto"
@@ -153,7 +156,7 @@ class Recovery:
         return self.folder / f"step{step:05d}"
 
     def save(self, step: int, actor: Any, executor: Any) -> None:
-        """Write the checkpoint of `step`, then delete older checkpoints. metrics.jsonl must already have the step."""
+        """Write the checkpoint of `step`, then delete older checkpoints. metrics.jsonl must already have its line."""
         target = self.checkpoint(step)
         if self.groups:
             shutil.rmtree(target, ignore_errors=True)  # an earlier, killed process may have left an incomplete folder

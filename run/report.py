@@ -3,8 +3,8 @@
     python -m run.report runs/guess/one                        writes runs/guess/one/report.html
     python -m run.report runs/guess/one runs/guess/other       writes runs/guess/one/beside-other.html
 
-A training run writes its report every `logger.report_interval` steps and at its end, also after Ctrl-C and after a
-failure. The report reads only files of the run's folder, so it can also be written for a run that crashed.
+A training run writes its report every `logger.report_interval` steps and when it ends, even if it ends by Ctrl-C or a
+failure. The report is made only from files in the run's folder, so it can also be written for a run that crashed.
 
     metrics.jsonl     the curves and the lag histogram
     trace.json        the timeline: the phases of the trainer, the prompt groups, the weight updates
@@ -13,7 +13,7 @@ failure. The report reads only files of the run's folder, so it can also be writ
 
 This module turns these files into one JSON object. The file report.html next to this module draws the object. The
 report holds at most MAX_TOKENS tokens, from at most MAX_STEPS steps, so that the page stays small. The numbers of a
-prompt group (its rewards, whether it has a signal) come from all of its rows.
+prompt group (its rewards, whether it has a signal) come from all its rows, even from rows that are not shown.
 """
 
 import json
@@ -35,8 +35,8 @@ from ppo import token_objectives
 from training.config import PPOActorConfig
 from training.proximal import interpolation, loglinear
 
-MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # limits of a page: steps and tokens shown, groups drawn
-FILES = ("metrics.jsonl", "trace.json", "tokens")  # a folder with none of them holds no run
+MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # maximum numbers on a page
+FILES = ("metrics.jsonl", "trace.json", "tokens")  # a folder without any of these is no run's folder
 # The (B, T) tensors of a batch that the page shows.
 COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -44,7 +44,7 @@ Record = dict[str, Any]
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the JSON objects of a file that holds one object in each line. A line that a kill cut short is left out.
+    """Return the JSON objects of a file with one object per line. A line that is incomplete after a kill is left out.
 
     The lines of a trace may end with a comma. A missing file holds no objects.
     """
@@ -63,7 +63,7 @@ def spread(items: list, count: int) -> list:
 
 
 def clean(value: Any) -> Any:
-    """Return a value with its numbers shortened. NaN and infinity become None, because JSON has no words for them."""
+    """Return a value with its numbers shortened. NaN and infinity become None, because JSON does not have them."""
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
     return [clean(x) for x in value] if isinstance(value, list) else value
@@ -113,9 +113,9 @@ def read_timeline(records: list[Record]) -> Record:
 
 
 def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]:
-    """Return the spans in order of time, with a phase in each gap of more than 1 ms from 0 to `last`.
+    """Return the spans in order of time, and fill each gap of more than 1 ms between 0 and `last` with a phase.
 
-    A gap in which a process of the run started is "not running". Every other gap is "other".
+    The phase is called "not running" if the run was started during the gap, and "other" if not.
     """
     phases, now = [], 0.0
     for span in [*sorted(spans, key=lambda span: span[1]), ["", last, 0.0]]:
@@ -144,9 +144,9 @@ def pack(groups: list[Record], last: float) -> list[Record]:
 
 
 def token_states(batch: dict[str, Tensor], config: PPOActorConfig) -> Tensor:
-    """Return for each token (B, T) 0: untrained, 1: trained, 2: clipped, 3: dropped for its behaviour weight.
+    """Return each token's state (B, T): 0 untrained, 1 trained, 2 clipped, 3 dropped because of its behaviour weight.
 
-    The states are those of the last optimizer step on the token. `batch` holds log pi_prox, also if it was guessed.
+    The states come from the last optimizer step on the batch. `batch` must contain log pi_prox, computed or guessed.
     """
     theta, prox = batch["theta_logp"], batch["prox_logp"]  # (B, T)
     mask, old = batch["loss_mask"] > 0, batch["logprobs"] if config.use_decoupled_loss else prox
@@ -177,7 +177,7 @@ def read_step(path: Path, config: PPOActorConfig, budget: int, words: dict[str, 
     for task, rows in rows_of.items():
         signal = bool(batch["advantages"][rows].any())
         groups.append({"task": task, "rewards": as_lists(batch["rewards"][rows]), "signal": signal})
-    # The first row of every group comes first, then the second row of every group, while the budget lasts.
+    # Until the budget is spent, take the first row of every group, then the second row of every group, and so on.
     order = sorted((k, task, row) for task, rows in rows_of.items() for k, row in enumerate(rows))
     columns = {key: as_lists(batch[key]) for key in COLUMNS.split()}
     real, parents = batch["attention_mask"].tolist(), batch["parents"].tolist()
@@ -195,17 +195,18 @@ def read_step(path: Path, config: PPOActorConfig, budget: int, words: dict[str, 
 
 
 def as_lists(x: Tensor) -> list:
-    """Return a tensor as nested lists of integers, or of numbers with four digits after the point."""
+    """Return a tensor as nested lists of integers, or of numbers rounded to four decimal places."""
     if not x.is_floating_point():
         return x.tolist()
     return x.double().round(decimals=4).tolist() if x.isfinite().all() else clean(x.tolist())
 
 
 def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
-    """Append the turns of a row to `turns`, each with the entries `names`. Return where in `turns` the row's turns are.
+    """Append the turns of a row to `turns`, each with the entries `names`. Return the row's positions in `turns`.
 
-    `above` says where the turns of the row are that this row continues. A turn that both rows share is in `turns` only
-    once. A turn holds the tokens after its parent: the messages between the two turns, then the sampled tokens.
+    `above` holds the positions of the turns in the parent row, which this row continues. A turn that both rows share is
+    in `turns` only once. A turn holds the tokens that follow its parent turn: the messages between the two, then the
+    sampled tokens.
     """
     ids, states = row["input_ids"], row["states"]
     path = [
@@ -217,12 +218,13 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
         at, end = places[0], places[-1] + 1
         if number < 0 or end <= begin:
             continue
-        # A turn whose prompt does not begin with its parent's tokens has its parent in `above`, one turn earlier.
+        # If a turn's prompt does not begin with its parent's tokens, the parent is the turn in `above` with the number
+        # before.
         earlier = path[-1:] or [i for i in above if turns[i]["turn"] == number - 1] or [-1]
         turn = names | {"turn": number, "parent": earlier[0], "reward": row["turn_rewards"][at], "ids": ids[begin:end]}
         turn |= {key: row[key][at:end] for key in ("versions", "advantages", "states")}
         turn["logps"] = [row[key][at:end] for key in ("logprobs", "prox_logp", "theta_logp")]
-        turns.append(turn | {"prompt": at - begin, "end": end, "whole": ids[:end]})  # prompt: tokens before the sampled
+        turns.append(turn | {"prompt": at - begin, "end": end, "whole": ids[:end]})  # prompt: number of prompt tokens
         begin, path = end, [*path, len(turns) - 1]
     return path
 
@@ -231,9 +233,9 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
 
 
 def read_run(folder: Path, share: float = 1.0) -> Record:
-    """Return what the page shows of a run. `share` is the run's share of the tokens on the page.
+    """Return the data of a run for the page. `share` is the run's share of the tokens on the page.
 
-    Raises ValueError if the folder holds nothing of a run.
+    Raises ValueError if the folder holds no files of a run.
     """
     if not any((folder / name).exists() for name in FILES):
         raise ValueError(
@@ -262,7 +264,7 @@ def read_run(folder: Path, share: float = 1.0) -> Record:
 def make_page(folders: Iterable[Path]) -> str:
     """Return the page of one run or of several runs. Raises ValueError if a folder holds no run.
 
-    In the data each "<" is written as an escape, so no text of an agent can end the script element of the data.
+    Each "<" in the data is escaped, so that no text from an agent can close the script element that holds the data.
     """
     folders = list(folders)
     runs = [read_run(folder, 1 / len(folders)) for folder in folders]
@@ -271,7 +273,10 @@ def make_page(folders: Iterable[Path]) -> str:
 
 
 def write_report(folder: Path) -> Path | None:
-    """Write `folder`/report.html and return its path. If that fails, print why and return None: a run goes on."""
+    """Write `folder`/report.html and return its path.
+
+    On failure, print why and return None, so that the run goes on.
+    """
     path = folder / "report.html"
     try:
         path.write_text(make_page([folder]), encoding="utf-8")

@@ -2,7 +2,7 @@
 
 A server opens its port before it loads a model or tokenizer, and ends when its parent process dies. A server listens on
 127.0.0.1 by default, and needs a key to listen on any other address. If a server cannot start, the functions raise
-OSError or ValueError. The error message is one line that says what to do, and the server's script prints the line.
+OSError or ValueError. The message says in one line what to do, and the server's script prints this line.
 """
 
 import contextlib
@@ -22,9 +22,10 @@ from run.fields import Refusal, as_object
 
 
 def read_secret(word: str) -> str:
-    """Return the key that a command-line argument gives. The word "-" stands for the next line of standard input.
+    """Return the key from a command-line argument. For "-", read the key from the next line of standard input.
 
-    Every process of the machine can read a command line, and processes of the same user can read the environment.
+    Standard input is safer: every process on the machine can read command lines, and the user's processes can read the
+    environment.
     """
     return sys.stdin.readline().strip() if word == "-" else word
 
@@ -35,20 +36,21 @@ def raise_open_files() -> int:
     Each connection counts as an open file. Many systems set the soft limit to 1,024 and the hard limit much higher.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 10240 if hard == resource.RLIM_INFINITY else min(hard, 2**16)  # 10,240 is the most that macOS allows
+    most = 10240 if hard == resource.RLIM_INFINITY else min(hard, 2**16)  # 10,240 is the maximum on macOS
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft := most, hard))
     return soft if soft != resource.RLIM_INFINITY else most
 
 
 def listen(host: str, port: int, key: str | None = None) -> socket.socket:
-    """Return a listening socket. A server calls `listen` first, so a port in use is reported at once.
+    """Return a listening socket. A server calls `listen` first, so that a port in use is reported at once.
 
-    Raises OSError if the port is in use or is not a valid port, or if other machines could reach a server without key.
+    Raises OSError if the port is in use or is not a valid port, or if the server has no key although other machines
+    could reach it.
     """
     if not key and host not in ("127.0.0.1", "::1", "localhost"):
         raise OSError(f"--host {host}: other machines can reach this address, so give the server a key (see --help)")
-    if not 0 <= port < 65536:  # create_server would also raise for such a port, but would leave a socket open
+    if not 0 <= port < 65536:  # create_server would also raise an error, but would leave a socket open
         raise OSError(f"--port {port}: a number from 0 (any free port) to 65535 is needed")
     try:
         return socket.create_server((host, port))
@@ -62,13 +64,13 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
     With `exit_with_parent`, standard input is a pipe from the parent process, and the pipe closes when the parent dies.
     """
     raise_open_files()
-    # If the server closed an idle connection while a client sends a request over the connection, the request would
-    # fail. The server therefore keeps idle connections open for 75 s, much longer than clients do.
+    # A request would fail if the server closed the connection just when the client sends the request. The server
+    # therefore keeps idle connections open for 75 s, much longer than clients do.
     options: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}  # seconds
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, **options))
 
     def follow_parent() -> None:
-        while os.read(0, 4096):  # sys.stdin.read would hold a lock, and the process would hang when it exits
+        while os.read(0, 4096):  # sys.stdin.read would hold a lock, so the process would hang at exit
             pass
         server.should_exit = True
 
@@ -79,7 +81,10 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
 
 
 def check_key(request: Request, key: str) -> None:
-    """Check the header `Authorization: Bearer <key>`. Raises Refusal 401 without a key, 403 for a different key."""
+    """Check the header `Authorization: Bearer <key>`.
+
+    Raises Refusal 401 if the request has no key, 403 if its key is wrong.
+    """
     given = bearer(request)
     if not secrets.compare_digest(given.encode(), key.encode()):
         raise Refusal("Authorization: `Bearer <key>` with the right key is needed", 403 if given else 401)
@@ -108,8 +113,8 @@ def reply(body: Any, status: int = 200) -> Response:
 def load_tokenizer(model_path: str) -> Any:
     """Return the tokenizer of a model folder. Raises ValueError if the folder has no tokenizer.
 
-    If transformers finds torch, transformers imports torch, and this import takes seconds. A tokenizer does not need
-    torch, so this function hides torch from transformers.
+    A tokenizer does not need torch, but transformers imports torch if it is installed, which takes seconds. This
+    function therefore hides torch from transformers.
     """
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

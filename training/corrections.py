@@ -1,37 +1,40 @@
-"""Corrections of the two ratios: what to do with a token or a whole row that the plain weights describe badly.
+"""Corrections of the two ratios, for tokens and whole rows whose plain ratios would mislead the training.
 
 ppo.py multiplies each token's objective by the behaviour weight w = pi_prox / pi_behav, and clips u = pi_theta /
 pi_prox. Both are ratios of the probabilities of one token. Except for the cap of w, all corrections are off by default.
 
-**A weight needs two bounds.** Server and trainer never agree exactly on pi_behav, and log w is wrong by as much upwards
-as downwards. A cap alone drops the tokens that pi_prox finds much likelier than pi_behav, and keeps the tokens that it
-finds much less likely. The mean weight falls below 1, and what remains is tilted. IcePop drops on both sides
-(`behaviour_weight`).
+**A weight needs two bounds.** Server and trainer never agree exactly on pi_behav, and the errors make log w too large
+or too small by similar amounts. A cap alone drops the tokens whose w is much too large, and keeps the tokens whose w is
+much too small. The mean weight falls below 1, and the gradient of the remaining tokens is biased. IcePop drops the
+tokens outside either bound (`behaviour_weight`).
 
-**The reward judges a row, not a token.** If w is 1.05 at each of 100 tokens, no token looks strange, yet pi_prox writes
-this row 1.05^100 = 131 times as often as pi_behav. Three tests find a row that pi_prox would not have written. They
-read only w, so they work with every kind of weight:
+**The reward judges a row, not a token.** If w is 1.05 at each of 100 tokens, no single token looks unusual. But pi_prox
+would write this row 1.05^100 = 131 times as often as pi_behav. Three tests find a row that pi_prox would not have
+written. The tests read only w, so they can be combined with every kind of weight:
 
     geometric mean   exp(mean log w) is outside 1/c .. c: the whole row has drifted. The mean does not grow with the
                      length, so c must be close to 1, such as 1.01. A c of 5 would never drop a row.
     max k2           (log w)^2 / 2 of one token is above a bound: one token comes from another policy.
     veto             w of one token is below a bound such as 1e-4: pi_prox could not have written this row.
 
-**A row's weight.** The product of all w is the exact weight of a row: in the example it is 131, and a cap of 5 drops
-the row. The product grows with the length, so it drops long rows first. The geometric mean, 1.05, treats all lengths
-alike, but it is biased. `behave_imp_weight_level=sequence` is the product, and `geometric` is the geometric mean.
+**A row's weight.** The product of all w is the exact weight of a row. In the example the product is 131, so a cap of 5
+drops the row. The product moves further from 1 the longer a row is, so long rows are dropped first. The geometric mean,
+1.05 in the example, treats rows of all lengths alike, but is not the exact weight. `behave_imp_weight_level=sequence`
+is the product, and `geometric` is the geometric mean.
 
-**A row's ratio.** PPO clips each token by itself, so it keeps some tokens of an answer and silences others, although
-all have one advantage. GSPO clips the geometric mean of u: an answer is kept or silenced as a whole. A mean moves much
-less than the u of a token, so GSPO's bounds are small: 3e-4 below and 4e-4 above.
+**A row's ratio.** PPO clips each token by itself. Within one answer some tokens therefore keep their gradient and
+others lose it, although all have the same advantage. GSPO clips the geometric mean of u, so all tokens of an answer
+keep or lose their gradient together. The mean differs from 1 much less than the u of a single token, so GSPO's bounds
+are small: 3e-4 below and 4e-4 above.
 
-**A clip that keeps the gradient.** A token that PPO clips has no gradient. Such tokens are often rare and decisive,
-like "however", and then never become likelier. CISPO clips u only as a factor: the gradient of log pi_theta remains,
-times at most 1 + eps_higher. Usually there is no lower bound (eps_clip=1).
+**A clip that keeps the gradient.** A token that PPO clips has no gradient. Such a token is often a rare word that
+changes the course of an answer, like "however". Without a gradient, the word never becomes likelier. CISPO uses the
+clipped u only as a factor: the gradient of log pi_theta remains, multiplied by at most 1 + eps_higher. CISPO usually
+has no lower bound (eps_clip=1).
 
-**Truncated answers.** An answer that hits its token limit might have succeeded later, so its reward is unknown. A
-reward of 0 teaches the model that long thinking is wrong. `without_truncated` takes such turns out of the loss and of
-every baseline.
+**Truncated answers.** An answer that was cut at its token limit might have succeeded with more tokens, so its reward is
+unknown. A reward of 0 would teach the model that long thinking is wrong. `without_truncated` removes such turns from
+the loss and from every baseline.
 
 Sources: IcePop (arXiv 2510.18855), verl's documents on rollout correction (tests and products), GSPO (2507.18071),
 CISPO (2506.13585), DAPO (2503.14476) for truncated answers.
@@ -46,7 +49,7 @@ from training.config import PPOActorConfig
 
 
 def reduce_sequence(x: Tensor, mask: Tensor, sequence_ids: Tensor, how: str) -> Tensor:
-    """Return for each entry of x the sum, mean, amax or amin of x over the trained tokens of the entry's sequence.
+    """For each entry, return the sum, mean, amax or amin of x over the trained tokens of the entry's sequence.
 
     The result is 0 for a sequence without trained tokens.
     """
@@ -56,7 +59,7 @@ def reduce_sequence(x: Tensor, mask: Tensor, sequence_ids: Tensor, how: str) -> 
 
 
 def sequence_weight(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, level: str) -> Tensor:
-    """Return log w of each token: its own (level "token"), or one for its sequence ("sequence", "geometric")."""
+    """Return log w per token: its own (level "token"), or its sequence's weight (levels "sequence" and "geometric")."""
     if level == "token":
         return log_weight
     # sequence: log w = sum_t log w_t          geometric: log w = 1/n sum_t log w_t
@@ -67,7 +70,7 @@ def sequence_weight(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, leve
 def behaviour_weight(log_weight: Tensor, config: PPOActorConfig) -> tuple[Tensor, Tensor]:
     """Return w = exp(log_weight) without a gradient, and a mask of the weights outside floor .. cap.
 
-    A weight outside becomes 0 (action "mask") or the nearest bound (action "clamp").
+    A weight outside this range becomes 0 (action "mask") or the nearest bound (action "clamp").
     """
     # IcePop: w <- w if floor <= w <= cap, else 0
     weight = torch.exp(log_weight).detach()
@@ -79,25 +82,25 @@ def behaviour_weight(log_weight: Tensor, config: PPOActorConfig) -> tuple[Tensor
 
 
 def has_drifted(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, cap: float) -> Tensor:
-    """Return a mask of the tokens whose sequence has a geometric mean of w outside 1/cap .. cap."""
+    """Return a mask of the tokens of every sequence whose geometric mean of w is outside 1/cap .. cap."""
     # |1/n sum_t log w_t| > log c
     return reduce_sequence(log_weight, mask, sequence_ids, "mean").abs() > math.log(cap)
 
 
 def has_strange_token(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, bound: float) -> Tensor:
-    """Return a mask of the tokens whose sequence has a token with k2 above the bound."""
+    """Return a mask of all tokens of every sequence that has a token with k2 above the bound."""
     # max_t (log w_t)^2 / 2 > bound
     return reduce_sequence(log_weight.square() / 2, mask, sequence_ids, "amax") > bound
 
 
 def has_impossible_token(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, bound: float) -> Tensor:
-    """Return a mask of the tokens whose sequence has a token with w below the bound."""
+    """Return a mask of all tokens of every sequence that has a token with w below the bound."""
     # min_t w_t < bound
     return reduce_sequence(log_weight, mask, sequence_ids, "amin") < math.log(bound)
 
 
 def rejected(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, config: PPOActorConfig) -> Tensor:
-    """Return a mask of the tokens whose sequence fails one of the tests that the configuration sets."""
+    """Return a mask of all tokens of every sequence that fails one of the tests that the configuration turns on."""
     tests = {
         has_drifted: config.reject_geometric_mean,
         has_strange_token: config.reject_max_k2,
@@ -117,6 +120,6 @@ def cispo_objective(logp: Tensor, u: Tensor, u_clipped: Tensor, A: Tensor) -> tu
 
 
 def without_truncated(batch: dict[str, Tensor]) -> Tensor:
-    """Return loss_mask (B, T) with 0 in the last turn of each row that ended because of its token limit."""
+    """Return loss_mask (B, T), with 0 for the last turn of each row if that turn was cut at its token limit."""
     last = batch["turn_ids"] == batch["turn_ids"].amax(1, keepdim=True)  # (B, T) the tokens of the row's last turn
     return batch["loss_mask"].masked_fill(last & (batch["truncated"] > 0)[:, None], 0)
