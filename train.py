@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from engine import RemoteInfEngine
-from inference.weights import WeightUpdateMeta, write_version
+from inference.weights import WeightUpdateMeta
 from ppo import describe_mode
 from rollout.executor import WorkflowExecutor
 from run.command import main, open_run, record
@@ -188,12 +188,11 @@ class PPOTrainer:
 
     def push_weights(self, version: int) -> None:
         """Push the trainer's weights into the servers, as policy version `version`."""
-        actor, meta = self.actor, self.actor.weight_update_meta.with_version(version)
-        if is_written := meta.mode == "disk":  # write the files while the servers still generate
-            write_version(meta, actor.model, actor.dtype, actor.model_path)
+        meta = self.actor.weight_update_meta.with_version(version)
+        self.actor.write_weights(meta)  # mode disk: write the files while the servers still generate
         self.rollout.pause()  # running generations stop, and their tokens are kept
-        (self.rollout if is_written else actor).update_weights(meta)  # the servers load the files, or the actor sends
-        actor.set_version(version)
+        self.actor.update_weights(meta)
+        self.actor.set_version(version)
         self.rollout.set_version(version)  # the gate now admits the groups of this version
         self.run.trace.mark("weights", version=version)
         self.rollout.resume()  # the generations continue under the new weights

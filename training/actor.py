@@ -238,6 +238,7 @@ class FSDPPPOActor(FSDPEngine):
         self.version = 0
         self.rollout: Any = None  # the rollout engine, which only rank 0 uses
         self.weight_update_meta = weights.WeightUpdateMeta()
+        self.written: int | None = None  # newest version whose files were written (mode disk)
 
     def initialize(self, max_steps: int) -> None:  # type: ignore[override]
         """Load the model and make the optimizer; the schedules are `max_steps` training steps long."""
@@ -410,6 +411,12 @@ class FSDPPPOActor(FSDPEngine):
         dcp.load({"model": model, "optimizer": {"state": optimizer["state"]}}, checkpoint_id=path)
         sharded.set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
+    def write_weights(self, meta: weights.WeightUpdateMeta) -> None:
+        """In mode disk, write the files that the servers will load. The servers may generate meanwhile."""
+        if meta.mode == "disk":
+            weights.write_version(meta, self.model, self.dtype, self.model_path)
+            self.written = meta.version
+
     def update_weights(self, meta: weights.WeightUpdateMeta) -> None:
         """Send the weights to the servers as version meta.version. Call it between rollout.pause and rollout.resume.
 
@@ -417,8 +424,8 @@ class FSDPPPOActor(FSDPEngine):
         ends. All other ranks then end too.
         """
         meta = meta.with_version(self.version + 1) if meta.version is None else meta
-        if meta.mode == "disk":
-            self.save(meta.directory)
+        if self.written != meta.version:
+            self.write_weights(meta)
         buckets = () if meta.mode == "disk" else weights.named_buckets(self.model, self.dtype, meta.bucket_mb)
         if self.rank == 0:
             self.rollout.update_weights(meta, buckets)

@@ -259,7 +259,7 @@ class Watched:
     def pause(self) -> None:
         self.record("pause")
 
-    def update_weights(self, meta: WeightUpdateMeta) -> None:
+    def update_weights(self, meta: WeightUpdateMeta, buckets: Any) -> None:
         self.record("update_weights")
 
     def set_version(self, version: int) -> None: ...
@@ -275,7 +275,8 @@ def test_files_are_written_in_the_servers_dtype_before_the_pause(tiny_model_dir:
     actor.initialize(max_steps=1)
     rollout: Any = Watched(tmp_path)
     actor.connect_engine(rollout, WeightUpdateMeta(path=str(tmp_path)))
-    PPOTrainer.push_weights(SimpleNamespace(actor=actor, rollout=rollout), 3)  # type: ignore[arg-type]
+    run = SimpleNamespace(trace=SimpleNamespace(mark=lambda *_, **__: None))
+    PPOTrainer.push_weights(SimpleNamespace(actor=actor, rollout=rollout, run=run), 3)  # type: ignore[arg-type]
     assert rollout.calls == [(call, ["v3"]) for call in ("pause", "update_weights", "resume")]
     assert actor.get_version() == 3
     source, written = (load_file(folder / "model.safetensors") for folder in (tiny_model_dir, tmp_path / "v3"))
