@@ -10,5 +10,5 @@ Read the modules in the order in which a request passes through them:
 
 sessions.py keeps the proxy's sessions. side_conversations.py finds calls that a client makes for its own purposes.
 client.py connects an episode to the proxy. The modules may import the conversation tree (cache.py) and the records of a
-request (inference/io_struct.py), but no module of rollouts or training.
+request (inference/io_struct.py), but no module from rollout/ or training/.
 """

@@ -13,8 +13,8 @@ parsers of both protocols join the pieces into one message. Each tool result bec
 
 Why messages are compared. An agent sends the whole history with every request. To find the parent of a request, the
 conversation tree (`cache.py`) compares the history with earlier requests and replies. However, clients change a reply
-before they send it back in the history. For example, `content: null` becomes `""`, and the JSON of a tool call gets
-different spaces. `canonical` therefore compares only these four fields of a message:
+before they send it back in the history. For example, `content: null` becomes `""`, and the spaces in the JSON of a tool
+call change. `canonical` therefore compares only these four fields of a message:
 
     role            `developer` is the newer name of `system`
     text            null, "" and an absent key count as equal; a list of text parts counts as the joined text
@@ -29,11 +29,11 @@ the parent, and the prompt contains the parent's sampled tokens unchanged.
 References. Some clients send an id in place of the history: `previous_response_id`, `item_reference`, or Anthropic's
 `thread`. The parser calls `find` with this id to get the messages of a finished interaction of the session. New
 instructions in the request replace the instructions in the history. A request that continues a thread may leave out the
-tools; then the tools of the thread are used. `previous_response_id` and `thread` name the parent of the request, which
-stays the parent even if the request has different instructions or tools.
+tools; then the tools of the thread are used. `previous_response_id` and `thread` name the parent of the request. The
+request keeps this parent even if its instructions or tools differ from the parent's.
 
-Images and files. The model reads only text. The parser therefore puts the text PLACEHOLDER in the place of an image or
-a file, in a message as well as in the result of a tool. The metric `placeholders` counts the placeholders.
+Images and files. The model reads only text. The parser therefore replaces every image or file with the text
+PLACEHOLDER, in messages and in tool results. The metric `placeholders` counts the placeholders.
 
 Parameters. The parser never ignores a parameter that changes the answer: it uses the parameter, or raises a `Refusal`
 that names the parameter. `NEUTRAL` lists the unsupported parameters. A request may set an unsupported parameter only to
@@ -54,7 +54,7 @@ from run.fields import NOUN, Refusal, as_object, get, read_json, write_json
 
 Json = dict[str, Any]  # a JSON object
 Message = Json  # a message of a conversation, in chat-completions form
-Find = Callable[[str], Any]  # function that returns the finished interaction (cache.py) with an id, or None
+Find = Callable[[str], Any]  # function that returns the finished interaction (cache.py) with the given id, or None
 NOTHING: Find = dict[str, Any]().get  # `find` for a request without a session: always returns None
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of parts that hold a text
@@ -325,7 +325,7 @@ def _schema(form: Json) -> dict[str, str]:
     if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
         raise Refusal("response_format: type text, json_object, or json_schema with a schema is needed")
     write_json(schema, "response_format.schema")  # raises Refusal if the schema is nested too deeply
-    return {"json_schema": json.dumps(schema)}  # keeps the caller's order of keys, in which a grammar generates them
+    return {"json_schema": json.dumps(schema)}  # keeps the order of the keys, which a grammar follows
 
 
 def _tools(body: Json, tool_type: str) -> list[Json]:
@@ -378,7 +378,7 @@ def _tool_choice(raw: Any, tools: list[Json]) -> tuple[str, list[Json]]:
 def _item(raw: Json, where: str, find: Find) -> Message:
     """Return one item of a Responses input as a message. Raises Refusal for an unknown type of item.
 
-    An assistant's message may consist of several items; `_join_items` joins the messages that they become.
+    If an assistant's message was split into several items, `_join_items` joins them again.
     """
     kind = raw.get("type") or "message"
     if kind == "function_call":

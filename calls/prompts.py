@@ -15,8 +15,8 @@ template of Qwen:
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
 The rendered tail begins with the marks that close an assistant's turn, here <|im_end|>. If the model has sampled these
-marks, `PromptBuilder` removes the marks from the tail. If a length limit cut the answer, the marks stay in the tail, so
-they are part of the prompt and are not trained.
+marks, `PromptBuilder` removes the marks from the tail. If the answer was cut at a length limit, the marks stay in the
+tail. They are then part of the prompt and are not trained.
 
 Many templates change the history. For example, some templates remove reasoning or blanks from earlier turns. A prompt
 that begins with the parent's tokens keeps every answer exactly as the model wrote it, so a whole conversation is one
@@ -56,7 +56,7 @@ from calls.tools import without_partial
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
-REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # what a template that refuses raises
+REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # a template refuses messages with these
 PART = 2**16  # a text much longer than the context is tokenised in parts of this many characters
 INCOMPLETE = 3  # maximum number of bytes of an incomplete character, and so of its tokens and its U+FFFD
 WITHOUT_TEXT = 16  # if more tokens than this have no text, they are special tokens, and the reader settles them

@@ -8,7 +8,7 @@ whole reply.
     chat        a chunk with the role; chunks with reasoning and text; a chunk for each call; a chunk with
                 finish_reason; a chunk with the token counts, if the agent requested them; [DONE]
     responses   response.created; response.in_progress; for each item output_item.added, deltas, output_item.done;
-                response.completed, or response.incomplete if a length limit cut the answer
+                response.completed, or response.incomplete if a length limit ended the answer
     messages    message_start; for each block content_block_start, deltas, content_block_stop; message_delta with
                 stop_reason and usage; message_stop
 
@@ -75,7 +75,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> str:
-        """Return "length" if a limit or an abort cut the answer, else "tool_calls" if there are calls, else "stop"."""
+        """Return "length" if a limit or an abort ended the answer, else "tool_calls" if there are calls, else "stop"."""
         if self.response.stop_reason in ("length", "abort"):
             return "length"
         return "tool_calls" if self.parsed.calls else "stop"

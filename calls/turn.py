@@ -192,7 +192,7 @@ class Turn:
                 elif self.state is State.FINISHED and hangup.done():
                     self.state = State.UNREAD
                 if self.task.cancel():  # returns False if the task is done
-                    await asyncio.wait({self.task})  # meanwhile the engine sends the abort to the server
+                    await asyncio.wait({self.task})  # during this wait the engine tells the server to abort
             hangup.cancel()
 
     def result(self) -> tuple[dict[str, Any], list[Answer]]:

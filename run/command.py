@@ -1,7 +1,7 @@
 """Open a run, and the command line of train.py.
 
-`open_run` starts a run on every rank, and ends every part of the run. `main` reads the command line, then trains or
-evaluates.
+`open_run` starts a run on every rank, and at the end stops every part of the run. `main` reads the command line, then
+trains or evaluates.
 
     main
       join_ranks           connect the ranks of torchrun; without torchrun this process is rank 0 of 1
@@ -43,7 +43,10 @@ from training.ranks import join_ranks, leave_ranks, share
 
 
 def agree(read: Callable[[], Any]) -> Any:
-    """Return on every rank what `read()` returns on rank 0. If rank 0 refuses the configuration, every rank ends."""
+    """Call `read` on rank 0, and return its result on every rank.
+
+    If rank 0 refuses the configuration, every rank ends.
+    """
     is_first, answer = dist.get_rank() == 0, None
     if is_first:
         try:
@@ -60,7 +63,7 @@ def agree(read: Callable[[], Any]) -> Any:
 def read_run(config: TrainConfig, *agent: Any) -> tuple[Inputs, list[Planned], str]:
     """Name the run and check its folder. Return the inputs, the servers to start, and the plan as text.
 
-    `agent` holds a workflow and its arguments, which replace the configuration's. Raises ConfigError.
+    `agent` may be a workflow and its arguments, which then replace those of the configuration. Raises ConfigError.
     """
     if config.trial_name == "auto":
         config.trial_name = time.strftime("%Y%m%d-%H%M%S")
@@ -74,7 +77,7 @@ def read_run(config: TrainConfig, *agent: Any) -> tuple[Inputs, list[Planned], s
 def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
     """Start a run on every rank. When the block ends, end every part that the run has started.
 
-    `agent` holds a workflow and its arguments, which replace the configuration's. Raises ConfigError.
+    `agent` may be a workflow and its arguments, which then replace those of the configuration. Raises ConfigError.
     """
     joined = join_ranks()
     with ExitStack() as stack:
@@ -91,7 +94,7 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
             torch.set_num_threads(max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1))
         fleet = Fleet(config.run_dir / "logs")
         if loaded and config.mode == "train":
-            stack.callback(write_report, config.run_dir)  # called last, when the trace is closed; also after a failure
+            stack.callback(write_report, config.run_dir)  # runs last, after the trace is closed; also on failure
         stack.callback(fleet.stop)
         traced = loaded and config.mode == "train" and config.rollout.enable_tracing
         trace = Trace(config.run_dir / "trace.json" if traced else None)
@@ -101,7 +104,7 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
         except BaseException as error:
             trace.mark("end", error=repr(error))
             if isinstance(error, Exception):
-                fleet.raise_death(error)  # a refused connection may come from the death of a server process
+                fleet.raise_death(error)  # the death of a server process may have caused the error
             raise
     if joined:
         leave_ranks()
@@ -113,7 +116,7 @@ def record(config: TrainConfig) -> None:
     if config.mode == "train" and (changes := changed(path, config)):
         print(f"the configuration of this run changes: {', '.join(changes)}")
     keys = asdict(config)
-    del keys["rollout"]["server_key"]  # no file of the run shows the servers' key
+    del keys["rollout"]["server_key"]  # the key must not be in any file of the run
     OmegaConf.save({**keys, "revision": revision()}, path)
 
 
@@ -125,7 +128,7 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
     torch.set_num_threads(1)  # small models on shared cores are slower with more threads
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # else a shell's background job ignores Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # without this, a shell's background job ignores Ctrl-C
     if os.environ.get("RANK", "0") == "0":  # other ranks start no processes: SIGTERM may kill them at once
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:

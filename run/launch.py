@@ -14,8 +14,8 @@ its standard input and ends when the pipe closes (`--exit-with-parent`). The pip
 parent, so no child stays alive. SGLang does not have this option, so SGLang runs under `leash.py`. Each child runs in
 its own session, so Ctrl-C reaches only train.py, and train.py ends the children in order.
 
-A thread waits for each child. If an inference server dies while another inference server lives, the run logs the death
-and continues on the live servers. If any other child dies, the run fails at once with the last lines of the child's
+A thread waits for each child. If an inference server dies and other inference servers are still running, the run logs
+the death and continues with those. If any other child dies, the run fails at once with the last lines of the child's
 log.
 """
 
@@ -47,12 +47,12 @@ logger = logging.getLogger("nano_areal.launch")
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
-START_SECONDS = 1800.0  # longest time until a server's first reply; a large model may load for minutes
+START_SECONDS = 1800.0  # maximum time until a server's first reply; a large model may load for minutes
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
-DEATH_SECONDS = 0.5  # longest time from the moment a killed process closes its connections to its end
+DEATH_SECONDS = 0.5  # maximum time between the closing of a killed process's connections and its end
 # The environment variables of torchrun. A child with these variables would join the trainer's ranks instead of its own.
 TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
-HOLD_SECONDS = 3.0  # longest time for a process to end; the process finishes its replies first (serve.py, 2 s)
+HOLD_SECONDS = 3.0  # maximum time for a process to end; the process finishes its replies first (serve.py, 2 s)
 
 
 class ProcessDied(RuntimeError):
@@ -144,7 +144,10 @@ class Fleet:
         return self.children[-1]
 
     def watch(self, on_death: list[Callable[[ProcessDied], None]]) -> None:
-        """Start threads that call the functions in `on_death` when a child that the run needs ends by itself."""
+        """Start threads that watch the children.
+
+        If a child that the run needs dies, its thread calls all of `on_death`.
+        """
 
         def wait_for(child: Child) -> None:
             child.process.wait()
@@ -206,7 +209,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
     tp, spare = server.tp_size, gpus[ranks:]
     wanted = server.count * tp
     shared = len(spare) < wanted if server.colocate is None else server.colocate
-    pool = gpus * server.count if shared else spare[-wanted:]  # shared GPUs: the servers take all GPUs in turn
+    pool = gpus * server.count if shared else spare[-wanted:]  # shared GPUs: servers are spread over all GPUs
     if gpus and len(pool) < wanted:
         need = f"server.count={server.count} with server.tp_size={tp}"
         remedy = "lower them, or set server.colocate=true"
@@ -250,7 +253,10 @@ def own_command(module: str, options: dict[str, object], *arguments: str) -> lis
 
 
 def words(options: dict[str, object]) -> list[str]:
-    """Turn options into the words of a command line. None leaves an option out, and a list repeats the option."""
+    """Turn options into the words of a command line.
+
+    An option with the value None is left out. An option with a list is repeated for each item.
+    """
     several = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
     return [str(word) for name, values in several.items() for v in values if v is not None for word in (name, v)]
 
@@ -298,7 +304,7 @@ def check_open_files(config: TrainConfig, limit: int) -> None:
     """Raise ConfigError if a process may need more than `limit` open files. Each connection is an open file.
 
     The proxy has two connections for a call of an agent, one to the agent and one to an inference server. The trainer
-    has two for an episode: one of the agent, and one to start and end the agent's session.
+    has two connections for an episode: one for the agent, and one to start and end the agent's session.
     """
     episodes = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
     if (needed := 2 * episodes + 256) > limit:
@@ -310,7 +316,8 @@ def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[st
     """Raise ConfigError if weight_update.mode cannot work on these GPUs. Rank 0 sends the weights from the first GPU.
 
     In mode distributed NCCL refuses two processes on one GPU, and all processes need the same version of NCCL. In mode
-    tensor a server opens memory of rank 0's GPU. The small server computes on the CPU, so it has none of these limits.
+    tensor a server reads the weights from the memory of rank 0's GPU. The small server computes on the CPU, so it has
+    none of these limits.
     """
     mode = config.weight_update.mode
     on_gpus = [p for p in planned if p.gpus and "inference.tiny.server" not in p.command]

@@ -6,7 +6,7 @@ Each part uses the parts to its left, so the parts are started from left to righ
 the reverse order. Only rank 0 has a rollout side; the other ranks have a `NoRollout`.
 
 Servers that were running before the run began (rollout.server_addrs) may be paused or may have the weights of another
-run. A training run therefore ends the generations that run on these servers, resumes the servers, and gives their
+run. A training run therefore aborts the running generations of these servers, resumes the servers, and gives their
 weights a label that no engine accepts. The trainer's first push replaces the weights and the label. Evaluation uses the
 servers and their weights unchanged.
 """
@@ -39,7 +39,7 @@ Keep = Callable[[int, Trajectory], None]  # keep(task_id, group) saves a finishe
 
 @dataclass(frozen=True)
 class Run:
-    """The configuration, inputs and processes of a run, and the ExitStack that ends every part that the run starts."""
+    """The configuration, inputs and processes of a run, and the ExitStack that ends every part of the run."""
 
     config: TrainConfig
     inputs: Inputs
@@ -61,10 +61,10 @@ class NoRollout:
 
 
 def start_rollout(run: Run, servers: list[Child], keep: Keep | None = None) -> tuple[RemoteInfEngine, WorkflowExecutor]:
-    """Start the rollout side. Return the engine, which contains the training executor, and the evaluation executor.
+    """Start the rollout side. Return the engine (with the training executor in it) and the evaluation executor.
 
-    `keep(task_id, group)` saves each accepted group for a restart. If a child process that the run needs dies later,
-    both executors raise ProcessDied in every call that waits for an episode.
+    `keep(task_id, group)` saves each accepted group for a restart. After the death of a child process that the run
+    needs, both executors raise ProcessDied in every call that waits for an episode.
     """
     config, options, stack = run.config, run.config.rollout, run.stack
     addresses = [server.wait_ready() for server in servers] or config.rollout.server_addrs
