@@ -251,7 +251,7 @@ class Proxy:
         if not session.ended:
             raise Refusal("session_id: the session is still open; POST /{session_id}/rl/end_session first")
         style = body.get("style", "individual")
-        check_style(style)  # here, because the discount changes the rewards
+        check_style(style)  # checked first, because the discount changes the rewards
         session.cache.apply_reward_discount(body.get("discount", 1.0))
         exported = session.cache.export_interactions(style)
         self.sessions.forget(session)

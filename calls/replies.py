@@ -75,7 +75,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> str:
-        """Return "length" if a limit or an abort ended the answer, else "tool_calls" if there are calls, else "stop"."""
+        """Return "length" if a limit or an abort ended the answer, "tool_calls" if there are calls, else "stop"."""
         if self.response.stop_reason in ("length", "abort"):
             return "length"
         return "tool_calls" if self.parsed.calls else "stop"

@@ -15,7 +15,8 @@ With `recover: auto`, a run that is started again with the same name continues f
   Open groups without a file are generated again. They keep their ids, and therefore their sampling seeds.
 - **A group with tokens from lost weights is generated again.** Suppose the checkpoint has version 40 and the run was
   killed at version 42. After the restart, version 41 is trained again and may have different weights. A group with a
-  token from the lost version 41 is therefore generated again. A group with tokens from versions up to 40 only is kept.
+  token from the lost version 41 is therefore generated again. A group is kept if none of its tokens is newer than
+  version 40.
 
 The age bound of staleness.py also holds after a restart. Restored groups come first and in the same order as before, so
 no restored group is consumed at a later step than without the restart. The gate counts version * B consumed groups plus
