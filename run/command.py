@@ -1,4 +1,4 @@
-"""Open a run, and the command line of train.py.
+"""Read the command line of train.py, and start and end a run.
 
 `open_run` starts a run on every rank, and at the end stops every part of the run. `main` reads the command line, then
 trains or evaluates.

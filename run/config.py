@@ -69,9 +69,9 @@ class RolloutConfig:
     """Rollouts: how many episodes run, and how stale their data may become (AReaL: InferenceEngineConfig)."""
 
     max_head_offpolicyness: CountOrZero = 2  # eta: maximum age of a consumed group, in versions; 0: synchronous
-    max_concurrent_rollouts: Count | None = None  # maximum of running prompt groups; default (eta + 1) * batch size
+    max_concurrent_rollouts: Count | None = None  # maximum number of running groups; default (eta + 1) * batch size
     consumer_batch_size: Count | None = None  # prompt groups per training step; default train_dataset.batch_size
-    queue_size: Count | None = None  # maximum of running and waiting groups; default 16 * max_concurrent_rollouts
+    queue_size: Count | None = None  # maximum of running plus waiting groups; default 16 * max_concurrent_rollouts
     group_size: Count | None = None  # episodes per prompt; another name for gconfig.n_samples
     drop_stale: bool = False  # true: drop and replace a group older than eta; false: such a group ends the run
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how a weight update interrupts completions
@@ -186,7 +186,7 @@ class TrainConfig:
     workflow: str | None = None  # module.Class of an agent or a RolloutWorkflow; default: the task's workflow
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the workflow's class
     should_accept_fn: str | None = None  # module.function of a trajectory; returns false to reject the group
-    success_above: Annotated[float, "(-inf, inf)"] = 0.0  # success is a reward above it, if no task says; 0: above 0
+    success_above: Annotated[float, "(-inf, inf)"] = 0.0  # a reward above this is a success, if no task says; 0: above 0
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

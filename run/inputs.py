@@ -44,7 +44,10 @@ class Inputs:
     success_above: float = 0.0  # the configuration's success_above
 
     def success(self, rewards: list[float]) -> float:
-        """Return the share of rewards that the task's `success` accepts, or that exceed `success_above` without it."""
+        """Return the share of rewards that the task's `success` accepts.
+
+        Without `success`, accept rewards above `success_above`.
+        """
         judge = getattr(self.task, "success", lambda reward: reward > self.success_above)
         return sum(map(judge, rewards)) / len(rewards)
 
@@ -96,7 +99,7 @@ def warn_of_namesakes(folders: list[str]) -> None:
 def load_workflow(config: TrainConfig, task: Any, tokenizer: Any, workflow: Any, kwargs: dict[str, Any]) -> Any:
     """Return the workflow or agent that runs every episode of the run. Raises ConfigError if there is none.
 
-    Without `workflow`, the configuration names the workflow or, if the configuration names none, the task.
+    Without `workflow`, the workflow is taken from the configuration or, if none is configured, from the task.
     """
     if workflow is None:
         workflow, kwargs = config.workflow, {**config.workflow_kwargs, **kwargs}
