@@ -186,7 +186,7 @@ class TrainConfig:
     workflow: str | None = None  # module.Class of an agent or a RolloutWorkflow; default: the task's workflow
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the workflow's class
     should_accept_fn: str | None = None  # module.function of a trajectory; returns false to reject the group
-    success_above: Annotated[float, "(-inf, inf)"] = 0.0  # a reward above this is a success, if no task says; 0: above 0
+    success_above: Annotated[float, "(-inf, inf)"] = 0.0  # a reward above this is success, if no task says; 0: above 0
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
