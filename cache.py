@@ -201,7 +201,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
             self._remove(interaction_id)
 
     def drop_orphan(self, interaction_id: str) -> None:
-        """Remove a finished interaction whose reply the client never read. An interaction with children stays."""
+        """Remove a finished interaction whose reply the client never read, unless it has children."""
         interaction = self.get(interaction_id)
         if interaction is not None and interaction.complete and not interaction.children:
             self._follow(interaction.conversation)[1].ended.remove(interaction)

@@ -9,7 +9,7 @@ Training uses training/actor.py and ppo.py, as in a real run. Each run writes on
 has a line already, the benchmark does not repeat the run. The figure is docs/staleness.png. docs/staleness.md explains
 the results.
 
-**A fixed lag.** On a small machine generation is as fast as training, so a real run has little lag. In this benchmark
+**A fixed lag.** On a small machine, generation is as fast as training, so a real run has little lag. In this benchmark
 generation and training alternate in one process. Steps are counted from 0. Version max(s - eta, 0) samples all tokens
 of step s. This is the largest lag that the gate of staleness.py allows. For eta = inf there is no gate: the sampler
 generates two batches while the trainer consumes one batch, so version s // 2 samples the batch of step s. Every run

@@ -118,7 +118,7 @@ class ModelResponse:
 
 
 def call_seed(seed: int, episode: str, call: int) -> int:
-    """Return the seed of an episode's call number `call`, a hash of the three arguments below 2^31."""
+    """Return a seed below 2^31 for one call of an episode. The seed is a hash of the three arguments."""
     digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 

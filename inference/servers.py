@@ -25,10 +25,10 @@ rules exclude tokens of old weights:
   arrived before a request is sent, this request must therefore get tokens of version 7 or newer. The engine discards
   older tokens, and marks their server as lost.
 
-After an update the trainer sends /continue_generation to lost servers too. Otherwise a lost server that is alive would
-stay paused, and other processes that still use the server would wait. If the server has old weights, its answers show
-it by their versions. If a server received only a part of an update, it reports version "7-incomplete", and every engine
-refuses its tokens.
+After an update the trainer sends /continue_generation to lost servers too. A server that counts as lost may be
+alive, and would otherwise stay paused while other processes wait for it. If the server has old weights, its answers
+show it by their versions. If a server received only a part of an update, it reports version "7-incomplete", and every
+engine refuses its tokens.
 
 **Routers.** An address may belong to an sglang-router. Requests for tokens go to the router, which chooses a worker.
 The router does not forward abort, pause, continue and weight updates, so the engine sends these calls to each worker.

@@ -37,7 +37,7 @@ def is_trainable(turn: Any) -> bool:
 def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
     """Return the row of a conversation as a dict of lists. A list has L numbers, one for each token, or one number.
 
-    `turns` holds pairs, from the first turn to the last: a finished interaction, and whether the row trains on it.
+    `turns` is a list of pairs (finished interaction, whether the row trains on it), in the order of the turns.
     L numbers: input_ids, attention_mask, loss_mask, logprobs (behaviour policy), versions, turn_ids, turn_rewards
     (final reward of the token's turn), temperatures. One number: rewards (of the last turn), truncated (1 if the length
     limit ended the last turn), regenerated (number of segments generated again), side_conversations (1 if left out),

@@ -268,7 +268,7 @@ class FSDPPPOActor(FSDPEngine):
         return old, old
 
     def should_compute_prox_logp(self) -> bool:
-        """Return whether ppo_update reads batch["prox_logp"], so that compute_logp must be called first."""
+        """Return whether ppo_update reads batch["prox_logp"]. If it does, call compute_logp first."""
         return "prox_logp" in self.policies()
 
     def compute_advantages(self, batch: Batch) -> None:

@@ -29,9 +29,9 @@ same for all positions would reward late tokens and punish early ones. The price
 tokens before it.
 
 **Filter.** If all members of a group earned equal rewards, every advantage is 0, so training on the group changes
-nothing. `informative` is a filter for the key should_accept_fn that rejects such groups, as the dynamic sampling of
-DAPO does. The filter rejects prompts that are too easy or too hard. If the filter rejects every group, the run waits
-for ever, and the metric `rejected` grows.
+nothing. `informative` is a filter that rejects such groups, like the dynamic sampling of DAPO. The key
+should_accept_fn sets the filter. The filter rejects prompts that are too easy or too hard. If the filter rejects every
+group, the run waits for ever, and the metric `rejected` grows.
 """
 
 import torch

@@ -16,7 +16,7 @@ class NormConfig:
     """The mean and the std of the advantage A = (R - mean) / std (AReaL: NormConfig)."""
 
     mean_level: Literal["group", "batch", "none"] = "group"  # rows whose mean return is the baseline
-    std_level: Literal["group", "batch", "constant", "none"] = "group"  # rows whose standard deviation is the divisor
+    std_level: Literal["group", "batch", "constant", "none"] = "group"  # set of rows whose standard deviation divides
     mean_leave1out: bool = False  # true: leave a row out of its own baseline (RLOO)
     std_constant: Positive = 1.0  # divisor for std_level=constant
     per_turn: bool = True  # true: compare returns only among turns with the same number

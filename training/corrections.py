@@ -1,4 +1,4 @@
-"""Corrections of the two ratios, for tokens and whole rows whose plain ratios would mislead the training.
+"""Corrections for tokens and rows whose probability ratios would mislead the training.
 
 ppo.py multiplies each token's objective by the behaviour weight w = pi_prox / pi_behav, and clips u = pi_theta /
 pi_prox. Both are ratios of the probabilities of one token. Except for the cap of w, all corrections are off by default.

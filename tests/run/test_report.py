@@ -170,7 +170,7 @@ def test_a_group_without_signal_is_marked(folder: Path) -> None:
 
 
 def test_an_agents_text_stays_text(folder: Path) -> None:
-    """A token with the text `</script>` ends no element of the page, and its text is in the data unchanged."""
+    """A token with the text `</script>` does not end the page's script, and the data holds the unchanged text."""
     page = make_page([folder])
     assert "<b>bad" not in page
     assert read_page(page)[0]["words"]["5"] == TEXTS[5]
