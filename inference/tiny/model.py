@@ -5,39 +5,42 @@ logits of each sequence's last token. One method, `TinyModel.step`, serves for p
 under new weights, and for the next turn of a conversation. These cases differ only in how many tokens are cached
 already.
 
-**The parts.** `SlotCache` stores keys and values. `TinyModel` computes a batch with an unmodified transformers model,
-which calls `SlotCache.update` and `slot_attention` in each layer. `read_weights`, `receive_weights` and
-`unpack_weights` each read new weights. `sample` draws the next tokens. `run_step` connects the scheduler, the model and
-`sample`.
+**The parts.** `SlotCache` stores keys and values. `TinyModel` computes a batch. A model with the architecture of Llama
+is computed by `FastForward` (fast.py), and every other model by its own forward pass in transformers. Both call
+`SlotCache.update` and `slot_attention` in each layer. `read_weights`, `receive_weights` and `unpack_weights` each read
+new weights. `sample` draws the next tokens. `run_step` connects the scheduler, the model and `sample`.
 
 **Three coordinates** locate a token:
 
-    slot      the row of the cache that belongs to the token's sequence; four spare slots follow the scheduler's slots
+    slot      the row of the cache that belongs to the token's sequence; eight spare slots follow the scheduler's slots
     row       the row of the batch that feeds the token; row r belongs to slot first_slot + r
     position  the index of the token in its sequence, from 0; the cache stores its key and value at (slot, position)
 
-An example with 6 + 4 slots: step(feeds=[[b0, b1, b2, b3], [c2, c3]], cached=[0, 2], first_slot=1). All rows end in the
+An example with 6 + 8 slots: step(feeds=[[b0, b1, b2, b3], [c2, c3]], cached=[0, 2], first_slot=1). All rows end in the
 last column, so the last column contains the last token of each sequence. Padding (--) is written to the last spare
 slot, which no step reads.
 
     cache    position 0  1  2  3      batch    column 0  1  2  3      position       written to slot
     slot 0            a0 a1 a2 a3
-    slot 1            .  .  .  .      row 0           b0 b1 b2 b3      0  1  2  3     1  1  1  1
-    slot 2            c0 c1 .  .      row 1           -- -- c2 c3      0  0  2  3     9  9  2  2
+    slot 1            .  .  .  .      row 0           b0 b1 b2 b3      0  1  2  3      1  1  1  1
+    slot 2            c0 c1 .  .      row 1           -- -- c2 c3      0  0  2  3     13 13  2  2
 
 **Bits.** In deterministic mode (`--seed`) a row's logits must not depend on the other rows of the batch, so that two
 runs with one seed give the same tokens. Only rounding could make the rows depend on each other: for a matrix product of
-a different shape the library may choose a different kernel, which adds the numbers in a different order. Two rules keep
-the choice constant:
+a different shape the library may choose a different kernel, which adds the numbers in a different order. Three rules
+keep the choice constant:
 
-- Every matrix product has at least four rows (MIN_ROWS).
+- Memory holds the weights of a linear layer in the order of the transpose: (in, out). `fuse` changes the order.
+- Every matrix product has 8 to 128 rows (MIN_ROWS, MAX_TOKENS). `step_in_parts` divides a larger step.
 - `key_length` chooses the number of keys to which a step attends.
 
-The rules come from measurements with torch 2.13 and MKL on a CPU with AVX-512. On this CPU a row has the same logits,
-bit by bit, alone and in a batch of 65 rows, in prefill and in decoding. On a CPU with other kernels, logits agree to
-about 1e-6, and sampled tokens are almost always equal. bench/engine.py prints whether the bits are equal on your
-machine. Padding a decode step to four rows makes a single sequence up to a third slower (docs/results.md), so only
-deterministic mode does this padding.
+The rules come from measurements with torch 2.13 and MKL 2024.2 on an Intel Xeon with AVX-512. With transposed weights a
+row of a product was the same for every number of rows from 2 to 160, for `in` from 32 to 4864. From 192 rows on, some
+products differed. Without the transpose, products of fewer than 16 rows differed. Attention needed 2 rows for d <= 32,
+3 rows for d = 64 and 6 rows for d = 128. On a CPU with other kernels, logits agree to about 1e-6, and sampled tokens
+are almost always equal. bench/engine.py prints whether the bits are equal on your machine. Eight rows for a single
+sequence cost time (docs/results.md), so only deterministic mode follows the last two rules. The first rule always
+holds, because products with transposed weights are also faster.
 
 **Randomness.** The uniform number that chooses the token at position p of a request with seed s is a hash of (s, p). No
 random generator keeps a state. If a client sends an aborted request again together with its partial output, the new
@@ -50,6 +53,7 @@ top_k. At T = 0 the logprobs are log_softmax(logits). A trainer reproduces the l
 """
 
 import base64
+import functools
 import io
 import pickle
 from collections.abc import Mapping
@@ -61,12 +65,15 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from inference.tiny.fast import FastForward, fits, fuse
 from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
 
-MIN_ROWS = 4  # with fewer rows a matrix product may use a kernel that rounds differently; some CPUs need 8
+MIN_ROWS = 8  # smallest number of rows of a matrix product in deterministic mode
+MAX_TOKENS = 128  # largest number of rows of a matrix product in deterministic mode
 
 
 class ModelError(ValueError):
@@ -81,17 +88,19 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def key_length(longest: int) -> int:
-    """Return the number of keys, at least `longest`, to which every row of a step attends. It is a multiple of 64.
+def key_length(longest: int, deterministic: bool) -> int:
+    """Return the number of keys, at least `longest`, to which every row of a step attends.
 
-    As measured, the attention kernel works in blocks of 512 keys, and adds in a different order if the last block has
-    256 or 320 keys. The function avoids both numbers: the last block then has 384 keys.
+    The attention kernel works in blocks of 512 keys. As measured on two CPUs, the kernel adds in a different order if
+    the last block has 256 to 448 keys. In deterministic mode the last block therefore has 64, 128, 192 or 512 keys.
     """
+    if not deterministic:
+        return round_up(longest, 16)
     keys = round_up(longest, 64)
-    return round_up(keys + 1, 128) if keys % 512 in (256, 320) else keys
+    return round_up(keys, 512) if keys % 512 > 192 else keys
 
 
-def slot_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **kwargs: Any):
+def slot_attention(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, min_rows: int = 1, **kwargs: Any):
     """Compute softmax(q k' / sqrt(d) + mask) v. Query heads that share a key head are stacked in one matrix product.
 
     Shapes: query (n, heads, q, d); key and value (n, groups, keys, d); mask (n, 1, q, keys) with values 0 or -inf.
@@ -101,28 +110,29 @@ def slot_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, atten
     stacked = query.reshape(n, key.shape[1], -1, d)  # (n, groups, heads/groups * q, d)
     rows = stacked.shape[2]
     if q > 1:
-        attention_mask = attention_mask.repeat(1, 1, rows // q, 1)
-    elif rows < MIN_ROWS:  # decoding: repeat the rows, and drop the copies after the product
-        stacked = stacked.repeat(1, 1, -(-MIN_ROWS // rows), 1)
-    out = F.scaled_dot_product_attention(stacked, key, value, attention_mask, scale=kwargs.get("scaling"))
+        mask = mask.repeat(1, 1, rows // q, 1)
+    elif rows < min_rows:  # decoding: repeat the rows, and drop the copies after the product
+        stacked = stacked.repeat(1, 1, -(-min_rows // rows), 1)
+    out = F.scaled_dot_product_attention(stacked, key, value, mask, scale=kwargs.get("scaling"))
     return out[:, :, :rows].reshape(n, heads, q, d).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("slots", slot_attention)
+AttentionInterface.register("slots deterministic", functools.partial(slot_attention, min_rows=MIN_ROWS))
 
 
 class SlotCache:
-    """The keys and values of all slots, in one tensor `kv` (layers, 2, slots + 4, groups, positions, d).
+    """The keys and values of all slots, in one tensor `kv` (layers, 2, slots + 8, groups, positions, d).
 
-    The four spare slots serve as additional rows of small batches. Padding writes its keys and values to the last spare
-    slot, `discard`.
+    The eight spare slots serve as additional rows of small batches. Padding writes its keys and values to the last
+    spare slot, `discard`.
     """
 
     def __init__(self, layers: int, slots: int, groups: int, d: int) -> None:
         self.kv = torch.zeros(layers, 2, slots + MIN_ROWS, groups, 64, d)
         self.discard = slots + MIN_ROWS - 1
-        self.write: tuple[Tensor, ...] = ()  # index of the fed tokens in kv[layer, 0] and kv[layer, 1]
-        self.read: tuple[slice, ...] = ()  # index of the keys and values that the step reads
+        self.write: Tensor  # for each new key, its row in kv[layer, 0] or kv[layer, 1] as a matrix (.., d)
+        self.read: tuple[slice, ...]  # index of the keys and values that the step reads
 
     def begin_step(self, slots: Tensor, positions: Tensor, read_slots: slice, n_keys: int) -> None:
         """Make the cache long enough for n_keys positions, and choose the entries that `update` writes and returns.
@@ -131,11 +141,12 @@ class SlotCache:
         `read_slots` has one slot for each row, and `update` returns the first n_keys positions of these slots. If the
         cache is too short, its length is at least doubled.
         """
-        length = self.kv.shape[-2]
+        groups, length = self.kv.shape[-3:-1]
         if n_keys > length:
             self.kv = F.pad(self.kv, (0, 0, 0, max(n_keys, 2 * length) - length))
-        groups = torch.arange(self.kv.shape[-3])[:, None]
-        self.write = (slots[:, None], groups, positions[:, None])  # together (rows, groups, columns)
+            length = self.kv.shape[-2]
+        group = slots[:, None] * groups + torch.arange(groups)[:, None]  # (rows, groups, columns)
+        self.write = (group * length + positions[:, None]).view(-1)
         self.read = (read_slots, slice(None), slice(n_keys))
 
     def update(self, k: Tensor, v: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -145,8 +156,8 @@ class SlotCache:
         views have the shape (rows, groups, keys, d).
         """
         keys, values = self.kv[layer]
-        keys[self.write] = k
-        values[self.write] = v
+        for stored, new in ((keys, k), (values, v)):
+            stored.view(-1, k.shape[-1]).index_copy_(0, self.write, new.reshape(-1, k.shape[-1]))
         return keys[self.read], values[self.read]
 
     def exchange(self, i: int, j: int) -> None:
@@ -168,12 +179,16 @@ class TinyModel:
         """
         if not (Path(path) / "config.json").is_file():
             raise ModelError(f"no model in {path}: a Hugging Face directory with config.json is needed")
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="slots")
+        self.attention = "slots deterministic" if deterministic else "slots"
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=self.attention)
         config = model.config.get_text_config()
         heads = config.num_attention_heads
+        for linear in (layer for layer in model.modules() if isinstance(layer, nn.Linear)):
+            fuse(linear.weight)  # stores the weight in the order of its transpose
         self.model = model.eval()
+        self.fast = FastForward(model, AttentionInterface()[self.attention]) if fits(model) else None
         self.slots = slots
-        self.min_rows = MIN_ROWS if deterministic else 1  # smallest number of rows of a decode step
+        self.min_rows = MIN_ROWS if deterministic else 1  # smallest number of rows of a matrix product
         self.vocab_size: int = config.vocab_size
         self.context_length: int = config.max_position_embeddings
         eos = model.generation_config.eos_token_id
@@ -193,7 +208,7 @@ class TinyModel:
         ours = self.step([ids], [0])[0, -1]
         self.model.set_attn_implementation("sdpa")
         theirs = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-        self.model.set_attn_implementation("slots")
+        self.model.set_attn_implementation(self.attention)
         if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
             raise ModelError(f"{type(self.model).__name__} is not supported: the slot cache changes its logits")
 
@@ -202,41 +217,52 @@ class TinyModel:
         """Run one forward pass. Row r feeds the tokens feeds[r] to slot first_slot + r, which has cached[r] tokens.
 
         Returns the logits (n, k, vocab) of the last k columns. logits[:, -1] are the logits of each row's last token. k
-        is the number of columns if `all_logits` is set, and at most four otherwise.
+        is the length of the longest feed if `all_logits` is set, and 1 otherwise.
         """
-        # 1. Pad the batch: prefill has a multiple of four columns, and decode has at least min_rows rows.
-        n, columns = len(feeds), max(map(len, feeds))
-        if columns > 1:
-            columns = round_up(columns, MIN_ROWS)
-        else:
-            empty = max(0, self.min_rows - n)
-            feeds, cached = feeds + [[]] * empty, cached + [0] * empty
-        rows = len(feeds)
+        # 1. Pad the batch: in deterministic mode, prefill has a multiple of 8 columns, and decode has at least 8 rows.
+        n, longest = len(feeds), max(map(len, feeds))
+        columns = round_up(longest, self.min_rows) if longest > 1 else 1
+        if self.min_rows > 1 and n * columns > MAX_TOKENS:
+            return self.step_in_parts(feeds, cached, first_slot, all_logits)
+        rows = max(n, self.min_rows) if longest == 1 else n
+        feeds, cached = feeds + [[]] * (rows - n), cached + [0] * (rows - n)
         ids = torch.tensor([[0] * (columns - len(feed)) + feed for feed in feeds])  # (rows, columns)
 
         # 2. Positions: in each row, positions increase up to the last token in the last column. Padding has position 0.
-        begin = torch.tensor(cached)[:, None]  # (rows, 1)
-        end = begin + torch.tensor([len(feed) for feed in feeds])[:, None]  # (rows, 1)
-        positions = end + torch.arange(-columns, 0)  # (rows, columns)
-        padding = positions < begin
-        positions = positions.masked_fill(padding, 0)
+        ends = [done + len(feed) for done, feed in zip(cached, feeds, strict=True)]
+        positions = torch.tensor(ends)[:, None] + torch.arange(-columns, 0)  # (rows, columns)
+        padding = positions < torch.tensor(cached)[:, None]
+        positions.masked_fill_(padding, 0)
 
         # 3. Slots: fed tokens are written to the row's own slot, and padding to the discard slot.
-        slots = torch.arange(first_slot, first_slot + rows)[:, None]  # (rows, 1)
-        slots = slots.masked_fill(padding, self.cache.discard)  # (rows, columns)
-        n_keys = key_length(int(positions.max()) + 1)
-        self.cache.begin_step(slots, positions, slice(first_slot, first_slot + rows), n_keys)
+        read = slice(first_slot, first_slot + rows)
+        slots = torch.arange(read.start, read.stop)[:, None].masked_fill(padding, self.cache.discard)  # (rows, columns)
+        n_keys = key_length(max(ends), deterministic=self.min_rows > 1)
+        self.cache.begin_step(slots, positions, read, n_keys)
 
         # 4. Mask: a token at position p attends to positions 0 to p. The mask is 0 there and -inf elsewhere.
-        hidden = torch.arange(n_keys) > positions[:, :, None]  # (rows, columns, keys)
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None]  # (rows, 1, columns, keys)
+        hidden = torch.arange(n_keys) > positions[:, None, :, None]  # (rows, 1, columns, keys)
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
         # 5. Run the model. In each layer, `update` stores the new keys and values, and attention reads all of them.
-        kept = columns if all_logits else min(columns, MIN_ROWS)
-        output = self.model(
-            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self.cache, logits_to_keep=kept
-        )
-        return output.logits[:n]
+        kept = columns if all_logits else min(columns, self.min_rows)
+        if self.fast:
+            logits = self.fast(ids, positions, mask, self.cache, kept)
+        else:
+            inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+            logits = self.model(**inputs, past_key_values=self.cache, logits_to_keep=kept).logits
+        return logits[:n, -longest if all_logits else -1 :]
+
+    def step_in_parts(self, feeds: list[list[int]], cached: list[int], first_slot: int, all_logits: bool) -> Tensor:
+        """Compute a step with more than MAX_TOKENS tokens as two steps: half of the rows each, or half of one row."""
+        half, cut = len(feeds) // 2, len(feeds[0]) // 2
+        if half:
+            upper = self.step(feeds[:half], cached[:half], first_slot, all_logits)
+            lower = self.step(feeds[half:], cached[half:], first_slot + half, all_logits)
+            return pad_sequence([*upper, *lower], batch_first=True, padding_side="left")
+        before = self.step([feeds[0][:cut]], cached, first_slot, all_logits)
+        after = self.step([feeds[0][cut:]], [cached[0] + cut], first_slot, all_logits)
+        return torch.cat([before, after], dim=1) if all_logits else after
 
     @torch.inference_mode()
     def replace_weights(self, named: Mapping[str, Tensor], whole: bool = True) -> None:
@@ -343,9 +369,9 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
             logits[i] -= penalty * torch.bincount(torch.tensor(sequence.output, dtype=torch.int), minlength=vocab)
 
     # 2. Logprobs: log_softmax(logits / T)
-    temperature = torch.tensor([p.temperature for p in params])[:, None]  # (n, 1)
-    greedy = temperature < 1e-6  # SGLang's limit; a division by less would overflow
-    logprobs = torch.log_softmax(logits / temperature.masked_fill(greedy, 1), dim=-1)  # (n, vocab)
+    greedy = [p.temperature < 1e-6 for p in params]  # SGLang's limit; a division by less would overflow
+    temperature = torch.tensor([1.0 if p.temperature < 1e-6 else p.temperature for p in params])[:, None]  # (n, 1)
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)  # (n, vocab)
 
     # 3. Apply top_k and top_p only to rows that need them, because `truncate` rounds the weights of a row.
     weights = logprobs.exp()
@@ -356,8 +382,8 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
     cdf = weights.cumsum(-1)
     u = uniforms([p.sampling_seed for p in params], [len(sequence.tokens) for sequence in sequences])[:, None]  # (n, 1)
     token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=vocab - 1)  # (n, 1)
-    if greedy.any():
-        token = torch.where(greedy, logprobs.argmax(-1, keepdim=True), token)
+    if any(greedy):
+        token = torch.where(torch.tensor(greedy)[:, None], logprobs.argmax(-1, keepdim=True), token)
     return token[:, 0].tolist(), logprobs.gather(1, token)[:, 0].tolist()
 
 

@@ -15,8 +15,8 @@ a step. When a step ends, the thread puts the next step into the queue, after th
 Events are therefore handled between two steps, and the scheduler needs no lock. If there is nothing to compute, the
 thread waits for the next event.
 
-**The files.** scheduler.py chooses the sequences of the next step, model.py computes the step, and protocol.py
-translates the bodies of requests and replies.
+**The files.** scheduler.py chooses the sequences of the next step, and model.py computes the step. fast.py is the
+forward pass of the most common architecture. protocol.py translates the bodies of requests and replies.
 
     POST /generate                     generates tokens for the prompts in `input_ids`; `stream` for server-sent events
     POST /abort_request                {"rid"}
@@ -37,8 +37,8 @@ must send /abort_request. Disconnecting does not end the request.
 
 With `--api-key`, every request except /health and /ready needs the header `Authorization: Bearer <key>`.
 
-**Not promised.** The server may be slower than model.generate (bench/engine.py compares both). It has no text prompts,
-several samples of one prompt, grammars, LoRA or weight updates of a mixture of experts.
+**Not promised.** The server has no text prompts, several samples of one prompt, grammars, LoRA or weight updates of a
+mixture of experts.
 """
 
 import argparse

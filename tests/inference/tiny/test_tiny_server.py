@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 import proxy
 from engine import EngineError, RemoteInfEngine
 from inference.tiny import server
-from inference.tiny.model import ModelError, TinyModel, key_length, read_weights, run_step, sample, uniforms
+from inference.tiny.model import ModelError, TinyModel, read_weights, run_step, sample, uniforms
 from inference.tiny.protocol import Protocol, parse_params
 from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence, common_prefix
 from inference.tiny.server import Server
@@ -351,17 +351,6 @@ def test_a_model_with_sliding_windows_is_refused(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="sliding_attention"):
         TinyModel(str(tmp_path), 2)
-
-
-def test_key_length_covers_and_avoids_what_rounds_differently() -> None:
-    """key_length returns a multiple of 64 that covers all keys, and never 256 or 320 modulo the kernel's block of
-    512."""
-    for n in range(1, 3000):
-        keys = key_length(n)
-        assert keys >= n
-        assert keys % 64 == 0
-        assert keys % 512 not in (256, 320)
-        assert keys - n < 192
 
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
