@@ -67,7 +67,7 @@ from cache import Interaction, check_style
 from calls.messages import AgentRequest, Refusal, get
 from calls.prompts import PromptBuilder, TextReader
 from calls.replies import PROTOCOLS, Protocol
-from calls.sessions import Session, SessionTable
+from calls.sessions import Limits, Session, SessionTable
 from calls.side_conversations import PATTERNS
 from calls.tools import OutputParser
 from calls.turn import EventStream, Turn, earlier_turn
@@ -75,8 +75,7 @@ from engine import EngineError, RemoteInfEngine
 from inference.io_struct import GenerationHyperparameters, ModelRequest, call_seed
 from run.serve import bearer, check_key, listen, load_tokenizer, read_object, read_secret, reply, serve
 
-MAX_BODY = 64 * 2**20  # largest accepted request body, in bytes
-LONG_BODY = 2**18  # bytes; a thread builds the prompt of a longer body, because tokenising a long text takes seconds
+LONG_BODY = 2**18  # bytes; a thread reads a longer body, because reading and tokenising a long text take seconds
 
 
 @dataclass(eq=False, repr=False)
@@ -96,6 +95,7 @@ class Proxy:
     chat_template_type: str = "concat"  # "concat" or "hf", which calls/prompts.py explains
     tool_call_parser: str | None = None  # form in which the model writes tool calls (calls/tools.py)
     reasoning_parser: str | None = None  # form in which the model writes reasoning (calls/tools.py)
+    limits: Limits = field(default_factory=Limits)  # what one session may cost
     clock: Callable[[], float] = time.monotonic  # function that returns the time in seconds
 
     def __post_init__(self) -> None:
@@ -103,6 +103,7 @@ class Proxy:
         self.prompts = PromptBuilder(self.tokenizer, self.chat_template_type, context)
         self.parser = OutputParser(self.tokenizer, self.tool_call_parser, self.reasoning_parser)
         self.sessions = SessionTable(self.session_timeout_seconds, self.clock, self.side_conversations)
+        self.sessions.limits = self.limits
         GenerationHyperparameters(**self.sampling)  # raises TypeError for an unknown field
         if strange := set(self.fixed_sampling) - {f.name for f in fields(GenerationHyperparameters)}:
             raise ValueError(f"fixed_sampling: {', '.join(sorted(strange))} is no field of GenerationHyperparameters")
@@ -119,7 +120,7 @@ class Proxy:
     async def start_session(self, request: Request) -> Response:
         """Use one grant to start a session. Raises Refusal 429 if there is no grant."""
         check_key(request, self.admin_key)
-        body = await read_json(request)
+        body = await self.read_json(request)
         if not isinstance(body.get("task_id"), str | int) or body.get("api_key"):
             raise Refusal("task_id: a string is needed; api_key: leave it out, the proxy replies with a key of its own")
         session = self.sessions.start(str(body["task_id"]))
@@ -134,8 +135,8 @@ class Proxy:
 
     async def complete(self, protocol: Protocol, request: Request) -> Response:
         """Answer one call. A new call starts a new turn; a retry may be answered with the reply of an earlier turn."""
-        raw = await read_body(request)
         session = self.sessions.open(session_id_of(request))
+        raw = await self.read_body(request)
         key = hashlib.blake2b(raw + protocol.id_prefix.encode()).digest()
         says_so = request.headers.get("x-stainless-retry-count", "0") != "0"
         turn = earlier_turn(session, key, says_so) or await self.begin(protocol, session, raw, key)
@@ -151,13 +152,13 @@ class Proxy:
         `key` is the hash of the body `raw`. Raises Refusal if the request is not valid or the session has ended. If the
         prompt cannot be built, the turn is removed from the tree.
         """
-        ask = protocol.parse(read_object(raw), session.finished)
+        ask = await in_thread(raw, lambda: protocol.parse(read_object(raw), session.finished))
+        self.sessions.limits.check(session, ask)
         gconfigs = [self.gconfig(ask, session, k) for k in range(ask.n)]
         session.calls += ask.n
         turn = Turn(session, protocol, ask, self.parser, self.store)
         try:
-            build = functools.partial(self.prompt, ask, turn.parent)
-            prompt, opening = await asyncio.to_thread(build) if len(raw) > LONG_BODY else build()
+            prompt, opening = await in_thread(raw, lambda: self.prompt(ask, turn.parent))
             if session.ended:
                 raise Refusal("session: it ended while this call was read", 410)
         except BaseException:
@@ -192,11 +193,11 @@ class Proxy:
 
     async def count_tokens(self, request: Request) -> Response:
         """Reply with the number of prompt tokens that a call with this body would have (Anthropic's endpoint)."""
-        body = await read_json(request)
         session = self.sessions.open(session_id_of(request))
-        ask = PROTOCOLS["messages"].parse(body, session.finished)
-        parent = session.cache.find_parent(ask.messages)
-        return reply({"input_tokens": len(self.prompt(ask, parent)[0])})
+        raw = await self.read_body(request)
+        ask = await in_thread(raw, lambda: PROTOCOLS["messages"].parse(read_object(raw), session.finished))
+        ids, _ = await in_thread(raw, lambda: self.prompt(ask, session.cache.find_parent(ask.messages)))
+        return reply({"input_tokens": len(ids)})
 
     async def models(self, request: Request) -> Response:
         """Return the model that the path names, or list the only model. Every name refers to this model.
@@ -220,7 +221,7 @@ class Proxy:
 
     async def set_reward(self, request: Request) -> Response:
         """Set the reward of the interaction `interaction_id`, or of the last interaction if the body has no id."""
-        body = await read_json(request)
+        body = await self.read_json(request)
         session = self.sessions.open(session_id_of(request))
         interaction_id, reward = get(body, "interaction_id", str), body.get("reward")
         try:
@@ -234,7 +235,7 @@ class Proxy:
 
     async def end_session(self, request: Request) -> Response:
         """End a session; to end it again is no error. With {"discard": true}, also forget the session at once."""
-        body = await read_json(request)
+        body = await self.read_json(request)
         session = self.sessions.find(session_id_of(request))
         self.sessions.end(session)
         if body.get("discard"):
@@ -246,7 +247,7 @@ class Proxy:
     async def export_trajectories(self, request: Request) -> Response:
         """Reply with the interactions of an ended session and their discounted rewards, then forget the session."""
         check_key(request, self.admin_key)
-        body = await read_json(request)
+        body = await self.read_json(request)
         session = self.sessions.find(str(body.get("session_id")))
         if not session.ended:
             raise Refusal("session_id: the session is still open; POST /{session_id}/rl/end_session first")
@@ -262,13 +263,27 @@ class Proxy:
         self.sessions.expire()
         return reply({"status": "ok", "sessions": len(self.sessions), "capacity": self.sessions.capacity})
 
+    async def read_body(self, request: Request) -> bytes:
+        """Return the bytes of a request's body. Raises Refusal 413 for a long body, TimeoutError for a slow one."""
+        raw, limits = bytearray(), self.sessions.limits
+        async with asyncio.timeout(limits.seconds):
+            async for chunk in request.stream():
+                raw += chunk
+                if len(raw) > limits.body_bytes:
+                    raise Refusal(f"body: it is longer than {limits.body_bytes} bytes", 413)
+        return bytes(raw)
+
+    async def read_json(self, request: Request) -> dict[str, Any]:
+        """Return a request's body as a JSON object. Raises Refusal if the body is too long or is no JSON object."""
+        return read_object(await self.read_body(request))
+
     async def set_version(self, request: Request) -> Response:
         """Set the version of the trainer's newest weights.
 
         An answer with tokens of a newer version is refused as an error.
         """
         check_key(request, self.admin_key)
-        self.engine.servers.limit = get(await read_json(request), "version", int, 0)
+        self.engine.servers.limit = get(await self.read_json(request), "version", int, 0)
         return reply({})
 
 
@@ -288,24 +303,15 @@ def session_id_of(request: Request) -> str:
     return named
 
 
-async def read_body(request: Request) -> bytes:
-    """Return the bytes of a request's body. Raises Refusal 413 if the body is longer than MAX_BODY."""
-    raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > MAX_BODY:
-            raise Refusal(f"body: it is longer than {MAX_BODY} bytes", 413)
-    return bytes(raw)
-
-
-async def read_json(request: Request) -> dict[str, Any]:
-    """Return a request's body as a JSON object. Raises Refusal if the body is too long or is no JSON object."""
-    return read_object(await read_body(request))
+async def in_thread(raw: bytes, function: Callable[[], Any]) -> Any:
+    """Return the result of `function`, which reads the body `raw`. A thread calls `function` for a long body."""
+    return await asyncio.to_thread(function) if len(raw) > LONG_BODY else function()
 
 
 async def error_reply(request: Request, error: Exception) -> Response:
     """Return an error as a reply in the protocol of the request's path."""
-    status, message = getattr(error, "status", None) or 500, str(error)
+    # An error without a text is the TimeoutError of `read_body`.
+    status, message = getattr(error, "status", None) or (500 if str(error) else 408), str(error) or "body: too slow"
     if isinstance(error, HTTPException):  # the web framework found no endpoint for this path and method
         status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}"
     is_anthropic = request.url.path.endswith(("/messages", "/messages/count_tokens"))
@@ -319,7 +325,7 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
     `engine` has the method `async agenerate(ModelRequest)`. `options` are fields of `Proxy`.
     """
     proxy = Proxy(engine, tokenizer, admin_key, **options)
-    handlers: Any = dict.fromkeys((ValueError, EngineError, HTTPException, ClientDisconnect), error_reply)
+    handlers: Any = dict.fromkeys((ValueError, EngineError, HTTPException, TimeoutError, ClientDisconnect), error_reply)
     app = FastAPI(title="nano-areal proxy", openapi_url=None, exception_handlers=handlers)
     app.state.proxy = proxy
     app.add_route("/health", proxy.health)
@@ -348,9 +354,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--model-path", required=True, help="Hugging Face folder with the tokenizer")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8100, help="port to listen on")
-    admin, server = os.getenv("NANO_AREAL_ADMIN_KEY"), os.getenv("NANO_AREAL_SERVER_KEY", "")
-    add("--admin-key", type=read_secret, default=admin, help="default: $NANO_AREAL_ADMIN_KEY or a new key; -: stdin")
-    add("--server-key", type=read_secret, default=server, help="default: $NANO_AREAL_SERVER_KEY; -: standard input")
+    add("--admin-key", type=read_secret, default=os.getenv("NANO_AREAL_ADMIN_KEY"), help="-: stdin; default: a new key")
+    add("--server-key", type=read_secret, default=os.getenv("NANO_AREAL_SERVER_KEY", ""), help="-: from stdin")
     add("--seed", type=int, help="an integer makes the sampling of a run repeatable")
     add("--sampling", type=orjson.loads, default={}, help='default parameters as JSON, like {"max_new_tokens": 500}')
     add("--request-timeout", type=float, default=3600.0, help="seconds that one generation may take")
@@ -359,6 +364,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--chat-template-type", choices=["concat", "hf"], default="concat", help="hf: render every prompt in full")
     add("--side-conversations", type=orjson.loads, default=PATTERNS, help="JSON list of patterns of unrewarded calls")
     add("--store", choices=["honour", "ignore"], default="ignore", help="honour: do not train calls with store: false")
+    add("--limits", type=lambda text: Limits(**orjson.loads(text)), default="{}", help="limits of a session as JSON")
     add("--fixed-sampling", action="append", default=[], help="a field of --sampling that agents cannot change")
     add("--tool-call-parser", help="form of tool calls (calls/tools.py); default: the tokenizer's form, or qwen")
     add("--reasoning-parser", help="form of the reasoning; default: <think> ... </think>")

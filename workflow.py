@@ -62,7 +62,7 @@ from inference.wire import PerLoop, StackTransport
 from rollout.reward import AsyncRewardWrapper, parse_rewards
 from rollout.rows import make_row, row_to_tensors
 from rollout.trajectory import Trajectory, check_trajectory_format, concat_padded_tensors
-from rollout.workers import WorkerPool, abandonable, check_importable, run_agent, time_limit
+from rollout.workers import WorkerPool, check_importable, run_agent, within
 
 logger = logging.getLogger("nano_areal.workflow")
 
@@ -303,16 +303,16 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         transport = await _rl_transport.get()
         client = OpenAIProxyClient(transport, self._choose_proxy(), self.admin_key, _context.get().name)
         limit = f"{self.episode_timeout:g} s (rollout.openai.episode_timeout_seconds)"
-        async with time_limit(self.episode_timeout, f"the episode took longer than {limit} and was cancelled"):
-            await client.grant_capacity()
-            async with client:
-                work = run(base_url=client.session_url, api_key=client.api_key)
-                rewards = parse_rewards(await abandonable(work, f"the agent of task {_context.get().name}"))
-                if isinstance(rewards, dict):
-                    for interaction_id, reward in rewards.items():
-                        await client.set_reward(interaction_id, reward)
-                elif rewards is not None:
-                    await client.set_last_reward(rewards)
+        words = f"the agent of task {_context.get().name} took longer than {limit} and was cancelled"
+        await client.grant_capacity()
+        async with client:
+            work = run(base_url=client.session_url, api_key=client.api_key)
+            rewards = parse_rewards(await within(self.episode_timeout, work, words))
+            if isinstance(rewards, dict):
+                for interaction_id, reward in rewards.items():
+                    await client.set_reward(interaction_id, reward)
+            elif rewards is not None:
+                await client.set_last_reward(rewards)
         interactions = await client.export_interactions(discount=self.discount, style=self.export_style)
         # Interactions without a reward are side conversations (calls/side_conversations.py). The result begins with
         # the side conversations, so that the last row of the result holds the reward of the episode.

@@ -22,6 +22,8 @@ The methods of `SessionTable` do no input or output, and get the time from the f
 A session that has ended is also forgotten if it is not exported before its timeout.
 """
 
+import asyncio
+import operator
 import secrets
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
@@ -29,9 +31,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cache import Interaction, InteractionCache
-from calls.messages import Refusal
+from calls.messages import AgentRequest, Refusal
+from run.fields import Count, Positive
 
 GRANT_SECONDS = 60.0  # seconds until an unused grant lapses
+
+
+@dataclass
+class Limits:
+    """What one session may cost a proxy. No honest agent reaches a limit (SECURITY.md)."""
+
+    running: Count = 128  # answers of a session that servers generate at once; the session's other answers wait
+    answers: Count = 2048  # answers of a session that run or wait; a further call gets status 429
+    messages: Count = 20_000  # messages or items in one request
+    body_bytes: Count = 2**24  # length of a request's body
+    stop_strings: Count = 64  # stop strings of one request
+    stop_length: Count = 1000  # characters of a stop string
+    seconds: Positive = 120.0  # longest time in which the body of a request arrives
+
+    def check(self, session: "Session", ask: AgentRequest) -> None:
+        """Raise Refusal if a request asks for more than an honest agent needs."""
+        stops, answers = ask.sampling.get("stop", []), ask.n + sum(len(turn.ids) for turn in session.running)
+        sizes = len(ask.messages), len(stops), max(map(len, stops), default=0)
+        if any(map(operator.gt, sizes, (self.messages, self.stop_strings, self.stop_length))):
+            raise Refusal(f"messages, stop: the request is larger than {self}")
+        if answers > self.answers:
+            raise Refusal(f"n: {self.answers} answers of this session are being generated; wait for them", 429)
 
 
 @dataclass(eq=False)
@@ -42,6 +67,7 @@ class Session:
     task_id: str
     last_used: float  # time of the last request or of the last finished turn, in seconds of `clock`
     cache: InteractionCache
+    places: asyncio.Semaphore  # each answer that is being generated takes a place (`Limits.running`)
     calls: int = 0  # number of answers that the agent has requested
     running: set[Any] = field(default_factory=set)  # turns (turn.py) that are being generated
     turns: dict[bytes, list[Any]] = field(default_factory=dict)  # hash of a request's body -> turns with this body
@@ -61,6 +87,7 @@ class SessionTable(OrderedDict[str, Session]):
         self.timeout = timeout
         self.clock = clock
         self.side_patterns = side_patterns
+        self.limits = Limits()  # the limits of each session
         self._grants: deque[float] = deque()  # the time at which each unused grant lapses, earliest first
 
     @property
@@ -97,7 +124,8 @@ class SessionTable(OrderedDict[str, Session]):
             raise Refusal("session: none may start; POST /grant_capacity first", 429)
         self._grants.popleft()
         self.expire()
-        session = Session(secrets.token_urlsafe(16), task_id, self.clock(), InteractionCache(self.side_patterns))
+        cache, places = InteractionCache(self.side_patterns), asyncio.Semaphore(self.limits.running)
+        session = Session(secrets.token_urlsafe(16), task_id, self.clock(), cache, places)
         self[session.session_id] = session
         return session
 

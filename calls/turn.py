@@ -158,7 +158,8 @@ class Turn:
             news, self.news = self.news, asyncio.get_running_loop().create_future()
             news.set_result(None)
 
-        return await (engine.agenerate(call, on_tokens) if self.ask.stream else engine.agenerate(call))
+        async with self.session.places:
+            return await (engine.agenerate(call, on_tokens) if self.ask.stream else engine.agenerate(call))
 
     def _finish(self, k: int, response: ModelResponse) -> Answer:
         """Parse the k-th answer, and finish its interaction by storing the answer in the tree."""

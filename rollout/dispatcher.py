@@ -38,7 +38,7 @@ wait_for_task returns belong to no batch, and the dispatcher does not check thei
 """
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -57,7 +57,6 @@ class WithTaskID(Protocol):
     def task_id(self) -> int: ...
 
 
-KEPT = 100_000  # rejected tasks whose ids are remembered
 T = TypeVar("T")
 TInput = TypeVar("TInput", bound=WithTaskID)
 TResult = TypeVar("TResult")
@@ -81,7 +80,7 @@ class DispatchState(Generic[TInput, TResult]):
     # All fields below are mutable state.
     pending: OrderedDict[int, TInput] = field(default_factory=OrderedDict)  # submitted tasks that have not started
     order: OrderedDict[int, TResult | None] = field(default_factory=OrderedDict)  # all started tasks; None: running
-    rejected: dict[int, None] = field(default_factory=dict)  # newest KEPT ids of rejected tasks, for wait_for_task
+    rejected: deque[int] = field(default_factory=lambda: deque(maxlen=10_000))  # rejected tasks, for wait_for_task
     paused: bool = False
     failure: tuple[str, BaseException] | None = None  # message and cause of the stop; None: not stopped
     errors_in_a_row: int = 0
@@ -122,7 +121,6 @@ class DispatchState(Generic[TInput, TResult]):
         """Add a pending task. Raises ValueError if the task's id is in use."""
         if task.task_id in self.pending or task.task_id in self.order:
             raise ValueError(f"task {task.task_id} is already in the dispatcher; give each task an id of its own")
-        self.rejected.pop(task.task_id, None)
         self.pending[task.task_id] = task
         self.manager.on_rollout_enqueued()
         self.trace("submit", task.task_id)
@@ -147,9 +145,7 @@ class DispatchState(Generic[TInput, TResult]):
             self.trace("accept", task_id)
         else:
             del self.order[task_id]
-            self.rejected[task_id] = None
-            if len(self.rejected) > KEPT:
-                del self.rejected[next(iter(self.rejected))]
+            self.rejected.append(task_id)
             failed = result.error is not None and self.failure is None  # tasks cancelled by destroy() did not fail
             self.manager.on_rollout_rejected(failed)
             if failed:
@@ -185,7 +181,7 @@ class DispatchState(Generic[TInput, TResult]):
         was already taken.
         """
         if task_id in self.rejected:
-            del self.rejected[task_id]
+            self.rejected.remove(task_id)
             return [None]
         if task_id not in self.pending and task_id not in self.order:
             raise ValueError(f"task {task_id} was never submitted, or its result was taken")

@@ -24,7 +24,7 @@ from typing import Any
 
 from cache import finite
 from inference.wire import PerLoop
-from rollout.workers import WorkerPool, check_importable, time_limit
+from rollout.workers import WorkerPool, check_importable, within
 
 
 def parse_rewards(value: Any) -> dict[str, float] | float | None:
@@ -69,8 +69,8 @@ class AsyncRewardWrapper:
     async def __call__(self, *args: Any, **kwargs: Any) -> float:
         words = f"reward function {self.name} took longer than {self.timeout_seconds:g} s and was ended"
         if self.is_async:
-            async with time_limit(self.timeout_seconds, words):
-                return _number(await self.reward_fn(*args, **kwargs))
+            return _number(await within(self.timeout_seconds, self.reward_fn(*args, **kwargs), words))
         pool = await _pool.get()
-        async with pool.worker() as worker, time_limit(self.timeout_seconds, words):
-            return _number(await worker.call(self.reward_fn, *args, **kwargs))
+        async with pool.worker() as worker:
+            call = worker.call(self.reward_fn, *args, **kwargs)
+            return _number(await within(self.timeout_seconds, call, words))

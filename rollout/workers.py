@@ -5,9 +5,8 @@ episodes of a run share one event loop. The user's code therefore runs in a sepa
 the result.
 
     pool = WorkerPool(4)                        at most four calls at once; later calls wait in order
-    async with pool.worker() as worker:         starts a process, or takes an idle one
-        async with time_limit(15, "..."):       the wait for a worker does not count
-            value = await worker.call(function, *args)
+    async with pool.worker() as worker:         starts a process, or takes an idle one; the wait does not count
+        value = await within(15, worker.call(function, *args), "...")
 
 **One call at a time.** Only one block `async with pool.worker()` uses a worker at a time. If a cancellation or a time
 limit ends the block before the call has returned, the worker is killed, and the next call gets a new process. If a
@@ -19,12 +18,13 @@ the worker has started. A process that the worker starts does not inherit the so
 worker dies, and the parent notices at once. Ctrl-C reaches only the parent, because each worker has a process group of
 its own.
 
-**Messages.** The socket carries pickled calls and results. A pickled function is its name, and the worker imports the
+**Messages.** A call that goes through the socket is pickled. A pickled function is its name, and the worker imports the
 function's module. The worker does not import the main script, because the script would import torch in every worker.
-Functions and classes must therefore not be defined in `__main__`. If a function raises an exception, the caller
-receives the exception with the worker's traceback as a note. If the exception cannot be pickled, the caller receives a
-RuntimeError with the exception's text. A worker runs many calls one after another, so a call sees the changes that
-earlier calls made to global variables and to the environment.
+Functions and classes must therefore not be defined in `__main__`. A result is JSON, because a pickle from an agent
+could run code in the trainer. A scalar of numpy or torch becomes a plain number. If a function raises an exception, the
+caller receives a RuntimeError with the exception's type and text, and the worker's traceback is its cause. A worker
+runs many calls one after another, so a call sees the changes that earlier calls made to global variables and to the
+environment.
 
 **Agents.** `run_agent` puts the URL and the key of the session into the environment. The SDKs of OpenAI and Anthropic
 read the URL and the key from there. An agent may use synchronous clients, because nothing else runs in its process.
@@ -35,6 +35,7 @@ releases the interpreter's lock, the worker outlives a parent that was killed.
 
 import asyncio
 import functools
+import json
 import logging
 import os
 import pickle
@@ -61,31 +62,19 @@ class WorkerDied(RuntimeError):
     """The process that ran a call ended before the call returned."""
 
 
-@asynccontextmanager
-async def time_limit(seconds: float, words: str) -> AsyncIterator[None]:
-    """Cancel the block after `seconds`, and raise TimeoutError(words).
+async def within(seconds: float, work: Coroutine[Any, Any, Any], words: str) -> Any:
+    """Return the result of `work`. After `seconds`, cancel the work and raise TimeoutError(words).
 
-    A TimeoutError that the block itself raises is passed on unchanged.
+    If the work swallows its cancellation for ABANDON_SECONDS, the log says so, and the caller goes on without the work.
     """
-    try:
-        async with asyncio.timeout(seconds) as clock:
-            yield
-    except TimeoutError as error:
-        if clock.expired():
-            raise TimeoutError(words) from error
-        raise
-
-
-async def abandonable(work: Coroutine[Any, Any, Any], name: str) -> Any:
-    """Await `work`. If `work` swallows its cancellation for ABANDON_SECONDS, log `name` and go on without the work."""
     task = asyncio.ensure_future(work)
     try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        task.cancel()
-        if (await asyncio.wait({task}, timeout=ABANDON_SECONDS))[1]:
-            logger.error("%s ignores its cancellation. It is abandoned and may still run until the run ends", name)
-        raise
+        if not (await asyncio.wait({task}, timeout=seconds))[0]:
+            raise TimeoutError(words)
+        return task.result()
+    finally:
+        if not task.done() and not (task.cancel() and (await asyncio.wait({task}, timeout=ABANDON_SECONDS))[0]):
+            logger.error("abandoned, because it ignores its cancellation and still runs: %s", words)
 
 
 def check_importable(thing: Any, name: str, remedy: str) -> None:
@@ -115,7 +104,10 @@ class Worker:
             paths = [path for path in sys.path if isinstance(path, str)]  # Python's import ignores all other entries
             code = f"import sys; sys.path[:] = {paths}; from rollout import workers; workers.serve({fd})"
             command = [sys.executable, "-c", code]
-            process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True)
+            env = {name: value for name, value in os.environ.items() if not name.startswith("NANO_AREAL_")}
+            process = subprocess.Popen(
+                command, pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True, env=env
+            )
         return cls(process, *streams)
 
     @property
@@ -124,7 +116,7 @@ class Worker:
         return not self._busy and self._process.poll() is None
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return `function(*args, **kwargs)`, run in the worker. Raises what the function raises, or WorkerDied."""
+        """Return `function(*args, **kwargs)`, run in the worker. Raises RuntimeError or WorkerDied."""
         payload = pickle.dumps((function, args, kwargs))
         self._busy = True
         try:
@@ -138,10 +130,10 @@ class Worker:
             name, code = getattr(function, "__qualname__", function), self._process.returncode
             raise WorkerDied(f"the process that ran {name} ended with code {code}") from error
         self._busy = False
-        succeeded, value = pickle.loads(outcome)
-        if not succeeded:
-            raise value
-        return value
+        answer = json.loads(outcome)
+        if "error" in answer:
+            raise RuntimeError(answer["error"]) from RuntimeError(answer["note"])
+        return answer["value"]
 
     async def end(self) -> None:
         """Kill the process and every process that its code has started."""
@@ -208,21 +200,13 @@ def serve(fd: int) -> None:
 
 
 def outcome_of(payload: bytes) -> bytes:
-    """Run a pickled call. Return the pickled pair (True, result) or (False, exception)."""
+    """Run a pickled call. Return its result or its exception as JSON, because a pickle could run code in the parent."""
     try:
         function, args, kwargs = pickle.loads(payload)
-        return pickle.dumps((True, function(*args, **kwargs)))
+        return json.dumps({"value": function(*args, **kwargs)}, default=lambda scalar: scalar.item()).encode()
     except BaseException as error:  # user code may also call sys.exit()
         note = "in a worker process:\n" + "".join(traceback.format_exception(error))
-        if isinstance(error, Exception):
-            error.add_note(note)
-            with suppress(Exception):  # pickling can fail in many ways
-                outcome = pickle.dumps((False, error))
-                pickle.loads(outcome)
-                return outcome
-        substitute = RuntimeError(f"{type(error).__name__}: {error}")
-        substitute.add_note(note)
-        return pickle.dumps((False, substitute))
+        return json.dumps({"error": f"{type(error).__name__}: {error}", "note": note}).encode()
 
 
 # `_runner()` returns the one event loop of this worker. The event loop outlives an episode, because an SDK's client may

@@ -36,6 +36,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from calls.sessions import Limits
 from calls.side_conversations import PATTERNS
 from inference.io_struct import GenerationHyperparameters
 from run.fields import Count, CountOrZero, Positive, Seed, Share, is_within
@@ -57,6 +58,7 @@ class OpenAIConfig:
     export_style: Literal["individual", "concat"] = "concat"  # one training row per turn, or per whole conversation
     tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's, else qwen
     reasoning_parser: str | None = None  # format of the model's reasoning; default: <think> ... </think>
+    limits: Limits = field(default_factory=Limits)  # what one session may cost a proxy
     side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # calls: trained only if rewarded by id
     store: Literal["honour", "ignore"] = "ignore"  # honour: calls with `store: false` are not trained
     fixed_sampling: list[str] = field(default_factory=list)  # names of gconfig fields that agents cannot override

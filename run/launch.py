@@ -138,8 +138,7 @@ class Fleet:
                 start_new_session=True,
                 env={**inherited, **ours},
             )
-        lines = "".join(f"{key}\n" for key in planned.keys)
-        os.write(process.stdin.fileno(), lines.encode())  # type: ignore[union-attr]
+        os.write(process.stdin.fileno(), "".join(f"{key}\n" for key in planned.keys).encode())  # type: ignore
         self.children.append(Child(planned.name, f"http://127.0.0.1:{port}", log, process))
         return self.children[-1]
 

@@ -123,6 +123,7 @@ def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> Prox
         "--model-path": config.tokenizer_path,
         "--seed": gconfig.seed,
         "--sampling": json.dumps(asdict(gconfig.new(n_samples=1))),
+        "--limits": json.dumps(asdict(openai.limits)),
         "--side-conversations": json.dumps(openai.side_conversations),
     }
     for keys, names in ((config.rollout, "request_timeout request_retries"), (openai, PROXY_KEYS)):

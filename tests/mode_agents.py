@@ -106,6 +106,16 @@ class Unpicklable:
         return 1.0
 
 
+class Bomb:
+    """An object whose pickle creates the file `path` in the process that unpickles it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
+
+
 # ---- how an agent may end
 
 

@@ -22,7 +22,7 @@ import proxy
 from calls import tools
 from calls.messages import AgentRequest, Refusal
 from calls.prompts import PromptBuilder
-from calls.sessions import GRANT_SECONDS, SessionTable
+from calls.sessions import GRANT_SECONDS, Limits, SessionTable
 from engine import EngineError
 from inference.io_struct import ModelRequest, ModelResponse, call_seed
 
@@ -372,6 +372,67 @@ async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: An
     assert answer.status_code == 400
     assert "no tool first" in answer.json()["error"]["message"]
     await harness.http.aclose()
+
+
+FLOODS: dict[str, dict[str, Any]] = {
+    "a long stop string": {"stop": "a" * 1001},
+    "many stop strings": {"stop": ["a"] * 65},
+    "many messages": {"messages": [{"role": "user"}] * 20_001},
+    "a long body": {"messages": [{"role": "user", "content": "a" * 2**24}]},
+}
+
+
+@pytest.mark.parametrize("body", FLOODS.values(), ids=FLOODS.keys())
+async def test_a_request_beyond_the_limits_is_refused(start: Start, body: dict[str, Any]) -> None:
+    """A request that no honest agent sends is refused before its prompt is built, and the session goes on."""
+    harness = start()
+    session = await harness.start()
+    answer = await harness.post(f"/{session}/v1/chat/completions", {"messages": HELLO} | body)
+    assert answer.status_code in (400, 413)
+    assert harness.engine.requests == []
+    assert (await harness.chat(session, HELLO))["choices"]
+
+
+async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) -> None:
+    """A session has at most `running` answers at the servers and `answers` in all. Another session's call goes on."""
+    harness = start(limits=Limits(running=3, answers=8))
+    flood, other = await harness.start(), await harness.start()
+    harness.engine.hold = asyncio.Event()
+    calls = [asyncio.create_task(harness.chat(flood, HELLO, n=4, seed=k)) for k in range(2)]
+    await harness.engine.started.wait()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert len(harness.engine.requests) == 3
+    assert (await harness.post(f"/{flood}/v1/chat/completions", {"messages": HELLO})).status_code == 429
+    waiting = asyncio.create_task(harness.chat(other, HELLO))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert harness.engine.requests[-1].session == other
+    harness.engine.hold.set()
+    assert [len(call["choices"]) for call in await asyncio.gather(*calls)] == [4, 4]
+    assert (await waiting)["choices"]
+
+
+async def test_a_body_that_never_ends_is_a_408(start: Start) -> None:
+    """A client that sends half a body and waits gets status 408."""
+    harness = start(limits=Limits(seconds=0.01))
+    session = await harness.start()
+
+    async def receive() -> dict[str, Any]:
+        if not sent:
+            sent.append({})
+            return {"type": "http.request", "body": b"{", "more_body": True}
+        return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    path = f"/{session}/v1/chat/completions"
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+    await asyncio.wait_for(harness.app(scope, receive, send), timeout=30)
+    assert sent[1]["status"] == 408
 
 
 def nested(levels: int) -> Any:

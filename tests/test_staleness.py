@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout import dispatcher
 from rollout.dispatcher import DispatchState
 from rollout.runner import TimedResult
 from staleness import RolloutStat, StalenessError, StalenessManager
@@ -330,16 +329,15 @@ def test_order_of_start_keeps_the_bound():
     assert largest_age(eta=1, batch=2, late=5, in_order_of_start=True) == 1
 
 
-def test_rejections_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch):
+def test_rejections_are_not_remembered_for_ever():
     """The dispatcher remembers only the newest rejected tasks, so a long run does not grow."""
-    monkeypatch.setattr(dispatcher, "KEPT", 3)
     state = make_state(make_manager(eta=0, batch=100))
-    for task_id in range(9):
+    for task_id in range(10_009):
         state.enqueue(Prompt(task_id))
         state.start()
         state.finish(TimedResult(task_id, 0, None))
-    assert [*state.rejected] == [6, 7, 8]
-    assert state.take_task(8) == [None]
+    assert [*state.rejected] == [*range(9, 10_009)]
+    assert state.take_task(10_008) == [None]
 
 
 def test_a_trainer_that_forgets_to_consume_is_caught():

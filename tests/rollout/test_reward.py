@@ -20,7 +20,7 @@ import torch
 from conftest import ROOT
 
 from rollout.reward import AsyncRewardWrapper, parse_rewards
-from rollout.workers import WorkerDied, WorkerPool, time_limit
+from rollout.workers import WorkerDied, WorkerPool
 
 REWARDS = '''
 import os, signal, sys
@@ -213,7 +213,7 @@ async def test_what_is_no_text_in_sys_path_is_passed_over(
     """A worker starts even if sys.path contains an entry that is not a string. Python's import ignores such an
     entry."""
     monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])
-    async with time_limit(60, "no worker came up"):
+    async with asyncio.timeout(60):
         async with (pool := WorkerPool(1)).worker() as worker:
             assert await worker.call(rewards.equals, "", "4", [], [], answer="4")
         await pool.aclose()
@@ -243,8 +243,8 @@ def test_a_worker_does_not_outlive_a_killed_trainer(rewards: ModuleType, tmp_pat
 
 @pytest.mark.anyio
 async def test_a_reward_that_raises_is_an_error_and_not_zero(rewards: ModuleType) -> None:
-    """If a reward function raises an exception, the caller gets the exception instead of a reward of 0."""
-    with pytest.raises(KeyError, match="no answer in the data"):
+    """If a reward function raises an exception, the caller gets an error instead of a reward of 0."""
+    with pytest.raises(RuntimeError, match=r"KeyError: .no answer in the data"):
         await AsyncRewardWrapper(rewards.broken)()
     with pytest.raises(TypeError, match="a reward is a number, not NoneType"):
         await AsyncRewardWrapper(rewards.nothing)()
