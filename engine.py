@@ -54,7 +54,7 @@ import orjson
 from inference import weights
 from inference.io_struct import ModelRequest, ModelResponse, generate_body, parse_segment, probe
 from inference.servers import Servers
-from inference.wire import EngineError, Wire, run_all
+from inference.wire import EngineError, Wire
 
 logger = logging.getLogger("nano_areal.engine")
 
@@ -323,25 +323,16 @@ class RemoteInfEngine:
         if self.executor is not None:
             self.executor.destroy()
 
-    def score(self, input_ids: list[list[int]]) -> list[list[float]]:
-        """Return the servers' log p(token | tokens before it) at temperature 1: one list for each sequence.
+    def score(self, ids: list[int]) -> list[list[float]]:
+        """Return log p(token | tokens before it) of a sequence at temperature 1, once from each living server.
 
         Each list begins with 0, because no token comes before the first token. If a sequence fills the context window,
         its last token gets no number, because a server needs room to generate one token.
         """
-
-        async def score_one(number: int, ids: list[int]) -> list[float]:
-            ids = ids[: self.context_length - 1] if self.context_length else ids
-            self._check_ids(ids)
-            body = {**probe(ids), "logprob_start_len": 0}
-
-            async def post(server: str) -> dict[str, Any]:
-                return await self._wire.call(server + "/generate", body, self.request_timeout)
-
-            answer = await self._ask_a_server(str(number), post)
-            return [0.0] + [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
-
-        return run_all(score_one(number, ids) for number, ids in enumerate(input_ids))
+        ids = ids[: self.context_length - 1] if self.context_length else ids
+        self._check_ids(ids)
+        answers = self.servers.post_all("/generate", {**probe(ids), "logprob_start_len": 0}, self.request_timeout)
+        return [[0.0] + [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]] for answer in answers]
 
     # 3. Rollouts. The WorkflowExecutor implements these methods, and the engine forwards each call to the executor.
 

@@ -50,7 +50,7 @@ from run.command import main, open_run, record
 from run.config import TrainConfig
 from run.evaluate import evaluate
 from run.logger import Logger, describe_batch
-from run.mismatch import logp_mismatch
+from run.mismatch import Canary, logp_mismatch
 from run.recover import Recovery, save_model
 from run.start import NoRollout, Run, start_rollout, weights_folder
 from run.summary import summarise
@@ -109,6 +109,7 @@ class PPOTrainer:
             self.rollout, self.evaluation = start_rollout(run, servers, keep)
         keys = asdict(config.weight_update) | {"path": weights_folder(run)}
         self.actor.connect_engine(self.rollout, WeightUpdateMeta(**keys))
+        self.canary = Canary(self.actor, self.rollout)
 
         # 3. Make the data loader, which yields batches of prompts in an order that depends on the seed.
         self.train_dataloader: DataLoader = DataLoader(
@@ -127,7 +128,8 @@ class PPOTrainer:
 
         # 5. Rank 0 writes the run's configuration and its results.
         self.logger = Logger(config, self.rollout.executor) if is_first else None
-        if is_first:
+        if self.logger:
+            self.logger.doctor.watch(self.rollout.executor)
             record(config)
             print(f"continuing after step {self.step} of {config.run_dir}\n" if self.step else "", end="", flush=True)
 
@@ -157,7 +159,7 @@ class PPOTrainer:
             # 3. Compute log pi_ref, (N, T). The KL penalty keeps the policy close to pi_ref.
             if ref is not None:
                 batch["ref_logp"] = ref.compute_logp(batch)
-            metrics["logp_mismatch"] = logp_mismatch(batch, actor, rollout)
+            metrics["logp_mismatch"] = logp_mismatch(batch, version)
             # 4. Compute the advantages A = (R - mean R of the group) / spread, (N, T).
             actor.compute_advantages(batch)
             # 5. Minimise the mean of -pi_prox / pi_behav * min(u A, clip(u) A), where u = pi_theta / pi_prox.
@@ -167,6 +169,7 @@ class PPOTrainer:
         # 6. Push the new weights into the servers.
         with trace.span("sync", seconds):
             self.push_weights(step)
+        metrics |= self.canary.score(batch)  # do the servers have the trainer's weights?
 
         # 7. Evaluate: run one episode for each validation prompt.
         if self.evaluation and is_due(step, config.evaluator.interval):

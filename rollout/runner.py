@@ -24,8 +24,11 @@ after destroy(), and destroy() writes the task's id to the log.
 import asyncio
 import contextvars
 import logging
+import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -35,6 +38,7 @@ import uvloop
 logger = logging.getLogger("nano_areal.runner")
 T = TypeVar("T")
 AsyncFn = Callable[..., Awaitable[Any]]
+LIBRARY = sysconfig.get_path("stdlib")
 
 
 class TaskQueueFullError(RuntimeError):
@@ -92,6 +96,28 @@ class AsyncTaskRunner:
         """
         with self.lock:
             return self.lock.wait_for(attempt, timeout)
+
+    def is_alive(self) -> bool:
+        """Return whether the thread runs. It ends soon after destroy()."""
+        return self._thread.is_alive()
+
+    def find_blocker(self, seconds: float) -> str | None:
+        """Return which function keeps the loop from running for `seconds`, as "name (file:line)", or None.
+
+        The function is the innermost one outside of Python's library and of installed packages. Call this method in
+        another thread.
+        """
+        ran = threading.Event()
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(ran.set)
+        # The second wait counts only if this process itself was suspended during the first wait.
+        if ran.wait(seconds) or ran.wait(seconds / 10) or not self.is_alive():
+            return None
+        stack = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))
+        ours = [f for f in stack if not f.filename.startswith((LIBRARY, "<")) and "-packages" not in f.filename]
+        if not ours or ours[-1].name == "_thread_main":  # the loop waits for events
+            return None
+        return f"{ours[-1].name} ({ours[-1].filename}:{ours[-1].lineno})"
 
     def destroy(self, timeout: float = 10.0) -> None:
         """Cancel the running tasks, let them clean up, and join the thread. A second call is harmless."""

@@ -32,6 +32,7 @@ from omegaconf import OmegaConf
 from transformers.utils import logging as transformers_logging
 
 from run.config import ConfigError, TrainConfig, changed, load
+from run.doctor import Unhealthy
 from run.evaluate import evaluate_run
 from run.inputs import Inputs, load_inputs
 from run.launch import Fleet, Planned, ProcessDied, plan_run, revision
@@ -103,6 +104,8 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
             yield Run(config, inputs, servers, fleet, trace, stack)
         except BaseException as error:
             trace.mark("end", error=repr(error))
+            if isinstance(error.__cause__, Unhealthy):  # the doctor's thread has stopped the rollout
+                raise error.__cause__ from None
             if isinstance(error, Exception):
                 fleet.raise_death(error)  # the death of a server process may have caused the error
             raise
@@ -143,7 +146,7 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
                 if dist.get_rank() == 0:
                     record(config)
                     evaluate_run(run)
-    except (ConfigError, ProcessDied) as error:
+    except (ConfigError, ProcessDied, Unhealthy) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:

@@ -175,6 +175,7 @@ class TrainConfig:
 
     mode: Literal["train", "eval"] = "train"  # train: train the model; eval: only evaluate on the validation prompts
     recover: Literal["auto", "off"] = "auto"  # auto: if this run exists, continue from its last checkpoint
+    doctor: Literal["warn", "strict", "off"] = "warn"  # checks after each step; strict: a rule that fires ends the run
     recover_interval: Count = 10  # training steps between two checkpoints for recovery
     task: str | None = "tasks.guess"  # Python module with data, workflow and model; null: other keys set these
     experiment_name: str = "guess"  # part of the run's folder, {fileroot}/{experiment_name}/{trial_name}
@@ -282,7 +283,7 @@ def set_keys(config: DictConfig, given: Any, source: str) -> None:
             near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else "`python train.py --help` lists the keys."
             raise ConfigError(f"unknown key {name!r} in {source}; {hint}")
-        if name == "recover" and value is False:
+        if name in ("recover", "doctor") and value is False:
             value = "off"  # YAML parses the word off as false
         OmegaConf.update(config, name, value)
 

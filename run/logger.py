@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from run.config import TrainConfig
+from run.doctor import Doctor
 from run.report import read_records, write_report
 
 # The columns of the live table: metric, heading, format.
@@ -130,7 +131,9 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
     trained = mask.any(1)
     lag = version - versions[mask]  # (M,) of the M trained tokens
     return {
+        "rows": len(mask),
         "reward": batch["rewards"].mean().item(),
+        "reward_std": batch["rewards"].std(correction=0).item(),
         "staleness_mean": lag.float().mean().item() if len(lag) else 0.0,
         "staleness_max": float(lag.max()) if len(lag) else 0.0,
         "lag_counts": torch.bincount(lag.clamp(min=0)).tolist(),
@@ -141,6 +144,13 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
     }
 
 
+def no_signal_share(batch: dict[str, Tensor]) -> float:
+    """Return the share of prompt groups whose advantages are all 0, apart from rounding in (R - mean) / std."""
+    signal = batch["advantages"].abs().amax(1) > 1e-2  # (B,)
+    groups = batch["group_ids"]
+    return 1 - len(groups[signal].unique()) / len(groups.unique())
+
+
 class Logger:
     """Writes and prints a run's metrics.
 
@@ -148,7 +158,7 @@ class Logger:
     """
 
     def __init__(self, config: TrainConfig, executor: Any) -> None:
-        self.config, self.executor = config, executor
+        self.config, self.executor, self.doctor = config, executor, Doctor(config)
         self.path = config.run_dir / "metrics.jsonl"  # after a restart this file contains the earlier steps
         self.history = read_records(self.path)
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
@@ -169,6 +179,7 @@ class Logger:
             save_file({k: v.contiguous() for k, v in batch.items()}, path, {"words": json.dumps(words)})
 
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
+        metrics["no_signal_share"] = no_signal_share(batch)
         metrics["wall_s"] = time.monotonic() - self.start
         self.counts = counts
         self.history.append(metrics)
@@ -189,6 +200,7 @@ class Logger:
         every = self.config.logger.sample_interval
         if every and (step - 1) % every == 0:
             print(f"a sample, reward {batch['rewards'][0]:.2f}: {self._text(batch, 0)}", flush=True)
+        self.doctor.check(self.history)
 
     def _text(self, batch: dict[str, Tensor], row: int) -> str:
         """Return the text of a row of the batch, on one line."""

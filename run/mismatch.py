@@ -1,33 +1,68 @@
-"""The metric logp_mismatch compares the log-probabilities of the inference server with those of the trainer.
+"""Compare the log-probabilities of the inference servers with those of the trainer.
 
-The server and the trainer have the same weights but run different programs, so their results differ by rounding (about
-1e-6 in float32, 0.05 in bfloat16). If the difference is larger, the server and the trainer use different weights or
-masks, and every importance weight of the run is wrong.
+A server and the trainer compute with equal weights but different programs, so the numbers differ by rounding (about
+1e-6 in float32, 0.05 in bfloat16). A larger difference means that they use different weights or different masks, so
+every importance weight of the run is wrong. `logp_mismatch` compares the tokens of a batch. The canary compares a few
+fixed tokens after each weight update, on every server, also if no token of the next batch has the current version.
 """
 
 import torch
 from torch import Tensor
 
 from engine import RemoteInfEngine
+from inference.wire import EngineError
 from run.start import NoRollout
 from training.actor import FSDPPPOActor
 
+CANARY_ROWS, CANARY_TOKENS = 2, 16  # size of the canary; two rows, because a packed layout may mix up rows
+CANARY_MOVE = 1e-4  # nats by which the trainer's score must move, so that the servers' scores must change
 
-def logp_mismatch(batch: dict[str, Tensor], actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout) -> float:
-    """Return max |log p_server - log p_trainer| in nats, over tokens that both computed with the same weights.
 
-    The maximum includes the tokens of the batch that were sampled at the current version. An asynchronous batch may
-    have no such token, so the server also scores the batch's first two rows with the current weights.
+def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
+    """Return max |log p_server - log p_trainer| in nats, over the tokens that were sampled at the trainer's version.
+
+    The result is 0 if there is no such token, or if the trainer does not compute log-probabilities before the update.
     """
-    differences = [torch.zeros(1)]
-    if "prox_logp" in batch:
-        current = batch["loss_mask"].bool() & (batch["versions"] == actor.get_version())  # (B, T)
-        differences.append((batch["logprobs"] - batch["prox_logp"])[current])
-    rows = {key: value[:2] for key, value in batch.items()}
-    rows["temperatures"] = torch.ones_like(rows["temperatures"])
-    trainer = actor.compute_logp(rows)  # (2, T), at temperature 1, as in the server's score
-    if isinstance(rollout, RemoteInfEngine):
-        ids = [row[mask].tolist() for row, mask in zip(rows["input_ids"], rows["attention_mask"], strict=True)]
-        for ours, theirs in zip(trainer, rollout.score(ids), strict=True):
-            differences.append(ours[1 : len(theirs)] - torch.tensor(theirs[1:]))
-    return torch.cat(differences).abs().nan_to_num(torch.inf).max().item()
+    current = batch["loss_mask"].bool() & (batch["versions"] == version)  # (B, T)
+    differences = (batch["logprobs"] - batch.get("prox_logp", batch["logprobs"]))[current]
+    return torch.cat([torch.zeros(1), differences]).abs().nan_to_num(torch.inf).max().item()
+
+
+class Canary:
+    """Two short sequences that every server and the trainer score after each weight update.
+
+    If a server lacks the new weights, its score differs from the trainer's score, or its score equals its score before
+    the update bit for bit. The second sign also shows an update whose effect is smaller than the rounding of bfloat16.
+    """
+
+    def __init__(self, actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout) -> None:
+        self.actor, self.rollout = actor, rollout
+        self.rows: dict[str, Tensor] = {}  # the canary: the first tokens of the first rows of the run's first batch
+        self.before = torch.empty(0)  # the scores after the last update, (1 + servers, L); the first is the trainer's
+
+    def score(self, batch: dict[str, Tensor]) -> dict[str, float]:
+        """Return the metrics of the canary, or {} if a server does not answer. All ranks call this method."""
+        if not self.rows:
+            first = {key: x[:CANARY_ROWS] for key, x in batch.items()}
+            self.rows = {key: x[:, :CANARY_TOKENS] if x.dim() > 1 else x for key, x in first.items()}
+            self.rows["temperatures"] = torch.ones_like(self.rows["temperatures"])
+        mask = self.rows["attention_mask"]
+        trainer = self.actor.compute_logp(self.rows)[mask]  # (L,)
+        if not isinstance(self.rollout, RemoteInfEngine):
+            return {}
+        try:
+            rows = [self.rollout.score(ids[m].tolist()) for ids, m in zip(self.rows["input_ids"], mask, strict=True)]
+        except EngineError:
+            return {}
+        servers = [torch.cat([torch.tensor(x) for x in of_server]) for of_server in zip(*rows)]  # (L,) of each server
+        before, self.before = self.before, torch.stack([trainer, *servers])
+        return compare_scores(before, self.before)
+
+
+def compare_scores(before: Tensor, now: Tensor) -> dict[str, float]:
+    """Return canary_mismatch in nats, and canary_unchanged, a number of servers, from scores (1 + servers, L)."""
+    mismatch = (now[1:] - now[0]).abs().nan_to_num(torch.inf).max().item()
+    unchanged = 0
+    if before.shape == now.shape and (now[0] - before[0]).abs().max() > CANARY_MOVE:
+        unchanged = int((now[1:] == before[1:]).all(1).sum())
+    return {"canary_mismatch": mismatch, "canary_unchanged": unchanged}

@@ -124,7 +124,7 @@ def check_conversation(interactions: Any, sample: dict, engine: RemoteInfEngine,
     assert sorted(set(trained)) == [0, 1, 2]
     assert trained == [turn for turn in row["turn_ids"] if turn >= 0]
     assert {reward for reward, mask in zip(row["turn_rewards"], row["loss_mask"]) if mask} == {1.0}
-    (scored,) = engine.score([row["input_ids"]])
+    (scored,) = engine.score(row["input_ids"])
     for logprob, score, mask in zip(row["logprobs"], scored, row["loss_mask"]):
         assert not mask or logprob == pytest.approx(score, abs=1e-4)
 

@@ -458,13 +458,13 @@ def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
         expected = scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
         engine = RemoteInfEngine([url])
         engine.initialize()
-        assert engine.score([ids])[0][1:] == pytest.approx(expected, abs=1e-4)
+        assert engine.score(ids)[0][1:] == pytest.approx(expected, abs=1e-4)
         assert httpx.get(url + "/model_info").json()["weight_version"] == "2"
 
 
 def test_a_real_server_serves_what_was_written(tiny_server: str, state: dict, tiny_model_dir: Path, tmp_path: Path):
     """After an update a real server generates with the new weights and reports the new version."""
-    before = RemoteInfEngine([tiny_server]).score([[5, 6, 7, 8]])
+    before = RemoteInfEngine([tiny_server]).score([5, 6, 7, 8])
     meta = WeightUpdateMeta(path=str(tmp_path))
     tokens = []
     for version, change in ((1, 0.5), (0, 1.0)):  # the second update restores the weights
@@ -478,6 +478,6 @@ def test_a_real_server_serves_what_was_written(tiny_server: str, state: dict, ti
         engine.resume()
         request = ModelRequest([5, 6], gconfig=GenerationHyperparameters(max_new_tokens=2))
         response = asyncio.run(engine.agenerate(request))
-        tokens.append((response.output_versions[0], engine.score([[5, 6, 7, 8]]) == before))
+        tokens.append((response.output_versions[0], engine.score([5, 6, 7, 8]) == before))
         engine.destroy()
     assert tokens == [(1, False), (0, True)]

@@ -35,6 +35,7 @@ def test_what_a_client_sends_unasked_is_counted_and_said_once(
     cache.apply_reward_discount()
     rows = [i.to_tensor_dict() for i in cache.export_interactions("concat").values()]
     batch = complete(concat_padded_tensors(rows), 0)
+    batch["advantages"] = torch.zeros(batch["input_ids"].shape)
     words = [
         f"fileroot={tmp_path}",
         "experiment_name=e",

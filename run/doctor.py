@@ -1,0 +1,205 @@
+"""The doctor checks a run after each step and says what is wrong, why, and what to do.
+
+A rule is a row of RULES: a name, a number of steps, a measure and a limit. The measure is a pure function of the last
+lines of metrics.jsonl and of the configuration. The rule fires if the measure is above the limit, or if it is NaN:
+
+    five lines with kl = 0, 0.05, 0.3, 0.3, 0.4: the median 0.3 is above the limit 0.1, so the rule `kl` fires
+
+docs/doctor.md has an entry for each rule, and the first paragraph of the entry is what the doctor says. Each rule
+speaks once in a run: on the terminal, and as one line of doctor.jsonl. With doctor=strict the rule also ends the run.
+
+Two rules cannot wait for the end of a step, because the step may never end: an agent that blocks the event loop, and
+rejections without end. A thread looks at both while the trainer waits (`watch`).
+
+The limits are wide, because people who have seen alarms in healthy runs ignore alarms. If a run lacks the metric of a
+rule, for example because an earlier revision wrote the run, the rule is silent.
+
+    python -m run.doctor runs/guess/one     checks a run afterwards; exit code 1: a rule fires; 2: there is no run
+"""
+
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+
+from run.report import read_records
+
+Line = dict[str, Any]  # one line of metrics.jsonl
+Finding = dict[str, Any]  # one line of doctor.jsonl: step, rule, text
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}  # nats of a log-probability that rounding explains, by actor.dtype
+SOLVED = 0.9  # success above which little is left to learn: groups without signal and low entropy are then normal
+BLOCKED_SECONDS = 5.0  # limit of the rule blocked_loop
+REJECTED_BATCHES = 10  # batches of rejected groups in one step, after which the doctor does not wait for its end
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "doctor.md"
+TEXTS = {name: " ".join(text.split()) for name, text in re.findall(r"## (\w+)\n\n(.+?)\n\n", PAGE.read_text(), re.S)}
+
+
+class Unhealthy(RuntimeError):
+    """A rule has ended the run, because the configuration has doctor=strict."""
+
+
+class Rule(NamedTuple):
+    """A check of the last `steps` lines. The rule fires if `measure(lines, config)` is above `limit`."""
+
+    name: str
+    steps: int
+    measure: Callable[[list[Line], Any], float]
+    limit: float
+
+
+def share(lines: list[Line], part: str, *whole: str) -> float:
+    """Return the sum of the metric `part` divided by the sum of the metrics `whole`, or 0 if this sum is 0."""
+    total = sum(line[metric] for line in lines for metric in whole)
+    return sum(line[part] for line in lines) / total if total else 0.0
+
+
+def is_solved(lines: list[Line]) -> bool:
+    """Return whether the policy succeeds so often that little is left to learn."""
+    return fmean(line["success"] for line in lines) >= SOLVED
+
+
+def entropy_fall(lines: list[Line], config: Any) -> float:
+    """Return by which factor the entropy fell: the least of the first five lines over the most of the last two."""
+    before, after = min(line["entropy"] for line in lines[:5]), max(line["entropy"] for line in lines[-2:])
+    return 0.0 if is_solved(lines[-2:]) else before / max(after, 1e-9)
+
+
+def steps_without_gradient(lines: list[Line], config: Any) -> int:
+    """Count the steps with a zero gradient, or with advantages of 0 in every group although the rewards differ."""
+    return sum(m["grad_norm"] < 1e-8 or (m["no_signal_share"] == 1 and m["reward_std"] > 0) for m in lines)
+
+
+def failed_share(lines: list[Line], config: Any) -> float:
+    """Return the share of episodes that raised an exception. Each of the n_samples episodes of a failed group did."""
+    members = share(lines, "failed_members", "accepted", "rejected") / config.gconfig.n_samples
+    return share(lines, "failed", "accepted", "rejected") + members
+
+
+def is_constant(lines: list[Line], config: Any) -> bool:
+    """Return whether all rewards of the run's first five steps are one number."""
+    first = lines[0]
+    return first["step"] == 1 and all(m["reward"] == first["reward"] and m["reward_std"] == 0 for m in lines)
+
+
+RULES = (
+    Rule("stale_weights", 1, lambda m, c: m[0]["canary_mismatch"] / ROUNDING[c.actor.dtype], 1),
+    Rule("unchanged_weights", 2, lambda m, c: min(x["canary_unchanged"] for x in m), 0),
+    Rule("logp_mismatch", 1, lambda m, c: m[0]["logp_mismatch"] / ROUNDING[c.actor.dtype], 1),
+    Rule("lag", 1, lambda m, c: m[0]["staleness_max"] - c.rollout.max_head_offpolicyness, 0),
+    Rule("effective_samples", 3, lambda m, c: 1 - median(x["behave_ess"] for x in m), 0.5),
+    Rule("kl", 5, lambda m, c: median(x["kl"] for x in m), 0.1),
+    Rule("entropy", 10, entropy_fall, 5),
+    Rule("truncated", 5, lambda m, c: share(m, "truncated", "rows"), 0.5),
+    Rule("no_signal", 5, lambda m, c: 0 if is_solved(m) else fmean(x["no_signal_share"] for x in m), 0.8),
+    Rule("zero_gradients", 3, steps_without_gradient, 2),
+    Rule("rejection", 3, lambda m, c: share(m, "rejected", "accepted", "rejected"), 0.8),
+    Rule("failing", 3, failed_share, 0.1),
+    Rule("constant_reward", 5, is_constant, 0),
+    Rule("waiting", 10, lambda m, c: share(m, "rollout_wait_s", "step_s"), 0.9),
+)
+
+
+def examine(lines: list[Line], config: Any) -> list[Finding]:
+    """Return the findings of all rules at the last line."""
+    found = []
+    for rule in RULES:
+        last = lines[-rule.steps :]
+        try:
+            value = rule.measure(last, config) if len(last) == rule.steps else 0
+        # An earlier revision that wrote the run lacks a metric or a key of this rule, or the metric is null.
+        except (KeyError, TypeError, AttributeError):
+            continue
+        if not value <= rule.limit:  # NaN also fires
+            found.append(describe(last[-1]["step"], rule.name, f"{value:.3g}, limit {rule.limit:g}"))
+    return found
+
+
+def describe(step: int, rule: str, measured: str) -> Finding:
+    """Return a finding, with the line that the terminal shows. It ends with the text of the rule's entry."""
+    return {"step": step, "rule": rule, "text": f"doctor: step {step}, {rule} = {measured}. {TEXTS[rule]}"}
+
+
+def bottleneck(lines: list[Line]) -> str:
+    """Return a sentence that names the side that limits the speed, and what to change."""
+    waited, trained = (share(lines[-10:], part, "step_s") for part in ("rollout_wait_s", "train_s"))
+    side, remedy = "training", "raise actor.mb_tokens, lower actor.ppo_epochs, or add ranks"
+    if waited > trained:
+        side, remedy = "generation", "raise rollout.max_concurrent_rollouts, server.count or max_head_offpolicyness"
+    return f"{side} limits the speed (waiting {waited:.0%}, training {trained:.0%} of the last steps): {remedy}"
+
+
+class Doctor:
+    """Reports each finding of a run once, on the terminal and in the run's doctor.jsonl."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.path = config, config.run_dir / "doctor.jsonl"
+        self.said = {finding["rule"] for finding in read_records(self.path)}  # a restarted run does not repeat itself
+        self.step = 0  # the last finished step
+
+    def check(self, lines: list[Line]) -> None:
+        """Check the last lines after a step. With doctor=strict a finding raises Unhealthy."""
+        self.step = lines[-1]["step"]
+        self.report(examine(lines, self.config) if self.config.doctor != "off" else [])
+
+    def report(self, findings: list[Finding]) -> None:
+        """Print and write the findings of rules that have not spoken before. With doctor=strict, raise Unhealthy."""
+        for finding in findings:
+            if finding["rule"] not in self.said:
+                self.said.add(finding["rule"])
+                with self.path.open("a") as file:
+                    file.write(json.dumps(finding) + "\n")
+                print(finding["text"], flush=True)
+                if self.config.doctor == "strict" and finding["rule"] != "waiting":  # a slow run is right
+                    raise Unhealthy(finding["text"])
+
+    def watch(self, executor: Any) -> None:
+        """Start a thread that looks at the executor every second. With doctor=strict a finding stops the executor."""
+        if self.config.doctor != "off":
+            threading.Thread(target=self._look_on, args=(executor,), name="doctor", daemon=True).start()
+
+    def _look_on(self, executor: Any) -> None:
+        step, before = self.step, executor.stats
+        while executor.dispatcher.runner.is_alive():
+            time.sleep(1.0)
+            try:
+                if where := executor.dispatcher.runner.find_blocker(BLOCKED_SECONDS):
+                    self.report([describe(self.step + 1, "blocked_loop", f"{BLOCKED_SECONDS:g} s in {where}")])
+                if step != self.step:
+                    step, before = self.step, executor.stats
+                counts = {k: getattr(executor.stats, k) - getattr(before, k) for k in ("accepted", "rejected")}
+                if counts["rejected"] >= REJECTED_BATCHES * self.config.train_dataset.batch_size:
+                    self.report(examine([{"step": step + 1, **counts}] * 3, self.config))
+            except Unhealthy as error:
+                return executor.fail(error)
+
+
+def main(folders: list[str]) -> int:
+    """Check a run afterwards, as of each of its steps, and return the exit code."""
+    try:
+        [folder] = map(Path, folders)
+        text = (folder / "metrics.jsonl").read_text()
+        if not text.endswith("\n"):
+            raise ValueError(f"{folder}/metrics.jsonl has no step, or its last line is cut short: delete that line")
+        lines, config = list(map(json.loads, text.splitlines())), OmegaConf.load(folder / "config.yaml")
+    except (OSError, ValueError) as error:
+        print(f"error: {error}; the command is python -m run.doctor FOLDER, with the folder of a run", file=sys.stderr)
+        return 2
+    findings = read_records(folder / "doctor.jsonl")
+    for end in range(1, len(lines) + 1):
+        known = {finding["rule"] for finding in findings}
+        findings += [finding for finding in examine(lines[:end], config) if finding["rule"] not in known]
+    for finding in findings:
+        print(finding["text"])
+    print(f"{len(lines)} steps; {len(findings)} of {len(TEXTS)} rules fire; {bottleneck(lines)}")
+    return int(bool(findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
