@@ -51,7 +51,7 @@ RAISED_BY = {
     "what real clients send": 43,
     "the documents' examples, a trainer in a script, every user": 54,
     "a fast path of the small server": 80,
-    "the doctor": 31,
+    "the doctor": 179,
 }
 
 
