@@ -4,7 +4,6 @@ Other tests start real runs, a real event loop and real servers: a blocked loop 
 shows a server without the trainer's weights, and the command line refuses what it cannot check.
 """
 
-import asyncio
 import json
 import subprocess
 import threading
@@ -273,26 +272,11 @@ def test_a_blocked_loop_is_named() -> None:
     assert runner.find_blocker(60) is None
 
 
-class BlockingAgent:
-    """An agent that blocks the event loop for ever, as a call of a synchronous client without a time limit does."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        threading.Event().wait()
-        return 1.0
-
-
-class SilentAgent:
-    """An agent that never sets a reward, so that every group is rejected."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> None:
-        await asyncio.sleep(0)
-
-
 @pytest.mark.runs
 @pytest.mark.parametrize(("agent", "rule"), [("BlockingAgent", "blocked_loop"), ("SilentAgent", "rejection")])
 def test_a_run_that_never_ends_its_first_step_is_stopped(tmp_path: Path, agent: str, rule: str) -> None:
     """With doctor=strict, a blocked event loop and endless rejections end the run with the rule's line and code 1."""
-    words = command(tmp_path, *SMALL_GUESS, f"workflow=run.test_doctor.{agent}", "doctor=strict")
+    words = command(tmp_path, *SMALL_GUESS, f"workflow=sick_agents.{agent}", "doctor=strict")
     done = subprocess.run(words, cwd=ROOT, env=WITH_TEST_MODULES, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr[-2000:]
     assert done.stderr.splitlines()[-1].startswith(f"error: doctor: step 1, {rule} =")
