@@ -83,7 +83,8 @@ class StackTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: Any) -> Any:
         """Send `request` on an idle connection or a new one, and return the answer."""
-        connection = self.idle.pop() if self.idle else self._connect()
+        is_fresh = self.idle and self.idle[-1].freed > monotonic() - KEEPALIVE
+        connection = self.idle.pop() if is_fresh else self._connect()
         try:
             response = await connection.handle_async_request(request)
         except BaseException:
@@ -96,15 +97,23 @@ class StackTransport(httpx.AsyncBaseTransport):
             await stream.aclose()
             self.idle.append(connection)
             connection.freed = monotonic()
-            asyncio.get_running_loop().call_later(KEEPALIVE, self._prune)
+            asyncio.get_running_loop().call_later(
+                KEEPALIVE, lambda: asyncio.gather(self._prune(), return_exceptions=True)
+            )
 
         stream.aclose = close_and_free
         return response
 
-    def _prune(self) -> None:
-        """Close the connections that have been idle for KEEPALIVE seconds, so that their descriptors are free again."""
+    async def _prune(self) -> None:
+        """Close the connections that have been idle for KEEPALIVE seconds, so that their descriptors are free again.
+
+        A connection stays in the list until it is closed. If the loop ends meanwhile, `aclose` still finds it there.
+        """
         while self.idle and self.idle[0].freed <= monotonic() - KEEPALIVE:
-            asyncio.gather(self.idle.pop(0).aclose(), return_exceptions=True)
+            connection = self.idle[0]
+            await connection.aclose()
+            if self.idle[:1] == [connection]:  # another call of this method may have removed it
+                del self.idle[0]
 
     async def aclose(self) -> None:
         """Close all idle connections."""

@@ -332,7 +332,7 @@ async def test_who_gives_up_tells_the_server(failure: type[BaseException]):
         ([1, -1], {}, "-1 is outside"),
         ([1, True], {}, "Python ints, not .'bool'"),
         ([1, 2.0], {}, "Python ints, not .'float'"),
-        ([1] * 64, {}, "64 tokens leave no room in the context of 64"),
+        ([1] * 64, {}, "prompt is too long: 64 tokens > 64"),
         ([1], {"max_new_tokens": 0}, "at least 1"),
     ],
 )

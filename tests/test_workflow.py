@@ -259,7 +259,7 @@ async def test_a_full_context_ends_the_conversation(real_engine: RemoteInfEngine
     assert 2 <= turns < 100
     assert traj["rewards"].tolist() == [0.0]
     assert traj["input_ids"].shape[1] <= 2048
-    with pytest.raises(EngineError, match="leave no room in the context"):
+    with pytest.raises(EngineError, match="prompt is too long: 2067 tokens > 2048"):
         await workflow.arun_episode(real_engine, never | {"messages": [{"role": "user", "content": "x" * 2048}]})
 
 

@@ -52,6 +52,9 @@ def gpus_of(gpus: int, ranks: int, *words: str) -> list[list[str]]:
     return [process.gpus for process in plan]
 
 
+SGLANG = ["server.backend=sglang", "server.command=sglang"]  # the small server cannot use several GPUs
+
+
 # Which process gets which GPU
 
 
@@ -62,9 +65,9 @@ def gpus_of(gpus: int, ranks: int, *words: str) -> list[list[str]]:
         (0, 1, ["server.count=2"], [[], []]),
         (1, 1, [], [["0"]]),  # colocated, because there is only one GPU
         (2, 1, [], [["1"]]),
-        (8, 4, ["server.count=2", "server.tp_size=2"], [["4", "5"], ["6", "7"]]),
-        (8, 4, ["server.count=1", "server.tp_size=2"], [["6", "7"]]),
-        (8, 8, ["server.count=4", "server.tp_size=2"], [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]),
+        (8, 4, [*SGLANG, "server.count=2", "server.tp_size=2"], [["4", "5"], ["6", "7"]]),
+        (8, 4, [*SGLANG, "server.count=1", "server.tp_size=2"], [["6", "7"]]),
+        (8, 8, [*SGLANG, "server.count=4", "server.tp_size=2"], [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]),
         (8, 2, ["server.count=2", "server.colocate=true"], [["0"], ["1"]]),
         (1, 1, ["server.count=2"], [["0"], ["0"]]),
         (8, 8, ["rollout.server_addrs=[http://up]"], []),
