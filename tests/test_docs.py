@@ -1,7 +1,7 @@
 """These tests check that every command, file, key, test and module that the pages name exists, and that no module
 exceeds its size limit.
 
-The pages are README.md, SE106ITY.md and docs/*.md.
+The pages are README.md, SECURITY.md and docs/*.md.
 """
 
 import ast
@@ -16,7 +16,7 @@ from test_structure import MODULES, SEVEN
 
 from run.config import list_keys, load
 
-PAGES = [ROOT / "README.md", ROOT / "SE106ITY.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(ROOT.glob("docs/*.md"))]
 FOLDERS = (ROOT / "tests", ROOT / "bench", ROOT / "examples")
 TEXTS = PAGES + MODULES + sorted(path for folder in FOLDERS for path in folder.rglob("*.py"))
 
