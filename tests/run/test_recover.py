@@ -278,7 +278,7 @@ def test_a_summary_says_what_it_has_counted(capsys, counted: list[list[int]], sa
     """The summary counts the trained tokens of all steps by lag, also those of the steps before a restart."""
     line = {"success": 0.5, "staleness_max": 1.0, "staleness_mean": 0.75, "wall_s": 2.0}
     history = [line | {"lag_counts": counts} for counts in counted]
-    run = SimpleNamespace(history=history, config=SimpleNamespace(run_dir=Path("here")))
+    run = SimpleNamespace(history=history, config=SimpleNamespace(run_dir=Path("here"), task="a"))
     summarise(run, None)  # type: ignore[arg-type]
     assert f"staleness mean 0.75, max 1{says}" in capsys.readouterr().out
 
