@@ -78,7 +78,7 @@ class FastForward:
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.frequencies, self.one = inner.rotary_emb.inv_freq, torch.ones(1)  # (d/2,), (1,)
         self.eps = torch.tensor(config.rms_norm_eps)
-        self.embedding, self.norm, self.head = inner.embed_tokens, inner.norm, model.lm_head
+        self.embedding, self.norm, self.head = inner.embed_tokens.weight, inner.norm.weight, model.lm_head.weight
         self.of_head = torch.tensor([0] * self.heads + [1] * self.groups)  # row of qk_norm for each head of q and k
         self.layers = []
         for layer in inner.layers:
@@ -86,29 +86,29 @@ class FastForward:
             w_qkv = fuse(a.q_proj.weight, a.k_proj.weight, a.v_proj.weight)  # ((heads + 2 groups) d, D)
             b_qkv = fuse(a.q_proj.bias, a.k_proj.bias, a.v_proj.bias)  # ((heads + 2 groups) d,) or None
             qk_norm = fuse(a.q_norm.weight, a.k_norm.weight).view(2, -1) if hasattr(a, "q_norm") else None  # (2, d)
-            self.layers.append((layer, w_qkv, b_qkv, qk_norm, fuse(mlp.gate_proj.weight, mlp.up_proj.weight)))
+            attention = (layer.input_layernorm.weight, w_qkv, b_qkv, qk_norm, a.o_proj.weight, a.o_proj.bias)
+            w_gate_up = fuse(mlp.gate_proj.weight, mlp.up_proj.weight)  # (2 * width of the feed-forward network, D)
+            self.layers.append((*attention, layer.post_attention_layernorm.weight, w_gate_up, mlp.down_proj.weight))
 
     def __call__(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: Any, kept: int) -> Tensor:
         """Return the logits (rows, kept, vocab) of the last `kept` columns of ids and positions (rows, columns)."""
-        shape, heads, groups = ids.shape, self.heads, self.groups
+        shape, heads, groups, d = ids.shape, self.heads, self.groups, 2 * len(self.frequencies)
         rotation = torch.polar(self.one, positions.view(-1, 1, 1) * self.frequencies)  # e^(i p f): (T, 1, d/2)
-        x = F.embedding(ids.view(-1), self.embedding.weight)  # (T, D) with T = rows * columns
-        for i, (layer, w_qkv, b_qkv, qk_norm, w_gate_up) in enumerate(self.layers):
+        x = F.embedding(ids.view(-1), self.embedding)  # (T, D) with T = rows * columns
+        for i, (norm_1, w_qkv, b_qkv, qk_norm, w_o, b_o, norm_2, w_gate_up, w_down) in enumerate(self.layers):
             # 1. q, k, v = W_q norm(x), W_k norm(x), W_v norm(x); then q and k are rotated
-            y = rms_norm(x, layer.input_layernorm.weight, self.eps)  # (T, D)
-            qkv = F.linear(y, w_qkv, b_qkv).view(len(x), heads + 2 * groups, -1)  # (T, heads + 2 groups, d)
-            qk, v = qkv.split([heads + groups, groups], dim=1)
+            qkv = F.linear(rms_norm(x, norm_1, self.eps), w_qkv, b_qkv).view(-1, heads + 2 * groups, d)
+            qk, v = qkv.split([heads + groups, groups], dim=1)  # (T, heads + groups, d), (T, groups, d)
             if qk_norm is not None:
                 qk = rms_norm(qk, qk_norm[self.of_head], self.eps)
             q, k = rotate(qk, rotation).split([heads, groups], dim=1)  # (T, heads, d), (T, groups, d)
             # 2. x += W_o softmax(q k' / sqrt(d)) v
-            q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in (q, k, v))  # (rows, heads, columns, d)
-            y, _ = self.attention(layer, q, *cache.update(k, v, i), mask)  # (rows, columns, heads, d)
-            x = x + F.linear(y.view(len(x), -1), layer.self_attn.o_proj.weight, layer.self_attn.o_proj.bias)  # (T, D)
+            q, k, v = (part.view(*shape, -1, d).transpose(1, 2) for part in (q, k, v))  # (rows, heads, columns, d)
+            y, _ = self.attention(None, q, *cache.update(k, v, i), mask)  # (rows, columns, heads, d)
+            x = x + F.linear(y.view(-1, heads * d), w_o, b_o)  # (T, D)
             # 3. x += W_down (silu(W_gate norm(x)) * W_up norm(x))
-            y = rms_norm(x, layer.post_attention_layernorm.weight, self.eps)  # (T, D)
-            gate, up = F.linear(y, w_gate_up).chunk(2, dim=-1)  # two tensors (T, width of the feed-forward network)
-            x = x + F.linear(F.silu(gate) * up, layer.mlp.down_proj.weight)  # (T, D)
+            gate, up = F.linear(rms_norm(x, norm_2, self.eps), w_gate_up).chunk(2, dim=-1)  # two of the same shape
+            x = x + F.linear(F.silu(gate) * up, w_down)  # (T, D)
         # 4. logits = W_head norm(x)
-        x = rms_norm(x.unflatten(0, shape)[:, -kept:], self.norm.weight, self.eps)  # (rows, kept, D)
-        return F.linear(x, self.head.weight)
+        x = rms_norm(x.view(*shape, -1)[:, -kept:], self.norm, self.eps)  # (rows, kept, D)
+        return F.linear(x, self.head)

@@ -132,7 +132,7 @@ class SlotCache:
         self.kv = torch.zeros(layers, 2, slots + MIN_ROWS, groups, 64, d)
         self.discard = slots + MIN_ROWS - 1
         self.write: Tensor  # for each new key, its row in kv[layer, 0] or kv[layer, 1] as a matrix (.., d)
-        self.read: tuple[slice, ...]  # index of the keys and values that the step reads
+        self.read: Tensor  # the part of kv that the step reads: (layers, 2, rows, groups, n_keys, d)
 
     def begin_step(self, slots: Tensor, positions: Tensor, read_slots: slice, n_keys: int) -> None:
         """Make the cache long enough for n_keys positions, and choose the entries that `update` writes and returns.
@@ -147,7 +147,7 @@ class SlotCache:
             length = self.kv.shape[-2]
         group = slots[:, None] * groups + torch.arange(groups)[:, None]  # (rows, groups, columns)
         self.write = (group * length + positions[:, None]).view(-1)
-        self.read = (read_slots, slice(None), slice(n_keys))
+        self.read = self.kv[:, :, read_slots, :, :n_keys]
 
     def update(self, k: Tensor, v: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store the keys and values of the fed tokens, and return all keys and values of the step's rows.
@@ -155,10 +155,9 @@ class SlotCache:
         transformers calls this method in every layer. k and v have the shape (rows, groups, columns, d). The returned
         views have the shape (rows, groups, keys, d).
         """
-        keys, values = self.kv[layer]
-        for stored, new in ((keys, k), (values, v)):
+        for stored, new in zip(self.kv[layer], (k, v), strict=True):
             stored.view(-1, k.shape[-1]).index_copy_(0, self.write, new.reshape(-1, k.shape[-1]))
-        return keys[self.read], values[self.read]
+        return self.read[layer, 0], self.read[layer, 1]
 
     def exchange(self, i: int, j: int) -> None:
         """Exchange the contents of slots i and j."""

@@ -164,7 +164,7 @@ def test_the_model_has_no_second_copy_of_its_weights(path: Path) -> None:
     """Each matrix of the model is a part of the fused matrix that FastForward reads."""
     tiny = TinyModel(str(path), 2)
     assert tiny.fast is not None
-    (_, qkv, _, _, gate_up), *_ = tiny.fast.layers
+    (_, qkv, *_, gate_up, _), *_ = tiny.fast.layers
     attention, mlp = tiny.model.model.layers[0].self_attn, tiny.model.model.layers[0].mlp
     for part, whole in (
         (attention.q_proj, qkv),
