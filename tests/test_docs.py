@@ -50,7 +50,7 @@ RAISED_BY = {
     "keys, limits, checked answers": 106,
     "what real clients send": 43,
     "the documents' examples, a trainer in a script, every user": 54,
-    "a fast path of the small server": 80,
+    "a fast path of the small server": 79,
     "the doctor": 179,
 }
 
