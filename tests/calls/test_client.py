@@ -293,7 +293,7 @@ async def test_the_multi_turn_workflow_of_openai_workflows(real_engine: RemoteIn
         assert after.input_tokens[: len(whole)] == whole
     for row in rows.values():
         ids = row.tokens.input_tokens + row.tokens.output_tokens
-        (scored,) = await asyncio.to_thread(real_engine.score, [ids])
+        (scored,) = await asyncio.to_thread(real_engine.score, ids)
         assert row.tokens.output_logprobs == pytest.approx(scored[row.tokens.input_len :], abs=1e-4)
 
 

@@ -11,6 +11,8 @@ from harness import ADMIN, HELLO, Harness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from calls.sessions import Limits
+
 PATHS = ["chat/completions", "responses", "messages", "messages/count_tokens"]
 TOOL = {"type": "function", "name": "f", "function": {"name": "f", "parameters": {}}, "input_schema": {}}
 GOOD: dict[str, Any] = {"messages": HELLO, "input": "hello", "max_tokens": 5, "tools": [TOOL]}
@@ -206,10 +208,9 @@ def test_ten_thousand_messages(tiny_tokenizer: Any, path: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_body_has_a_limit(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_has_a_limit(tiny_tokenizer: Any) -> None:
     """A body that is too long gets a 413, and the proxy stops reading the body at the limit."""
-    monkeypatch.setattr("proxy.MAX_BODY", 1000)
-    assert await ask(tiny_tokenizer, "messages", as_json(GOOD | {"system": "x" * 1000})) == 413
+    assert await ask(tiny_tokenizer, "messages", as_json(GOOD | {"system": "x" * Limits().body_bytes})) == 413
 
 
 @settings(max_examples=100, deadline=None)
