@@ -264,13 +264,16 @@ class Proxy:
         return reply({"status": "ok", "sessions": len(self.sessions), "capacity": self.sessions.capacity})
 
     async def read_body(self, request: Request) -> bytes:
-        """Return the bytes of a request's body. Raises Refusal 413 for a long body, TimeoutError for a slow one."""
+        """Return the bytes of a request's body. Raises Refusal 413 for a long body, 408 for a slow body."""
         raw, limits = bytearray(), self.sessions.limits
-        async with asyncio.timeout(limits.seconds):
-            async for chunk in request.stream():
-                raw += chunk
-                if len(raw) > limits.body_bytes:
-                    raise Refusal(f"body: it is longer than {limits.body_bytes} bytes", 413)
+        try:
+            async with asyncio.timeout(limits.seconds):
+                async for chunk in request.stream():
+                    raw += chunk
+                    if len(raw) > limits.body_bytes:
+                        raise Refusal(f"body: it is longer than {limits.body_bytes} bytes", 413)
+        except TimeoutError as error:
+            raise Refusal("body: too slow", 408) from error
         return bytes(raw)
 
     async def read_json(self, request: Request) -> dict[str, Any]:
@@ -310,8 +313,7 @@ async def in_thread(raw: bytes, function: Callable[[], Any]) -> Any:
 
 async def error_reply(request: Request, error: Exception) -> Response:
     """Return an error as a reply in the protocol of the request's path."""
-    # An error without a text is the TimeoutError of `read_body`.
-    status, message = getattr(error, "status", None) or (500 if str(error) else 408), str(error) or "body: too slow"
+    status, message = getattr(error, "status", None) or 500, str(error)
     if isinstance(error, HTTPException):  # the web framework found no endpoint for this path and method
         status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}"
     is_anthropic = request.url.path.endswith(("/messages", "/messages/count_tokens"))
@@ -325,7 +327,7 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
     `engine` has the method `async agenerate(ModelRequest)`. `options` are fields of `Proxy`.
     """
     proxy = Proxy(engine, tokenizer, admin_key, **options)
-    handlers: Any = dict.fromkeys((ValueError, EngineError, HTTPException, TimeoutError, ClientDisconnect), error_reply)
+    handlers: Any = dict.fromkeys((ValueError, EngineError, HTTPException, ClientDisconnect), error_reply)
     app = FastAPI(title="nano-areal proxy", openapi_url=None, exception_handlers=handlers)
     app.state.proxy = proxy
     app.add_route("/health", proxy.health)

@@ -10,7 +10,7 @@
 
 **The order of an update**, as the training loop calls it:
 
-    write_version                  mode disk: rank 0 writes the directory while the servers still generate
+    write_weights                  mode disk: rank 0 writes the directory while the servers still generate
     pause                          the servers stop generating (without a pause they would first finish all requests)
     label "7-incomplete"           `send` begins: from now on every engine refuses the tokens of these servers
     disk, distributed or tensor    every server loads the new weights and drops the KV cache of the old weights
@@ -149,19 +149,6 @@ def write_checkpoint(state: Mapping[str, "torch.Tensor"], source_dir: str | Path
         shutil.rmtree(target)
     partial.replace(target)
     return target
-
-
-def write_version(meta: WeightUpdateMeta, model: Any, dtype: "torch.dtype", source_dir: str) -> None:
-    """Write all weights of a sharded model in `dtype` at `meta.directory`. All ranks call this function, rank 0 writes.
-
-    The servers may generate while this function runs.
-    """
-    from torch.distributed import get_rank
-
-    buckets = named_buckets(model, dtype, bucket_mb=0)  # 0: one tensor in each bucket
-    state = {name: tensor.cpu() for bucket in buckets for name, tensor in bucket if get_rank() == 0}
-    if get_rank() == 0:
-        write_checkpoint(state, source_dir, meta.directory)
 
 
 # The servers' side: `send` makes a whole update, and calls one of the three update_from_* functions.

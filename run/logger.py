@@ -163,6 +163,7 @@ class Logger:
         self.history = read_records(self.path)
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
         self.counts = asdict(executor.stats)  # the executor's counters at the step logged last
+        self.words: dict[int, str] = {}  # the text of each token id that was in a batch
         show = config.logger.live and Console().is_terminal
         self.live = Live(auto_refresh=False) if show else nullcontext()
 
@@ -175,8 +176,10 @@ class Logger:
         if interval and step % interval == 0:
             path = self.config.run_dir / "tokens" / f"{step:05d}.safetensors"
             path.parent.mkdir(exist_ok=True)
-            words = {i: self.executor.tokenizer.decode([i]) for i in batch["input_ids"].unique().tolist()}
-            save_file({k: v.contiguous() for k, v in batch.items()}, path, {"words": json.dumps(words)})
+            ids = batch["input_ids"].unique().tolist()
+            self.words |= {i: self.executor.tokenizer.decode([i]) for i in ids if i not in self.words}
+            words = json.dumps({i: self.words[i] for i in ids})
+            save_file({k: v.contiguous() for k, v in batch.items()}, path, {"words": words})
 
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
         metrics["no_signal_share"] = no_signal_share(batch)

@@ -205,14 +205,14 @@ class FSDPEngine:
         extra = Piece(pieces[0].inputs, row=nothing, column=nothing, predicted_by=nothing)
         return pieces[:count] + [extra] * (most - count)
 
-    def full_state(self) -> dict[str, Tensor]:
+    def full_state(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Return the whole model on the CPU of rank 0, and {} on all other ranks. All ranks call this method."""
-        buckets = weights.named_buckets(self.model, torch.float32, bucket_mb=0)  # 0: one tensor in each bucket
+        buckets = weights.named_buckets(self.model, dtype, bucket_mb=0)  # 0: one tensor in each bucket
         return {name: tensor.cpu() for bucket in buckets for name, tensor in bucket if self.rank == 0}
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """Write model, configuration and tokenizer as a Hugging Face directory. All ranks call this method."""
-        state = self.full_state()
+        state = self.full_state(dtype)
         if self.rank == 0:
             weights.write_checkpoint(state, self.model_path, path)
         dist.barrier()
@@ -414,7 +414,7 @@ class FSDPPPOActor(FSDPEngine):
     def write_weights(self, meta: weights.WeightUpdateMeta) -> None:
         """In mode disk, write the files that the servers will load. The servers may generate meanwhile."""
         if meta.mode == "disk":
-            weights.write_version(meta, self.model, self.dtype, self.model_path)
+            self.save(meta.directory, self.dtype)
             self.written = meta.version
 
     def update_weights(self, meta: weights.WeightUpdateMeta) -> None:

@@ -21,8 +21,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from datetime import timedelta
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,21 @@ class Server:
         response = self.ask(*args, **params)
         assert response.status_code == 200, response.text
         return response.json()
+
+    def send(self, max_new_tokens: int, prompt: Any) -> Callable[[], Any]:
+        """Send a request, and return a function that waits for the answer. A server reads requests in the order in
+        which they arrive, so it has read this request when it has answered the next."""
+        sampling = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": max_new_tokens}
+        connection = HTTPConnection(self.http.base_url.host, self.http.base_url.port or 80, timeout=60)
+        body = json.dumps({"input_ids": prompt, "sampling_params": sampling})
+        connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+        self.version()
+
+        def answer() -> Any:
+            with closing(connection):
+                return json.loads(connection.getresponse().read())
+
+        return answer
 
     def start(self, rid: str, max_new_tokens: int = LONG) -> Future:
         """Send a long request in a second thread, and return after the server has generated the request's first
@@ -305,17 +321,14 @@ def test_pause_retract_goes_on_where_it_was(server: Server) -> None:
 
 def test_a_retracted_request_goes_to_the_end_of_the_queue(server: Server) -> None:
     """When a paused server continues, a request that was waiting starts before the requests that had been running."""
-    first = server.start("contract-queue")
-    others = server.pool.submit(server.generate, LONG // 2, prompt=[PROMPT] * (SLOTS - 1))
-    waiting = server.pool.submit(server.generate, 1, prompt=PROMPT[:3])
-    time.sleep(1)  # a server does not tell which requests have arrived
-    assert not waiting.done()
+    running = server.send(LONG // 2, [PROMPT] * SLOTS)
+    waiting = server.send(1, PROMPT[:3])
     server.post("/pause_generation", {"mode": "retract"})
     server.post("/continue_generation", {})
-    waiting.result(60)
+    assert waiting()["meta_info"]["completion_tokens"] == 1
     server.post("/pause_generation", {"mode": "abort"})
     server.post("/continue_generation", {})
-    ran = [first.result(60), *others.result(60)]
+    ran = running()
     assert {answer["meta_info"]["finish_reason"]["type"] for answer in ran} == {"abort"}  # none had reached its length
     assert any(answer["meta_info"]["num_retractions"] for answer in ran)
 
@@ -358,7 +371,8 @@ def test_spans_say_which_version_computed_which_token(server: Server, mode: str)
 
 
 def test_an_update_without_a_pause_waits(server: Server) -> None:
-    """Without a pause an update waits for running requests. With abort_all_requests the update aborts them."""
+    """Without a pause, an update waits until the running requests have finished. With abort_all_requests, the update
+    aborts the running requests."""
     old = server.version()
     body = {"model_path": server.model_path, "weight_version": server.next_version(), "flush_cache": True}
     pending = server.start("contract-wait", 200)

@@ -567,7 +567,8 @@ def post(url: str, path: str, body: Any, **kwargs: Any) -> httpx.Response:
 
 
 def test_only_a_key_opens_the_server(start_tiny_server: StartServer) -> None:
-    """With --api-key, no request without the key pauses, relabels or asks the server. The engine has the key."""
+    """With --api-key, the server refuses every request that lacks the key, such as a pause or a new label. The engine
+    sends the key."""
     url = start_tiny_server("--api-key", "secret")
     for path in (
         "/generate",
