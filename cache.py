@@ -6,11 +6,11 @@ agent sends the whole conversation with every call, so a later call begins with 
     system - user - [A] assistant -+- user  - [B] assistant       The messages of B and C begin with the messages
                                    +- user' - [C] assistant       and the output of A, so A is the parent of both.
 
-The tree. The messages of a session form a prefix tree: an edge is a message, and a node is the conversation from the
-root to this node. Each finished interaction belongs to the node after its output. To find the parent of a new
-interaction, the cache follows the interaction's messages from the root. The last finished interaction on this path is
-the parent. An interaction without a parent is a root. Two messages are the same edge if they have the same meaning
-(calls/messages.py, `canonical`), because clients reorder keys and change spaces.
+The tree. The messages of a session form a prefix tree. An edge is a message. A node is the conversation from the root
+to this node. Each finished interaction belongs to the node after its output. To find the parent of a new interaction,
+the cache follows the interaction's messages from the root. The last finished interaction on this path is the parent. An
+interaction without a parent is a root. Two messages are the same edge if they have the same meaning (calls/messages.py,
+`canonical`), because clients reorder keys and change spaces.
 
 Most calls continue the call that finished last. The cache therefore first checks whether a request begins with that
 whole conversation. If it does, the cache follows only the messages after the conversation.
@@ -19,10 +19,10 @@ Rewards. The final reward R of a turn i is computed from the leaves to the roots
 
     R(i) = r(i) + gamma * mean of R(c) over the children c of i        (the mean is 0 if i has no children)
 
-(OpenAI-Compatible Workflows, "Reward Backpropagation Process"). With gamma = 0.5 and a reward of 1 at the end, a chain
-of three turns gets the final rewards 0.25, 0.5 and 1 (Agent Workflow, "Reward System"). A side conversation is a call
-that a client makes for its own purposes, for example to get a title. The session's reward does not go to such a call
-(calls/side_conversations.py).
+(OpenAI-Compatible Workflows, "Reward Backpropagation Process"). For example, let gamma be 0.5 and let the last of three
+turns have the reward 1. The final rewards of the turns are then 0.25, 0.5 and 1 (Agent Workflow, "Reward System"). A
+side conversation is a call that a client makes for its own purposes, for example to get a title. The session's reward
+does not go to such a call (calls/side_conversations.py).
 
 Export. A row is a sequence of tokens for training. With style "individual" each turn has its own row. With style
 "concat" each leaf has a row, which holds all turns from the root to the leaf. A turn joins its parent's row only if the

@@ -250,8 +250,9 @@ class RemoteInfEngine:
     def initialize(self) -> None:
         """Read the limits of every server, and test every server by generating one token.
 
-        The test finds problems before the run starts: a version that is not a number, missing logprobs, missing spans,
-        or a server that an earlier run left paused. Raises EngineError if a server cannot be reached or fails the test.
+        The test finds four problems before the run starts: a version that is not a number, missing logprobs, missing
+        spans, and a server that an earlier run left paused. Raises EngineError if a server cannot be reached or fails
+        the test.
         """
         self.servers.refresh()
         infos = self.servers.post_all("/server_info")

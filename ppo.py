@@ -25,7 +25,7 @@ behaviour weight is 1.5 and u is 1.5. With eps = 0.2 the clip lowers u to 1.2, s
 
 Three guards limit what a single token can do:
   cap           A token whose behaviour weight exceeds behave_imp_weight_cap is left out of the sum. The mean still
-                divides by the number of all trained tokens, so a batch with many such tokens makes a small step.
+                divides by the number of all trained tokens. A batch with many such tokens therefore makes a small step.
                 training/corrections.py has a lower bound, and tests that leave out a whole sequence.
   clip higher   The upper bound of u may be further from 1 (eps_clip_higher), so that rare tokens can become likelier.
   dual clip     For A < 0 the term u A has no lower bound. Setting c_clip = c gives this term the lower bound c A.

@@ -41,8 +41,8 @@ server refuses a call with a 4xx status, the agent gets a 4xx status, too. Statu
 call that arrives during a weight update is answered after the update.
 
 Proxies share no state, so each session stays at one proxy. The seed of a call depends on the number of earlier calls in
-the session. Calls that an agent makes at the same time may arrive in a different order in another run, so their tokens
-may differ between the runs.
+the session. Calls that an agent makes at the same time may arrive in a different order in another run. Their tokens may
+therefore differ between the runs.
 """
 
 import argparse

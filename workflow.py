@@ -33,8 +33,8 @@ takes about 50 MB.
 four, one member raises an exception and one returns None. The group then has two rows. If all members raise exceptions,
 the group raises the first one.
 
-**Seeds.** If the run has a seed, the sampling seed of each request depends only on (seed, task, member, turn), and not
-on the other episodes that run at the same time.
+**Seeds.** In a run with a seed, the sampling seed of each request depends only on (seed, task, member, turn). Other
+episodes that run at the same time have no influence on it.
 """
 
 import asyncio

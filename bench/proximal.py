@@ -4,7 +4,7 @@
 
 The benchmark trains a model on the maze asynchronously (train.py, eta = 4) with `actor.prox_logp_method=metrics`. With
 this setting the trainer recomputes pi_prox, so the true log pi_prox is known for every trained token. The run writes
-its tokens to tokens/*.safetensors. The lag of a token is v - v_b: v is the model version that is trained on the token,
+its tokens to tokens/*.safetensors. The lag of a token is v - v_b. Here v is the version that is trained on the token,
 and v_b is the version that sampled it. For each lag and each of three estimates, the benchmark prints the mean error
 |estimate - log pi_prox|:
 

@@ -19,12 +19,12 @@ marks, `PromptBuilder` removes the marks from the tail. If the answer was cut at
 tail. They are then part of the prompt and are not trained.
 
 Many templates change the history. For example, some templates remove reasoning or blanks from earlier turns. A prompt
-that begins with the parent's tokens keeps every answer exactly as the model wrote it, so a whole conversation is one
-sequence for training. Such a prompt is correct only if the tail depends on the new messages alone. The constructor of
-`PromptBuilder` therefore compares the tails after two histories of different length. If the two tails differ, the whole
-conversation is rendered again for every prompt, as with the option chat_template_type "hf". If the template refuses the
-stub of one turn, only the prompt of this turn is rendered in full. A prompt that is rendered in full may not begin with
-the parent's tokens. In that case a concat export starts a new row at this turn.
+that begins with the parent's tokens keeps every answer exactly as the model wrote it. A whole conversation is therefore
+one sequence for training. Such a prompt is correct only if the tail depends on the new messages alone. The constructor
+of `PromptBuilder` therefore compares the tails after two histories of different length. If the two tails differ, the
+whole conversation is rendered again for every prompt, as with the option chat_template_type "hf". If the template
+refuses the stub of one turn, only the prompt of this turn is rendered in full. A prompt that is rendered in full may
+not begin with the parent's tokens. In that case a concat export starts a new row at this turn.
 
 Text. `TextReader.read` returns only text that no later token can change. The reader holds back incomplete characters
 and text that may be the beginning of a stop string. The text of a token may depend on the tokens before it, because

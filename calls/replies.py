@@ -24,10 +24,10 @@ Ids. The ids of tool calls and items are made from the interaction's id, so an a
 calls of chatcmpl-<x> have the ids call_<x>_0 and call_<x>_1. The items of resp_<x> are rs_<x> (reasoning), msg_<x>
 (text) and fc_<x>_0 (tool call).
 
-Strict clients. Some clients fail if a reply lacks a role, index, usage or created_at, so a reply never leaves out such
-a key if its protocol defines the key. Other clients fail if a key is null, so keys without a value are left out. There
-is one exception: a chat message that consists of tool calls has `content: null`. Anthropic's clients need an `event:`
-line, so every event of Anthropic's protocol has an `event:` line.
+Strict clients. Some clients fail if a reply lacks a role, index, usage or created_at. A reply therefore has every such
+key that its protocol defines. Other clients fail if a key is null, so keys without a value are left out. There is one
+exception: a chat message that consists of tool calls has `content: null`. Anthropic's clients need an `event:` line, so
+every event of Anthropic's protocol has an `event:` line.
 
 Annotations, citations, refusals and counts of cached tokens are not supported: these fields are empty or 0. The
 signature of a reasoning block is a placeholder.

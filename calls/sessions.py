@@ -11,9 +11,9 @@ unused grant lapses after GRANT_SECONDS, so the unused grants of failed starts d
     forgotten  | the session was exported or discarded after its end, or it was idle for too long
 
 A session is idle while none of its answers is being generated and no request for it arrives. For example, with a
-timeout of 3600 seconds, a session that becomes idle at 12:00 expires at 13:00. The proxy has no timer: it looks for
-expired sessions whenever a session starts, a request contains a session id, or a client requests GET /health. When the
-proxy forgets a session, the session's conversation tree is lost.
+timeout of 3600 seconds, a session that becomes idle at 12:00 expires at 13:00. The proxy has no timer. It looks for
+expired sessions at three kinds of requests: the start of a session, a request with a session id, and GET /health. When
+the proxy forgets a session, the session's conversation tree is lost.
 
 A session also contains the turn of each earlier request, so that turn.py can recognise a client's retry.
 

@@ -5,11 +5,11 @@ expects the form of Qwen and Hermes:
 
     <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
-Tool calls. The JSON between <tool_call> and the next </tool_call> is a call if its name is the name of an offered tool
-and its arguments are an object. Everything else is text: a call without an end mark, broken JSON, an unknown tool. A
-model's mistake therefore never makes a request fail, and the agent sees the mistake. The parser drops blank space
-around the reasoning and before a call. A text without calls stays unchanged, because the agent sends the text back in
-its next request and the proxy compares the two.
+Tool calls. The JSON between <tool_call> and the next </tool_call> is a call under two conditions: the agent offers a
+tool of this name, and the arguments are an object. Everything else is text: a call without an end mark, broken JSON, an
+unknown tool. A model's mistake therefore never makes a request fail, and the agent sees the mistake. The parser drops
+blank space around the reasoning and before a call. A text without calls stays unchanged, because the agent sends the
+text back in its next request and the proxy compares the two.
 
 Streams. `certain` returns the part of an unfinished text that no continuation can change:
 
@@ -96,7 +96,7 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     calls: list[Call] = []
     piece_begin = 0  # where the next piece of text begins
     # No call ends after the last </tool_call>, so the search stops there. Without this limit, the search would scan to
-    # the end of the text for each unclosed <tool_call>, and the time would be quadratic in the number of such marks.
+    # the end of the text for each unclosed <tool_call>. The time would then be quadratic in the number of such marks.
     last = text.rfind(END_OF_CALL) + len(END_OF_CALL)
     for pair in PAIR.finditer(text, 0, last):
         call = read_call(pair[1], names)

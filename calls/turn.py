@@ -2,8 +2,8 @@
 
     enter the call in the tree -> generate the answers -> store the answers in the tree -> send the reply
 
-Order. The interaction is added to the tree before the proxy sends the first byte of the reply, and its tokens are
-stored before the proxy sends the last byte. A client that has read a reply can therefore continue or reward the turn at
+Order. Before the proxy sends the first byte of the reply, the interaction is in the tree. Before the proxy sends the
+last byte, the interaction has its tokens. A client that has read a reply can therefore continue or reward the turn at
 once.
 
 States. Each turn runs as an asyncio task. A connection that waits for the turn's reply is a listener of the turn.

@@ -5,8 +5,8 @@
 **Requests.** A request contains every sampling parameter. If a parameter were missing, the server would take it from
 the model's generation_config.json, and training would not know its value.
 
-**Answers.** Training needs three facts about each token: the token's id, the token's log-probability under the policy
-that sampled it, and the version of the weights that computed it. An answer without one of these facts is an error.
+**Answers.** Training needs three facts about each token: its id, its log-probability under the policy that sampled it,
+and the version of this policy. An answer without one of these facts is an error.
 
     output_ids               [17, 4, 9]
     output_token_logprobs    [[-0.2, 17, null], [-1.1, 4, null], [-0.4, 9, null]]     logprob, token id, text

@@ -20,9 +20,9 @@
 
 In pause mode in_place the servers keep the KV cache (`flush_cache` is off), because their running requests use it.
 
-**If an update fails** half way, a server has some weights of version 6 and some of version 7, and SGLang would still
-report version 6. The label "7-incomplete" prevents such a wrong report. The engine cannot read the label as a number,
-so the engine refuses the server's tokens.
+**If an update fails** half way, a server has some weights of version 6 and some of version 7. SGLang alone would then
+still report version 6. The label "7-incomplete" prevents such a wrong report. The engine cannot read the label as a
+number, so the engine refuses the server's tokens.
 
 **Files.** The trainer writes a directory under a temporary name, and renames the directory when all files are complete.
 No server can therefore read an incomplete directory. If a write crashes, the next write deletes the incomplete
@@ -33,9 +33,10 @@ tensor larger than `bucket_mb` has its own bucket. `named_buckets` frees each bu
 rank ever holds the whole model.
 
 **The group** of mode distributed exists only during one update, so a server that dies between two updates breaks no
-group. Making a group takes 20 ms over gloo on one machine. With NCCL the trainer and the servers must create the group,
-broadcast and end the group at the same time: each of these calls blocks until every rank has made it. The trainer
-therefore sends every request to the servers in a thread (`meanwhile`) and makes its own call while the request waits.
+group. Making a group takes 20 ms over gloo on one machine. With NCCL, three calls block until every rank has made the
+same call: creating the group, broadcasting, and destroying the group. The trainer and the servers must therefore make
+them at the same time. The trainer therefore sends every request to the servers in a thread (`meanwhile`) and makes its
+own call while the request waits.
 
 **Not promised.** If the machine loses power, a file may be lost. The trainer keeps a separate checkpoint.
 """

@@ -51,7 +51,7 @@ def read_answer(url: str, status: int, content: bytes) -> dict[str, Any]:
     """Return the parsed body of a successful answer, or raise EngineError with the server's error message.
 
     SGLang and FastAPI use several forms of error bodies. If an error occurs in the middle of a stream, the HTTP status
-    is already 200, and the field `code` of the error contains the real status.
+    200 has already been sent. The field `code` of the error then contains the real status.
     """
     try:
         body = orjson.loads(content or b"{}")

@@ -8,9 +8,9 @@ the result.
     async with pool.worker() as worker:         starts a process, or takes an idle one; the wait does not count
         value = await within(15, worker.call(function, *args), "...")
 
-**One call at a time.** Only one block `async with pool.worker()` uses a worker at a time. If a cancellation or a time
-limit ends the block before the call has returned, the worker is killed, and the next call gets a new process. If a
-worker crashes, only the call of this worker fails.
+**One call at a time.** Only one block `async with pool.worker()` uses a worker at a time. A cancellation or a time
+limit may end the block before the call has returned. The pool then kills the worker and starts a new process for the
+next call. If a worker crashes, only the call of this worker fails.
 
 **How a worker ends.** A worker and its parent are connected by a socket, and a thread of the worker reads from the
 socket. When the parent ends, even by kill -9, the read returns. The thread then kills the worker and every process that

@@ -31,8 +31,9 @@ def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
 class Canary:
     """Two short sequences that every server and the trainer score after each weight update.
 
-    If a server lacks the new weights, its score differs from the trainer's score, or its score equals its score before
-    the update bit for bit. The second sign also shows an update whose effect is smaller than the rounding of bfloat16.
+    A server without the new weights shows itself in one of two ways: its score differs from the trainer's score, or its
+    score is bit for bit the same as before the update. The second sign also shows an update whose effect is smaller
+    than the rounding of bfloat16.
     """
 
     def __init__(self, actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout) -> None:

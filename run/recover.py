@@ -5,9 +5,9 @@ With `recover: auto`, a run that is started again with the same name continues f
 - **Only one process writes a run.** A second process of the same run is refused while the first process is alive.
 - **A checkpoint contains everything that the next step depends on.** The folder recover/step00040 contains the model
   and the optimizer, the schedules, the states of the random number generators, the position in the data, and the list
-  of open groups. A group is open from the time its prompt is drawn from the data until a step has trained on the group.
-  torch.distributed.checkpoint stores the model and the optimizer, so any number of ranks can load them. The file
-  state.pickle is written last, and a checkpoint without this file is ignored.
+  of open groups. A group is open from the moment at which its prompt is drawn from the data, until a step has trained
+  on the group. torch.distributed.checkpoint stores the model and the optimizer, so any number of ranks can load them.
+  The file state.pickle is written last, and a checkpoint without this file is ignored.
 - **Steps after the last checkpoint run again.** The restart removes the lines of these steps from metrics.jsonl. Each
   step writes its line before its checkpoint, so metrics.jsonl has exactly one line per step at the end.
 - **A finished group survives the process.** A group is written to recover/groups/{task_id}.safetensors before the group

@@ -264,9 +264,9 @@ def test_finding_a_parent_costs_messages_not_interactions() -> None:
 
 
 def test_a_turn_reads_its_new_messages_only() -> None:
-    """In a chain of 100 turns, the cache reads each new question two times (to search for it and to insert it) and each
-    answer one time. The cache does not read the older messages one by one: it compares them all at once with the newest
-    conversation."""
+    """In a chain of 100 turns, the cache reads each new question twice, for the search and for the insertion. It reads
+    each answer once. The cache does not read the older messages one by one: it compares them all at once with the
+    newest conversation."""
     Counted.looks = 0
     cache, messages = InteractionCache(), [user("0")]
     for k in range(100):
@@ -299,8 +299,8 @@ def test_bad_entries_are_refused() -> None:
 
 
 def test_a_sibling_keeps_its_reward_to_itself() -> None:
-    """If A has the children B (reward 1) and C (reward 2) and gamma = 0.9, B keeps 1 and A gets 0.9 * 1.5 = 1.35. In
-    AReaL B gets 2.8."""
+    """Let A have the children B (reward 1) and C (reward 2), and let gamma be 0.9. Then B keeps 1, and A gets 0.9 * 1.5
+    = 1.35. In AReaL B gets 2.8."""
     cache = InteractionCache()
     cache.enter("A", turn([user("q")], "a"))
     for name, reward in (("B", 1.0), ("C", 2.0)):

@@ -224,8 +224,8 @@ def test_a_clip_of_0_bounds_the_ratio_at_1():
 
 
 def test_the_pieces_of_a_batch_add_up():
-    """A batch may be split into pieces. If each piece's sums are divided by the whole batch's denominator, the losses
-    and metrics of all pieces add up to the loss and metrics of the whole batch."""
+    """A batch may be split into pieces. The losses and metrics of all pieces add up to those of the whole batch, if
+    every piece divides by the denominator of the whole batch."""
     tensors = random_tokens(2)
     n = int(tensors[-1].sum())
     whole, stats = ppo_actor_loss_fn(*tensors)
@@ -455,8 +455,8 @@ def test_a_broken_trajectory_says_what_is_wrong():
 @pytest.mark.parametrize("cap", [1.6, None])
 @pytest.mark.parametrize("how", ["token", "sequence", "constant"])
 def test_weights_and_aggregation_by_the_loop(level, action, cap, how):
-    """For all settings of the behaviour weight (level, action, cap) and of the aggregation, the loss equals a value
-    that a loop over rows and tokens computes."""
+    """A loop over rows and tokens computes the same loss, for all settings of the behaviour weight (level, action, cap)
+    and of the aggregation."""
     theta, prox, behav, A, mask = random_tokens(11, spread=0.5)
     prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]  # makes some sequences exceed the cap
     eps, C = 0.2, 50

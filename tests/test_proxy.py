@@ -462,8 +462,8 @@ async def test_a_model_that_is_no_name_is_a_400(start: Start, path: str) -> None
     ],
 )
 async def test_a_reward_that_makes_no_sense_is_a_400(start: Start, body: Any) -> None:
-    """If a reward is not a finite number or is for an unknown interaction, the reply is a 400 and the proxy does not
-    store the reward."""
+    """The proxy refuses a reward with a 400 if the reward is not a finite number, or if the interaction is unknown. The
+    proxy then stores nothing."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)

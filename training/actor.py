@@ -15,8 +15,8 @@ policy: an FSDPEngine with an optimizer, learning rate schedule, policy version,
 **A batch is cut twice.** First the B rows of the batch are dealt to mini-batches, and each mini-batch makes one
 optimizer step. Rows are dealt by length, so that all mini-batches have about the same number of tokens. Then the rows
 of a mini-batch are cut into pieces, and each piece makes one forward and one backward pass of at most `mb_tokens`
-tokens. Each piece divides its loss by the number of trained tokens in the whole mini-batch on all ranks, so the
-gradients of the pieces add up. The size of the pieces therefore changes only time and memory. Example: 64 rows of 1,000
+tokens. Each piece divides its loss by the number of trained tokens in the whole mini-batch on all ranks. The gradients
+of the pieces therefore add up. The size of the pieces therefore changes only time and memory. Example: 64 rows of 1,000
 tokens, 4 mini-batches and mb_tokens=4096 give 4 optimizer steps, each with 16 rows in 4 pieces.
 
 **Layouts and logits.** A layout arranges the rows of a piece as padded rows, as one long row, or as a tree

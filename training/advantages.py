@@ -24,9 +24,9 @@ furthest from the reference.
 other choice, which AReaL makes, is the KL to go: token t pays only for the tokens from t on, after the baseline. On
 average both have the same gradient, because the KL before t does not depend on token t. The turn's KL fits the rest of
 this file for two reasons. One turn is one action, as in RLOO, so all its tokens keep one advantage. And the group's
-baseline cancels the KL that all members pay. The KL to go shrinks towards the end of a turn, so a baseline that is the
-same for all positions would reward late tokens and punish early ones. The price is noise: a token also pays for the
-tokens before it.
+baseline cancels the KL that all members pay. The KL to go shrinks towards the end of a turn. A baseline that is the
+same for all positions would therefore reward late tokens and punish early tokens. The price is noise: a token also pays
+for the tokens before it.
 
 **Filter.** If all members of a group earned equal rewards, every advantage is 0, so training on the group changes
 nothing. `informative` is a filter that rejects such groups, like the dynamic sampling of DAPO. The key

@@ -3,10 +3,10 @@
 ppo.py multiplies each token's objective by the behaviour weight w = pi_prox / pi_behav, and clips u = pi_theta /
 pi_prox. Both are ratios of the probabilities of one token. Except for the cap of w, all corrections are off by default.
 
-**A weight needs two bounds.** Server and trainer never agree exactly on pi_behav, and the errors make log w too large
-or too small by similar amounts. A cap alone drops the tokens whose w is much too large, and keeps the tokens whose w is
-much too small. The mean weight falls below 1, and the gradient of the remaining tokens is biased. IcePop drops the
-tokens outside either bound (`behaviour_weight`).
+**A weight needs two bounds.** Server and trainer never agree exactly on pi_behav. The errors make log w sometimes too
+large and sometimes too small, by similar amounts. A cap alone drops the tokens whose w is much too large, and keeps the
+tokens whose w is much too small. The mean weight falls below 1, and the gradient of the remaining tokens is biased.
+IcePop drops the tokens outside either bound (`behaviour_weight`).
 
 **The reward judges a row, not a token.** If w is 1.05 at each of 100 tokens, no single token looks unusual. But pi_prox
 would write this row 1.05^100 = 131 times as often as pi_behav. Three tests find a row that pi_prox would not have

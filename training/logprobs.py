@@ -8,11 +8,10 @@ vocabulary. The logits of N tokens and a vocabulary of V words are an (N, V) mat
 training needs only two numbers per token: the log-probability of the sampled token, and the entropy of the
 distribution.
 
-The idea
-========
-The logits of one token do not depend on other tokens, so the last layer can process a chunk of tokens at a time. The
-forward pass keeps the two numbers of each token and throws the chunk's logits away. The backward pass computes the
-chunk's logits again. Each pass therefore needs memory for one chunk, however many tokens the batch has.
+The idea ======== The logits of one token do not depend on other tokens. The last layer can therefore process one chunk
+of tokens after another. The forward pass keeps the two numbers of each token and throws the chunk's logits away. The
+backward pass computes the chunk's logits again. Each pass therefore needs memory for one chunk, however many tokens the
+batch has.
 
 Forward pass
 ============
@@ -34,14 +33,12 @@ Let g be the gradient of the loss with respect to logp, and e the gradient with 
 
 where [j = id] is 1 for the sampled token and 0 for all other words.
 
-Costs and limits
-================
-The logits of a chunk take at most 128 MiB in float32. With V = 151,936 a chunk has 220 tokens. The backward pass holds
-three matrices of this size, for log p, p and the gradient, and a bfloat16 model needs the gradient in bfloat16 as well.
-A chunk therefore needs up to 448 MiB. The gradient of W is one whole (V, D) matrix.
-With N = 4,096, forward and backward need 545 MiB instead of 11,740 MiB (`python bench/loss.py`).
-The last layer needs four matrix products instead of three, because the backward pass repeats the forward product.
-Some models scale, cap or shift their logits. `add_read_hidden` refuses such models.
+Costs and limits ================ The logits of a chunk take at most 128 MiB in float32. With V = 151,936 a chunk has
+220 tokens. The backward pass holds three matrices of this size: log p, p and the gradient. A bfloat16 model also needs
+the gradient in bfloat16. A chunk therefore needs up to 448 MiB. The gradient of W is one whole (V, D) matrix. With N =
+4,096, forward and backward need 545 MiB instead of 11,740 MiB (`python bench/loss.py`). The last layer needs four
+matrix products instead of three, because the backward pass repeats the forward product. Some models scale, cap or shift
+their logits. `add_read_hidden` refuses such models.
 """
 
 from collections.abc import Callable

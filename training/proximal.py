@@ -23,7 +23,7 @@ versions_ahead counts it.
 **Comparison.** prox_logp_method=metrics trains with the recomputed pi_prox and logs the errors of three guesses:
 loglinear, linear (the same alpha, applied to probabilities) and rollout (pi_behav itself).
 
-**Limit.** The guess may be poor for old tokens: if v_b is far below v, alpha is close to 1 and the guess is close to
+**Limit.** The guess may be poor for old tokens. If v_b is far below v, alpha is close to 1, so the guess is close to
 pi_theta.
 """
 

@@ -9,14 +9,15 @@
 After the last layer, the logits are W_head norm(x). Llama, Qwen2 and Qwen3 have this form. Qwen2 adds biases to q, k
 and v. Qwen3 applies norm to each head of q and k before the rotation.
 
-**Why it is faster.** In a small model an operation on one token takes about a microsecond, whatever its size, so a step
-is faster if it has fewer operations. One product with a fused matrix gives q, k and v, and one product gives gate and
-up. q and k are normalised and rotated together, and a rotation is one product of complex numbers. As measured,
-F.rms_norm takes about twice as long on a CPU as `rms_norm` below.
+**Why it is faster.** In a small model, an operation on one token takes about a microsecond, whatever the operation's
+size. A step with fewer operations is therefore faster. One product with a fused matrix gives q, k and v, and one
+product gives gate and up. q and k are normalised and rotated together, and a rotation is one product of complex
+numbers. As measured, F.rms_norm takes about twice as long on a CPU as `rms_norm` below.
 
 **The weights.** `fuse` puts several weights of the model into one matrix. The model's own weights then become views of
-this matrix, so there is no second copy, and a weight update of the model changes the matrix. For example, a model with
-D = 64, 4 query heads and 2 key heads of d = 16 has a fused matrix (128, 64). The weight of k_proj is rows 64 to 95.
+this matrix. There is no second copy, and a weight update of the model also changes the matrix. For example, a model
+with D = 64, 4 query heads and 2 key heads of d = 16 has a fused matrix (128, 64). The weight of k_proj is rows 64 to
+95.
 
 **Not promised.** `fits` returns False for every other architecture, and transformers then computes the logits. The
 logits agree with those of transformers to about 1e-6, but not bit by bit. Nothing is compiled.

@@ -1,9 +1,8 @@
 """This module computes one step: a Hugging Face model processes a batch of sequences with a cache of keys and values.
 
-**The rule.** A step feeds to the model those tokens of each sequence that are not in the cache yet, and returns the
-logits of each sequence's last token. One method, `TinyModel.step`, serves for prefill, for decoding, for continuing
-under new weights, and for the next turn of a conversation. These cases differ only in how many tokens are cached
-already.
+**The rule.** A step feeds the model all tokens that are not yet in the cache. It returns the logits of each sequence's
+last token. One method, `TinyModel.step`, serves for prefill, for decoding, for continuing under new weights, and for
+the next turn of a conversation. These cases differ only in how many tokens are cached already.
 
 **The parts.** `SlotCache` stores keys and values. `TinyModel` computes a batch. A model with the architecture of Llama
 is computed by `FastForward` (fast.py), and every other model by its own forward pass in transformers. Both call
@@ -25,10 +24,10 @@ slot, which no step reads.
     slot 1            .  .  .  .      row 0           b0 b1 b2 b3      0  1  2  3      1  1  1  1
     slot 2            c0 c1 .  .      row 1           -- -- c2 c3      0  0  2  3     13 13  2  2
 
-**Bits.** In deterministic mode (`--seed`) a row's logits must not depend on the other rows of the batch, so that two
-runs with one seed give the same tokens. Only rounding could make the rows depend on each other: for a matrix product of
-a different shape the library may choose a different kernel, which adds the numbers in a different order. Three rules
-keep the choice constant:
+**Bits.** In deterministic mode (`--seed`), two runs with one seed give the same tokens. The logits of a row must
+therefore not depend on the other rows of the batch. Rounding could make the logits depend on the other rows: for a
+matrix product of another shape, the library may choose another kernel, which adds the numbers in another order. Three
+rules keep the choice constant:
 
 - Memory holds the weights of a linear layer in the order of the transpose: (in, out). `fuse` changes the order.
 - Every matrix product has 8 to 128 rows (MIN_ROWS, MAX_TOKENS). `step_in_parts` divides a larger step.
@@ -38,7 +37,7 @@ The rules come from measurements with torch 2.13 and MKL 2024.2 on an Intel Xeon
 row of a product was the same for every number of rows from 2 to 160, for `in` from 32 to 4864. From 192 rows on, some
 products differed. Without the transpose, products of fewer than 16 rows differed. Attention needed 2 rows for d <= 32,
 3 rows for d = 64 and 6 rows for d = 128. On a CPU with other kernels, logits agree to about 1e-6, and sampled tokens
-are almost always equal. bench/engine.py prints whether the bits are equal on your machine. Eight rows for a single
+are almost always the same. bench/engine.py prints whether the bits are equal on your machine. Eight rows for a single
 sequence cost time (docs/results.md), so only deterministic mode follows the last two rules. The first rule always
 holds, because products with transposed weights are also faster.
 

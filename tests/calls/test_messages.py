@@ -133,8 +133,8 @@ PLACES = [
 @settings(deadline=None)
 @given(st.sampled_from(PLACES), st.text(min_size=1), st.integers(0, 30))
 def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) -> None:
-    """If a text, a name, a call id or an argument in a history was changed, or a turn was left out, the history counts
-    as a different conversation."""
+    """A history with a changed text, name, call id or argument is a different conversation. So is a history that lacks
+    a turn."""
     original, place = mutant
     pair = copy.deepcopy(original)
     items, begin, end = echoed(pair)

@@ -274,8 +274,8 @@ def tokenizer_of(kind: str, of_bytes: Any) -> Any:
     st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2),
 )
 def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind: str, stop: list[str]) -> None:
-    """For any tokens and stop strings, and however many tokens arrive at a time, each text that `read` returns is a
-    prefix of the later texts and of the whole text."""
+    """Each text that `read` returns is a prefix of the later texts and of the whole text, for any tokens, any stop
+    strings and any number of tokens per call."""
     tokenizer = tokenizer_of(kind, tiny_tokenizer)
     if kind == "bytes":
         raw = data.draw(st.one_of(st.text(max_size=40).map(str.encode), st.binary(max_size=90)))

@@ -271,8 +271,8 @@ def test_the_events_of_a_message() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_said_after_the_last_token_only(name: str) -> None:
-    """If a stream sends the whole answer only at its end, the SDK still rebuilds the whole reply, even if the answer is
-    empty or has only tool calls."""
+    """A stream may send the whole answer only at its end. The SDK rebuilds this reply, too, even if the answer is empty
+    or has only tool calls."""
     for parsed in (Parsed(""), Parsed("", calls=PARSED.calls), Parsed("", "hm")):
         answer = answer_of(name, parsed)
         raw = streamed(name, answer, [])

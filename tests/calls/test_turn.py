@@ -58,8 +58,8 @@ def cache_of(harness: Harness, session: str) -> Any:
 async def test_a_turn_is_in_the_tree_before_its_first_byte_and_whole_before_its_last(
     start: Start, protocol: str
 ) -> None:
-    """The interaction is in the tree before the first byte of the reply is sent, and all its tokens are there before
-    the last byte is sent."""
+    """Before the proxy sends the first byte of a reply, the interaction is in the tree. Before the proxy sends the last
+    byte, the interaction has all its tokens."""
     harness = start("hello you")
     session = await harness.start()
     harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
@@ -161,8 +161,8 @@ async def test_a_stream_without_tokens_is_not_silent(start: Start, monkeypatch: 
 
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_error_before_the_first_token_is_a_status(start: Start, streams: bool) -> None:
-    """A call that fails before its first token gets an HTTP error status, even if it streams, because a stream's
-    headers are not sent before the first token."""
+    """A call that fails before its first token gets an HTTP error status, even if the reply is a stream: the proxy
+    sends the headers of a stream only with the first token."""
     harness = start()
     session = await harness.start()
     harness.engine.error = EngineError("the prompt is too long", 400)

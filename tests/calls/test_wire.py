@@ -86,7 +86,7 @@ def tool_tokenizer(tiny_tokenizer: Any) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("later", ["no tools", "other tools", "other order"])
 async def test_a_client_may_change_its_tools(tool_tokenizer: Any, name: str, later: str) -> None:
-    """If a client changes its tools in the middle of a conversation, the conversation stays one path of the tree, the
+    """A client may change its tools in the middle of a conversation. The conversation stays one path of the tree, the
     reward of the last turn reaches the first turn, and every sampled token is trained once."""
     harness = Harness(tool_tokenizer, CALL, "21 degrees", "bye")
     session, items = await harness.start(), [user()]

@@ -214,8 +214,8 @@ def test_a_server_that_died_unseen_is_caught_by_its_tokens() -> None:
 
 
 def test_a_version_above_the_trainers_is_refused_wherever_it_is_read() -> None:
-    """A server that claims a version which the trainer has not made is lost: by its tokens, by its label, in the
-    trainer and in a process that was told the trainer's version."""
+    """A server counts as lost if it claims a version that the trainer has not made, whether its tokens or its label
+    claim this version. The trainer notices it, and so does every process that was told the trainer's version."""
     machines, (first, second) = Machines(a=7, b=7), home()
     engine = machines.engine(A, B)
     engine.set_version(7)
