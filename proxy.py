@@ -11,7 +11,7 @@ path.
     POST /{session_id}/v1/messages                answer one call in the protocol of Anthropic's Messages
     POST /{session_id}/v1/messages/count_tokens   return the number of prompt tokens for a body of /messages
     GET  /{session_id}/v1/models                  list the only model; /models/{id} returns this model
-    GET  /{session_id}/v1/responses/{id}          return a finished response
+    GET  /{session_id}/v1/responses/{id}          return a finished response; /input_items lists what it has read
     POST /{session_id}/rl/set_reward              set the reward of an interaction (given by id) or of the last one
     POST /{session_id}/rl/end_session             end the session: stop its running calls, refuse new calls (410)
     POST /export_trajectories (admin)             return the interactions of an ended session, then forget the session
@@ -66,7 +66,7 @@ from starlette.requests import ClientDisconnect
 from cache import Interaction, check_style
 from calls.messages import AgentRequest, Refusal, get
 from calls.prompts import PromptBuilder, TextReader
-from calls.replies import PROTOCOLS, Protocol
+from calls.replies import PROTOCOLS, Protocol, input_items
 from calls.sessions import Limits, Session, SessionTable
 from calls.side_conversations import PATTERNS
 from calls.tools import OutputParser
@@ -212,10 +212,27 @@ class Proxy:
 
     async def response(self, request: Request) -> Response:
         """Return a finished reply of the session in the form in which the agent received it."""
+        return reply(self.finished(request).reply)
+
+    async def input_items(self, request: Request) -> Response:
+        """List the items that a finished response has read. Default: the newest 20 items, the newest item first."""
+        found, query = self.finished(request), {"limit": "20", "order": "desc"} | dict(request.query_params)
+        if query["limit"] not in map(str, range(1, 101)):
+            raise Refusal("limit: an integer from 1 to 100 is needed")
+        items = input_items(found.messages, found.interaction_id)[:: 1 if query["order"] == "asc" else -1]
+        ids = [item["id"] for item in items]
+        begin = ids.index(query["after"]) + 1 if query.get("after") in ids else 0
+        end = min(begin + int(query["limit"]), len(ids))
+        shown = ids[begin:end] or [None]
+        page = {"first_id": shown[0], "last_id": shown[-1], "has_more": end < len(ids)}
+        return reply({"object": "list", "data": items[begin:end]} | page)
+
+    def finished(self, request: Request) -> Interaction:
+        """Return the finished interaction that the path names. Raises Refusal 404 if there is none."""
         found = self.sessions.open(session_id_of(request)).finished(request.path_params["response_id"])
         if not found:
             raise Refusal("response_id: this session has no finished response with this id", 404)
-        return reply(found.reply)
+        return found
 
     # Endpoints that set a reward, end a session and export a session
 
@@ -344,6 +361,7 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
         app.add_route(f"{session}/models", proxy.models)
         app.add_route(f"{session}/models/{{model_id:path}}", proxy.models)
         app.add_route(f"{session}/responses/{{response_id}}", proxy.response)
+        app.add_route(f"{session}/responses/{{response_id}}/input_items", proxy.input_items)
         app.add_route(f"{session}/rl/set_reward", proxy.set_reward, methods=["POST"])
         app.add_route(f"{session}/rl/end_session", proxy.end_session, methods=["POST"])
     return app

@@ -306,6 +306,26 @@ def response_item(part: str, value: Any, interaction_id: str, logprobs: Any = ()
     return {"id": f"msg_{x}", "type": "message", "role": "assistant", "content": content} | done
 
 
+def input_items(messages: list[Message], interaction_id: str) -> list[dict[str, Any]]:
+    """Return the messages that a response has read, the instructions included, as items with ids of their own."""
+    items: list[dict[str, Any]] = []
+    for message in messages:
+        role, text = message["role"], message["content"]
+        if role == "tool":
+            items.append({"type": "function_call_output", "call_id": message.get("tool_call_id", ""), "output": text})
+        elif role != "assistant":
+            items.append({"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]})
+        else:
+            parts = parts_of(Parsed(text, message.get("reasoning_content", "")))
+            for call in message.get("tool_calls", []):
+                name, arguments = call["function"].values()
+                arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+                parts.append(("call", {"id": call["id"] or "", "function": {"name": name, "arguments": arguments}}))
+            items += [response_item(part, value, interaction_id) for part, value in parts]
+    ids = (f"in_{suffix_of(interaction_id)}_{n}" for n in range(len(items)))
+    return [item | {"id": name, "status": "completed"} for name, item in zip(ids, items)]
+
+
 class ResponsesStream(Stream):
     """Writes the events of a response. Each event has a sequence_number."""
 

@@ -52,6 +52,7 @@ RAISED_BY = {
     "the documents' examples, a trainer in a script, every user": 54,
     "a fast path of the small server": 79,
     "the doctor": 179,
+    "input items of a response": 31,
 }
 
 

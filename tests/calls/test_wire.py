@@ -13,7 +13,7 @@ from anthropic.types import Message, ModelInfo, RawMessageStreamEvent
 from harness import ADMIN, Harness, claude, sdk
 from openai.types import Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from calls.messages import PLACEHOLDER, parse_anthropic, parse_responses
@@ -401,6 +401,33 @@ async def test_a_response_can_be_fetched(start: Start, stream: bool) -> None:
         assert (again.id, again.output_text, again.status) == (response.id, "one", "completed")
         with pytest.raises(openai.NotFoundError, match="response_id"):
             await client.responses.retrieve("resp_no")
+
+
+async def test_the_input_of_a_response_can_be_listed(start: Start) -> None:
+    """GET /v1/responses/{id}/input_items lists everything that the response has read: the instructions, the earlier
+    turns that the client has named by an id, reasoning, tool calls and results. The pages of the SDK are complete."""
+    harness = start(f"<think>hm</think>{CALL}", "21 degrees")
+    session = await harness.start()
+    async with sdk(harness, f"/{session}/v1") as client:
+        asked: Any = {"model": "m", "instructions": "terse", "tools": [offer("responses")]}
+        first: Any = await client.responses.create(input="hi", **asked)
+        back: Any = result("responses", first.model_dump(), "21")
+        second = await client.responses.create(model="m", input=[back], previous_response_id=first.id)
+        items: list[Any] = [item async for item in client.responses.input_items.list(second.id, limit=2, order="asc")]
+        newest = await client.responses.input_items.list(second.id, limit=1)
+        assert newest.data == items[-1:]
+        with pytest.raises(openai.BadRequestError, match="limit"):
+            await client.responses.input_items.list(second.id, limit=0)
+        with pytest.raises(openai.NotFoundError, match="response_id"):
+            await client.responses.input_items.list("resp_no")
+    kinds = ["message", "message", "reasoning", "message", "function_call", "function_call_output"]
+    assert [item.type for item in items] == kinds
+    texts = [items[0].content[0].text, items[1].content[0].text, items[3].content[0].text, items[5].output]
+    assert texts == ["terse", "hi", "Let me see.", "21"]
+    assert (items[4].name, json.loads(items[4].arguments)) == ("f", {"a": 1})
+    assert items[4].call_id == items[5].call_id == back["call_id"]
+    for item in items:
+        TypeAdapter(ResponseItem).validate_python(item.model_dump(exclude_unset=True))
 
 
 async def test_management_names_the_wrong_field(start: Start) -> None:
