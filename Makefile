@@ -4,10 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-runs test-sglang agents lint structure bench soak clean
+.PHONY: demo tour test test-runs test-sglang agents lint structure bench soak clean
 
 demo: $(VENV)/ready            ## train the demo, in two to three minutes
 	$(BIN)/python train.py
+
+tour: $(VENV)/ready            ## follow one prompt group through the system, in less than a minute
+	$(BIN)/python docs/lifecycle.py
 
 test: $(VENV)/ready            ## run the tests in a few minutes, without the tests of whole runs
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not runs" tests/test_train.py tests

@@ -53,6 +53,7 @@ RAISED_BY = {
     "a fast path of the small server": 79,
     "the doctor": 179,
     "input items of a response": 31,
+    "the tour": 57,
 }
 
 

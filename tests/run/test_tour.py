@@ -1,0 +1,50 @@
+"""These tests check the tour: docs/lifecycle.md holds the numbers that a new tour shows."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+PAGE = ROOT / "docs" / "lifecycle.md"
+
+
+@pytest.fixture(scope="module")
+def tour() -> str:
+    """The page with the numbers of a new tour."""
+    command = [sys.executable, "docs/lifecycle.py"]
+    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=400, check=True).stdout
+
+
+def blocks(page: str) -> list[list[str]]:
+    """Return the lines of each block of numbers."""
+    return [block.splitlines() for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL)]
+
+
+def test_the_page_is_the_output_of_the_tour(tour: str) -> None:
+    """The page equals the output of a new tour. Numbers may differ only if this machine makes another base model."""
+    page = PAGE.read_text()
+    model, committed = (re.findall(r"has the hash `(\w+)`", text) for text in (tour, page))
+    if model == committed:
+        assert tour == page, "run `python docs/lifecycle.py --write`"
+    without_blocks = (re.sub(r"(?s)```text.*?```|`\w{8}`", "", text) for text in (tour, page))
+    assert len(set(without_blocks)) == 1
+
+
+def test_the_tour_shows_an_update_in_the_middle_of_a_game(tour: str) -> None:
+    """Two groups start at version 0 and a third group at version 1. The shown game has tokens of both versions."""
+    gate, _, (_, versions, _), *_ = blocks(tour)
+    assert [line.split()[-4:] for line in gate[1:]] == [list("0202"), list("0220"), list("1330")]
+    assert versions.split() == ["version", "0", "0", *"1" * (len(versions.split()) - 3)]
+    assert "1" in versions.split()
+
+
+def test_the_numbers_by_hand_equal_the_numbers_of_the_code(tour: str) -> None:
+    """The advantages and the loss that the tour computes by hand equal the trainer's advantages and loss."""
+    *_, advantages, loss = blocks(tour)
+    by_hand = [float(line.split()[-1]) for line in advantages[:-1]]
+    code = [float(x) for x in advantages[-1].split()[2:]]
+    assert code == pytest.approx([A for A in by_hand for _ in range(2)], abs=1e-3)
+    assert any(by_hand), "a group in which every advantage is 0 shows nothing"
+    assert float(loss[-2].split()[-1]) == pytest.approx(float(loss[-1].split()[-1]), abs=1e-5)
