@@ -203,6 +203,8 @@ class TrainConfig:
     weight_update: WeightUpdateConfig = field(default_factory=WeightUpdateConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     dry_run: bool = False  # true, or --dry-run: print the plan (processes, GPUs, ports, memory) and start nothing
+    gpus: Count | None = None  # with --dry-run: plan as if the machine had this number of GPUs; default: those there
+    gpu_memory: Positive = 80.0  # with --dry-run: memory of each of the `gpus`, in GiB
 
     @property
     def run_dir(self) -> Path:
@@ -298,6 +300,8 @@ def resolve(config: TrainConfig) -> None:
         if key.interval and value is not None and not is_within(value, key.interval):
             raise ConfigError(f"{key.name}={value}; it must be a number in {key.interval}")
     actor, rollout, gconfig, batch = config.actor, config.rollout, config.gconfig, config.train_dataset.batch_size
+    if config.gpus and not config.dry_run:
+        raise ConfigError(f"gpus={config.gpus} plans for a machine that is not there, so it needs --dry-run")
     if config.evaluator.base_url and config.mode == "train":
         raise ConfigError("evaluator.base_url has no effect in mode=train: leave the key out, or set mode=eval")
     if actor.use_decoupled_loss and not actor.recompute_logprob:
@@ -362,6 +366,8 @@ def load(argv: list[str]) -> TrainConfig:
     meaning = f"YAML recipe, or a name in configs/; may be repeated, and later recipes win; default: {DEMO.stem}"
     parser.add_argument("--config", type=Path, action="append", metavar="FILE", help=meaning)
     parser.add_argument("--dry-run", action="store_true", help="print the plan of the run, and start nothing")
+    parser.add_argument("--gpus", type=int, help="with --dry-run: plan for a machine with this number of GPUs")
+    parser.add_argument("--gpu-memory", type=float, help="with --gpus: memory of each GPU in GiB; default: 80")
     parser.add_argument("words", nargs="*", metavar="key=value", help="a key and its value, which win over the recipes")
     args = parser.parse_intermixed_args(argv)
     if bare := [word for word in args.words if "=" not in word]:
@@ -376,11 +382,11 @@ def load(argv: list[str]) -> TrainConfig:
             source = str(recipe)
             set_keys(merged, OmegaConf.load(recipe), source)
         source = "the command line"
-        set_keys(merged, OmegaConf.from_dotlist(args.words), source)
+        options = [f"{name}={value}" for name, value in vars(args).items() if name not in ("config", "words") and value]
+        set_keys(merged, OmegaConf.from_dotlist(args.words + options), source)
         config: Any = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, YAMLError) as error:
         where = getattr(error, "full_key", None) or source
         raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
-    config.dry_run = config.dry_run or args.dry_run
     resolve(config)
     return config

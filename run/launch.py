@@ -7,7 +7,7 @@ each, the ranks get GPUs 0 to 3, the first server gets GPUs 4 and 5, and the sec
 `--dry-run` prints the plan and starts nothing.
 
 `plan_run` refuses a run that cannot work. The error is one line with the reason: a port is in use, a server does not
-answer, the installed SGLang needs another version of torch, or the estimated memory is too large (`estimate_memory`).
+answer, the installed SGLang needs another version of torch, or the estimated memory is too large (run/memory.py).
 
 **The processes.** train.py is the parent of the inference servers and the proxies. Each child process gets a pipe as
 its standard input and ends when the pipe closes (`--exit-with-parent`). The pipe closes even after `kill -9` of the
@@ -38,15 +38,14 @@ from pathlib import Path
 
 import httpx
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from run.config import ConfigError, TrainConfig
+from run.memory import GIB, describe_load, estimate_memory
 from run.serve import listen, raise_open_files
 
 logger = logging.getLogger("nano_areal.launch")
 
 ROOT = Path(__file__).resolve().parent.parent
-GIB = 2**30
 START_SECONDS = 1800.0  # maximum time until a server's first reply; a large model may load for minutes
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
 DEATH_SECONDS = 0.5  # maximum time between the closing of a killed process's connections and its end
@@ -234,12 +233,12 @@ def server_command(config: TrainConfig, mem_fraction: float | None) -> list[str]
         "--max-running-requests": server.max_running_requests,
         "--max-total-tokens": server.max_total_tokens,
     }
-    installed = importlib.util.find_spec("sglang") is not None
+    installed = config.gpus or importlib.util.find_spec("sglang") is not None
     if server.backend == "tiny" or (server.backend == "auto" and not (mem_fraction and installed)):
         if server.tp_size > 1:
             raise ConfigError(f"server.tp_size={server.tp_size}: the small server has no tensor parallelism; omit it")
         return own_command("inference.tiny.server", options | {"--seed": config.seed, "--api-key": "-"}, *server.args)
-    if not server.command:
+    if not server.command and not config.gpus:
         check_sglang()
     command = shlex.split(server.command) or [sys.executable, "-m", "sglang.launch_server"]
     options |= {"--tp-size": server.tp_size, "--random-seed": config.seed, "--mem-fraction-static": mem_fraction}
@@ -337,35 +336,6 @@ def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[st
             raise ConfigError(f"weight_update.mode=distributed: NCCL {ours} here, {theirs} in the server: {remedy}")
 
 
-def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[float, float, int]:
-    """Return the GiB that a rank needs, the GiB that a server needs on each GPU, and the number of parameters n.
-
-    T is actor.mb_tokens, L is the number of layers, H is the hidden size, and tp is server.tp_size. b is the number of
-    bytes of a weight in the server: 2 on a GPU, 4 on a CPU. The model has K key-value heads of D numbers each.
-
-    trainer = 16 n / ranks   bytes for parameters, gradients and two AdamW moments in float32; a reference model adds
-                             4 n / ranks; with actor.offload and a GPU these bytes are in host memory instead
-            + 32 T L H       bytes for the activations of a forward pass: 16 numbers of 2 bytes per layer, token and
-                             hidden unit; with actor.gradient_checkpointing only 2 T L H
-            + 0.5 GiB        for one chunk of logits (training/logprobs.py) in the forward and backward pass
-    server  = b n / tp                               bytes for the weights
-            + 2 b K D L max_total_tokens / tp        bytes for the keys and values in the cache
-    """
-    assert config.model_path is not None
-    shape = AutoConfig.from_pretrained(config.model_path)
-    with torch.device("meta"):
-        n = sum(p.numel() for p in AutoModelForCausalLM.from_config(shape).parameters())
-    tokens, width, layers = config.actor.mb_tokens, shape.hidden_size, shape.num_hidden_layers
-    kept = (16 if config.ref.path is None else 20) * n / ranks
-    activations = (2 if config.actor.gradient_checkpointing else 32) * tokens * layers * width
-    trainer = (0 if config.actor.offload and on_gpus else kept) + activations + GIB / 2
-    head = getattr(shape, "head_dim", None) or width // shape.num_attention_heads
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    size = 2 if on_gpus else 4
-    cache = 2 * size * heads * head * layers * config.server.max_total_tokens
-    return trainer / GIB, (size * n + cache) / config.server.tp_size / GIB, n
-
-
 def check_memory(needs: list[tuple[Planned, float]], gpus: list[str], have: float) -> None:
     """Raise ConfigError if the processes of one GPU together need more than `have` GiB.
 
@@ -389,6 +359,9 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     Raises ConfigError for a run that cannot work.
     """
     gpus, ranks = visible_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets LOCAL_WORLD_SIZE
+    machine = (torch.cuda.mem_get_info()[1] if gpus else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / GIB
+    if config.gpus:  # plan as if this machine had these GPUs
+        gpus, machine = [str(k) for k in range(config.gpus)], config.gpu_memory
     servers = plan_servers(config, gpus, ranks)
     check_open_files(config, raise_open_files())
     check_addresses(config, servers)
@@ -397,8 +370,7 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     needs = [(Planned(f"rank {k}", ["train.py"], gpus[k : k + 1], port=None), trainer) for k in range(ranks)]
     needs += [(planned, server) for planned in servers]
     needs += [(Planned(f"proxy-{k}", ["proxy.py"]), 0.3) for k in range(config.proxy.workers)]
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    check_memory(needs, gpus, (torch.cuda.mem_get_info()[1] if gpus else machine) / GIB)
+    check_memory(needs, gpus, machine)
     rows = [("process", "GPUs", "port", "GiB", "command")]
     for p, gib in needs:
         port = {0: "any", None: "-"}.get(p.port, str(p.port))
@@ -406,6 +378,7 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     rows += [("(is up)", "", "", "", url) for url in config.rollout.server_addrs]
     lines = ["{:10}{:8}{:10}{:>6}  {}".format(*row) for row in rows]
     lines.append(f"{parameters:,} parameters; GiB for each rank, and for each GPU of a server, are estimates")
+    lines.append(describe_load(config, parameters))
     return servers, "\n".join(lines)
 
 

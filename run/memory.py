@@ -1,0 +1,106 @@
+"""Estimate the memory and the disk space that a run needs, before the run starts.
+
+**The trainer.** A rank keeps its share of the parameters, gradients and AdamW moments, four float32 numbers for each of
+the n parameters. In addition it needs the memory of the largest of three phases of a training step. P is the number of
+parameters in a decoder layer, V the vocabulary, H the hidden size, and R the number of parameters in the embedding and
+the last layer: V H, or 2 V H if the two do not share their weights. b is the number of bytes of a number in a forward
+pass, 2 in bfloat16. `saved` is what the forward pass keeps for the backward pass.
+
+    head    b R + (4 + b) V H + saved + chunk        the whole last layer, its gradient in float32 and the part of it
+                                                     that one chunk of tokens adds, and the chunk's logits
+    layers  b R + b V H + (8 + 3 b) P + saved        the next two layers whole, and a layer's gradient: in b bytes, and
+                                                     in float32 before and after the ranks add it up
+    end     max(4 b V H, 8 R)                        the gradient of the embedding, then its copies in float32
+
+**Saved activations.** For one token, a decoder layer with queries of Q numbers, keys of K numbers and I inner numbers
+keeps the following bytes. A norm keeps its input in float32, the normalised input and the output.
+
+    2 (4 + 2 b) H      two norms               (4 + b) (Q + K)    the norms of queries and keys, if the model has them
+    2 b (Q + K)        queries, keys, values and the output of attention
+    4 b I              the MLP: gate, activated gate, up and their product
+
+With actor.gradient_checkpointing a layer keeps only its input, b H bytes, and one layer at a time is computed again.
+Example: a layer of Qwen2.5-1.5B in bfloat16 keeps 103,424 bytes for each token, which is 67 H.
+`tests/run/test_memory.py` compares the formulas with tensors that real layers save, and with the memory of a real step.
+
+**Not promised.** The formulas describe dense models like Llama and Qwen. The context of CUDA, CUDA graphs and the gaps
+between tensors are one rough number for each process (`CUDA_BYTES`).
+"""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from run.config import TrainConfig
+from training import logprobs
+from training.config import PPOActorConfig
+
+GIB = 2**30
+CUDA_BYTES = 3 * GIB  # of each process on a GPU: context, CUDA graphs, workspaces, gaps; a guess, not measured
+TOKEN_BYTES = 50  # in the folders tokens/ and rollout/ of a run, for each token: about 45 of tensors and 5 of text
+
+
+def attention_widths(shape: Any) -> tuple[int, int]:
+    """Return how many numbers the queries of a token have, and how many its keys have."""
+    heads = shape.num_attention_heads
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+    return width * heads, width * (getattr(shape, "num_key_value_heads", None) or heads)
+
+
+def saved_bytes(shape: Any, b: int, has_head_norms: bool) -> int:
+    """Return how many bytes a decoder layer saves for the backward pass, for each token, without checkpointing."""
+    qk = sum(attention_widths(shape))
+    norms = 2 * (4 + 2 * b) * shape.hidden_size + (4 + b) * qk * has_head_norms
+    inner = getattr(shape, "intermediate_size", 4 * shape.hidden_size)
+    return norms + 2 * b * qk + 4 * b * inner
+
+
+def step_bytes(actor: PPOActorConfig, shape: Any, n: int, has_head_norms: bool) -> int:
+    """Return how many bytes a training step needs beside the parameters, gradients and moments that a rank keeps."""
+    b, tokens, layers = getattr(torch, actor.dtype).itemsize, actor.mb_tokens, shape.num_hidden_layers
+    last = shape.vocab_size * shape.hidden_size  # V H
+    root = last if shape.tie_word_embeddings else 2 * last  # R
+    layer = (n - root) // layers  # P
+    one = tokens * saved_bytes(shape, b, has_head_norms)
+    is_kept = not actor.gradient_checkpointing
+    saved = layers * (one if is_kept else tokens * b * shape.hidden_size)
+    head = b * root + (4 + b) * last + saved + (12 + b) * logprobs.CHUNK_ELEMENTS
+    middle = b * root + b * last + (8 + 3 * b) * layer + saved + (0 if is_kept else one)
+    return max(head, middle, 4 * b * last, 8 * root)
+
+
+def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[float, float, int]:
+    """Return the GiB that a rank needs, the GiB that a server needs on each GPU, and the number of parameters n.
+
+    With actor.offload and a GPU, the parameters, gradients and moments are in host memory. A reference model has 4 n
+    bytes of parameters. A server has its weights and the keys and values of max_total_tokens tokens, in 2 bytes a
+    number on a GPU and in 4 on a CPU, divided by tp_size.
+    """
+    assert config.model_path is not None
+    shape = AutoConfig.from_pretrained(config.model_path).get_text_config()
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(shape)
+    n = sum(p.numel() for p in model.parameters())
+    has_head_norms = any("q_norm" in name for name, _ in model.named_parameters())
+    kept = 0 if config.actor.offload and on_gpus else (16 if config.ref.path is None else 20) * n / ranks
+    trainer = kept + step_bytes(config.actor, shape, n, has_head_norms)
+    cache = 2 * attention_widths(shape)[1] * shape.num_hidden_layers * config.server.max_total_tokens  # in numbers
+    server = (2 if on_gpus else 4) * (n + cache) / config.server.tp_size
+    context = CUDA_BYTES if on_gpus else 0
+    return (trainer + context) / GIB, (server + context) / GIB, n
+
+
+def describe_load(config: TrainConfig, n: int) -> str:
+    """Return how much a run does in a step and how much it writes, for the plan. The model has n parameters."""
+    samples = config.train_dataset.batch_size * config.gconfig.n_samples
+    running = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
+    slots = config.server.count * config.server.max_running_requests
+    step = samples * config.gconfig.max_new_tokens * TOKEN_BYTES
+    # The newest models in float32; two checkpoints for a restart, with two moments each; two versions for the servers.
+    kept = (4 * config.saver.keep + 2 * 12 + 2 * getattr(torch, config.actor.dtype).itemsize) * n
+    return (
+        f"{config.max_steps} steps of {samples} samples; {running} episodes run at a time, the servers decode {slots}\n"
+        f"disk: at most {kept / 1e9:.1f} GB of weights, and {step / 1e6:.1f} MB a step for turns of max_new_tokens"
+        f" ({step * 1440 / 1e9:.1f} GB a day at one step a minute)"
+    )

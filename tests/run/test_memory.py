@@ -1,0 +1,186 @@
+"""The estimates of run/memory.py, compared with the tensors that real layers save, the memory of a real training step,
+and the plans that docs/gpu.md shows."""
+
+import gc
+import re
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainers import make_batch, make_config
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from run.config import ConfigError, load
+from run.launch import plan_run
+from run.memory import GIB, estimate_memory, saved_bytes, step_bytes
+from training import logprobs
+from training.actor import FSDPPPOActor
+
+# The shapes of the decoder layers of three models.
+LAYERS: dict[str, dict[str, Any]] = {
+    "qwen2": {  # Qwen2.5-1.5B
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+    },
+    "qwen3": {  # Qwen3-1.7B, whose queries and keys are normalised
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "llama": {  # Llama-3.2-1B
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    },
+}
+
+
+def bytes_saved(config: Any, dtype: torch.dtype, tokens: int) -> int:
+    """Return how many bytes of activations the decoder layers of a model save in a forward pass."""
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in weights:
+            saved[storage._cdata] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        output = model.base_model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)
+        assert output.last_hidden_state.grad_fn is not None  # the graph and its tensors are alive until here
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", LAYERS)
+def test_the_estimate_of_saved_activations(family: str, dtype: torch.dtype) -> None:
+    """The estimated bytes of a layer are within 10 % of the tensors that a real layer saves, in three architectures.
+
+    One layer is the difference between a model of two layers and a model of one layer.
+    """
+    keys, tokens = {"vocab_size": 32, "pad_token_id": 0, **LAYERS[family]}, 64
+    one, two = (AutoConfig.for_model(family, num_hidden_layers=layers, **keys) for layers in (1, 2))
+    measured = (bytes_saved(two, dtype, tokens) - bytes_saved(one, dtype, tokens)) / tokens
+    assert saved_bytes(one, dtype.itemsize, has_head_norms=family == "qwen3") == pytest.approx(measured, rel=0.1)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Measures the largest number of bytes of all tensors that are alive at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        self.peak = 0
+
+    def count(self, x: Any) -> None:
+        if isinstance(x, torch.Tensor):
+            storage = getattr(x, "_local_tensor", x).untyped_storage()
+            self.live[storage._cdata] = storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        pytree.tree_map(self.count, (args, kwargs, out))
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.live.values()))
+        return out
+
+
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "vocabulary", "tied", "dtype", "checkpointing", "tokens"),
+    [
+        ("qwen2", 4000, True, "bfloat16", False, 1024),  # saved activations are the largest part
+        ("qwen2", 4000, True, "bfloat16", True, 1024),
+        ("qwen3", 4000, True, "float32", True, 512),
+        ("llama", 16000, False, "bfloat16", True, 256),  # embedding and last layer are the largest part
+        ("llama", 16000, True, "float32", False, 256),
+    ],
+)
+def test_the_estimate_of_a_training_step(
+    family: str,
+    vocabulary: int,
+    tied: bool,
+    dtype: str,
+    checkpointing: bool,
+    tokens: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The estimate is within 10 % of the memory of all tensors in a real training step with two forward passes."""
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 1 << 18)
+    shape = AutoConfig.for_model(family, vocab_size=vocabulary, tie_word_embeddings=tied, **SMALL)
+    AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(tmp_path)
+    config = make_config(dtype=dtype, gradient_checkpointing=checkpointing, mb_tokens=tokens)
+    actor = FSDPPPOActor(config, tmp_path)
+    actor.create_process_group()
+    try:
+        actor.initialize(max_steps=1)
+        batch = make_batch((128,) * (2 * tokens // 128))
+        batch["prox_logp"] = torch.zeros(batch["input_ids"].shape)
+        actor.compute_advantages(batch)
+        actor.ppo_update(batch)  # makes the moments of AdamW
+        gc.collect()
+        with LiveBytes() as measured:
+            pytree.tree_map(measured.count, [[*actor.model.parameters()], [*actor.optimizer.state.values()]])
+            actor.ppo_update(batch)
+        n = sum(p.numel() for p in actor.model.parameters())
+    finally:
+        actor.destroy()
+    assert 16 * n + step_bytes(config, shape, n, family == "qwen3") == pytest.approx(measured.peak, rel=0.1)
+
+
+# Qwen2.5-1.5B, as its config.json on the hub
+QWEN = {"vocab_size": 151936, "num_hidden_layers": 28, "tie_word_embeddings": True, **LAYERS["qwen2"]}
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "words"), [(1, 1, []), (2, 1, []), (8, 4, ["server.count=4"])])
+def test_the_plan_on_the_page(
+    gpus: int, ranks: int, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/gpu.md shows the plans of configs/gsm8k.yaml for 1, 2 and 8 GPUs of 80 GiB. The plans leave a fifth free."""
+    AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    given = ["--config", "gsm8k", f"model_path={tmp_path}", *words, "--dry-run", "--gpus", str(gpus)]
+    servers, text = plan_run(load([*given, "--gpu-memory", "64"]))
+    assert all("sglang.launch_server" in server.command for server in servers)
+    shown = re.sub(r"(?m)^(?=process|rank|server|proxy)(.{34}).*", r"\1", text)  # without the column of commands
+    print(shown)  # to be copied to the page
+    assert shown in (ROOT / "docs/gpu.md").read_text()
+
+
+def test_ranks_share_what_they_keep(tiny_model_dir: Path) -> None:
+    """Each of four ranks keeps a quarter of the parameters, gradients and moments. A server keeps weights and cache."""
+    given = load(["--config", "gsm8k", f"model_path={tiny_model_dir}", "server.max_total_tokens=5000"])
+    n = AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
+    (alone, server, counted), (shared, *_) = (estimate_memory(given, ranks, on_gpus=False) for ranks in (1, 4))
+    assert counted == n
+    assert (alone - shared) * GIB == pytest.approx(16 * n * 3 / 4)
+    assert server * GIB == pytest.approx(4 * n + 2 * 4 * 2 * 16 * 2 * 5000)
+
+
+def test_gpus_that_are_not_there_need_a_dry_run() -> None:
+    """A run cannot start on assumed GPUs. The error names the option that is missing."""
+    with pytest.raises(ConfigError, match="gpus=8 plans for a machine that is not there, so it needs --dry-run"):
+        load(["--gpus", "8"])
