@@ -54,6 +54,7 @@ RAISED_BY = {
     "the doctor": 179,
     "input items of a response": 31,
     "the tour": 57,
+    "a single rank listens on the loopback address": 12,
 }
 
 

@@ -22,6 +22,8 @@ only when an operation times out.
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -38,7 +40,7 @@ _waiting: dict[int, threading.Thread] = {}  # for each peer, the thread that wai
 def join_ranks() -> bool:
     """Make torch's default process group of all ranks. Return False if the process group exists already.
 
-    Without torchrun this process is the only rank, and its process group opens no port.
+    Without torchrun this process is the only rank. Its process group listens on the loopback address only.
     """
     if dist.is_initialized():
         return False
@@ -49,8 +51,21 @@ def join_ranks() -> bool:
         dist.init_process_group(backend, timeout=PATIENCE)
         _await_farewells()
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        with on_loopback():
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return True
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Let gloo listen on the loopback address. By default gloo listens at the address of the hostname."""
+    name = "GLOO_SOCKET_IFNAME"
+    before = os.environ.get(name)
+    os.environ[name] = "lo0" if sys.platform == "darwin" else "lo"
+    yield
+    del os.environ[name]
+    if before is not None:
+        os.environ[name] = before
 
 
 def leave_ranks() -> None:

@@ -307,7 +307,9 @@ class Scheduler:
         if token in sequence.stop_ids:
             return {"type": "stop", "matched": token}
         if params.stop:
-            tail = max(len(stop.encode()) for stop in params.stop) + 8  # n bytes are at most n tokens
+            # A stop string of n bytes is in the last n tokens, because a token has at least one byte. Eight more tokens
+            # are decoded before these n, because a decoder may change the first characters of a text.
+            tail = max(len(stop.encode()) for stop in params.stop) + 8
             text = self.decode(sequence.output[-tail:])
             for stop in params.stop:
                 if stop in text:

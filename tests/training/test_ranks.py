@@ -7,6 +7,8 @@ parameters and metrics. If a rank dies, all ranks end within seconds, and the er
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -269,3 +271,27 @@ def test_a_mistake_is_said_once_and_ends_all_ranks(tmp_path: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     {work.__name__: work for work in (work_numbers, work_memory, work_wait)}[sys.argv[1]](*map(Path, sys.argv[2:]))
+
+
+LISTENING = """
+import os
+from pathlib import Path
+from training.ranks import join_ranks
+join_ranks()
+mine = {os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink()}
+rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+print(sorted({row[1][:-5] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}))
+"""
+
+
+def test_a_single_rank_listens_on_the_loopback_address(tmp_path: Path) -> None:
+    """The process group of a single rank listens on 127.0.0.1, and not at the address of the hostname."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n127.0.0.2 another-name\n")
+    setup = f"hostname another-name && mount --bind {shlex.quote(str(hosts))} /etc/hosts"
+    inside = ["unshare", "--map-root-user", "--uts", "--mount", "sh", "-c"]  # a namespace of its own for the hostname
+    if shutil.which("unshare") is None or subprocess.run([*inside, setup], capture_output=True).returncode:
+        pytest.skip("this machine cannot give a process a hostname of its own")
+    command = f"{setup} && exec {shlex.quote(sys.executable)} -c {shlex.quote(LISTENING)}"
+    out = subprocess.run([*inside, command], env=environment(), capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "['0100007F']"
