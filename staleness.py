@@ -1,9 +1,9 @@
 """The staleness gate limits how many prompt groups may start, and checks the age of each group before training.
 
 In asynchronous training a rollout starts under one policy version, and a later version is trained on it. The **age** of
-a prompt group is the policy version of the step that consumes the group, minus the group's head version. The head
-version is the oldest version among the group's generated tokens. `max_head_offpolicyness`, called eta here, is the
-maximum age. With eta = 0 training is synchronous.
+a token is the policy version of the step that trains on the token, minus the version that generated the token. The age
+of a prompt group is the age of its oldest token. This token has the group's head version. `max_head_offpolicyness`,
+called eta here, is the maximum age. With eta = 0 training is synchronous.
 
 **The unit is one prompt group.** The n_samples episodes of one prompt start, finish, are accepted or rejected, and are
 consumed together. B (`consumer_batch_size`) and `max_concurrent_rollouts` count groups, not sequences.
@@ -14,30 +14,28 @@ accepted or running, and fewer than `max_concurrent_rollouts` groups are running
     enqueued -> running -> accepted   (the group keeps its place for ever: every step adds B places to the limit)
                         -> rejected   (the group's place becomes free; a failed group counts as rejected, too)
 
-The gate has (eta + v + 1) * B places, one for each group. If an accepted group is too old, a step drops the group.
-If wait_for_task fetches an accepted group, the group is withdrawn from the batches. The place of a dropped or withdrawn
-group becomes free.
+If a step drops an accepted group, or if wait_for_task fetches it, the place of the group becomes free. The gate cannot
+block forever. At version v the trainer has consumed v * B groups. If no group runs, and if fewer than B finished groups
+wait for the trainer, the gate counts fewer than (v + 1) * B groups and lets another group start.
 
-**Why age <= eta.** The gate bounds the age only together with *consumption in order of start*. Number the groups that
-were not rejected 1, 2, 3, ... in order of start. A group that starts at version s gets a number p <= (eta + s + 1) *
-B, because the gate counted this group and every group before it. Later rejections can only lower p. Each step
-consumes the next B numbers, so step ceil(p / B) consumes group p. Step 1 consumes at version 0 and makes version 1, so
-group p is consumed at version ceil(p / B) - 1 <= eta + s. No token of the group has a version below s, so the group's
-age is at most eta.
+**The gate alone does not bound the age.** If each step consumed the groups that finished first, younger groups would
+overtake a slow group. With eta = 1 and B = 2, the slow group reaches age 5 (tests/test_staleness.py). `rollout.stale`
+chooses one of three ways to keep every trained token within eta. Each way has a price:
 
-The gate cannot block forever. At version v the trainer has consumed v * B groups. If no group runs, and if fewer than B
-finished groups wait for the trainer, the gate counts fewer than (v + 1) * B groups and lets another group start.
+- **wait** consumes the groups that started first, so a batch waits for its slowest group. *Proof:* number the groups
+  that were not rejected 1, 2, 3, ... in order of start. A group that starts at version s gets a number p <=
+  (eta + s + 1) * B, because the gate counted this group and every group before it. Later rejections only lower p. Step
+  ceil(p / B) consumes group p, at version ceil(p / B) - 1 <= eta + s. No token of the group is older than version s.
+- **mask** consumes the groups that finished first, and takes tokens older than eta out of the loss. So the beginnings
+  of long answers are trained less often. No step waits for a slow group, and no group is lost. *Proof:* number the
+  accepted groups in order of finish. A group that finishes at version s gets a number p <= (eta + s + 1) * B, so it is
+  consumed at version eta + s or before, as above. The group's last tokens, of version s, are then within eta.
+- **drop** consumes the groups that finished first, and drops a group older than eta. So long episodes are lost.
 
-Example: with eta = 1 and B = 2, four groups start at version 0. Two groups are consumed at age 0, two at age 1.
-
-**Why not order of completion.** Suppose that each step consumed the groups that finished first. While a slow group
-runs, younger groups would finish and be consumed, so the slow group's age would grow with every version. With eta = 1
-and B = 2, the age reaches 5 (tests/test_staleness.py). Order of start has a cost: a batch waits for its slowest group.
-
-**What is not promised.** The proof assumes that a trainer consumes B groups per version, that versions only grow, and
-that set_version is called after the servers have the new weights. If an assumption does not hold, a group can be too
-old when a step consumes it. The age check then raises StalenessError, or with drop_stale the dispatcher drops the group
-and counts it.
+**What is not promised.** The proofs assume that a trainer consumes B groups per version, that versions only grow, and
+that set_version is called after the servers have the new weights. If wait finds a group that is too old, it raises
+StalenessError. If mask finds a group without a trainable token, because its reward took eta versions, it drops the
+group. In every way the age check raises StalenessError if a token that would be trained is older than eta.
 """
 
 import threading
@@ -115,6 +113,10 @@ class StalenessManager:
         with self._lock:
             return replace(self._stat)
 
+    def oldest_version(self) -> int:
+        """Return the oldest version that may be trained now."""
+        return self.version_provider.get_version() - self.max_staleness
+
     def is_fresh(self, head_version: int | None) -> bool:
         """Return whether a group is young enough to be consumed now. A group without tokens (None) is always fresh.
 
@@ -131,7 +133,7 @@ class StalenessManager:
             raise StalenessError(
                 f"a group of version {head_version} is consumed at version {self.version_provider.get_version()}: it is "
                 f"older than max_head_offpolicyness={self.max_staleness} allows. Consume {self.consumer_batch_size} "
-                "groups per version in order of start, or set rollout.drop_stale=true to drop such groups"
+                "groups per version in order of start, or set rollout.stale=mask or rollout.stale=drop"
             )
 
     # ---- events

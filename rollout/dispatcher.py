@@ -1,7 +1,7 @@
 """The dispatcher decides which prompt group starts next, and which groups form the next batch (write-up, section 3).
 
 A training step needs B finished prompt groups, and an episode takes seconds to minutes. BatchTaskDispatcher keeps as
-many groups running as the staleness gate allows, and returns finished groups in order of start.
+many groups running as the staleness gate allows, and returns finished groups in order of start or of finish.
 
 **Three parts.**
 - DispatchState makes the decisions. It records which tasks are pending, running and finished. Each event, for example
@@ -15,10 +15,11 @@ many groups running as the staleness gate allows, and returns finished groups in
 `_produce` at every event that may open the gate: a caller submits a task, a task ends, or the trainer sets a new
 version. The next tasks therefore start at once.
 
-**Order of start.** A batch consists of the B groups that started first and are not consumed yet. A slow group delays
-its batch, and faster groups wait for the slow group. A rejected group leaves the order and frees its place at the gate.
-active_submit_and_wait then draws another task. staleness.py proves that consumption in order of start keeps every age
-within max_head_offpolicyness, and take() checks each age.
+**Which groups form a batch.** With stale=wait, the batch is the B groups that started first and are not consumed yet. A
+slow group delays its batch, and faster groups wait for the slow group. With stale=mask and stale=drop, the batch is the
+B groups that finished first. take() then masks the tokens that are too old, or drops the groups that are too old.
+staleness.py proves that each way keeps every age within max_head_offpolicyness, and take() checks each age. A rejected
+group leaves the order and frees its place at the gate. active_submit_and_wait then draws another task.
 
 **Failure.** A task that returns None is rejected. A task that raises an exception is rejected and also counted as
 failed. Three events stop the run: max_failures tasks in a row raise an exception, a caller calls fail() (for example
@@ -42,7 +43,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from rollout.runner import AsyncTaskRunner, TimedResult
 from staleness import StalenessManager
@@ -66,6 +67,11 @@ def untraced(event: str, task_id: int, **args: Any) -> None:
     """Default trace callback; does nothing."""
 
 
+def untouched(data: TResult, oldest: int) -> TResult | None:
+    """Default of `without_older`; masks nothing."""
+    return data
+
+
 @dataclass(eq=False)
 class DispatchState(Generic[TInput, TResult]):
     """All decisions of the dispatcher, as plain methods without threads, locks or a clock."""
@@ -73,7 +79,8 @@ class DispatchState(Generic[TInput, TResult]):
     manager: StalenessManager
     head_version: Callable[[TResult], int | None]  # oldest version in a result; None: no generated tokens
     max_queue_size: int  # largest number of tasks that run at once
-    drop_stale: bool = False  # whether take() drops a group that is too old; otherwise take() raises StalenessError
+    stale: Literal["wait", "mask", "drop"] = "wait"  # how take() keeps the age bound (staleness.py)
+    without_older: Callable[[TResult, int], TResult | None] = untouched  # used by "mask"; masks tokens of old versions
     max_failures: int = 0  # failures in a row that stop the run; 0: max(8, 2 * consumer_batch_size)
     trace: Callable[..., None] = untraced  # called with the event and task id
 
@@ -110,10 +117,21 @@ class DispatchState(Generic[TInput, TResult]):
         """Return the ids of the pending, running and finished tasks. These tasks may still be consumed."""
         return {*self.pending, *self.order}
 
-    def oldest(self, count: int) -> dict[int, TResult]:
-        """Return {task id: result} of the `count` tasks that started first, or {} if one of them is not finished."""
-        finished = {task_id: data for task_id, data in islice(self.order.items(), count) if data is not None}
-        return finished if len(finished) == count else {}
+    def next_groups(self, count: int) -> dict[int, TResult]:
+        """Return {task id: result} of the `count` groups to consume next, or {} if one of them is not finished.
+
+        With stale=wait these are the groups that started first, and otherwise the groups that finished first.
+        """
+        finished = [(task_id, data) for task_id, data in self.order.items() if data is not None]
+        turn = islice(self.order.items(), count) if self.stale == "wait" else finished[:count]
+        batch = {task_id: data for task_id, data in turn if data is not None}
+        return batch if len(batch) == count else {}
+
+    def trainable(self, data: TResult) -> TResult | None:
+        """Return what a step may train of a finished group, or None if the group must be dropped."""
+        if self.stale == "mask":
+            return self.without_older(data, self.manager.oldest_version())
+        return data if self.stale == "wait" or self.manager.is_fresh(self.head_version(data)) else None
 
     # ---- events
 
@@ -141,6 +159,8 @@ class DispatchState(Generic[TInput, TResult]):
         self.trace("finish", task_id)
         if result.data is not None:
             self.order[task_id] = result.data
+            if self.stale != "wait":
+                self.order.move_to_end(task_id)  # so that the finished groups are in the order in which they finished
             self.manager.on_rollout_accepted()
             self.trace("accept", task_id)
         else:
@@ -154,25 +174,23 @@ class DispatchState(Generic[TInput, TResult]):
         self._count_in_a_row(result)
 
     def take(self, count: int) -> list[TResult]:
-        """Consume and return the `count` groups that started first, or return [] if one of them is not finished.
+        """Consume and return the next `count` groups, or return [] if one of them is not finished.
 
-        With drop_stale, groups that are too old are dropped, and the next groups in the order replace them. Without
-        drop_stale, a group that is too old raises StalenessError, and no group is consumed.
+        Groups that are too old are dropped first, and groups are returned without the tokens that are too old. A group
+        that is too old all the same raises StalenessError, and no group is consumed.
         """
-        while True:
-            oldest = self.oldest(count)
-            stale = [i for i, data in oldest.items() if not self.manager.is_fresh(self.head_version(data))]
-            if not stale:
-                for task_id in oldest:
-                    del self.order[task_id]
-                    self.trace("consume", task_id)
-                return list(oldest.values())
-            if not self.drop_stale:
-                self.manager.check_age(self.head_version(oldest[stale[0]]))  # raises StalenessError
-            for task_id in stale:
-                del self.order[task_id]
-                self.manager.on_rollout_dropped()
-                self.trace("drop", task_id)
+        for task_id in [i for i, data in self.order.items() if data is not None and self.trainable(data) is None]:
+            del self.order[task_id]
+            self.manager.on_rollout_dropped()
+            self.trace("drop", task_id)
+        batch = {task_id: self.trainable(data) for task_id, data in self.next_groups(count).items()}
+        groups = [data for data in batch.values() if data is not None]
+        for data in groups:
+            self.manager.check_age(self.head_version(data))
+        for task_id in batch:
+            del self.order[task_id]
+            self.trace("consume", task_id)
+        return groups
 
     def take_task(self, task_id: int) -> list[TResult | None]:
         """Return [result] for a finished task, [None] for a rejected task, and [] for a task that has not ended.
@@ -213,7 +231,7 @@ class DispatchState(Generic[TInput, TResult]):
 
 
 class BatchTaskDispatcher(Generic[TInput, TResult]):
-    """Run submitted tasks and return their results in order of start, within the age bound (write-up, section 3.1).
+    """Run submitted tasks and return their results within the age bound (write-up, section 3.1).
 
     task_factory(task) makes the coroutine that runs one task. The coroutine returns one prompt group, or None to reject
     the task.
@@ -241,14 +259,14 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self._produce()
 
     def wait_results(self, count: int, timeout: float | None = None) -> list[TResult]:
-        """Wait for the `count` oldest tasks that are not rejected, and return their results in order of start.
+        """Wait for the next `count` results, and return them in the order in which the state consumes them.
 
         Raises TimeoutError after `timeout` seconds (None: wait for ever). Raises StalenessError if a result is too old
-        and drop_stale is off. A call that raises consumes no result.
+        (DispatchState.take). A call that raises consumes no result.
         """
         if count < 1:
             raise ValueError(f"count must be 1 or more, not {count}")
-        return self._wait(f"the {count} oldest tasks", lambda: self._state.take(count), timeout)
+        return self._wait(f"the next {count} tasks", lambda: self._state.take(count), timeout)
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> TResult | None:
         """Wait for one task and return its result, or None if it was rejected.
@@ -260,17 +278,13 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
 
     def active_submit_and_wait(self, task_generator: Iterator[TInput], batch_size: int) -> list[TResult]:
         """Return a batch of accepted results. Draw as many tasks from the endless generator as the batch needs."""
-        batch: list[TResult] = []
-        while not batch:
+        batch: list[TResult] | bool = False
+        while not isinstance(batch, list):
             # 1. Draw tasks, so that the producer can start them.
             self._top_up(task_generator)
-            # 2. Wait until the oldest groups are finished, or until no task is pending and step 1 must draw tasks.
-            self._wait("a batch", lambda: self._state.oldest(batch_size) or not self._state.pending)
-            # 3. Take the batch, which is empty if a group is not finished, or if take() dropped groups.
-            with self.runner.lock:
-                batch = self._state.take(batch_size)
-                self._produce()  # each dropped group has freed its place
-        # 4. Draw the tasks that will start while the trainer trains on this batch.
+            # 2. Wait until the next groups are finished, or until no task is pending and step 1 must draw tasks.
+            batch = self._wait("a batch", lambda: self._state.take(batch_size) or not self._state.pending)
+        # 3. Draw the tasks that will start while the trainer trains on this batch.
         self._top_up(task_generator)
         return batch
 

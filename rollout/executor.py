@@ -56,7 +56,9 @@ from rollout.trajectory import (
     concat_padded_tensors,
     dump,
     head_version,
+    oldest_trained,
     tail_version,
+    without_older,
 )
 from run.config import RolloutConfig
 from staleness import RolloutStat, StalenessError, StalenessManager
@@ -164,9 +166,11 @@ class WorkflowExecutor:
         max_age, max_failures = (NO_LIMIT, NO_LIMIT) if self.evaluation else (eta, 0)
         self.staleness_manager = gate = StalenessManager(self.engine, concurrent, batch, max_age)
         max_queue = config.queue_size or 16 * concurrent
-        self.dispatcher: BatchTaskDispatcher[RolloutTask, Trajectory] = BatchTaskDispatcher(
-            self._run_episode, DispatchState(gate, head_version, max_queue, config.drop_stale, max_failures, self.trace)
+        oldest = oldest_trained if config.stale == "mask" else head_version
+        state = DispatchState[RolloutTask, Trajectory](
+            gate, oldest, max_queue, config.stale, without_older, max_failures, self.trace
         )
+        self.dispatcher = BatchTaskDispatcher(self._run_episode, state)
         # The engine calls `pause`, `resume` and `on_new_version`. The watcher of the processes calls `fail`.
         self.pause, self.resume = self.dispatcher.pause, self.dispatcher.resume
         self.on_new_version, self.fail = self.dispatcher.on_new_version, self.dispatcher.fail
@@ -260,7 +264,7 @@ class WorkflowExecutor:
         """
         gate, kept = self.staleness_manager, dict[int, Trajectory]()
         for task_id, group in finished.items():
-            head = head_version(group)
+            head = tail_version(group) if self.config.stale == "mask" else head_version(group)
             consumed_at = version + len(kept) // gate.consumer_batch_size  # the version that would consume this group
             if head is None or consumed_at - head <= gate.max_staleness:
                 kept[task_id] = group

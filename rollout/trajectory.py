@@ -19,6 +19,7 @@ shifted by one position.
 | regenerated | int32 [B] | how many segments were requested again because a server failed | |
 | side_conversations | int32 [B] | 1 for a side conversation, which is not trained on (calls/side_conversations.py) | |
 | unstored | int32 [B] | how many turns of the row the agent asked not to store | |
+| masked | int32 [B] | how many tokens of the row left the loss because they were too old (staleness.py) | |
 | placeholders | int32 [B] | how many images and files of the row the model could not read (calls/messages.py) | |
 | parents | int32 [B] | number (within its task) of the row that this row continues; -1 = no such row | |
 | group_ids | int32 [B] | rows with equal ids belong to one prompt group | |
@@ -59,6 +60,7 @@ ROW_KEYS: dict[str, tuple[torch.dtype, float]] = {  # [B]
     "regenerated": (torch.int32, 0),
     "side_conversations": (torch.int32, 0),
     "unstored": (torch.int32, 0),
+    "masked": (torch.int32, 0),
     "placeholders": (torch.int32, 0),
     "parents": (torch.int32, -1),
     "group_ids": (torch.int32, 0),
@@ -86,6 +88,19 @@ def tail_version(traj: Trajectory) -> int | None:
     """Return the newest version among the generated tokens, or None if no token was generated."""
     versions = traj["versions"][generated(traj)]
     return int(versions.max()) if len(versions) else None
+
+
+def oldest_trained(traj: Trajectory) -> int | None:
+    """Return the oldest version among the trained tokens, or None if no token is trained."""
+    versions = traj["versions"][traj["loss_mask"] > 0]
+    return int(versions.min()) if len(versions) else None
+
+
+def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
+    """Return the trajectory without the tokens older than version `oldest` in the loss, or None if no token is left."""
+    old = (traj["loss_mask"] > 0) & (traj["versions"] < oldest)  # (B, L)
+    mask = traj["loss_mask"].masked_fill(old, 0)  # (B, L)
+    return None if old.any() and not mask.any() else traj | {"loss_mask": mask, "masked": old.sum(1).int()}
 
 
 def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = None) -> None:

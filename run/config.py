@@ -75,7 +75,7 @@ class RolloutConfig:
     consumer_batch_size: Count | None = None  # prompt groups per training step; default train_dataset.batch_size
     queue_size: Count | None = None  # maximum of running plus waiting groups; default 16 * max_concurrent_rollouts
     group_size: Count | None = None  # episodes per prompt; another name for gconfig.n_samples
-    drop_stale: bool = False  # true: drop and replace a group older than eta; false: such a group ends the run
+    stale: Literal["wait", "mask", "drop"] = "wait"  # how eta is kept: wait for, mask, or drop old data (staleness.py)
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how a weight update interrupts completions
     request_timeout: Positive = 3600.0  # seconds to wait for the reply to one generation request
     request_retries: CountOrZero = 3  # maximum repeats of a request after a lost connection or 5xx status; 0: none
@@ -219,6 +219,7 @@ ALIASES = {
     "model": "model_path",
     "data": "train_dataset.path",
     "actor.recompute_logprobs": "actor.recompute_logprob",
+    "rollout.drop_stale": "rollout.stale",
     "rollout.fileroot": "fileroot",
     "rollout.experiment_name": "experiment_name",
     "rollout.trial_name": "trial_name",
@@ -287,6 +288,8 @@ def set_keys(config: DictConfig, given: Any, source: str) -> None:
             raise ConfigError(f"unknown key {name!r} in {source}; {hint}")
         if name in ("recover", "doctor") and value is False:
             value = "off"  # YAML parses the word off as false
+        if name == "rollout.stale" and isinstance(value, bool):
+            value = "drop" if value else "wait"  # drop_stale=true and drop_stale=false
         OmegaConf.update(config, name, value)
 
 

@@ -138,7 +138,7 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
         "staleness_max": float(lag.max()) if len(lag) else 0.0,
         "lag_counts": torch.bincount(lag.clamp(min=0)).tolist(),
         "mixed_version_share": (newest > oldest)[trained].float().mean().item() if trained.any() else 0.0,
-        **{name: int(batch[name].sum()) for name in ("truncated", "regenerated", *NOTICES)},
+        **{name: int(batch[name].sum()) for name in ("truncated", "regenerated", "masked", *NOTICES)},
         "tokens": int(mask.sum()),
         "untrained": int((batch["turn_ids"] >= 0).sum()) - int(mask.sum()),
     }

@@ -178,13 +178,13 @@ def test_recovery_counts_what_runs():
 
 
 def test_the_age_check():
-    """A group of age eta is allowed. A group of age eta + 1 raises an error that suggests drop_stale."""
+    """A group of age eta is allowed. A group of age eta + 1 raises an error that suggests rollout.stale."""
     manager = make_manager(eta=2, version=7)
     assert manager.is_fresh(5)
     assert not manager.is_fresh(4)
     assert manager.is_fresh(None)
     manager.check_age(5)
-    with pytest.raises(StalenessError, match=r"version 4 is consumed at version 7.*drop_stale"):
+    with pytest.raises(StalenessError, match=r"version 4 is consumed at version 7.*rollout.stale=mask"):
         manager.check_age(4)
 
 
@@ -244,7 +244,7 @@ def test_age_is_bounded_whatever_happens(eta, batch, concurrent, data):
         choices: list[tuple] = [("finish", i) for i in sorted(running)] + [("reject", i) for i in sorted(running)]
         if training:
             choices.append(("new version", None))
-        elif state.oldest(batch):
+        elif state.next_groups(batch):
             choices.append(("consume", None))
         assert choices, f"a deadlock: {state}"
         event, task_id = data.draw(st.sampled_from(choices), label="event")
@@ -269,15 +269,15 @@ def test_dropping_never_ends_in_a_deadlock(eta, batch, concurrent, data):
     """If the trainer skips batches, groups that are too old are dropped, fresh groups are consumed, and training
     never hangs."""
     clock = Version()
-    state = make_state(StalenessManager(clock, concurrent, batch, eta), drop_stale=True)
+    state = make_state(StalenessManager(clock, concurrent, batch, eta), stale="drop")
     started: dict[int, int] = {}  # task id -> version at the start
     finished: set[int] = set()
     next_id = 0
     for _ in range(data.draw(st.integers(1, 60), label="events")):
         next_id = feed(state, next_id, clock.version, started)
         running = sorted(started.keys() - finished)
-        assert running or state.oldest(batch), f"a deadlock: {state}"
-        taken = ["take"] if state.oldest(batch) else []
+        assert running or state.next_groups(batch), f"a deadlock: {state}"
+        taken = ["take"] if state.next_groups(batch) else []
         event = data.draw(st.sampled_from([*running, *taken, "skip"]), label="event")
         if event == "take":
             groups = state.take(batch)
@@ -352,14 +352,14 @@ def test_a_trainer_that_forgets_to_consume_is_caught():
     clock.version = 2  # the version rises twice, but no batch was consumed
     with pytest.raises(StalenessError, match="version 0 is consumed at version 2"):
         state.take(2)
-    assert len(state.oldest(4)) == 4, "the failed check consumed a group"
+    assert len(state.next_groups(4)) == 4, "the failed check consumed a group"
 
 
 def test_what_was_dropped_is_replaced():
-    """With drop_stale, a group that is too old is dropped and counted, and its place becomes free."""
+    """With stale=drop, a group that is too old is dropped and counted, and its place becomes free."""
     clock = Version()
     manager = StalenessManager(clock, 100, 2, 0)
-    state = make_state(manager, drop_stale=True)
+    state = make_state(manager, stale="drop")
     started: dict[int, int] = {}
     feed(state, 0, 0, started)
     for task_id in list(started):

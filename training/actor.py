@@ -57,7 +57,7 @@ from inference import weights
 from ppo import aggregation_weights, compute_advantages, ppo_actor_loss_fn
 from training.advantages import kl_estimate
 from training.config import OptimizerConfig, PPOActorConfig
-from training.corrections import without_truncated
+from training.corrections import effective_sample_size, without_truncated
 from training.layout import LAYOUTS, Batch, Piece, TokenIndex, refuse_layers, row_lengths, split_minibatches
 from training.logprobs import add_read_hidden, token_logprobs
 from training.proximal import guess_errors, interpolation, loglinear
@@ -82,9 +82,8 @@ def step_means(parts: list[dict[str, float]]) -> dict[str, float]:
     """Return the metrics of a training step: means over its mini-batches, weighted by their trained tokens."""
     tokens = sum(part["tokens"] for part in parts)
     mean = {key: sum(part[key] * part["tokens"] for part in parts) / tokens for key in parts[0] if key != "tokens"}
-    # effective sample size as a share of the n tokens: (sum w)^2 / (n sum w^2) = (mean w)^2 / mean of w^2
-    square = mean.pop("behave_weight_square")
-    mean["behave_ess"] = mean["behave_weight_mean"] ** 2 / square if square > 0 else 0.0
+    mean["behave_ess"] = effective_sample_size(mean)
+    del mean["behave_weight_square"]
     return mean
 
 
@@ -298,10 +297,9 @@ class FSDPPPOActor(FSDPEngine):
         batch["theta_logp"] = torch.zeros(batch["input_ids"].shape)  # (B, T)
         batch["step_fraction"] = torch.zeros(len(lengths))  # (B,)
         lr = self.config.optimizer.lr * lr_factor(self.steps, self.config.optimizer, self.max_steps)
-        self.optimizer.param_groups[0]["lr"] = lr  # AdamW has one parameter group here
 
         minibatches = split_minibatches(lengths, self.config.ppo_n_minibatches) * self.config.ppo_epochs
-        parts = [self.minibatch_step(batch, rows, k / len(minibatches)) for k, rows in enumerate(minibatches)]
+        parts = [self.minibatch_step(batch, rows, k / len(minibatches), lr) for k, rows in enumerate(minibatches)]
         parts = [part for part in parts if part]  # a mini-batch without a trained token makes no step
         self.all_reduce(batch["theta_logp"])
         if not parts:
@@ -312,12 +310,12 @@ class FSDPPPOActor(FSDPEngine):
         if self.guesses:
             ahead = (batch["loss_mask"] > 0) & (batch["versions"] > self.version)  # (B, T)
             stats["versions_ahead"] = int(ahead.sum())
-        return stats | {"lr": lr}
+        return stats
 
-    def minibatch_step(self, batch: Batch, rows: list[int], fraction: float) -> dict[str, float]:
+    def minibatch_step(self, batch: Batch, rows: list[int], fraction: float, lr: float) -> dict[str, float]:
         """Make one optimizer step on `rows` and return its metrics, or {} if no token of the rows is trained.
 
-        `fraction` is the share of this training step's mini-batches that are already done.
+        `fraction` is the share of this training step's mini-batches that are already done. `lr` is the learning rate.
         """
         c = self.config
         # The number of trained tokens of each row in `rows`, and 0 for all other rows.
@@ -341,7 +339,7 @@ class FSDPPPOActor(FSDPEngine):
                 part["tree_token_ratio"] = computed / batch["attention_mask"][rows].sum()
             parts.append(part)
 
-        # 2. Clip the gradient, check that loss and gradient are finite, and make the optimizer step.
+        # 2. Clip the gradient, and check that loss and gradient are finite.
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.optimizer.gradient_clipping or math.inf)
         grad_norm = float(norm.full_tensor())
         stats = {key: float(self.all_reduce(torch.stack([part[key] for part in parts]).sum())) for key in parts[0]}
@@ -349,8 +347,11 @@ class FSDPPPOActor(FSDPEngine):
             problem = f"loss {stats['loss']}, gradient norm {grad_norm} in training step {self.steps + 1}"
             hint = "look for a logprob or a reward that is not finite, or lower actor.optimizer.lr"
             raise FloatingPointError(f"{problem}; this step did not change the weights; {hint}")
+        # 3. Make the optimizer step. VCPO: lr <- lr * (effective sample size / number of tokens)^p
+        lr *= effective_sample_size(stats) ** c.ess_lr_power
+        self.optimizer.param_groups[0]["lr"] = lr  # AdamW has one parameter group here
         self.optimizer.step()
-        return stats | {"grad_norm": grad_norm, "tokens": tokens}
+        return stats | {"grad_norm": grad_norm, "lr": lr, "tokens": tokens}
 
     def piece_loss(self, batch: Batch, piece: Piece, tokens: int, shares: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a piece, with a graph for the backward pass, and the metrics of the piece.

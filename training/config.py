@@ -65,6 +65,7 @@ class PPOActorConfig:
     reject_geometric_mean: Annotated[float, "(1, inf)"] | None = None  # drop a row whose mean weight is outside 1/c..c
     reject_max_k2: Positive | None = None  # drop a row with a token whose (log weight)^2 / 2 is above this number
     reject_veto: Annotated[float, "(0, 1)"] | None = None  # drop a row with a token whose weight is below this number
+    ess_lr_power: NonNegative = 0.0  # lr is multiplied by behave_ess to this power (VCPO: 0.5 for AdamW); 0: never
     mask_truncated: bool = False  # true: do not train on a turn that reached its token limit
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # how the loss averages over tokens (ppo.py)
     max_new_tokens: Count | None = None  # maximum length of a turn, for loss_aggregation=constant; default: gconfig's

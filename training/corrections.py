@@ -32,15 +32,22 @@ changes the course of an answer, like "however". Without a gradient, the word ne
 clipped u only as a factor: the gradient of log pi_theta remains, multiplied by at most 1 + eps_higher. CISPO usually
 has no lower bound (eps_clip=1).
 
+**A smaller step for a smaller sample.** If a few weights are much larger than the others, these few tokens decide the
+gradient, and the gradient is as noisy as that of a small batch. The effective sample size, (sum w)^2 / sum w^2, is the
+number of equal weights that would be as noisy. VCPO multiplies AdamW's learning rate by the square root of its share
+ESS of the batch, as is usual when a batch is made smaller (`ess_lr_power=0.5`). The gradient itself cannot be scaled,
+because AdamW divides the scale out again.
+
 **Truncated answers.** An answer that was cut at its token limit might have succeeded with more tokens, so its reward is
 unknown. A reward of 0 would teach the model that long thinking is wrong. `without_truncated` removes such turns from
 the loss and from every baseline.
 
 Sources: IcePop (arXiv 2510.18855), verl's documents on rollout correction (tests and products), GSPO (2507.18071),
-CISPO (2506.13585), DAPO (2503.14476) for truncated answers.
+CISPO (2506.13585), VCPO (2602.17616; there the weights are those of rows), DAPO (2503.14476) for truncated answers.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -111,6 +118,13 @@ def rejected(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, config: PPO
         if bound is not None:
             result |= test(log_weight, mask, sequence_ids, bound)
     return result
+
+
+def effective_sample_size(stats: Mapping[str, float]) -> float:
+    """Return the effective sample size of the weights w as a share of their number, from the means of w and w^2."""
+    # (sum w)^2 / (n sum w^2) = (mean w)^2 / mean of w^2
+    square = stats["behave_weight_square"]
+    return stats["behave_weight_mean"] ** 2 / square if square > 0 else 0.0
 
 
 def cispo_objective(logp: Tensor, u: Tensor, u_clipped: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:

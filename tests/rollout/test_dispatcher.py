@@ -186,7 +186,7 @@ def test_a_straggler_holds_up_its_batch(make_stage):
     stage.started(4)
     stage.finish(1, 2, 3)
     assert stage.dispatcher.wait_for_task(3, timeout=DEADLINE).task_id == 3  # now groups 1, 2 and 3 have finished
-    with pytest.raises(TimeoutError, match="the 2 oldest tasks"):
+    with pytest.raises(TimeoutError, match="the next 2 tasks"):
         stage.take(2, timeout=0)
     stage.finish(0)
     assert stage.take(2) == [0, 1]
@@ -395,16 +395,16 @@ def test_a_stale_group_is_an_error(make_stage):
     stage.started(1)
     stage.finish(0)
     stage.new_version(1)
-    with pytest.raises(StalenessError, match="drop_stale"):
+    with pytest.raises(StalenessError, match=r"rollout\.stale=mask"):
         stage.take(1)
     stage.version.set_version(0)
     assert stage.take(1) == [0]
 
 
 def test_a_stale_group_can_be_dropped_and_replaced(make_stage):
-    """With drop_stale a group that is too old is dropped and counted, and a fresh group replaces the dropped
+    """With stale=drop a group that is too old is dropped and counted, and a fresh group replaces the dropped
     group."""
-    stage = make_stage(eta=0, batch=1, drop_stale=True)
+    stage = make_stage(eta=0, batch=1, stale="drop")
     stage.submit(0, 1, 2, 3)
     assert stage.started(1) == [0]
     stage.new_version(1)
@@ -417,6 +417,50 @@ def test_a_stale_group_can_be_dropped_and_replaced(make_stage):
     assert stage.manager.get_stats() == RolloutStat(running=1, accepted=1, dropped=2)
     assert [event for event in stage.events if event[0] == "drop"] == [("drop", 0), ("drop", 1)]
     assert stage.manager.get_capacity() == 1
+
+
+def test_a_straggler_is_dropped_and_holds_up_no_batch(make_stage):
+    """With stale=drop a batch does not wait for a slow group. The slow group finishes too late and is dropped."""
+    stage = make_stage(eta=1, batch=2, stale="drop")
+    stage.submit(*range(8))
+    assert stage.started(4) == [0, 1, 2, 3]
+    stage.finish(3, 2)
+    assert stage.take(2) == [3, 2], "the groups that finished first are not consumed first"
+    stage.new_version(1)
+    stage.finish(*stage.started(2))
+    assert stage.take(2) == [4, 5]
+    stage.new_version(2)
+    stage.finish(0, *stage.started(2))
+    assert stage.take(2) == [6, 7]
+    assert stage.manager.get_stats() == RolloutStat(running=1, accepted=6, dropped=1)
+
+
+def test_a_straggler_is_masked_and_holds_up_no_batch(make_stage):
+    """With stale=mask a batch does not wait for a slow group, and the slow group is consumed without its old
+    tokens. If the masking leaves a token that is too old, the batch raises StalenessError."""
+    masks: list[int] = []
+
+    def without_older(group: Group, oldest: int) -> Group | None:
+        masks.append(oldest)
+        return Group(group.task_id, max(group.version, oldest))
+
+    stage = make_stage(eta=0, batch=1, stale="mask", without_older=without_older)
+    stage.submit(*range(4))
+    assert stage.started(1) == [0]
+    stage.new_version(1)
+    assert stage.started(1) == [1]
+    stage.finish(1)
+    assert stage.take(1) == [1]
+    stage.new_version(2)
+    stage.finish(0)
+    assert stage.take(1) == [0]
+    assert masks[-1] == 2
+    assert stage.manager.get_stats().dropped == 0
+    stage.state.without_older = lambda group, oldest: group
+    stage.finish(*stage.started(1))
+    stage.new_version(3)
+    with pytest.raises(StalenessError, match="version 2 is consumed at version 3"):
+        stage.take(1)
 
 
 # ---- one task

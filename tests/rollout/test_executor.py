@@ -407,6 +407,39 @@ def test_the_tokens_age_is_taken_from_the_trajectory(make: Make) -> None:
         next_version(executor)
 
 
+class OneIsSlow(Echo):
+    """Task 0 ends when the version is 2. Its three tokens have the versions 0, 1 and 2, and all are trained."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        traj = await super().arun_episode(engine, data)
+        if workflow_context.get().task_id == 0:
+            while engine.get_version() < 2:
+                await asyncio.sleep(0.001)
+            traj["loss_mask"][:] = 1
+            traj["versions"] = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+        return traj
+
+
+@pytest.mark.parametrize("stale", ["mask", "drop"])
+def test_no_step_waits_for_a_slow_group(make: Make, stale: str) -> None:
+    """With stale=mask the tokens of a slow group that are older than eta leave the loss. With stale=drop the whole
+    group is lost. In both cases every trained token keeps the age bound."""
+    executor, data, slow = make(config={"max_head_offpolicyness": 1, "stale": stale}), loader(SAMPLES), list[int]()
+    while not slow and executor.stats.dropped == 0:
+        version, batch = executor.engine.get_version(), executor.prepare_batch(data, OneIsSlow())
+        assert batch["versions"][batch["loss_mask"] > 0].min() >= version - 1
+        slow += [row for row, task_id in enumerate(batch["task_ids"].tolist()) if task_id == 0]
+        assert not slow or version >= 2
+        next_version(executor)
+    if stale == "drop":
+        assert (slow, executor.stats.dropped) == ([], 1)
+        return
+    assert executor.stats.dropped == 0
+    left = [int(number >= version - 1) for number in range(3)]  # eta is 1
+    assert batch["loss_mask"][slow].tolist() == [left]
+    assert batch["masked"].sum() == batch["masked"][slow].sum() == 3 - sum(left) > 0
+
+
 def test_a_version_that_the_trainer_has_not_made_is_a_failure(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """A trajectory with a token of a version above the trainer's fails, even if its oldest token is young enough."""
 

@@ -18,7 +18,9 @@ from rollout.trajectory import (
     concat_padded_tensors,
     dump_lines,
     head_version,
+    oldest_trained,
     tail_version,
+    without_older,
 )
 
 
@@ -116,6 +118,25 @@ def test_head_version_counts_turns_that_are_not_trained() -> None:
     traj = complete(two_turns(), task_id=0)
     traj["loss_mask"][:, 2:4] = 0
     assert head_version(traj) == 3
+
+
+def test_old_tokens_leave_the_loss_and_are_counted() -> None:
+    """`without_older` masks the trained tokens of old versions and counts them. The other tensors stay the same."""
+    traj = complete(two_turns(), task_id=0)
+    assert (head_version(traj), oldest_trained(traj)) == (3, 3)
+    young = without_older(traj, 5)
+    assert young is not None
+    assert traj["versions"].tolist() == [[-1, -1, 3, 4, -1, 5, -1]]
+    assert young["loss_mask"].tolist() == [[0, 0, 0, 0, 0, 1, 0]]
+    assert young["masked"].tolist() == [2]
+    assert (head_version(young), oldest_trained(young)) == (3, 5)
+    assert {key for key in traj if not torch.equal(traj[key], young[key])} == {"loss_mask", "masked"}
+    assert without_older(traj, 6) is None, "a group without a trained token is not dropped"
+    same = without_older(traj, 3)
+    assert same is not None
+    assert torch.equal(same["loss_mask"], traj["loss_mask"])
+    untrained = traj | {"loss_mask": torch.zeros_like(traj["loss_mask"])}
+    assert without_older(untrained, 6) is not None, "a group that had no trained token has no age"
 
 
 def test_prompt_len_ends_at_the_first_generated_token() -> None:

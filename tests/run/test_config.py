@@ -199,6 +199,15 @@ def test_spellings_of_the_documents() -> None:
     assert config.fileroot == "elsewhere"
 
 
+@pytest.mark.parametrize(("word", "stale"), [("true", "drop"), ("false", "wait")])
+def test_drop_stale_is_another_name_of_stale(word: str, stale: str) -> None:
+    """rollout.drop_stale=true means rollout.stale=drop, and false means wait. An unknown value is refused."""
+    assert load([f"rollout.drop_stale={word}"]).rollout.stale == stale
+    assert load([f"rollout.stale={stale}"]).rollout.stale == stale
+    with pytest.raises(ConfigError, match=r"rollout\.stale"):
+        load(["rollout.stale=forget"])
+
+
 def test_group_size_and_n_samples_are_one_number() -> None:
     """gconfig.n_samples and rollout.group_size have the same value: setting one key sets both."""
     config = load(["--config", "configs/maze.yaml", "gconfig.n_samples=1", "rollout.group_size=4"])

@@ -357,6 +357,22 @@ def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
     assert actor.ppo_update(fresh)["behave_ess"] == pytest.approx(1, abs=1e-5)
 
 
+def test_a_small_effective_sample_makes_a_small_step(make_actor):
+    """With ess_lr_power=p the optimizer step of a mini-batch is ESS^p times as long. The metric lr shows the length."""
+    steps, stats = {}, {}
+    for power in (0.0, 0.5, 2.0):
+        actor = make_actor(behave_imp_weight_cap=None, ppo_n_minibatches=1, ess_lr_power=power)
+        before = parameters(actor)
+        stats[power] = actor.ppo_update(prepare(actor, make_batch()))
+        after = parameters(actor)
+        steps[power] = torch.cat([(after[name] - before[name]).flatten() for name in before])
+    share = stats[0.0]["behave_ess"]
+    assert share < 0.99
+    for power, step in steps.items():
+        assert stats[power]["lr"] == pytest.approx(stats[0.0]["lr"] * share**power)
+        torch.testing.assert_close(step, steps[0.0] * share**power, rtol=1e-2, atol=1e-7)
+
+
 @pytest.mark.parametrize("how", ["sequence", "constant"])
 def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how):
     """With loss_aggregation=sequence or constant, the loss is the same as from a loop, for all sizes of pieces and all
