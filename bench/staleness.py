@@ -68,7 +68,7 @@ METHODS: dict[str, dict[str, Any]] = {
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "decoupled": {},
     "truncated": {"behave_imp_weight_action": "clamp"},
-    "truncated, ESS": {"behave_imp_weight_action": "clamp", "ess_lr_power": 0.5},
+    "ESS": {"behave_imp_weight_action": "clamp", "ess_lr_power": 2.0},
     "two-sided": {"behave_imp_weight_floor": 0.5, "behave_imp_weight_cap": 2.0},
     "rows": {"reject_geometric_mean": 1.5},
 }
