@@ -46,7 +46,7 @@ from engine import RemoteInfEngine
 from inference.weights import WeightUpdateMeta
 from ppo import describe_mode
 from rollout.executor import WorkflowExecutor
-from run.command import main, open_run, record
+from run.command import interruptible, main, open_run, record
 from run.config import TrainConfig
 from run.evaluate import evaluate
 from run.logger import Logger, describe_batch
@@ -63,6 +63,8 @@ class PPOTrainer:
     def __init__(self, config: TrainConfig) -> None:
         """Store the configuration. `train` starts every part of the run and ends every part."""
         self.config = config
+        self.step = 0  # the last finished step
+        self.logger: Logger | None = None  # None on every rank except 0
 
     def train(self, workflow: Any = None, workflow_kwargs: dict[str, Any] | None = None) -> None:
         """Run a whole training run. All ranks call this method.
@@ -73,9 +75,10 @@ class PPOTrainer:
         with open_run(self.config, workflow, workflow_kwargs) as run:
             with run.trace.span("start"):
                 self.start(run)
-            with self.logger.live if self.logger else nullcontext():
+            with self.logger.live if self.logger else nullcontext(), interruptible(self.rollout.executor, self.save):
                 for step in range(self.step + 1, run.config.max_steps + 1):
                     self.train_step(step)
+                    self.step = step
             if self.logger:
                 with run.trace.span("end"):
                     summarise(self.logger, run.inputs.task)
@@ -136,7 +139,7 @@ class PPOTrainer:
     def train_step(self, step: int) -> None:
         """Run one training step: consume a batch of prompt groups, and push the weights of version `step`."""
         config, inputs, trace = self.run.config, self.run.inputs, self.run.trace
-        actor, ref, rollout = self.actor, self.ref, self.rollout
+        actor, ref = self.actor, self.ref
         begin, seconds = time.monotonic(), dict[str, float]()
         is_last = step == config.max_steps
 
@@ -185,9 +188,13 @@ class PPOTrainer:
             metrics |= {"success": inputs.success(batch["rewards"].tolist()), **seconds}
             with trace.span("log"):
                 self.logger.log(batch, metrics | {"step_s": time.monotonic() - begin})
-        if self.recovery.on and (is_last or is_due(step, config.recover_interval)):
-            with trace.span("save"):
-                self.recovery.save(step, actor, rollout.executor)
+        if is_last or is_due(step, config.recover_interval):
+            self.save(step)
+
+    def save(self, step: int | None = None) -> None:
+        """Write the checkpoint from which a killed run continues, of `step` or of the last finished step."""
+        with self.run.trace.span("save"):
+            self.recovery.save(step or self.step, self.actor, self.rollout.executor)
 
     def push_weights(self, version: int) -> None:
         """Push the trainer's weights into the servers, as policy version `version`."""

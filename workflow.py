@@ -222,9 +222,10 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         members = (self._run_member(i, engine, data) for i in range(self.group_size))
         results = await asyncio.gather(*members, return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
-        for failure in failures:
+        all_failed = len(failures) == self.group_size
+        for failure in failures[all_failed:]:  # the executor logs the failure that is raised below
             logger.warning("task %s: a member of the group failed", _context.get().task_id, exc_info=failure)
-        if len(failures) == self.group_size:
+        if all_failed:
             raise failures[0]
         if failures and self.on_failures:
             await self.on_failures(len(failures))

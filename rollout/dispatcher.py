@@ -90,6 +90,7 @@ class DispatchState(Generic[TInput, TResult]):
     rejected: deque[int] = field(default_factory=lambda: deque(maxlen=10_000))  # rejected tasks, for wait_for_task
     paused: bool = False
     failure: tuple[str, BaseException] | None = None  # message and cause of the stop; None: not stopped
+    interrupted: bool = False  # Ctrl-C: the next wait raises KeyboardInterrupt, while no task is half taken
     errors_in_a_row: int = 0
     first_error: BaseException | None = None  # the first of the errors in a row
     rejected_in_a_row: int = 0
@@ -327,6 +328,12 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self._produce()
             self.runner.lock.notify_all()
 
+    def interrupt(self) -> None:
+        """Make the caller that waits, or the next caller that waits, raise KeyboardInterrupt. Tasks continue to run."""
+        with self.runner.lock:
+            self._state.interrupted = True
+            self.runner.lock.notify_all()
+
     def fail(self, error: BaseException, message: str = "") -> None:
         """Stop the run. Calls that wait, and all later calls, raise RuntimeError(message) with `error` as its cause."""
         with self.runner.lock:
@@ -372,6 +379,8 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
 
         def attempt_while_alive() -> T:
             self.check_alive()
+            if self._state.interrupted:
+                raise KeyboardInterrupt
             result = attempt()
             self._produce()  # attempt() may have dropped or withdrawn groups, so their places are free
             if not result and timeout is None and self._state.is_stalled():

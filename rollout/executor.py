@@ -351,7 +351,8 @@ class WorkflowExecutor:
             raise
         except BaseException as error:
             await self._hold_failure()
-            logger.warning("%s task %d failed: %r", workflows.workflow_context.stat_scope(), task.task_id, error)
+            scope = workflows.workflow_context.stat_scope()
+            logger.warning("%s task %d failed: %r", scope, task.task_id, error, exc_info=error)
             raise
         return trajectory if accepted else None
 

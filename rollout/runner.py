@@ -54,6 +54,11 @@ class TimedResult(NamedTuple, Generic[T]):
     error: BaseException | None = None
 
 
+def own_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """Return the frames of a stack outside of Python's library and of installed packages."""
+    return [f for f in stack if not f.filename.startswith((LIBRARY, "<")) and "-packages" not in f.filename]
+
+
 class AsyncTaskRunner:
     """Runs coroutines on one event loop in one daemon thread, at most max_queue_size at once.
 
@@ -114,7 +119,7 @@ class AsyncTaskRunner:
         if ran.wait(seconds) or ran.wait(seconds / 10) or not self.is_alive():
             return None
         stack = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))
-        ours = [f for f in stack if not f.filename.startswith((LIBRARY, "<")) and "-packages" not in f.filename]
+        ours = own_frames(stack)
         if not ours or ours[-1].name == "_thread_main":  # the loop waits for events
             return None
         return f"{ours[-1].name} ({ours[-1].filename}:{ours[-1].lineno})"

@@ -13,14 +13,20 @@ trains or evaluates.
 
 After Ctrl-C, an exception or the death of a server process, the ExitStack also ends every process. The exit code is 0
 for success, 1 for a run that failed, 2 for a wrong configuration, and 130 for Ctrl-C. A run that was ended by `kill -9`
-loses the steps since its last checkpoint. The same command continues the run from its last checkpoint (run/recover.py).
+loses the steps since its last checkpoint (run/recover.py). The last lines of a run that ended early say which command
+continues it.
+
+Ctrl-C during training lets the running step finish, so that a checkpoint can be written (`interruptible`). The wait
+for a batch ends at once. A second Ctrl-C ends the process at once, and the child processes notice the end of their
+parent. A run of several ranks has no checkpoint after Ctrl-C, because every rank would have to stop at the same step.
 """
 
 import os
+import shlex
 import signal
 import sys
+import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -34,13 +40,65 @@ from transformers.utils import logging as transformers_logging
 from run.config import ConfigError, TrainConfig, changed, load
 from run.doctor import Unhealthy
 from run.evaluate import evaluate_run
+from run.failures import Failures, report
 from run.inputs import Inputs, load_inputs
 from run.launch import Fleet, Planned, ProcessDied, plan_run, revision
 from run.logger import Trace
-from run.recover import claim
+from run.recover import claim, newest_checkpoint
 from run.report import write_report
 from run.start import Run
 from training.ranks import join_ranks, leave_ranks, share
+
+FAILURES = "failures.log"  # the tracebacks of a run, in its folder logs/
+
+
+def end_at_once(*_: Any) -> None:
+    """End this process without a traceback and without any other work."""
+    os.write(2, b"\x1b[?25h\n" if os.isatty(2) else b"\n")  # show the cursor, which the live table hides
+    os._exit(130)
+
+
+def on_ctrl_c(act: Callable[..., Any]) -> None:
+    """From now on, the next Ctrl-C calls `act`, and a second one ends the process at once."""
+
+    def first(*_: Any) -> None:
+        signal.signal(signal.SIGINT, end_at_once)
+        act(signal.SIGINT, None)
+
+    signal.signal(signal.SIGINT, first)
+
+
+@contextmanager
+def interruptible(executor: Any, save: Callable[[], None]) -> Iterator[None]:
+    """At Ctrl-C, end the `with` block when it waits for a batch the next time, and call `save`.
+
+    With several ranks, or in a thread other than the main thread, the block ends as Python's Ctrl-C ends it.
+    """
+    if dist.get_world_size() > 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop() -> None:
+        print("Ctrl-C: the step ends, then a checkpoint is written; a second Ctrl-C ends at once", flush=True)
+        executor.dispatcher.interrupt()
+
+    # The interrupted main thread may hold a lock that `stop` needs, so another thread calls `stop`.
+    on_ctrl_c(lambda *_: threading.Thread(target=stop).start())
+    try:
+        yield
+    except KeyboardInterrupt:
+        save()
+        raise
+    on_ctrl_c(signal.default_int_handler)
+
+
+def say_how_to_go_on(config: TrainConfig) -> None:
+    """Print the folder of a run that ended early, and the command that continues the run."""
+    words = [word for word in sys.orig_argv if not word.startswith("trial_name=")]
+    step = newest_checkpoint(config.run_dir) if config.mode == "train" else 0
+    place = f"from the checkpoint of step {step}" if step else "from the beginning, because there is no checkpoint"
+    print(f"the run's folder is {config.run_dir}", file=sys.stderr)
+    print(f"to go on {place}: {shlex.join([*words, f'trial_name={config.trial_name}'])}", file=sys.stderr)
 
 
 def agree(read: Callable[[], Any]) -> Any:
@@ -94,6 +152,7 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
         if config.actor.offload:  # the optimizer runs on the CPU: the ranks of a machine share the cores
             torch.set_num_threads(max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1))
         fleet = Fleet(config.run_dir / "logs")
+        stack.callback(Failures(fleet.log_dir / FAILURES).close)
         if loaded and config.mode == "train":
             stack.callback(write_report, config.run_dir)  # runs last, after the trace is closed; also on failure
         stack.callback(fleet.stop)
@@ -131,9 +190,10 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
     torch.set_num_threads(1)  # small models on shared cores are slower with more threads
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # without this, a shell's background job ignores Ctrl-C
     if os.environ.get("RANK", "0") == "0":  # other ranks start no processes: SIGTERM may kill them at once
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    on_ctrl_c(signal.default_int_handler)  # also in a shell's background job, which would ignore Ctrl-C
+    config, code = None, 0
     try:
         join_ranks()
         config = agree(lambda: load(sys.argv[1:] if argv is None else argv))
@@ -146,14 +206,15 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
                 if dist.get_rank() == 0:
                     record(config)
                     evaluate_run(run)
-    except (ConfigError, ProcessDied, Unhealthy) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        leave_ranks()
     except KeyboardInterrupt:
         print("interrupted; every process of the run has ended", file=sys.stderr)
-        return 130
-    except Exception:  # any other failure of the run: print the traceback and end with code 1
-        traceback.print_exc()
-        return 1
-    leave_ranks()
-    return 0
+        code = 130
+    except Exception as error:
+        is_known = isinstance(error, (ConfigError, ProcessDied, Unhealthy))
+        text = report(error, config.run_dir / "logs" / FAILURES) if config and not is_known else error
+        print(f"error: {text}", file=sys.stderr)
+        code = 2 if isinstance(error, ConfigError) else 1
+    if code not in (0, 2) and config and dist.get_rank() == 0:
+        say_how_to_go_on(config)
+    return code

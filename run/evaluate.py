@@ -93,7 +93,7 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
         except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:  # an agent may raise any exception; the episode then counts as rejected
-            logger.warning("eval-rollout task %d failed: %r", i, error)
+            logger.warning("eval-rollout task %d failed: %r", i, error, exc_info=error)
             return None
 
     async def run_all() -> list[float | None]:

@@ -138,16 +138,21 @@ def cut_metrics(path: Path, last_step: int) -> None:
     write_whole(path, "".join(lines).encode())
 
 
+def newest_checkpoint(run_dir: Path) -> int:
+    """Return the step of a run's newest complete checkpoint, or 0 if there is none."""
+    found = folders_of_steps(run_dir / "recover")
+    return max((step for step in found if (found[step] / "state.pickle").exists()), default=0)
+
+
 class Recovery:
     """The checkpoints of one run. Every method must be called on all ranks. In mode "off" there are no checkpoints."""
 
     def __init__(self, run_dir: Path, mode: str) -> None:
         self.folder, self.on = run_dir / "recover", mode == "auto"
-        self.step = 0  # step of the checkpoint from which the run continues; 0 without a checkpoint
+        self.step = 0  # step of the newest checkpoint; 0 without a checkpoint
         self.groups: GroupLog | None = None  # None on every rank except rank 0
         if self.on and dist.get_rank() == 0:
-            found = folders_of_steps(self.folder)
-            self.step = max((step for step in found if (found[step] / "state.pickle").exists()), default=0)
+            self.step = newest_checkpoint(run_dir)
             cut_metrics(run_dir / "metrics.jsonl", self.step)
             self.groups = GroupLog(self.folder / "groups")
         self.step = share(self.step)
@@ -157,8 +162,13 @@ class Recovery:
         return self.folder / f"step{step:05d}"
 
     def save(self, step: int, actor: Any, executor: Any) -> None:
-        """Write the checkpoint of `step`, then delete older checkpoints. metrics.jsonl must already have its line."""
-        target = self.checkpoint(step)
+        """Write the checkpoint of `step`, then delete older checkpoints. metrics.jsonl must already have its line.
+
+        In mode "off", or if the checkpoint exists, do nothing.
+        """
+        if not self.on or step <= self.step:
+            return
+        self.step, target = step, self.checkpoint(step)
         if self.groups:
             shutil.rmtree(target, ignore_errors=True)  # an earlier, killed process may have left an incomplete folder
         dist.barrier()

@@ -1,8 +1,10 @@
-"""Agents with which a run never ends its first step (tests/run/test_doctor.py)."""
+"""Agents with which a run never ends its first step (tests/run/test_doctor.py, tests/run/test_failures.py)."""
 
 import asyncio
 import threading
 from typing import Any
+
+from openai import AsyncOpenAI
 
 
 class BlockingAgent:
@@ -18,3 +20,45 @@ class SilentAgent:
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> None:
         await asyncio.sleep(0)
+
+
+class CallingAgent:
+    """Agents that send one request and then use the reply."""
+
+    prompt, key = "guess a number", "secret"
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        where = {key: extra_kwargs[key] for key in ("base_url", "http_client", "api_key")}
+        client = AsyncOpenAI(**where, max_retries=0)
+        messages: Any = [{"role": "user", "content": self.prompt}]
+        reply = await client.chat.completions.create(model="default", messages=messages)
+        return self.reward(str(data[self.key]), reply.choices[0].message.content or "")
+
+    def reward(self, answer: str, text: str) -> float:
+        return float(answer in text)
+
+
+class NaNAgent(CallingAgent):
+    """An agent whose rewards are no numbers."""
+
+    def reward(self, answer: str, text: str) -> float:
+        return float("nan")
+
+
+class ColumnAgent(CallingAgent):
+    """An agent that reads a column that the data does not have."""
+
+    key = "answer"
+
+
+class LongAgent(CallingAgent):
+    """An agent whose prompt is longer than the context of the demo's model."""
+
+    prompt = "guess a number " * 100
+
+
+class RaisingAgent:
+    """An agent that raises an exception in every episode."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        raise OSError(f"no board {id(data)}")

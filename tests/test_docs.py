@@ -55,6 +55,7 @@ RAISED_BY = {
     "input items of a response": 31,
     "the tour": 57,
     "a single rank listens on the loopback address": 12,
+    "failures in one line, Ctrl-C": 105,
 }
 
 

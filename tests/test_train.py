@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo import ppo_actor_loss_fn
+from run.recover import newest_checkpoint
 from training.config import PPOActorConfig
 
 
@@ -143,7 +145,15 @@ def test_ctrl_c(tmp_path: Path) -> None:
     output = rest_of(process, 30)
     assert process.returncode == 130
     assert "interrupted" in output
-    assert "KeyboardInterrupt()" in (tmp_path / "e/t/report.html").read_text()
+    assert "Traceback" not in output
+    folder = tmp_path / "e" / "t"
+    last = len((folder / "metrics.jsonl").read_text().splitlines())
+    assert newest_checkpoint(folder) == last
+    *_, where, command_line = output.splitlines()
+    assert where == f"the run's folder is {folder}"
+    assert command_line.startswith(f"to go on from the checkpoint of step {last}: {sys.executable}")
+    assert command_line.endswith(" trial_name=t")
+    assert "KeyboardInterrupt()" in (folder / "report.html").read_text()
     assert_gone(pids)
 
 

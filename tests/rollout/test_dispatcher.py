@@ -667,3 +667,18 @@ def test_no_choice_of_durations_breaks_the_bound(eta, batch, durations, train_s)
     """No group that the dispatcher returns is older than eta, however long the episodes take."""
     ages, _ = virtual_training(eta, batch, lambda i: durations[i % 60], steps=12, train_s=train_s)
     assert max(map(max, ages)) <= eta
+
+
+def test_an_interrupt_leaves_every_group_where_it_was() -> None:
+    """After an interrupt the waiting caller raises KeyboardInterrupt, and no group was consumed or cancelled."""
+    stage = Stage()
+    stage.submit(0, 1)
+    stage.started(2)
+    stage.finish(0)
+    stage.dispatcher.wait_for_task(0, DEADLINE)
+    stage.dispatcher.interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        stage.take(1)
+    assert stage.dispatcher.in_flight() == {1}
+    assert stage.cleaned_up == [0]
+    stage.dispatcher.destroy()

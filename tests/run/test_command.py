@@ -1,10 +1,13 @@
-"""Tests of the start of a run, in this process: what `open_run` sets for its block."""
+"""Tests of the start of a run: what `open_run` sets for its block, and what Ctrl-C does."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 
 from run.command import open_run
 from run.config import load
@@ -24,3 +27,13 @@ def test_an_offloaded_optimizer_gets_the_cores(
     finally:
         torch.set_num_threads(1)
     assert seen == threads
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    """The first Ctrl-C calls the given function. The second ends the process at once, without a traceback."""
+    begin = "import os; from run.command import on_ctrl_c; on_ctrl_c(lambda *_: print('first', flush=True))"
+    code = f"{begin}; os.kill(os.getpid(), 2); print('goes on', flush=True); os.kill(os.getpid(), 2); print('not here')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 130
+    assert done.stdout == "first\ngoes on\n"
+    assert done.stderr.strip() == ""

@@ -1,0 +1,80 @@
+"""Failures in one line: each distinct failure of a run is printed once, counted, and written with its traceback once.
+
+Hundreds of episodes may fail for one reason. While a run is open, a handler gets every warning of the project's
+loggers. A warning without an exception is printed. An exception is described by its type, its text and its place:
+
+    failed: KeyError: 'answer', in run (my_agent.py:12); traceback: runs/guess/one/logs/failures.log
+
+Two exceptions are one failure if their descriptions differ only in digits, because digits are mostly ids and sizes. At
+the end of the run, one line for each repeated failure says how often it occurred.
+"""
+
+import logging
+import re
+import sys
+import traceback
+from collections import Counter
+from pathlib import Path
+
+from rollout.runner import own_frames
+
+LOGGER = logging.getLogger("nano_areal")  # the parent of the loggers of all modules
+ADVICE = (  # a pattern of a description, and what the user can do
+    ("finite", "make the agent or the reward function return a finite number for every answer"),
+    ("too long", "shorten the prompts, or take a model with a longer context"),
+    ("KeyError", "if this key is a column of the data, add the column to the data, or correct the named line"),
+    ("", "correct the named line; the traceback shows how the program got there"),
+)
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception as one line: type, text, and the innermost function outside of installed packages."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    frames = own_frames(traceback.extract_tb(error.__traceback__))
+    return text + "".join(f", in {f.name} ({Path(f.filename).name}:{f.lineno})" for f in frames[-1:])
+
+
+def record_traceback(error: BaseException, log: Path) -> None:
+    """Append the traceback of an exception to the log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as file:
+        file.write("".join(traceback.format_exception(error)) + "\n")
+
+
+class Failures(logging.Handler):
+    """Prints, counts and records the failures that the project's loggers report, until it is closed."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(logging.WARNING)
+        self.log = log
+        LOGGER.addHandler(self)
+        self.counts = Counter[str]()  # description of a failure, its digits replaced -> number of occurrences
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a warning. If the warning has an exception, print and record it only the first time."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None:
+            print(record.getMessage(), file=sys.stderr, flush=True)
+            return
+        kind = re.sub(r"\d+", "N", describe(error))
+        self.counts[kind] += 1
+        if self.counts[kind] == 1:
+            record_traceback(error, self.log)
+            print(f"failed: {describe(error)}; traceback: {self.log}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Stop handling warnings, and print how often each repeated failure occurred."""
+        LOGGER.removeHandler(self)
+        for kind, count in self.counts.most_common(5):
+            if count > 1:
+                print(f"failed {count} times: {kind}", file=sys.stderr, flush=True)
+        super().close()
+
+
+def report(error: BaseException, log: Path) -> str:
+    """Write the traceback of the exception that ended a run to `log`. Return the lines that the terminal shows."""
+    record_traceback(error, log)
+    cause = error.__cause__ or error
+    whole = describe(error) if cause is error else f"{error}\nthe first failure: {describe(cause)}"
+    remedy = next(words for pattern, words in ADVICE if pattern in whole)
+    return f"{whole}\nthe traceback is in {log}\nwhat to do: {remedy}"

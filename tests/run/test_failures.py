@@ -1,0 +1,68 @@
+"""A failure of a run is one line on the terminal, and its traceback is once in a log."""
+
+import logging
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from runs import SMALL_GUESS, WITH_TEST_MODULES, command
+
+from run.failures import Failures
+
+
+def raised(error: Exception) -> Exception:
+    """Raise the exception, so that it has a traceback, and return it."""
+    try:
+        raise error
+    except Exception as caught:
+        return caught
+
+
+def test_one_line_for_each_distinct_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Failures that differ only in numbers are one failure: one line, one traceback, and at the end their count."""
+    logger, log = logging.getLogger("nano_areal.test"), tmp_path / "logs" / "failures.log"
+    failures = Failures(log)
+    for k in range(5):
+        logger.warning("task %d", k, exc_info=raised(OSError(f"no board {k}")))
+    logger.warning("task 5", exc_info=raised(KeyError("answer")))
+    logger.warning("a server is slow")
+    failures.close()
+    lines = capsys.readouterr().err.splitlines()
+    place = f"in raised (test_failures.py:{raised.__code__.co_firstlineno + 3})"
+    assert lines[:2] == [
+        f"failed: OSError: no board 0, {place}; traceback: {log}",
+        f"failed: KeyError: 'answer', {place}; traceback: {log}",
+    ]
+    assert lines[2] == "a server is slow"
+    assert [line for line in lines[3:] if not line.startswith("failed 5 times: OSError: no board N")] == []
+    assert log.read_text().count("Traceback") == 2
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    ("agent", "reason", "remedy"),
+    [
+        ("NaNAgent", "a finite number", "make the agent or the reward function return a finite number"),
+        ("RaisingAgent", "OSError: no board", "correct the named line"),
+        ("ColumnAgent", "KeyError: 'answer', in run (sick_agents.py:", "add the column to the data"),
+        ("LongAgent", "prompt is too long", "shorten the prompts"),
+    ],
+)
+def test_a_failing_run_says_what_to_do(tmp_path: Path, agent: str, reason: str, remedy: str) -> None:
+    """A run whose episodes all fail prints at most 15 lines, without a traceback. The last ones say what to do."""
+    words = command(tmp_path, *SMALL_GUESS, f"workflow=sick_agents.{agent}")
+    done = subprocess.run(
+        words, cwd=ROOT, env=WITH_TEST_MODULES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+    )
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 15, done.stdout
+    assert "Traceback" not in done.stdout
+    assert any(line.startswith("failed: ") and reason in line for line in lines)
+    what, folder, again = lines[-3:]
+    assert what.startswith("what to do: ")
+    assert remedy in what
+    assert folder == f"the run's folder is {tmp_path}/e/t"
+    assert again.startswith("to go on from the beginning")
+    assert (tmp_path / "e/t/logs/failures.log").read_text().count("Traceback") <= 20
