@@ -4,13 +4,18 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo tour test test-runs test-sglang agents lint structure bench soak clean
+BUG ?=
+
+.PHONY: demo tour museum test test-runs test-sglang agents lint structure bench soak clean
 
 demo: $(VENV)/ready            ## train the demo, in two to three minutes
 	$(BIN)/python train.py
 
 tour: $(VENV)/ready            ## follow one prompt group through the system, in less than a minute
 	$(BIN)/python docs/lifecycle.py
+
+museum: $(VENV)/ready          ## run a copy of the project with a known bug: make museum BUG=trl-3029 (museum/README.md)
+	$(BIN)/python museum/run.py $(BUG)
 
 test: $(VENV)/ready            ## run the tests in a few minutes, without the tests of whole runs
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not runs" tests/test_train.py tests

@@ -76,6 +76,12 @@ def steps_without_gradient(lines: list[Line], config: Any) -> int:
     return sum(m["grad_norm"] < 1e-8 or (m["no_signal_share"] == 1 and m["reward_std"] > 0) for m in lines)
 
 
+def steps_without_correction(lines: list[Line], config: Any) -> int:
+    """Count the steps that trained tokens of older versions with a behaviour weight of exactly 1."""
+    exact = [m["behave_weight_mean"] == m["behave_ess"] == 1 and m["staleness_mean"] > 0 for m in lines]
+    return config.actor.use_decoupled_loss * sum(exact)
+
+
 def failed_share(lines: list[Line], config: Any) -> float:
     """Return the share of episodes that raised an exception. Each of the n_samples episodes of a failed group did."""
     members = share(lines, "failed_members", "accepted", "rejected") / config.gconfig.n_samples
@@ -94,6 +100,8 @@ RULES = (
     Rule("logp_mismatch", 1, lambda m, c: m[0]["logp_mismatch"] / ROUNDING[c.actor.dtype], 1),
     Rule("lag", 1, lambda m, c: m[0]["staleness_max"] - c.rollout.max_head_offpolicyness, 0),
     Rule("effective_samples", 3, lambda m, c: 1 - median(x["behave_ess"] for x in m), 0.5),
+    Rule("no_correction", 3, steps_without_correction, 1),
+    Rule("baseline", 1, lambda m, c: (c.actor.adv_norm.mean_level == "group") * m[0]["baseline_bias"], 0.05),
     Rule("kl", 5, lambda m, c: median(x["kl"] for x in m), 0.1),
     Rule("entropy", 10, entropy_fall, 5),
     Rule("truncated", 5, lambda m, c: share(m, "truncated", "rows"), 0.5),

@@ -151,6 +151,14 @@ def no_signal_share(batch: dict[str, Tensor]) -> float:
     return 1 - len(groups[signal].unique()) / len(groups.unique())
 
 
+def baseline_bias(batch: dict[str, Tensor]) -> float:
+    """Return the largest |mean advantage| of a prompt group, in which each trained turn counts once."""
+    turns = batch["turn_ids"].masked_fill(batch["loss_mask"] == 0, -1)  # (B, T)
+    ends = (turns >= 0) & (turns != turns.roll(-1, 1))  # the last token of each trained turn, which has the whole A
+    _, group = batch["task_ids"][:, None].expand_as(turns)[ends].unique(return_inverse=True)
+    return (torch.bincount(group, batch["advantages"][ends]) / torch.bincount(group)).abs().max().item()
+
+
 class Logger:
     """Writes and prints a run's metrics.
 
@@ -182,7 +190,7 @@ class Logger:
             save_file({k: v.contiguous() for k, v in batch.items()}, path, {"words": words})
 
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
-        metrics["no_signal_share"] = no_signal_share(batch)
+        metrics |= {"no_signal_share": no_signal_share(batch), "baseline_bias": baseline_bias(batch)}
         metrics["wall_s"] = time.monotonic() - self.start
         self.counts = counts
         self.history.append(metrics)

@@ -56,6 +56,7 @@ RAISED_BY = {
     "the tour": 57,
     "a single rank listens on the loopback address": 12,
     "failures in one line, Ctrl-C": 105,
+    "two rules of the doctor that the museum needed": 10,
 }
 
 

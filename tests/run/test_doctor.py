@@ -21,7 +21,7 @@ from runs import SMALL_GUESS, WITH_TEST_MODULES, command
 from rollout.runner import AsyncTaskRunner
 from run.config import load
 from run.doctor import PAGE, RULES, TEXTS, Doctor, Unhealthy, examine, main
-from run.logger import no_signal_share
+from run.logger import baseline_bias, no_signal_share
 from run.mismatch import compare_scores
 
 CONFIG = load([])  # the demo: eta 1, 20 members, float32
@@ -33,6 +33,9 @@ HEALTHY: dict[str, Any] = {
     "staleness_max": 1.0,
     "truncated": 3,
     "no_signal_share": 0.2,
+    "baseline_bias": 1e-7,
+    "staleness_mean": 0.8,
+    "behave_weight_mean": 0.999,
     "canary_mismatch": 5e-6,
     "canary_unchanged": 0,
     "logp_mismatch": 5e-6,
@@ -75,6 +78,14 @@ CASES: list[
     ("lag", {"staleness_max": [2.0]}, {"staleness_max": [1.0]}),
     ("effective_samples", {"behave_ess": [0.4, 0.9, 0.3]}, {"behave_ess": [0.4, 0.6, 0.55]}),
     ("effective_samples", {"behave_ess": [NAN, NAN, NAN]}, {"behave_ess": [1.0, 1.0, 1.0]}),
+    (
+        "no_correction",
+        {"behave_ess": 1.0, "behave_weight_mean": 1.0},
+        {"behave_ess": 1.0, "behave_weight_mean": 0.9999},
+    ),
+    ("no_correction", {"behave_ess": 1.0, "behave_weight_mean": [0.9, 1.0, 1.0]}, {"behave_ess": 1.0}),
+    ("no_correction", {"behave_ess": 1.0, "behave_weight_mean": 1.0}, {"behave_ess": 1.0, "staleness_mean": 0.0}),
+    ("baseline", {"baseline_bias": [0.06]}, {"baseline_bias": [0.04]}),
     ("kl", {"kl": [0.2, 0.0, 0.3, 0.0, 40.0]}, {"kl": [0.0, 0.06, 3.0, 40.0, 0.05]}),
     ("entropy", {"entropy": [0.6] * 5 + [0.1] * 5}, {"entropy": [0.6] * 5 + [0.13] * 5}),
     ("entropy", {"entropy": [0.6] * 8 + [0.0] * 2}, {"entropy": [0.6] * 8 + [0.0] * 2, "success": 0.95}),
@@ -134,6 +145,7 @@ RANGES: dict[str, Any] = {  # the intervals in which the metrics of healthy runs
     "logp_mismatch": (0.0, 1e-4),
     "behave_ess": (0.55, 1.0),
     "kl": (0.0, 0.1),
+    "baseline_bias": (0.0, 0.04),
     "grad_norm": (1e-4, 100.0),
     "rejected": (0, 20),
     "rollout_wait_s": (0.0, 1.7),
@@ -213,7 +225,7 @@ def test_the_command_checks_a_run_afterwards(tmp_path: Path, capsys: pytest.Capt
     code, said = check_afterwards(tmp_path, capsys)
     assert code == 1
     assert said[0].startswith("doctor: step 11, lag = 1")
-    assert "1 of 15 rules fire; generation limits the speed (waiting 80%" in said[1]
+    assert "1 of 17 rules fire; generation limits the speed (waiting 80%" in said[1]
     (tmp_path / "metrics.jsonl").write_text(json.dumps(lines[0]) + "\n")
     assert check_afterwards(tmp_path, capsys)[0] == 0
 
@@ -236,6 +248,29 @@ def test_no_signal_share() -> None:
     """A group whose advantages are all 0, apart from rounding, has no signal."""
     advantages = torch.tensor([[0.0, 1e-3], [0.0, 0.0], [0.0, -0.5], [0.0, 0.0]])
     assert no_signal_share({"advantages": advantages, "group_ids": torch.tensor([3, 3, 4, 4])}) == 0.5
+
+
+def test_baseline_bias() -> None:
+    """With the mean of a group as its baseline, the bias is 0. It counts each trained turn once, whatever its length,
+    and it finds a group with another group's baseline."""
+    rows = [[0, 0, 1.0, 1, 1], [0, 0, -1, 0, 0], [0, 0, 0.5, 0.5, 0], [0, 0, -0.5, 0, 2]]
+    batch = {
+        "advantages": torch.tensor(rows),
+        "loss_mask": torch.tensor([[0, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 0, 0]]),
+        "turn_ids": torch.tensor([[-1, -1, 0, 0, 0], [-1, -1, 0, -1, -1], [-1, -1, 0, 0, -1], [-1, -1, 0, -1, 1]]),
+        "task_ids": torch.tensor([3, 3, 4, 4]),
+    }
+    assert baseline_bias(batch) == 0
+    batch["advantages"] = batch["advantages"] + torch.tensor([0, 0, -0.3, -0.3])[:, None]
+    assert baseline_bias(batch) == pytest.approx(0.3)
+
+
+def test_standard_ppo_and_other_baselines_raise_nothing() -> None:
+    """Standard PPO has no behaviour weight, and a baseline of the batch is not the mean of a group."""
+    lines = lines_of(3, behave_ess=1.0, behave_weight_mean=1.0, baseline_bias=0.5)
+    assert rules_that_fire(lines) == {"no_correction", "baseline"}
+    other = load(["actor.use_decoupled_loss=false", "actor.adv_norm.mean_level=batch"])
+    assert rules_that_fire(lines, other) == set()
 
 
 def test_scores_of_the_canary() -> None:

@@ -1,0 +1,161 @@
+"""Run an exhibit of the museum: a copy of this project with one bug in it. museum/README.md explains the exhibits.
+
+    python museum/run.py areal-1569         apply the bug to a copy, run it for at most 60 s, and name its report
+    python museum/run.py --tests            run each exhibit's unit test in a copy with the bug: all tests must fail
+    python museum/run.py --all 20           run every exhibit and 20 healthy runs, and write museum/results.md
+
+The checkout itself is never changed. A copy is a temporary folder, and the run's folder is runs/museum/NAME.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 60.0  # longest time of an exhibit
+RUN = re.compile(r"^python train\.py(.*)$", re.MULTILINE)  # a command in an exhibit's page
+LEFT_OUT = shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info", "*.png")
+EXHIBITS = sorted(path.parent.name for path in ROOT.glob("museum/*/bug.patch"))
+HEALTHY = ("", "--config configs/maze.yaml")  # the arguments of healthy runs, in turn
+
+
+def make_copy(name: str, folder: str) -> Path:
+    """Copy the project to `folder`, apply the patch of exhibit `name`, and return the folder of the copy."""
+    copy = Path(folder) / "copy"
+    shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
+    (ROOT / ".cache").mkdir(exist_ok=True)
+    (copy / ".cache").symlink_to(ROOT / ".cache")  # the demo's base model is made only once
+    patch = ROOT / "museum" / name / "bug.patch"
+    subprocess.run(["git", "apply", "--unsafe-paths", f"--directory={copy}", patch], cwd="/", check=True)
+    return copy
+
+
+def find_in_solution(name: str, what: str) -> str:
+    """Return what the solution of an exhibit says after "Unit test: " or "Doctor: ", without quotes."""
+    text = (ROOT / "museum" / name / "solution.md").read_text()
+    return re.findall(rf"^{what}: `?([^`\n]+)`?", text, re.MULTILINE)[0]
+
+
+def train(code: Path, words: str, trial: str, seconds: float) -> None:
+    """Run train.py of `code` for at most `seconds`. After that time, Ctrl-C lets the run write its report."""
+    fixed = [
+        f"fileroot={ROOT / 'runs'}",
+        "experiment_name=museum",
+        f"trial_name={trial}",
+        "logger.live=false",
+        "doctor=off",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(code)}
+    command = [sys.executable, "train.py", *words.split(), *fixed]
+    process = subprocess.Popen(command, cwd=code, env=environment, start_new_session=True)
+    try:
+        process.wait(max(seconds, 1))
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.send_signal(signal.SIGINT)
+        process.wait()
+
+
+def show(name: str, seconds: float = SECONDS) -> Path:
+    """Run an exhibit's commands in a patched copy for at most `seconds` together, and return the run's folder."""
+    folder, commands = ROOT / "runs" / "museum" / name, RUN.findall((ROOT / "museum" / name / "exhibit.md").read_text())
+    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        code = make_copy(name, temporary)
+        train(code, f"{commands[0]} --dry-run", name, 600)  # makes the task's base model, if it does not exist yet
+        end = time.monotonic() + seconds
+        for words in commands:
+            train(code, words, name, end - time.monotonic())
+    return folder
+
+
+def findings(folder: Path) -> dict[str, int]:
+    """Return what `python -m run.doctor` finds in a run: for each rule, the step at which the rule fires first."""
+    done = subprocess.run([sys.executable, "-m", "run.doctor", folder], cwd=ROOT, capture_output=True, text=True)
+    return {rule: int(step) for step, rule in re.findall(r"^doctor: step (\d+), (\w+) =", done.stdout, re.MULTILINE)}
+
+
+def run_unit_tests(names: list[str]) -> dict[str, int]:
+    """Run the unit test of each exhibit in a patched copy, and return pytest's exit codes: 1 if the test fails.
+
+    This process imports the large packages once. Each test runs in a fork of this process.
+    """
+    import openai.types.chat  # noqa: F401
+    import pytest
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.fsdp  # noqa: F401
+    from transformers import AutoTokenizer, Qwen3ForCausalLM  # noqa: F401
+
+    codes = {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as temporary:
+            code = make_copy(name, temporary)
+            if (child := os.fork()) == 0:
+                os.chdir(code)
+                sys.path[0], exit_code = str(code), -1
+                quiet = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+                try:
+                    with (ROOT / "runs" / "museum" / f"{name}.log").open("w") as log:
+                        os.dup2(log.fileno(), 1)
+                        exit_code = pytest.main([*quiet, find_in_solution(name, "Unit test")])
+                finally:
+                    os._exit(exit_code)
+            codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return codes
+
+
+def describe(name: str, code: int) -> str:
+    """Run an exhibit, and return its row of the table. `code` is the exit code of its unit test."""
+    rule, steps = find_in_solution(name, "Doctor"), findings(show(name))
+    test = "fails" if code == 1 else "**passes**"
+    others = ", ".join(f"{other} {step}" for other, step in steps.items() if other != rule) or "-"
+    return f"| `make museum BUG={name}` | {rule} | {steps.get(rule, '-')} | {others} | {test} |"
+
+
+def describe_healthy(number: int) -> str:
+    """Make the healthy run `number`, and return its row of the table."""
+    words = f"{HEALTHY[number % len(HEALTHY)]} seed={number} max_steps=20"
+    folder = ROOT / "runs" / "museum" / f"healthy-{number}"
+    shutil.rmtree(folder, ignore_errors=True)
+    train(ROOT, words, folder.name, 600)
+    steps = len((folder / "metrics.jsonl").read_text().splitlines())
+    return f"| `python train.py {words.strip()}` | {steps} | {', '.join(findings(folder)) or 'none'} |"
+
+
+def write_table(healthy: int) -> None:
+    """Run every exhibit and `healthy` healthy runs, and write museum/results.md."""
+    lines = ["# Results", "", f"Made by `python museum/run.py --all {healthy}`.", ""]
+    lines += ["| exhibit | rule | at step | other alarms, with step | unit test |", "|---|---|---|---|---|"]
+    codes = run_unit_tests(EXHIBITS)
+    lines += [describe(name, codes[name]) for name in EXHIBITS]
+    lines += ["", "| healthy run | steps | alarms |", "|---|---|---|", *map(describe_healthy, range(1, healthy + 1))]
+    (ROOT / "museum" / "results.md").write_text("\n".join(lines) + "\n")
+
+
+def main(words: list[str]) -> int:
+    """Run what the command line asks for, and return the exit code."""
+    (ROOT / "runs" / "museum").mkdir(parents=True, exist_ok=True)
+    if words == ["--tests"]:
+        codes = run_unit_tests(EXHIBITS)
+        print(json.dumps(codes))
+        return int(set(codes.values()) != {1})
+    if words[:1] == ["--all"]:
+        write_table(int(words[1]) if len(words) > 1 else 0)
+    elif len(words) == 1 and words[0] in EXHIBITS:
+        folder = show(words[0])
+        print(f"\nThe exhibit: museum/{words[0]}/exhibit.md. What do you see, what would you check?")
+        print(f"The report: {folder / 'report.html'}")
+    else:
+        print(f"the exhibits are {' '.join(EXHIBITS)}; the command is make museum BUG=NAME", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
