@@ -38,7 +38,7 @@ soak: $(VENV)/ready            ## kill a run 30 times at random, then check the 
 	$(BIN)/python bench/soak.py
 
 bench: $(VENV)/ready           ## run the benchmarks, one for each claim
-	for b in $(filter-out bench/soak.py bench/gpu_check.py,$(wildcard bench/*.py)); do $(BIN)/python $$b || exit 1; done
+	for b in $(filter-out bench/soak.py bench/gpu_check.py bench/areal_tests.py,$(wildcard bench/*.py)); do $(BIN)/python $$b || exit 1; done
 
 agents: .venv-agents/ready     ## test the example agents, in a separate venv with the agent frameworks
 	AGENTS=1 .venv-agents/bin/python -m pytest tests/test_examples.py

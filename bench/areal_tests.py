@@ -1,0 +1,183 @@
+"""Run those of AReaL's own test files whose concept this project shares, against this project's modules.
+
+    git clone https://github.com/inclusionAI/AReaL /tmp/AReaL
+    python bench/areal_tests.py /tmp/AReaL
+
+The script makes AReaL's import names point to this project's modules. Where the arguments have other names, a small
+adapter in this file translates them. AReaL's tests are read from the checkout, and nothing of AReaL is copied. For each
+file the script prints how many tests pass, how many fail because of a deliberate difference, with the difference, and
+how many fail for another reason. A test that fails for another reason makes the exit status 1.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import ppo  # noqa: E402
+import staleness  # noqa: E402
+from training.config import PPOActorConfig  # noqa: E402
+from training.corrections import reduce_sequence  # noqa: E402
+from training.proximal import interpolation, linear, loglinear, rollout  # noqa: E402
+
+
+def ppo_actor_loss_fn(
+    logprobs: Tensor,
+    proximal_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    eps_clip: float,
+    loss_mask: Tensor,
+    eps_clip_higher: float | None = None,
+    c_clip: float | None = None,
+    rejection_sampling: Any = None,
+    importance_sampling_level: Any = "token",
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Call this project's loss with the arguments of AReaL's loss, and return AReaL's statistics."""
+    assert rejection_sampling is None
+    if importance_sampling_level not in ("token", "sequence"):
+        raise ValueError(f"Invalid importance_sampling_level: {importance_sampling_level}")
+    if cu_seqlens is None:
+        ids = torch.arange(len(logprobs))[:, None]
+        if logprobs.ndim == 1:
+            raise ValueError("cu_seqlens is required for 1D tensors")
+    else:
+        ids = torch.bucketize(torch.arange(len(logprobs)), cu_seqlens[1:].long(), right=True)
+    config = PPOActorConfig(
+        eps_clip=eps_clip,
+        eps_clip_higher=eps_clip_higher,
+        c_clip=c_clip,
+        importance_sampling_level=importance_sampling_level,
+        behave_imp_weight_cap=None,
+    )
+    tensors = (logprobs, proximal_logprobs, old_logprobs, advantages)
+    loss, _ = ppo.ppo_actor_loss_fn(*tensors, loss_mask, config, sequence_ids=ids)
+    mask = loss_mask.bool()
+    weight, objective, clipped, _ = ppo.token_objectives(*tensors, mask, config, ids)
+    log_u = torch.where(mask, logprobs - proximal_logprobs, 0.0)
+    if importance_sampling_level == "sequence":
+        log_u = reduce_sequence(log_u, mask, ids, "mean")
+    stats = {
+        "importance_weight": log_u.exp().where(mask, torch.zeros(())).detach(),
+        "approx_kl": (logprobs - proximal_logprobs).detach(),
+        "clip_mask": clipped,
+        "dual_clip_mask": (objective == c_clip * advantages if c_clip else torch.zeros_like(clipped)) & mask,
+        "loss": -weight * objective.detach(),
+    }
+    return loss, stats
+
+
+def compute_prox_logp_approximations(
+    old_logp: Tensor, logprobs: Tensor, versions: Tensor, current_version: int, method: str | None = None
+) -> dict[str, Tensor]:
+    """Call this project's guesses of pi_prox. AReaL's alpha is the one after the last mini-batch, which is f = 1."""
+    alpha = interpolation(versions, current_version - 1, 1.0)
+    guesses = {guess.__name__: guess(old_logp, logprobs, alpha) for guess in (loglinear, linear, rollout)}
+    return guesses if method is None else {method: guesses[method]}
+
+
+FILES = ("tests/test_staleness_manager.py", "tests/test_functional.py", "tests/test_prox_approx.py")
+# A part of a test's name, or of its error -> the deliberate difference. docs/differences.md explains each.
+DIFFERENCES = {
+    "test_accept_without_submit_is_invalid": "an event that is impossible in the current state raises RuntimeError",
+    "absent: sapo_loss_fn": "there is no SAPO",
+    "absent: RejectionSamplingConfig": "the tests of rows are keys of PPOActorConfig (training/corrections.py)",
+    "absent: grpo_loss_fn": "FSDPPPOActor.piece_loss makes the loss; it has other arguments",
+    "absent: PPOActorConfig": "FSDPPPOActor has no engine inside, and other arguments",
+    "must be called with a dataclass": "the choices of a key are its type, and not metadata of its field",
+    "absent: stats_tracker": "ppo_update returns its metrics; there is no tracker",
+    "test_negative_versions_in_prompt": "pi_prox is guessed for trained tokens alone, and a prompt has no guess",
+}
+
+
+class Results:
+    """A plugin of pytest that keeps the outcome of each test."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, tuple[str, str]] = {}  # test -> outcome, error
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes[report.nodeid.partition("::")[2]] = report.outcome, str(report.longrepr or "")
+
+
+def provide(checkout: Path) -> None:
+    """Make AReaL's import names point to this project's modules."""
+
+    def module(name: str, **names: Any) -> None:
+        made = ModuleType(name)
+        made.__path__ = []  # a package
+        vars(made).update(names)
+        made.__getattr__ = absent  # type: ignore[method-assign]
+        sys.modules[name] = made
+
+    for name in ("areal", "areal.infra", "areal.utils", "areal.trainer", "areal.trainer.ppo", "areal.api"):
+        module(name)
+    module("areal.api.cli_args")
+    module("areal.utils.functional", ppo_actor_loss_fn=ppo_actor_loss_fn)
+    module("areal.trainer.ppo.actor", compute_prox_logp_approximations=compute_prox_logp_approximations)
+    sys.modules["areal.infra.staleness_manager"] = staleness
+    path = checkout / "areal" / "utils" / "constants.py"  # names of methods, read from the checkout
+    spec = importlib.util.spec_from_file_location("areal.utils.constants", path)
+    assert spec is not None
+    assert spec.loader is not None
+    constants = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(constants)
+    sys.modules["areal.utils.constants"] = constants
+
+
+class Absent:
+    """Something of AReaL that this project does not have. A test that uses it fails."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        pytest.fail(f"absent: {self.name}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        pytest.fail(f"absent: {self.name}.{name}")
+
+
+def absent(name: str) -> Absent:
+    """Return a stand-in for a name that this project's adapters do not define."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Absent(name)
+
+
+def main(checkout: Path) -> int:
+    provide(checkout)
+    unexplained = 0
+    for file in FILES:
+        results = Results()
+        options = ["-q", "--noconftest", "-c", "/dev/null", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
+        pytest.main([*options, "--no-header", "--no-summary", str(checkout / file)], plugins=[results])
+        passed = [test for test, (outcome, _) in results.outcomes.items() if outcome == "passed"]
+        failed = {test: error for test, (outcome, error) in results.outcomes.items() if outcome == "failed"}
+        reasons: dict[str, list[str]] = {}
+        for test, error in failed.items():
+            key = next((key for key in DIFFERENCES if key in test or key in error), "")
+            reasons.setdefault(DIFFERENCES.get(key, f"NOT EXPLAINED: {error.strip().splitlines()[-1]}"), []).append(
+                test
+            )
+            unexplained += not key
+        print(f"\n{file}: {len(passed)} passed, {len(failed)} failed")
+        for reason, tests in reasons.items():
+            print(f"  {len(tests)}: {reason}\n     " + "\n     ".join(tests))
+    return int(unexplained > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,131 @@
+"""Claim: with long episodes in the tail, waiting for them costs time; masking and dropping cost tokens or groups.
+
+    python bench/order.py                                  three runs, one for each value of rollout.stale
+    python bench/order.py --steps 40 --modes wait mask     longer, and only two of the runs
+
+Each run trains the maze (configs/maze.yaml) for the same number of steps, so on the same number of samples. The maze's
+own episodes differ only by the length of a walk. A real agent also waits for tools and for other people. Here each
+group of walks therefore pauses after its first cells, for a time with a heavy tail: lognormal, with sigma 1.5 and a
+mean of --pause seconds. The pauses depend only on the number of the group, so all runs have the same pauses. While a
+group pauses, the trainer makes new versions, and the rest of the walk is sampled by a newer version than the beginning.
+
+The table shows the seconds up to the last step, the seconds of these that the trainer waited, the mean reward of the
+last five steps, the share of the tokens that were masked, and the groups that were dropped.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from inference.io_struct import ModelRequest  # noqa: E402
+from workflow import RLVRWorkflow, call_seed, to_row, workflow_context  # noqa: E402
+
+SIGMA, FIRST = 1.5, 12  # sigma of the lognormal pause; tokens before the pause
+MODES = ("wait", "mask", "drop")
+
+
+def pause(task_id: int, mean_s: float) -> float:
+    """Return the pause of a group in seconds. The mean over many groups is `mean_s`; the median is a third of it."""
+    return random.Random(task_id).lognormvariate(math.log(mean_s) - SIGMA**2 / 2, SIGMA)
+
+
+class PausingWalk(RLVRWorkflow):
+    """A walk that pauses after its first FIRST tokens, and then continues."""
+
+    def __init__(self, reward_fn: str, gconfig: Any, tokenizer: Any, pause_s: float) -> None:
+        super().__init__(reward_fn, gconfig, tokenizer)
+        self.pause_s = pause_s
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        context, prompt = workflow_context.get(), self.prompt_ids(data["messages"])
+        whole = None
+        for turn, limit in enumerate((FIRST, self.gconfig.max_new_tokens - FIRST)):
+            ids = prompt + (whole.output_tokens if whole else [])
+            gconfig = self.gconfig.new(
+                n_samples=1, seed=call_seed(self.gconfig.seed, context.name, turn), max_new_tokens=limit
+            )
+            part = await engine.agenerate(
+                ModelRequest(ids, gconfig=gconfig, tokenizer=self.tokenizer, session=context.name)
+            )
+            if whole is not None:
+                part = replace(
+                    part,
+                    input_tokens=prompt,
+                    output_tokens=whole.output_tokens + part.output_tokens,
+                    output_logprobs=whole.output_logprobs + part.output_logprobs,
+                    output_versions=whole.output_versions + part.output_versions,
+                )
+            whole = part
+            if part.stop_reason != "length":
+                break
+            if turn == 0:
+                await asyncio.sleep(pause(context.task_id, self.pause_s))
+        assert whole is not None
+        return to_row([whole], await self.reward(whole, data))
+
+
+def train(mode: str, root: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train one run and return its metrics."""
+    words = [
+        f"rollout.stale={mode}",
+        f"max_steps={args.steps}",
+        f"rollout.max_head_offpolicyness={args.eta}",
+        "rollout.max_concurrent_rollouts=null",
+        f"train_dataset.batch_size={args.batch}",
+        "gconfig.n_samples=4",
+        "workflow=bench.order.PausingWalk",
+        f"workflow_kwargs.pause_s={args.pause}",
+        "workflow_kwargs.reward_fn=tasks.maze.reward",
+        f"trial_name={mode}",
+        f"fileroot={root}",
+        "logger.live=false",
+        "logger.tokens_interval=0",
+        "doctor=off",
+    ]
+    command = [sys.executable, "train.py", "--config", "configs/maze.yaml", *words]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return [json.loads(line) for line in (root / "maze" / mode / "metrics.jsonl").read_text().splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--modes", nargs="*", default=MODES, choices=MODES)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--eta", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=4, help="groups in a batch (B)")
+    parser.add_argument("--pause", type=float, default=6.0, help="mean pause of a group, in seconds")
+    args = parser.parse_args()
+    print(
+        "| rollout.stale | seconds | waited | reward | masked tokens | dropped groups | max age |\n" + "|---" * 7 + "|"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for mode in args.modes:
+            lines = train(mode, Path(folder), args)
+            assert max(line["staleness_max"] for line in lines) <= args.eta
+            masked, tokens = (sum(line[key] for line in lines) for key in ("masked", "tokens"))
+            cells = (
+                mode,
+                f"{lines[-1]['wall_s']:.0f}",
+                f"{sum(line['rollout_wait_s'] for line in lines):.0f}",
+                f"{mean(line['reward'] for line in lines[-5:]):.3f}",
+                f"{masked / (masked + tokens):.1%}",
+                f"{sum(line['dropped'] for line in lines)}",
+                f"{max(line['staleness_max'] for line in lines):.0f}",
+            )
+            print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
