@@ -173,7 +173,7 @@ class LoggerConfig:
 class TrainConfig:
     """The whole configuration of a run."""
 
-    mode: Literal["train", "eval"] = "train"  # train: train the model; eval: only evaluate on the validation prompts
+    mode: Literal["train", "eval"] = "train"  # eval: only evaluate on the validation prompts; no key of training counts
     recover: Literal["auto", "off"] = "auto"  # auto: if this run exists, continue from its last checkpoint
     doctor: Literal["warn", "strict", "off"] = "warn"  # checks after each step; strict: a rule that fires ends the run
     recover_interval: Count = 10  # training steps between two checkpoints for recovery
@@ -231,6 +231,33 @@ ALIASES = {
 # Names that users give to keys, and the key that an error message then suggests.
 SYNONYMS = {"learning_rate": "actor.optimizer.lr", "staleness": "rollout.max_head_offpolicyness", "steps": "max_steps"}
 
+# Keys that have an effect only under a condition: condition -> regular expression that matches the keys' names.
+NEEDS = {
+    "rollout.server_addrs=[]": r"server\..*",
+    "rollout.openai.mode=subproc": r"rollout\.openai\.subproc_max_workers",
+    "gconfig.greedy=false": r"gconfig\.(temperature|top_p|top_k)",
+    "dry_run=true": r"gpus|gpu_memory",
+    "mode=eval": r"evaluator\.base_url",
+    "mode=eval or evaluator.interval": r"valid_dataset\.path",
+    "recover=auto": r"recover_interval",
+    "saver.interval": r"saver\.keep",
+    "weight_update.mode=disk": r"weight_update\.path",
+    "weight_update.mode=distributed": r"weight_update\.address",
+    "weight_update.mode=distributed|tensor": r"weight_update\.bucket_mb",
+    "actor.use_decoupled_loss=false": r"actor\.recompute_logprob",
+    "actor.use_decoupled_loss=true": r"actor\.(prox_logp_method|behave_.*|reject_.*)",
+    "actor.enable_tree_training=false": r"actor\.layout",
+    "actor.use_cispo_loss=false": r"actor\.c_clip",
+    "actor.kl_ctl": r"ref\.path|actor\.kl_(estimator|placement)",
+    "actor.kl_ctl or actor.entropy_coeff": r"actor\.anneal",
+    "actor.overlong_tokens": r"actor\.overlong_penalty_factor",
+    "actor.overlong_tokens or actor.loss_aggregation=constant": r"actor\.max_new_tokens",
+    "actor.adv_norm.mean_level=group|batch": r"actor\.adv_norm\.mean_leave1out",
+    "actor.adv_norm.std_level=group|batch": r"actor\.adv_norm\.eps",
+    "actor.adv_norm.std_level=constant": r"actor\.adv_norm\.std_constant",
+    "actor.optimizer.lr_scheduler_type=linear|cosine": r"actor\.optimizer\.min_lr_ratio",
+}
+
 
 class Key(NamedTuple):
     """One configuration key as `--help` prints it: full name, default, help text and, for a number, the interval."""
@@ -272,14 +299,29 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for name, child in tree.items() for k, v in flatten(child, f"{prefix}{name}.").items()}
 
 
-def set_keys(config: DictConfig, given: Any, source: str) -> None:
+def without_effect(config: Any, names: list[str]) -> dict[str, str]:
+    """Return the keys among `names` that `config` changes without an effect, each with the condition that it needs."""
+    default = TrainConfig()
+
+    def is_met(condition: str) -> bool:
+        name, _, values = condition.partition("=")
+        value = attrgetter(name)(config)
+        return str(value).lower() in values.split("|") if values else bool(value)
+
+    changed = [name for name in names if attrgetter(name)(config) != attrgetter(name)(default)]
+    unmet = [need for need in NEEDS if not any(map(is_met, need.split(" or ")))]
+    return {name: need for need in unmet for name in changed if re.fullmatch(NEEDS[need], name)}
+
+
+def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
     """Write the given keys into `config`. `source` names the recipe or the command line in error messages.
 
-    Raises ConfigError for an unknown key. The message suggests the nearest known key.
+    Return the given keys that have no effect so far, each with the condition that it needs. Raises ConfigError for an
+    unknown key. The message suggests the nearest known key.
     """
-    known = [key.name for key in list_keys()]
+    known, names = [key.name for key in list_keys()], []
     for name, value in flatten(OmegaConf.to_container(given)).items():
-        name = ALIASES.get(name, name)
+        names.append(name := ALIASES.get(name, name))
         if name not in known:
             last = name.rpartition(".")[2]
             near = [SYNONYMS[last]] if last in SYNONYMS else [key for key in known if key.rpartition(".")[2] == last]
@@ -291,6 +333,7 @@ def set_keys(config: DictConfig, given: Any, source: str) -> None:
         if name == "rollout.stale" and isinstance(value, bool):
             value = "drop" if value else "wait"  # drop_stale=true and drop_stale=false
         OmegaConf.update(config, name, value)
+    return without_effect(config, names)
 
 
 def resolve(config: TrainConfig) -> None:
@@ -303,12 +346,8 @@ def resolve(config: TrainConfig) -> None:
         if key.interval and value is not None and not is_within(value, key.interval):
             raise ConfigError(f"{key.name}={value}; it must be a number in {key.interval}")
     actor, rollout, gconfig, batch = config.actor, config.rollout, config.gconfig, config.train_dataset.batch_size
-    if config.gpus and not config.dry_run:
-        raise ConfigError(f"gpus={config.gpus} plans for a machine that is not there, so it needs --dry-run")
-    if config.evaluator.base_url and config.mode == "train":
-        raise ConfigError("evaluator.base_url has no effect in mode=train: leave the key out, or set mode=eval")
-    if actor.use_decoupled_loss and not actor.recompute_logprob:
-        raise ConfigError("actor.recompute_logprob=false has an effect only with actor.use_decoupled_loss=false")
+    if config.model_revision and Path(config.model_path or "").is_dir():
+        raise ConfigError("model_revision has no effect on a folder: omit it, or set model_path to a name on the hub")
     actor.max_new_tokens = actor.max_new_tokens or gconfig.max_new_tokens
     if (actor.overlong_tokens or 1) > actor.max_new_tokens:
         raise ConfigError(f"actor.overlong_tokens={actor.overlong_tokens} > max_new_tokens={actor.max_new_tokens}")
@@ -378,18 +417,20 @@ def load(argv: list[str]) -> TrainConfig:
     recipes = [p if p.is_file() or p.suffix else DEMO.parent / f"{p}.yaml" for p in args.config or [DEMO]]
     if missing := [recipe for recipe in recipes if not recipe.is_file()]:
         raise ConfigError(f"no recipe at {missing[0]}; configs/ holds the ones that come with the project")
-    merged = OmegaConf.structured(TrainConfig)
+    merged, idle = OmegaConf.structured(TrainConfig), dict[str, str]()
     source = ""
     try:
         for recipe in recipes:
             source = str(recipe)
-            set_keys(merged, OmegaConf.load(recipe), source)
+            idle |= set_keys(merged, OmegaConf.load(recipe), source)
         source = "the command line"
         options = [f"{name}={value}" for name, value in vars(args).items() if name not in ("config", "words") and value]
-        set_keys(merged, OmegaConf.from_dotlist(args.words + options), source)
+        idle |= set_keys(merged, OmegaConf.from_dotlist(args.words + options), source)
         config: Any = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, YAMLError) as error:
         where = getattr(error, "full_key", None) or source
         raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
+    for name, need in without_effect(config, list(idle)).items():
+        raise ConfigError(f"{name}={attrgetter(name)(config)} has no effect here: omit it, or set {need}")
     resolve(config)
     return config

@@ -24,7 +24,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.utils import enable_progress_bars
 from transformers import AutoTokenizer
 
-from run.config import ConfigError, TrainConfig
+from run.config import ConfigError, OpenAIConfig, TrainConfig
 from run.launch import ROOT
 from workflow import OpenAIProxyWorkflow, import_string, resolve_workflow
 
@@ -69,6 +69,8 @@ def load_inputs(config: TrainConfig, workflow: Any = None, workflow_kwargs: dict
     warn_of_namesakes(os.environ.get("PYTHONPATH", "").split(os.pathsep))
     with users_code(f"task={config.task}"):
         task = importlib.import_module(config.task) if config.task else None
+    if config.success_above and hasattr(task, "success"):
+        raise ConfigError(f"success_above has no effect: the task {config.task} says what success is; omit the key")
     dataset = load_dataset(config.train_dataset.path, task, "train")
     validation = load_dataset(config.valid_dataset.path or config.train_dataset.path, task, "valid")
     if accept := config.should_accept_fn:
@@ -112,7 +114,11 @@ def load_workflow(config: TrainConfig, task: Any, tokenizer: Any, workflow: Any,
     nowhere = {"proxy_addr": "", "admin_key": "", "mode": config.rollout.openai.mode}
     with users_code(f"workflow={workflow}, workflow_kwargs={kwargs}"):
         resolved = resolve_workflow(workflow, kwargs, proxy=nowhere, defaults=defaults)
-    return resolved.agent if isinstance(resolved, OpenAIProxyWorkflow) else resolved
+    if isinstance(resolved, OpenAIProxyWorkflow):
+        return resolved.agent
+    if config.rollout.openai != OpenAIConfig():
+        raise ConfigError("rollout.openai has no effect: the workflow is a RolloutWorkflow, not an agent; omit it")
+    return resolved
 
 
 def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:

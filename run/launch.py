@@ -39,7 +39,7 @@ from pathlib import Path
 import httpx
 import torch
 
-from run.config import ConfigError, TrainConfig
+from run.config import ConfigError, ServerConfig, TrainConfig
 from run.memory import GIB, describe_load, estimate_memory
 from run.serve import listen, raise_open_files
 
@@ -235,8 +235,9 @@ def server_command(config: TrainConfig, mem_fraction: float | None) -> list[str]
     }
     installed = config.gpus or importlib.util.find_spec("sglang") is not None
     if server.backend == "tiny" or (server.backend == "auto" and not (mem_fraction and installed)):
-        if server.tp_size > 1:
-            raise ConfigError(f"server.tp_size={server.tp_size}: the small server has no tensor parallelism; omit it")
+        for name in ("tp_size", "mem_fraction", "command"):
+            if getattr(server, name) != getattr(ServerConfig(), name):
+                raise ConfigError(f"server.{name} has no effect on the small server: omit it, or use SGLang")
         return own_command("inference.tiny.server", options | {"--seed": config.seed, "--api-key": "-"}, *server.args)
     if not server.command and not config.gpus:
         check_sglang()

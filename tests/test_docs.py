@@ -53,6 +53,7 @@ RAISED_BY = {
     "a fast path of the small server": 79,
     "the doctor": 179,
     "input items of a response": 31,
+    "keys that need another key": 42,
     "the tour": 57,
     "a single rank listens on the loopback address": 12,
     "failures in one line, Ctrl-C": 105,

@@ -1,18 +1,25 @@
 """Tests of the configuration: recipes override the defaults, and the command line overrides recipes. A mistake is
 reported in one line before anything starts."""
 
+import ast
 import math
+import re
 from collections.abc import Iterator
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from omegaconf import OmegaConf
+from test_structure import MODULES
 
-from run.config import ConfigError, TrainConfig, changed, list_keys, load
+import tasks.guess
+import tasks.maze
+from inference.weights import WeightUpdateMeta
+from run.config import NEEDS, ConfigError, TrainConfig, changed, list_keys, load
 from run.fields import is_within
+from run.inputs import load_inputs, load_workflow
 
 
 @pytest.mark.parametrize(
@@ -21,8 +28,9 @@ from run.fields import is_within
         (["actor.eps_clp=0.1"], "did you mean 'actor.eps_clip'"),
         (["lr=0.1"], "did you mean 'actor.optimizer.lr'"),
         (["actor.learning_rate=0.1"], "did you mean 'actor.optimizer.lr'"),
-        (["evaluator.base_url=http://localhost/v1"], "no effect in mode=train"),
-        (["actor.recompute_logprob=false"], "only with actor.use_decoupled_loss=false"),
+        (["evaluator.base_url=http://localhost/v1"], "no effect here: omit it, or set mode=eval"),
+        (["actor.recompute_logprob=false"], "or set actor.use_decoupled_loss=false"),
+        (["model_path=configs", "model_revision=v1"], "model_revision has no effect on a folder"),
         (["qwertyuiop=1"], "--help"),
         (["--config", "nowhere.yaml"], "no recipe at nowhere.yaml"),
         (["max_steps=many"], "max_steps"),
@@ -49,6 +57,102 @@ def test_what_cannot_run_is_said_in_one_line(words: list[str], says: str) -> Non
         load(words)
     assert says in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+# Keys that have an effect, or not: every key is read, and a key that needs another key is refused without it.
+
+
+def names_read(source: str) -> set[str]:
+    """Return the names of all attributes that a module reads, and all words of its string constants."""
+    nodes = [*ast.walk(ast.parse(source))]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return read.union(*map(str.split, texts))
+
+
+def test_every_key_is_read() -> None:
+    """The code reads every key outside of the key's declaration. The fields of WeightUpdateConfig are passed on as a
+    WeightUpdateMeta, which has the same fields."""
+    assert names_read("a.b = c.d\nNAMES = 'e f'") == {"d", "e", "f"}
+    read = set.union(*(names_read(path.read_text()) for path in MODULES))
+    read |= {f"weight_update.{field.name}" for field in fields(WeightUpdateMeta)}
+    assert [key.name for key in list_keys() if not {key.name, key.name.rpartition(".")[2]} & read] == []
+
+
+def hint_of(name: str) -> Any:
+    """Return the type of a key, without its interval."""
+    section, _, field = name.rpartition(".")
+    return get_type_hints(type(attrgetter(section)(TrainConfig())) if section else TrainConfig)[field]
+
+
+def other_word(name: str) -> str:
+    """Return a word of the command line that sets a key to a value other than its default."""
+    (key,) = [key for key in list_keys() if key.name == name]
+    hint, default = hint_of(name), key.default
+    if key.interval:
+        values = (0.5, 2, 3) if float in (hint, *get_args(hint)) else (2, 3)
+        return f"{name}={next(value for value in values if value != default and is_within(value, key.interval))}"
+    if bool in (hint, *get_args(hint)):
+        return f"{name}={str(not default).lower()}"
+    if get_origin(hint) is Literal:
+        return f"{name}={next(option for option in get_args(hint) if option != default)}"
+    return f"{name}=[x]" if isinstance(default, list) else f"{name}=x"
+
+
+def words_for(condition: str, wanted: bool) -> list[str]:
+    """Return the words of the command line that make one condition of NEEDS true or false."""
+    name, _, values = condition.partition("=")
+    if not values:
+        return [f"{name}={'1' if wanted else 'null' if name == 'actor.overlong_tokens' else '0'}"]
+    options = values.split("|")
+    others = {"[]": "[http://127.0.0.1:9]", "true": "false", "false": "true"}
+    other = others.get(values) or next(option for option in get_args(hint_of(name)) if option not in options)
+    return [f"{name}={options[0] if wanted else other}"]
+
+
+NEEDY = [(key.name, need) for need, pattern in NEEDS.items() for key in list_keys() if re.fullmatch(pattern, key.name)]
+
+
+@pytest.mark.parametrize(("name", "need"), NEEDY)
+def test_a_key_without_effect_is_refused(name: str, need: str, tmp_path: Path) -> None:
+    """If a key needs another key and the other key does not fit, one line names both. With the other key, the same word
+    is accepted. A recipe may contain a key that a later word makes useless."""
+    (tmp_path / "empty.yaml").write_text("gconfig: {n_samples: 2}")
+    base, conditions = ["--config", str(tmp_path / "empty.yaml")], need.split(" or ")
+    useless = [word for condition in conditions for word in words_for(condition, wanted=False)]
+    word = other_word(name)
+    with pytest.raises(ConfigError) as error:
+        load([*base, *useless, word])
+    assert str(error.value).startswith(f"{name}=")
+    assert str(error.value).endswith(f" has no effect here: omit it, or set {need}")
+    assert len(str(error.value).splitlines()) == 1
+    useful = words_for(conditions[0], wanted=True)
+    load([*base, *useful, word])
+    (tmp_path / "recipe.yaml").write_text(
+        OmegaConf.to_yaml(OmegaConf.from_dotlist(["gconfig.n_samples=2", *useful, word]))
+    )
+    load(["--config", str(tmp_path / "recipe.yaml"), *useless])
+    load([*base, *useless])
+
+
+def test_the_patterns_name_keys() -> None:
+    """Each condition of NEEDS reads a key, and each pattern matches a key."""
+    assert {need for _, need in NEEDY} == NEEDS.keys()
+    for condition in (c for need in NEEDS for c in need.split(" or ")):
+        assert hasattr(attrgetter(condition.partition("=")[0])(TrainConfig()), "__class__")
+    assert len({name for name, _ in NEEDY}) > 40
+
+
+def test_keys_that_need_an_agent_or_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys of rollout.openai need an agent: with a RolloutWorkflow, one line says so. success_above needs a task
+    that does not say itself what success is."""
+    words = ["--config", "configs/maze.yaml"]
+    load_workflow(load(words), tasks.maze, None, None, {})
+    with pytest.raises(ConfigError, match=r"rollout.openai has no effect: the workflow is a RolloutWorkflow"):
+        load_workflow(load([*words, "rollout.openai.turn_discount=0.5"]), tasks.maze, None, None, {})
+    monkeypatch.setattr(tasks.guess, "success", bool, raising=False)
+    with pytest.raises(ConfigError, match=r"success_above has no effect: the task tasks.guess says"):
+        load_inputs(load(["success_above=0.5"]))
 
 
 def test_options_and_words_may_be_mixed() -> None:

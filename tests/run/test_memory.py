@@ -182,5 +182,5 @@ def test_ranks_share_what_they_keep(tiny_model_dir: Path) -> None:
 
 def test_gpus_that_are_not_there_need_a_dry_run() -> None:
     """A run cannot start on assumed GPUs. The error names the option that is missing."""
-    with pytest.raises(ConfigError, match="gpus=8 plans for a machine that is not there, so it needs --dry-run"):
+    with pytest.raises(ConfigError, match="gpus=8 has no effect here: omit it, or set dry_run=true"):
         load(["--gpus", "8"])

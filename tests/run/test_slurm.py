@@ -65,7 +65,7 @@ def cluster(tmp_path: Path, tiny_model_dir: Path) -> dict[str, str]:
 RECIPE = [
     *("--config", "configs/gsm8k.yaml", "data=tests/data/gsm8k.jsonl", "max_steps=2", "trial_name=t"),
     *("gconfig.n_samples=2", "gconfig.max_new_tokens=8", "train_dataset.batch_size=2", "actor.dtype=float32"),
-    *("evaluator.interval=0", "server.max_total_tokens=4096"),
+    "evaluator.interval=0",
 ]
 
 
