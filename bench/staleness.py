@@ -2,7 +2,8 @@
 
     python bench/staleness.py                              all runs: 7 lags x 3 methods x 5 seeds, about 20 minutes
     python bench/staleness.py --etas 0 4 inf --seeds 1 2   some of the runs
-    python bench/staleness.py --draw                       only the table and the figure, from the CSV file
+    python bench/staleness.py --stability                  how often a run falls: 3 lags x 5 corrections x 20 seeds
+    python bench/staleness.py --draw                       only the tables and the figure, from the CSV file
 
 The benchmark repeats the experiment of the paper's staleness table (arXiv 2505.24298) on the game of tasks/guess.py.
 Training uses training/actor.py and ppo.py, as in a real run. Each run writes one line of docs/staleness.csv. If a run
@@ -39,7 +40,7 @@ import time
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -274,6 +275,25 @@ def print_table(lines: list[dict[str, Any]]) -> None:
             print(f"| {eta} | {lags} | " + " | ".join(shown) + " |")
 
 
+def largest_fall(line: dict[str, Any]) -> float:
+    """Return the largest difference between a point of a run's curve and the highest point before it."""
+    curve = [line[name] for name in CURVE]
+    return max(max(curve[: i + 1]) - point for i, point in enumerate(curve))
+
+
+def print_stability(lines: list[dict[str, Any]]) -> None:
+    """Print the median and the range of the final success, and how many runs fell by more than 0.1 on the way."""
+    print("\n| eta | correction | seeds | median | range | fell by more than 0.1 | largest fall |\n" + "|---" * 7 + "|")
+    for eta in ("0", "4", "8"):
+        for method in CORRECTIONS:
+            runs = [line for line in lines if (line["eta"], line["method"]) == (eta, method)]
+            if runs:
+                last, falls = [line[CURVE[-1]] for line in runs], [largest_fall(line) for line in runs]
+                fell = f"{sum(fall > 0.1 for fall in falls)} | {max(falls):.3f}"
+                shown = f"{len(runs)} | {median(last):.3f} | {min(last):.3f} to {max(last):.3f} | {fell}"
+                print(f"| {eta} | {method} | {shown} |")
+
+
 def spread(values: list[float]) -> float:
     """Return the standard deviation, or NaN if there is only one value."""
     return stdev(values) if len(values) > 1 else math.nan
@@ -312,8 +332,11 @@ def main() -> None:
     parser.add_argument("--etas", nargs="*", default=ETAS, choices=ETAS)
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3, 4, 5])
+    parser.add_argument("--stability", action="store_true")
     parser.add_argument("--draw", action="store_true")
     args = parser.parse_args()
+    if args.stability:
+        args.etas, args.methods, args.seeds = ["0", "4", "8"], list(CORRECTIONS), STABILITY_SEEDS
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
     words = ["actor.ppo_epochs=1", "actor.kl_ctl=0", "actor.entropy_coeff=0.03", "actor.enable_tree_training=true"]
@@ -331,8 +354,9 @@ def main() -> None:
                     append(line)
                     shown = f"lag {line['lag_mean']:.2f}, success {line[CURVE[-1]]:.3f}, {line['cpu_s']:.0f} s"
                     print(f"eta {eta}, {method}, seed {seed}: {shown}", flush=True)
-    lines = read()
+    lines = [line for line in read() if line["seed"] not in STABILITY_SEEDS]
     print_table(lines)
+    print_stability([line for line in read() if line["seed"] in STABILITY_SEEDS])
     draw(lines)
 
 
