@@ -5,7 +5,8 @@ long and random, so nobody can guess it. A request marked "admin" needs the admi
 path.
 
     POST /grant_capacity (admin)                  let one more session start
-    POST /rl/start_session (admin)                use one grant to start a session, and return the session's id
+    POST /rl/start_session (admin)                use one grant to start a session, and return the session's id;
+                                                  the field `grant: true` adds this grant
     POST /{session_id}/v1/chat/completions        answer one call in the protocol of OpenAI's chat completions
     POST /{session_id}/v1/responses               answer one call in the protocol of OpenAI's Responses
     POST /{session_id}/v1/messages                answer one call in the protocol of Anthropic's Messages
@@ -14,7 +15,8 @@ path.
     GET  /{session_id}/v1/responses/{id}          return a finished response; /input_items lists what it has read
     POST /{session_id}/rl/set_reward              set the reward of an interaction (given by id) or of the last one
     POST /{session_id}/rl/end_session             end the session: stop its running calls, refuse new calls (410)
-    POST /export_trajectories (admin)             return the interactions of an ended session, then forget the session
+    POST /export_trajectories (admin)             return the interactions of an ended session, then forget the session;
+                                                  the field `rewards` first sets rewards and ends the session
     POST /set_version (admin)                     set the version of the trainer's newest weights
     GET  /health                                  return the number of sessions and the number of unused grants
 
@@ -73,6 +75,7 @@ from calls.tools import OutputParser
 from calls.turn import EventStream, Turn, earlier_turn
 from engine import EngineError, RemoteInfEngine
 from inference.io_struct import GenerationHyperparameters, ModelRequest, call_seed
+from run.fields import as_object
 from run.serve import bearer, check_key, listen, load_tokenizer, read_object, read_secret, reply, serve
 
 LONG_BODY = 2**18  # bytes; a thread reads a longer body, because reading and tokenising a long text take seconds
@@ -118,11 +121,13 @@ class Proxy:
         return reply({"capacity": self.sessions.grant()})
 
     async def start_session(self, request: Request) -> Response:
-        """Use one grant to start a session. Raises Refusal 429 if there is no grant."""
+        """Use one grant to start a session; {"grant": true} adds this grant. Raises Refusal 429 without a grant."""
         check_key(request, self.admin_key)
         body = await self.read_json(request)
         if not isinstance(body.get("task_id"), str | int) or body.get("api_key"):
             raise Refusal("task_id: a string is needed; api_key: leave it out, the proxy replies with a key of its own")
+        if get(body, "grant", bool):
+            self.sessions.grant()
         session = self.sessions.start(str(body["task_id"]))
         return reply({"session_id": session.session_id, "api_key": session.session_id})
 
@@ -239,7 +244,11 @@ class Proxy:
     async def set_reward(self, request: Request) -> Response:
         """Set the reward of the interaction `interaction_id`, or of the last interaction if the body has no id."""
         body = await self.read_json(request)
-        session = self.sessions.open(session_id_of(request))
+        self.reward(self.sessions.open(session_id_of(request)), body)
+        return reply({"message": "ok"})
+
+    def reward(self, session: Session, body: dict[str, Any]) -> None:
+        """Set the reward that a body of /rl/set_reward contains. Raises Refusal for an unknown interaction."""
         interaction_id, reward = get(body, "interaction_id", str), body.get("reward")
         try:
             if interaction_id is None:
@@ -248,7 +257,6 @@ class Proxy:
                 session.cache.set_reward(interaction_id, reward)
         except KeyError as error:
             raise Refusal(error.args[0]) from error
-        return reply({"message": "ok"})
 
     async def end_session(self, request: Request) -> Response:
         """End a session; to end it again is no error. With {"discard": true}, also forget the session at once."""
@@ -257,23 +265,32 @@ class Proxy:
         self.sessions.end(session)
         if body.get("discard"):
             self.sessions.forget(session)
-        finished = session.cache.finished()
-        rewarded = sum(interaction.reward is not None for interaction in finished)
-        return reply({"interaction_count": len(finished), "rewarded_count": rewarded})
+        return reply({"interaction_count": len(session.cache.finished()), "rewarded_count": session.rewarded_count})
 
     async def export_trajectories(self, request: Request) -> Response:
-        """Reply with the interactions of an ended session and their discounted rewards, then forget the session."""
+        """Reply with the interactions of an ended session and their discounted rewards, then forget the session.
+
+        If the body has a list `rewards`, first set these rewards, each in the form of a body of /rl/set_reward, and end
+        the session.
+        """
         check_key(request, self.admin_key)
         body = await self.read_json(request)
         session = self.sessions.find(str(body.get("session_id")))
+        rewards = get(body, "rewards", list)
+        for one in rewards or ():
+            self.reward(session, as_object(one, "rewards"))
+        if rewards is not None:
+            self.sessions.end(session)
         if not session.ended:
             raise Refusal("session_id: the session is still open; POST /{session_id}/rl/end_session first")
         style = body.get("style", "individual")
         check_style(style)  # checked first, because the discount changes the rewards
+        rewarded = session.rewarded_count  # counted first, because the discount gives rewards to parents
         session.cache.apply_reward_discount(body.get("discount", 1.0))
         exported = session.cache.export_interactions(style)
         self.sessions.forget(session)
-        return reply({"interactions": {key: exported_form(i) for key, i in exported.items()}})
+        interactions = {key: exported_form(i) for key, i in exported.items()}
+        return reply({"interactions": interactions, "rewarded_count": rewarded})
 
     async def health(self, request: Request) -> Response:
         """Reply with the number of sessions and the number of unused grants."""

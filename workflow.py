@@ -58,7 +58,7 @@ from calls.client import OpenAIProxyClient, sdk_http
 from calls.messages import AgentRequest
 from calls.prompts import PromptBuilder
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, call_seed
-from inference.wire import PerLoop, StackTransport
+from inference.wire import PerLoop, make_transport, many_connections
 from rollout.reward import AsyncRewardWrapper, parse_rewards
 from rollout.rows import make_row, row_to_tensors
 from rollout.trajectory import Trajectory, check_trajectory_format, concat_padded_tensors
@@ -255,13 +255,12 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 def make_agents_client() -> Any:
     """Return an HTTP client for agents that use the openai SDK. Its requests have no time limit of their own."""
-    transport: Any = StackTransport(sdk_http)
-    return openai.DefaultAsyncHttpxClient(transport=transport, timeout=None, trust_env=False)
+    return openai.DefaultAioHttpClient(timeout=None, trust_env=False, **many_connections(sdk_http))
 
 
 # The episodes of one event loop share three things: a transport for the proxy's /rl endpoints, the agents' HTTP client,
 # and the worker processes of mode subproc.
-_rl_transport = PerLoop(StackTransport)
+_rl_transport = PerLoop(make_transport)
 _agents_client = PerLoop(make_agents_client)
 
 
@@ -302,19 +301,13 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     async def _episode(self, run: Callable[..., Coroutine[Any, Any, Any]]) -> EpisodeResult:
         """Open a session, call `run(base_url=..., api_key=...)`, set the rewards, and export the interactions."""
         transport = await _rl_transport.get()
-        client = OpenAIProxyClient(transport, self._choose_proxy(), self.admin_key, _context.get().name)
+        client = OpenAIProxyClient(transport, self._choose_proxy(), self.admin_key, _context.get().name, grant=True)
         limit = f"{self.episode_timeout:g} s (rollout.openai.episode_timeout_seconds)"
         words = f"the agent of task {_context.get().name} took longer than {limit} and was cancelled"
-        await client.grant_capacity()
         async with client:
             work = run(base_url=client.session_url, api_key=client.api_key)
             rewards = parse_rewards(await within(self.episode_timeout, work, words))
-            if isinstance(rewards, dict):
-                for interaction_id, reward in rewards.items():
-                    await client.set_reward(interaction_id, reward)
-            elif rewards is not None:
-                await client.set_last_reward(rewards)
-        interactions = await client.export_interactions(discount=self.discount, style=self.export_style)
+            interactions = await client.finish(rewards, discount=self.discount, style=self.export_style)
         # Interactions without a reward are side conversations (calls/side_conversations.py). The result begins with
         # the side conversations, so that the last row of the result holds the reward of the episode.
         side = {key: value for key, value in interactions.items() if value.reward is None}

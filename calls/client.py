@@ -10,6 +10,12 @@
            await client.set_last_reward(reward)
        interactions = await client.export_interactions(discount=0.9, style="concat")
 
+   These are five requests. Two requests have the same effect, and cost the trainer less CPU time:
+
+       async with OpenAIProxyClient(transport, base_url, admin_key, task_id, grant=True) as client:
+           reward = await agent.run(data, base_url=client.session_url, api_key=client.api_key)
+           interactions = await client.finish(reward, discount=0.9, style="concat")
+
    The session ends when the block ends, even if the block raises an exception. After an exception nothing is exported,
    so the client also tells the proxy to forget the session. The caller gets the agent's exception even if the request
    to forget the session fails. If the proxy refuses a request, the client raises `Refusal` with the status and message
@@ -75,8 +81,9 @@ class OpenAIProxyClient:
     through httpx's client class would take a third longer.
     """
 
-    def __init__(self, transport: httpx.AsyncBaseTransport, base_url: str, admin_key: str, task_id: str) -> None:
-        self._transport = transport
+    def __init__(self, transport: Any, base_url: str, admin_key: str, task_id: str, grant: bool = False) -> None:
+        self._grant = grant  # whether the start of the session adds the grant that it uses
+        self._transport: httpx.AsyncBaseTransport = transport
         self._base_url = base_url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {admin_key}"}  # not needed if the path contains a session id
         self.task_id = task_id
@@ -93,11 +100,13 @@ class OpenAIProxyClient:
         return (await self._post("/grant_capacity", {}))["capacity"]
 
     async def __aenter__(self) -> Self:
-        started = await self._post("/rl/start_session", {"task_id": self.task_id})
+        started = await self._post("/rl/start_session", {"task_id": self.task_id, "grant": self._grant})
         self.session_id, self.api_key = started["session_id"], started["api_key"]
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if not self.session_id:  # `finish` has ended the session
+            return
         try:
             ended = await self._post(f"/{self.session_id}/rl/end_session", {"discard": error is not None})
             self.rewarded_count = ended["rewarded_count"]
@@ -119,8 +128,22 @@ class OpenAIProxyClient:
 
         An interaction has `parent` None if its parent is not exported. Style "individual" exports every parent.
         """
-        body = {"session_id": self.session_id, "discount": discount, "style": style}
-        answer = (await self._post("/export_trajectories", body))["interactions"]
+        return await self._export(discount=discount, style=style)
+
+    async def finish(self, rewards: float | dict[str, float] | None, **options: Any) -> dict[str, Interaction]:
+        """Set the rewards, end the session and export its interactions, all in one request.
+
+        `rewards` is the reward of the last interaction, or a dict {interaction id: reward}. `options` are the arguments
+        of `export_interactions`. Raises ValueError or Refusal, as `set_reward` does.
+        """
+        named = rewards.items() if isinstance(rewards, dict) else [] if rewards is None else [(None, rewards)]
+        given = [{"interaction_id": name, "reward": finite(reward)} for name, reward in named]
+        interactions, self.session_id = await self._export(rewards=given, **options), ""
+        return interactions
+
+    async def _export(self, **options: Any) -> dict[str, Interaction]:
+        exported = await self._post("/export_trajectories", {"session_id": self.session_id, **options})
+        answer, self.rewarded_count = exported["interactions"], exported["rewarded_count"]
         rows: dict[str, Interaction] = {}
         for interaction_id, exported in answer.items():
             row, messages = exported["tensors"], exported["messages"]

@@ -73,6 +73,11 @@ class Session:
     turns: dict[bytes, list[Any]] = field(default_factory=dict)  # hash of a request's body -> turns with this body
     ended: bool = False  # whether the session refuses calls
 
+    @property
+    def rewarded_count(self) -> int:
+        """Return how many finished interactions have a reward."""
+        return sum(interaction.reward is not None for interaction in self.cache.finished())
+
     def finished(self, interaction_id: str) -> Interaction | None:
         """Return the interaction with this id whose reply is complete, or None if there is none."""
         found = self.cache.get(interaction_id)

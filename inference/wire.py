@@ -7,10 +7,10 @@ URL. The status of an EngineError tells the caller how to react:
     502  the answer cannot be read
     503  no answer arrived, or the server failed: try again, perhaps at another server
 
-**Connections.** `StackTransport` gives each request in flight its own connection, and keeps idle connections on a
-stack. httpx's own pool looks at all its connections for every request, and is therefore slow when many requests are in
-flight. `Wire` also bypasses httpx's client. With 64 requests in flight, `StackTransport` and the bypass reduce a
-request's CPU time from 1.4 ms to 0.4 ms. The HTTP clients of agents use `StackTransport` too (workflow.py).
+**Connections.** Each request in flight has its own connection, and idle connections stay open for later requests. The
+HTTP parser of httpx is written in Python, and the parser of aiohttp in C. `make_transport` therefore puts aiohttp under
+httpx (package httpx-aiohttp). `Wire` also bypasses httpx's client class. The HTTP client of agents uses aiohttp too
+(workflow.py). docs/log.md has the measurements.
 
 **Streams.** `Wire.stream` yields the server-sent events of an answer while they arrive. An inference server repeats all
 tokens of the segment in every event. If several events arrive together, `Wire.stream` therefore parses only the newest.
@@ -23,15 +23,14 @@ makes many calls at once.
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from time import monotonic
 from typing import Any, Generic, TypeVar
 
 import httpx
 import orjson
+from httpx_aiohttp import AiohttpTransport
 
 CALL_TIMEOUT = 60.0  # longest silence of a server in seconds, unless the caller passes a timeout
 CONNECT_TIMEOUT = 10.0  # seconds to open a connection
-CONNECT_RETRIES = 2  # further tries to open a connection, after 0 and 0.5 s; a request that was sent is not repeated
 KEEPALIVE = 4.0  # seconds an idle connection stays open; below uvicorn's 5, so that the client closes first
 HEADERS = {"content-type": "application/json"}
 TLS = httpx.create_ssl_context()  # made one time at import, because making a context takes 20 ms
@@ -69,56 +68,17 @@ def read_answer(url: str, status: int, content: bytes) -> dict[str, Any]:
     raise EngineError(f"{url} answered {status}: {error}", 400 if 400 <= status < 500 else 503)
 
 
-class StackTransport(httpx.AsyncBaseTransport):
-    """A transport for httpx that gives each request in flight its own connection.
+def many_connections(http: Any = httpx) -> dict[str, Any]:
+    """Return the options of a transport or client that gives each request in flight its own connection.
 
-    A request takes the most recently used idle connection, or a new connection if none is idle. The connection becomes
-    idle again when the caller closes the answer. `http` is the module httpx, or httpx2 for newer openai SDKs.
+    `http` is the module httpx, or httpx2 for newer openai SDKs.
     """
+    return {"limits": http.Limits(max_connections=2**16, keepalive_expiry=KEEPALIVE), "verify": TLS}
 
-    def __init__(self, http: Any = httpx) -> None:
-        limits = http.Limits(keepalive_expiry=KEEPALIVE)
-        self._connect = lambda: http.AsyncHTTPTransport(verify=TLS, limits=limits, retries=CONNECT_RETRIES)
-        self.idle: list[Any] = []  # idle connections; the last is the most recently used
 
-    async def handle_async_request(self, request: Any) -> Any:
-        """Send `request` on an idle connection or a new one, and return the answer."""
-        is_fresh = self.idle and self.idle[-1].freed > monotonic() - KEEPALIVE
-        connection = self.idle.pop() if is_fresh else self._connect()
-        try:
-            response = await connection.handle_async_request(request)
-        except BaseException:
-            await connection.aclose()
-            raise
-        stream = response.stream
-
-        async def close_and_free() -> None:
-            del stream.aclose  # if the caller closes the stream again, the connection is not returned again
-            await stream.aclose()
-            self.idle.append(connection)
-            connection.freed = monotonic()
-            asyncio.get_running_loop().call_later(
-                KEEPALIVE, lambda: asyncio.gather(self._prune(), return_exceptions=True)
-            )
-
-        stream.aclose = close_and_free
-        return response
-
-    async def _prune(self) -> None:
-        """Close the connections that have been idle for KEEPALIVE seconds, so that their descriptors are free again.
-
-        A connection stays in the list until it is closed. If the loop ends meanwhile, `aclose` still finds it there.
-        """
-        while self.idle and self.idle[0].freed <= monotonic() - KEEPALIVE:
-            connection = self.idle[0]
-            await connection.aclose()
-            if self.idle[:1] == [connection]:  # another call of this method may have removed it
-                del self.idle[0]
-
-    async def aclose(self) -> None:
-        """Close all idle connections."""
-        while self.idle:
-            await self.idle.pop().aclose()
+def make_transport() -> httpx.AsyncBaseTransport:
+    """Return a transport for httpx. It uses aiohttp, whose HTTP parser is written in C."""
+    return AiohttpTransport(**many_connections())
 
 
 class PerLoop(Generic[T]):
@@ -163,7 +123,7 @@ class Wire:
 
     def __init__(self, transport: httpx.MockTransport | None = None, key: str = "") -> None:
         self._headers = HEADERS | ({"authorization": f"Bearer {key}"} if key else {})
-        self._transports: PerLoop[httpx.AsyncBaseTransport] = PerLoop(lambda: transport or StackTransport())
+        self._transports: PerLoop[httpx.AsyncBaseTransport] = PerLoop(lambda: transport or make_transport())
 
     async def call(self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
         """Send `body` by POST, or send a GET if `body` is None. Return the parsed answer. Raises EngineError."""

@@ -104,6 +104,11 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def idle_connections(transport: Any) -> int:
+    """Return how many idle connections a transport of `make_transport` keeps open."""
+    return sum(map(len, transport.client.connector._conns.values()))
+
+
 def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
     """Wait until a process ends, and return its unread output. If the process runs longer than `seconds`, kill it.
 

@@ -446,17 +446,13 @@ async def test_the_last_row_of_an_episode_is_of_the_conversation_itself(monkeypa
     class Client:
         rewarded_count, session_url, api_key = 1, "", ""
 
-        def __init__(self, *args: Any) -> None: ...
+        def __init__(self, *args: Any, grant: bool) -> None: ...
 
         async def __aenter__(self) -> None: ...
 
         async def __aexit__(self, *args: Any) -> None: ...
 
-        async def grant_capacity(self) -> None: ...
-
-        async def set_last_reward(self, reward: float) -> None: ...
-
-        async def export_interactions(self, **options: Any) -> dict[str, Any]:
+        async def finish(self, *args: Any, **options: Any) -> dict[str, Any]:
             turns = {"first": interaction(3, reward=0.5), "last": interaction(3, reward=0.0), "title": interaction(3)}
             turns["title"].reward = None
             return turns

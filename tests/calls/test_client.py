@@ -84,6 +84,66 @@ async def test_an_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) ->
     assert gone.value.status == 404
 
 
+class CountingTransport(httpx.ASGITransport):
+    """Sends requests to an application in this process, and keeps the path of each request."""
+
+    paths: list[str]
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.paths.append(request.url.path)
+        return await super().handle_async_request(request)
+
+
+@pytest.mark.parametrize("rewards", [None, 2.0, {"first": 0.5, "last": 2.0}])
+async def test_two_requests_do_what_five_do(http: httpx.AsyncClient, app: Any, rewards: Any) -> None:
+    """An episode with `grant` and `finish` sends two requests to the proxy besides the agent's calls. Its rewards,
+    parents and rows are those of an episode that grants, starts, sets rewards, ends and exports separately."""
+    transport = CountingTransport(app)
+    found = []
+    for is_short in (False, True):
+        transport.paths = []
+        client = OpenAIProxyClient(transport, "http://proxy", "admin", "task", grant=is_short)
+        if not is_short:
+            await client.grant_capacity()
+        async with client:
+            first, last = await talk(http, client, 2)
+            given = (
+                {{"first": first, "last": last}[k]: r for k, r in rewards.items()}
+                if isinstance(rewards, dict)
+                else rewards
+            )
+            if is_short:
+                rows = await client.finish(given, discount=0.5, style="individual")
+            elif isinstance(given, dict):
+                for interaction_id, reward in given.items():
+                    await client.set_reward(interaction_id, reward)
+            elif given is not None:
+                await client.set_last_reward(given)
+        if not is_short:
+            rows = await client.export_interactions(discount=0.5)
+        assert list(rows) == [first, last]
+        assert rows[last].parent is rows[first]
+        found.append(([row.to_lists() for row in rows.values()], client.rewarded_count))
+    assert found[0] == found[1]
+    assert transport.paths == ["/rl/start_session", "/export_trajectories"]
+    assert len(app.state.proxy.sessions) == app.state.proxy.sessions.capacity == 0
+
+
+@pytest.mark.parametrize("rewards", [{"chatcmpl-x": 1.0}, float("nan")])
+async def test_a_refused_finish_discards_the_session(http: httpx.AsyncClient, app: Any, rewards: Any) -> None:
+    """If a reward of `finish` is NaN or is for an unknown interaction, the episode fails and the proxy forgets the
+    session."""
+
+    async def episode() -> None:
+        async with OpenAIProxyClient(httpx.ASGITransport(app), "http://proxy", "admin", "task", grant=True) as client:
+            await talk(http, client, 1)
+            await client.finish(rewards)
+
+    with pytest.raises((Refusal, ValueError), match=r"chatcmpl-x|finite"):
+        await episode()
+    assert len(app.state.proxy.sessions) == 0
+
+
 async def test_the_tensors_are_the_exported_ones(http: httpx.AsyncClient, client: OpenAIProxyClient) -> None:
     """An exported interaction has the tensors that the proxy sent, with the right dtypes. If an interaction's reward is
     changed after the export, the tensors contain the new reward."""

@@ -11,17 +11,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import anthropic
-import httpx2
 import openai
 import pytest
-from conftest import ROOT
+from conftest import ROOT, idle_connections
 from harness import ADMIN, HELLO, Clock, Connection, Harness, claude, reply_message, sdk
 
 from calls.tools import OutputParser
 from calls.turn import PING_SECONDS, State, match_retry
 from engine import EngineError, RemoteInfEngine
-from inference.wire import StackTransport
 from proxy import create_app
+from workflow import make_agents_client
 
 pytestmark = pytest.mark.anyio
 
@@ -732,13 +731,12 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    transport: Any = StackTransport(httpx2)
     try:
         said = process.stdout.readline() + process.stdout.readline()
         found = re.search(r"OPENAI_BASE_URL=(\S+) ANTHROPIC_BASE_URL=(\S+),", said)
         assert found is not None
         request: Any = {"model": "m", "messages": HELLO, "extra_body": {"seed": 3}}
-        async with openai.DefaultAsyncHttpxClient(transport=transport, trust_env=False) as http:
+        async with make_agents_client() as http:
             chat = openai.AsyncOpenAI(base_url=found[1], api_key="DUMMY", http_client=http)
             other = anthropic.AsyncAnthropic(base_url=found[2], api_key="DUMMY", http_client=http)
             for _ in range(3):
@@ -747,7 +745,7 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
                 else:
                     events = await other.messages.create(**request, max_tokens=300, stream=True)
                 assert len([event async for event in events]) > 5
-            assert len(transport.idle) == 1
+            assert idle_connections(http._transport) == 1
             if protocol == "chat":
                 events = await chat.chat.completions.create(**request, max_tokens=1800, stream=True)
             else:
