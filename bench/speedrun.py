@@ -53,7 +53,7 @@ def train(checkout: Path, seed: int, words: list[str], folder: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("seeds", nargs="+", type=int)
+    parser.add_argument("seeds", nargs="*", type=int, default=[1])
     parser.add_argument("--before", type=Path, help="another checkout of this project, to compare with")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a configuration key of each run"
