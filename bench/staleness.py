@@ -33,14 +33,13 @@ won. The evaluation therefore adds no noise: the differences between seeds in th
 
 import argparse
 import csv
-import math
 import os
 import sys
 import time
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -264,13 +263,14 @@ def cells(lines: list[dict[str, Any]], column: str) -> dict[tuple[str, str], lis
 
 
 def print_table(lines: list[dict[str, Any]]) -> None:
-    """Print the measured lag, and the success after the last step (mean and standard deviation over the seeds)."""
+    """Print the measured lag, and the success after the last step: median (lowest to highest) of seeds 1 to 5."""
+    lines = [line for line in lines if line["seed"] <= 5]  # some cells have more seeds, see print_stability
     last, lag, largest = cells(lines, CURVE[-1]), cells(lines, "lag_mean"), cells(lines, "lag_max")
     print("| eta | lag, mean | lag, max | " + " | ".join(METHODS) + " |\n" + "|---" * (3 + len(METHODS)) + "|")
     for eta in ETAS:
         here = [m for m in METHODS if (eta, m) in last]
         if here:
-            shown = [f"{mean(last[eta, m]):.3f} ± {spread(last[eta, m]):.3f}" if m in here else "" for m in METHODS]
+            shown = [middle(last[eta, m]) if m in here else "" for m in METHODS]
             lags = f"{mean(lag[eta, here[0]]):.2f} | {max(largest[eta, here[0]]):.0f}"
             print(f"| {eta} | {lags} | " + " | ".join(shown) + " |")
 
@@ -294,9 +294,9 @@ def print_stability(lines: list[dict[str, Any]]) -> None:
                 print(f"| {eta} | {method} | {shown} |")
 
 
-def spread(values: list[float]) -> float:
-    """Return the standard deviation, or NaN if there is only one value."""
-    return stdev(values) if len(values) > 1 else math.nan
+def middle(values: list[float]) -> str:
+    """Return the median with the lowest and the highest value."""
+    return f"{median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def draw(lines: list[dict[str, Any]], curves_of: str = "16") -> None:
