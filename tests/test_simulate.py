@@ -1,0 +1,83 @@
+"""These tests check the simulation in bench/simulate.py: its clock, its decisions, and its agreement with real runs."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "bench"))
+
+import simulate
+
+from staleness import StalenessError, StalenessManager
+
+RUNS = json.loads((ROOT / "docs" / "simulate.json").read_text())
+
+
+def constant(eta: int, **changes: object) -> simulate.Setup:
+    """Four groups a step: 2 s of generation, 1 s of training, 0.5 s of update."""
+    setup = simulate.Setup(4, lambda rng, k: 2.0, lambda rng, k, n: 1.0, lambda rng, k, n: 0.5, eta=eta, steps=10)
+    return replace(setup, **changes)  # type: ignore[arg-type]
+
+
+def test_synchronous_steps_take_the_sum_of_their_parts() -> None:
+    """With eta = 0 a step takes the time of generation, training and update, and no token has a lag."""
+    result = simulate.Simulation(constant(0)).run()
+    assert result.step_ends == pytest.approx([3.5 * k for k in range(1, 11)])
+    assert set(result.lags) == {(0.0, 0)}
+
+
+def test_asynchronous_training_hides_generation() -> None:
+    """With eta = 2 the trainer waits only for the first batch."""
+    result = simulate.Simulation(constant(2)).run()
+    assert result.step_ends == pytest.approx([2 + 1.5 * k for k in range(1, 11)])
+    assert result.waited == pytest.approx(2.0)
+
+
+def test_a_server_shares_its_time() -> None:
+    """Four sequences of two tokens on one server need 2 (a + 4 b) seconds; with two slots they need 4 (a + 2 b)."""
+    for slots, seconds in ((math.inf, 2 * (1 + 4 * 0.5)), (2, 4 * (1 + 2 * 0.5))):
+        result = simulate.Simulation(constant(0, a=1.0, b=0.5, slots=slots, steps=1)).run()
+        assert result.step_ends == pytest.approx([seconds + 1.5])
+
+
+def test_an_update_without_interruption_waits_for_the_longest_answer() -> None:
+    """Without interruption, no token is mixed into a group of another version, and the steps take longer."""
+    lengths = lambda rng, k: rng.choice([1.0, 9.0])  # noqa: E731
+    cut, whole = (simulate.Simulation(constant(2, length=lengths, interrupt=i)).run() for i in (True, False))
+    assert whole.step_ends[-1] > cut.step_ends[-1]
+
+
+@pytest.mark.parametrize("order", ["wait", "window", "drop", "mask"])
+def test_the_bound_holds_for_every_order(order: str) -> None:
+    """No trained token is older than eta, and without a bound some tokens are."""
+    eta = 2
+    bounded, unbounded = (simulate.simulate(simulate.small, 1.0, eta, o, seeds=range(3)) for o in (order, "unbounded"))
+    assert bounded["lag_max"] <= eta < unbounded["lag_max"]
+    assert bounded["total_s"] >= unbounded["total_s"] * 0.99
+
+
+def test_the_gate_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulation drives the shipped gate: if the gate admits too many groups, a group becomes too old."""
+    shipped = StalenessManager.get_capacity
+    monkeypatch.setattr(StalenessManager, "get_capacity", lambda self: shipped(self) + 16)
+    with pytest.raises(StalenessError):
+        simulate.Simulation(simulate.small(1.0, 1, "wait")).run()
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run["name"])
+def test_the_simulation_agrees_with_real_runs(run: dict) -> None:
+    """From the times of a finished run, the simulation finds the run's speed within 10 %, and its lag."""
+    found = simulate.simulate(simulate.replay, run, seeds=range(9))
+    assert found["total_s"] == pytest.approx(run["seconds"], rel=0.1)
+    assert found["lag_mean"] == pytest.approx(run["lag_mean"], abs=0.2)
+    assert found["lag_max"] == run["lag_max"]
+
+
+def test_the_page_shows_the_comparison() -> None:
+    """docs/simulate.md contains the table that the committed times give."""
+    assert "\n".join(simulate.check(RUNS)) in Path(simulate.PAGE).read_text()
