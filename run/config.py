@@ -96,7 +96,7 @@ class ServerConfig:
     tp_size: Count = 1  # GPUs per server (tensor parallelism)
     colocate: bool | None = None  # true: use the trainer's GPUs; default: use them only if there are too few GPUs
     port: Annotated[int, "[0, 65535]"] = 0  # port of the first server; others use the next ports; 0: any
-    mem_fraction: Annotated[float, "(0, 1)"] | None = None  # share of GPU memory; default 0.85, or 0.4 on trainer GPUs
+    mem_fraction: Annotated[float, "(0, 1)"] | None = None  # share of GPU memory; default 0.85, or 0.6 on trainer GPUs
     command: str = ""  # command that starts SGLang; default: this Python with -m sglang.launch_server
     args: list[str] = field(default_factory=list)  # further command-line arguments for every server
     max_running_requests: Count = 64  # maximum number of sequences that a server decodes at the same time

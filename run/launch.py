@@ -212,7 +212,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
         need = f"server.count={server.count} with server.tp_size={tp}"
         remedy = "lower them, or set server.colocate=true"
         raise ConfigError(f"{need} and {ranks} trainers do not fit on {len(gpus)} GPUs: {remedy}")
-    share = server.mem_fraction or (0.4 if shared else 0.85)
+    share = server.mem_fraction or (0.6 if shared else 0.85)
     command, keys = server_command(config, share if gpus else None), (config.rollout.server_key,)
     return [
         Planned(f"server-{k}", command, pool[k * tp : (k + 1) * tp], server.port + k if server.port else 0, keys)

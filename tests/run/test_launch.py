@@ -97,14 +97,13 @@ def test_the_command_of_sglang() -> None:
     """SGLang's command begins with run/leash.py and sets version 0 and a share of the memory. The user's arguments
     come last."""
     given = ["server.backend=sglang", "server.command='PY -m it'", "server.args=[--tool-call-parser,qwen]"]
-    given.append("server.mem_fraction=null")
     [split] = plan_servers(config("DIR", *given), ["0", "1"], 1)
     text = " ".join(split.command)
     assert "run/leash.py --api-key PY -m it --model-path DIR --weight-version 0" in text
     assert "--mem-fraction-static 0.85" in text
     assert text.endswith("--tool-call-parser qwen")
     [shared] = plan_servers(config("DIR", *given), ["0"], 1)
-    assert "--mem-fraction-static 0.4" in " ".join(shared.command)
+    assert "--mem-fraction-static 0.6" in " ".join(shared.command)
 
 
 # What is refused
