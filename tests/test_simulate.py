@@ -11,7 +11,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
 
-import simulate
+import simulate  # type: ignore[import-not-found]
 
 from staleness import StalenessError, StalenessManager
 
@@ -21,7 +21,7 @@ RUNS = json.loads((ROOT / "docs" / "simulate.json").read_text())
 def constant(eta: int, **changes: object) -> simulate.Setup:
     """Four groups a step: 2 s of generation, 1 s of training, 0.5 s of update."""
     setup = simulate.Setup(4, lambda rng, k: 2.0, lambda rng, k, n: 1.0, lambda rng, k, n: 0.5, eta=eta, steps=10)
-    return replace(setup, **changes)  # type: ignore[arg-type]
+    return replace(setup, **changes)
 
 
 def test_synchronous_steps_take_the_sum_of_their_parts() -> None:
