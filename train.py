@@ -38,6 +38,11 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
+from run.config import TrainConfig, say_first_words
+
+if __name__ == "__main__":  # the imports below take seconds
+    say_first_words(sys.argv[1:])
+
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -47,7 +52,6 @@ from inference.weights import WeightUpdateMeta
 from ppo import describe_mode
 from rollout.executor import WorkflowExecutor
 from run.command import interruptible, main, open_run, record
-from run.config import TrainConfig
 from run.evaluate import evaluate
 from run.logger import Logger, describe_batch
 from run.mismatch import Canary, logp_mismatch
@@ -88,7 +92,8 @@ class PPOTrainer:
         self.run, config, stack = run, run.config, run.stack
         is_first = dist.get_rank() == 0
         if is_first:
-            print(f"{describe_mode(config.actor)}\nstarting the inference server and the proxy", flush=True)
+            print(f"the run's folder is {config.run_dir}\n{describe_mode(config.actor)}", flush=True)
+            print("starting the inference server and the proxy", flush=True)
 
         # 1. Start the inference servers and the trainer. All of them load the model at the same time.
         servers = [run.fleet.start(planned) for planned in run.servers]
@@ -130,7 +135,7 @@ class PPOTrainer:
             self.push_weights(self.step)
 
         # 5. Rank 0 writes the run's configuration and its results.
-        self.logger = Logger(config, self.rollout.executor) if is_first else None
+        self.logger = Logger(config, self.rollout.executor, run.trace) if is_first else None
         if self.logger:
             self.logger.doctor.watch(self.rollout.executor)
             record(config)

@@ -16,12 +16,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,18 +32,22 @@ from run.config import TrainConfig
 from run.doctor import Doctor
 from run.report import read_records, write_report
 
-# The columns of the live table: metric, heading, format.
+# The columns of the live table: metric, heading, format. A narrow terminal shows only the first columns.
 COLUMNS = (
     ("step", "step", "{:d}"),
     ("reward", "reward", "{:.3f}"),
     ("success", "success", "{:.3f}"),
-    ("staleness_mean", "staleness", "{:.2f}"),
+    ("staleness_mean", "stale", "{:.2f}"),
     ("staleness_max", "max", "{:.0f}"),
+    ("step_s", "time s", "{:.1f}"),
+    ("rejected", "rejected", "{:d}"),
+    ("failed", "failed", "{:d}"),
+    ("failed_members", "members", "{:d}"),
+    ("rollout_wait_s", "wait s", "{:.1f}"),
     ("mixed_version_share", "mixed", "{:.0%}"),
     ("entropy", "entropy", "{:.3f}"),
     ("clip_frac", "clipped", "{:.1%}"),
     ("logp_mismatch", "mismatch", "{:.0e}"),
-    ("rollout_wait_s", "wait s", "{:.2f}"),
     ("train_s", "train s", "{:.2f}"),
     ("sync_s", "sync s", "{:.2f}"),
 )
@@ -66,6 +72,7 @@ class Trace:
     """
 
     def __init__(self, path: Path | None) -> None:
+        self.phase = "", time.monotonic()  # the trainer's running phase, and when it began
         self.epoch = time.monotonic_ns() - time.time_ns()  # time of the monotonic clock at the start of 1970
         self.lock = threading.Lock()
         earlier = read_records(path) if path else []
@@ -89,7 +96,7 @@ class Trace:
     @contextmanager
     def span(self, name: str, seconds: dict[str, float] | None = None) -> Iterator[None]:
         """Record the `with` block as a phase of the trainer, and write its duration to `seconds[name + "_s"]`."""
-        begin = time.monotonic_ns()
+        begin, self.phase = time.monotonic_ns(), (name, time.monotonic())
         try:
             yield
         finally:
@@ -165,15 +172,15 @@ class Logger:
     `log` is called once per step. The context manager `live` shows the live table.
     """
 
-    def __init__(self, config: TrainConfig, executor: Any) -> None:
-        self.config, self.executor, self.doctor = config, executor, Doctor(config)
+    def __init__(self, config: TrainConfig, executor: Any, trace: Trace | None = None) -> None:
+        self.trace, self.config, self.executor, self.doctor = trace, config, executor, Doctor(config)
         self.path = config.run_dir / "metrics.jsonl"  # after a restart this file contains the earlier steps
         self.history = read_records(self.path)
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
         self.counts = asdict(executor.stats)  # the executor's counters at the step logged last
         self.words: dict[int, str] = {}  # the text of each token id that was in a batch
         show = config.logger.live and Console().is_terminal
-        self.live = Live(auto_refresh=False) if show else nullcontext()
+        self.live = Live(get_renderable=self._screen, refresh_per_second=2) if show else nullcontext()
 
     def log(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:
         """Write one step's batch and metrics, print the metrics, and every `sample_interval` steps a conversation.
@@ -204,10 +211,12 @@ class Logger:
             if metrics[name] and not any(line.get(name) for line in self.history[:-1]):
                 example = self._text(batch, int(batch[name].argmax()))[:160]
                 print(f"step {step} has the first {notice}: {example!r}", flush=True)
-        if isinstance(self.live, Live):
-            self.live.update(self._table(), refresh=True)
-        else:
-            print("  ".join(f"{title} {text.format(metrics[key])}" for key, title, text in COLUMNS), flush=True)
+        if not isinstance(self.live, Live):
+            first, *others = (f"{title} {text.format(metrics[key])}" for key, title, text in COLUMNS)
+            print(f"{first} of {self.config.max_steps}", *others, self._time(), sep="  ", flush=True)
+        if "eval_episodes" in metrics:
+            found = {k: v for k, v in metrics.items() if k.startswith("eval_") and v is not None}
+            print(f"evaluation after step {step}:", *(f"{k[5:]} {v:.4g}" for k, v in found.items()), flush=True)
         every = self.config.logger.sample_interval
         if every and (step - 1) % every == 0:
             print(f"a sample, reward {batch['rewards'][0]:.2f}: {self._text(batch, 0)}", flush=True)
@@ -218,12 +227,26 @@ class Logger:
         ids = batch["input_ids"][row][batch["attention_mask"][row]]
         return " ".join(self.executor.tokenizer.decode(ids, skip_special_tokens=False).split())
 
-    def _table(self) -> Table:
-        """Return the live table of the last steps."""
-        steps = f"{len(self.history)} of {self.config.max_steps} steps"
-        table = Table(box=None, header_style="bold", pad_edge=False, caption=steps, caption_justify="left")
-        for _, title, _ in COLUMNS:
-            table.add_column(title, justify="right")
+    def _time(self) -> str:
+        """Return how long the run has run, and how long it will still run at its mean pace."""
+        last = self.history[-1]
+        left = max(self.config.max_steps - last["step"], 0) * last["wall_s"] / last["step"]
+        return f"time {timedelta(seconds=round(last['wall_s']))}, {timedelta(seconds=round(left))} left"
+
+    def _screen(self) -> Group:
+        """Return what the terminal shows: the table of the last steps, a progress bar, and what the run is doing."""
+        done, batch = len(self.history), self.config.train_dataset.batch_size
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        width, shown = Console().width, []
+        for key, title, text in COLUMNS:
+            width -= max(len(title), len(text.format(0))) + 2
+            if width >= -2:  # the last column is not followed by a space
+                shown.append((key, text))
+                table.add_column(title, justify="right", no_wrap=True)
         for metrics in self.history[-ROWS:]:
-            table.add_row(*(text.format(metrics[key]) for key, _, text in COLUMNS))
-        return table
+            table.add_row(*(text.format(metrics[key]) for key, text in shown))
+        phase, begin = self.trace.phase if self.trace else ("", self.start)
+        finished = min(batch, max(0, self.executor.stats.accepted - done * batch))
+        doing = f"step {done + 1}, {phase.replace('_', ' ')}, {time.monotonic() - begin:.0f} s; {finished} of {batch} groups of the batch"
+        bar = ProgressBar(total=self.config.max_steps, completed=done, width=30)
+        return Group(table, bar, f"{done} of {self.config.max_steps} steps; {self._time() if done else ''}", doing)

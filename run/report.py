@@ -10,6 +10,7 @@ failure. The report is made only from files in the run's folder, so it can also 
     trace.json        the timeline: the phases of the trainer, the prompt groups, the weight updates
     tokens/           the trajectories: each token with its version, its log-probabilities and its advantage
     config.yaml       the objective, from which the report computes whether a clip changed a token's objective
+    doctor.jsonl      the warnings of the doctor
 
 This module turns these files into one JSON object. The file report.html next to this module draws the object. The
 report holds at most MAX_TOKENS tokens, from at most MAX_STEPS steps, so that the page stays small. The numbers of a
@@ -256,6 +257,7 @@ def read_run(folder: Path, share: float = 1.0) -> Record:
         "discount": OmegaConf.select(config, "rollout.openai.turn_discount"),
         "metrics": {key: [clean(line.get(key)) for line in lines] for key in keys},
         "timeline": read_timeline(read_records(folder / "trace.json")),
+        "doctor": [record["text"] for record in read_records(folder / "doctor.jsonl") if "text" in record],
         "steps": steps,
         "words": words,
     }

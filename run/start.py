@@ -14,6 +14,7 @@ servers and their weights unchanged.
 import json
 import secrets
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -67,7 +68,9 @@ def start_rollout(run: Run, servers: list[Child], keep: Keep | None = None) -> t
     needs, both executors raise ProcessDied in every call that waits for an episode.
     """
     config, options, stack = run.config, run.config.rollout, run.stack
+    begin = time.monotonic()
     addresses = [server.wait_ready() for server in servers] or config.rollout.server_addrs
+    print(f"the inference server is up after {time.monotonic() - begin:.0f} s; logs: {run.fleet.log_dir}", flush=True)
     settings = options.pause_mode, options.request_timeout, options.request_retries, options.server_key
     rollout = RemoteInfEngine(addresses, *settings)
     stack.callback(rollout.destroy)
@@ -82,6 +85,7 @@ def start_rollout(run: Run, servers: list[Child], keep: Keep | None = None) -> t
     finally:
         if were_up:
             label(rollout.servers.post_all, "0-incomplete")
+    print(f"the proxy is up after {time.monotonic() - begin:.0f} s; the first episodes begin", flush=True)
     if config.mode == "train":
         rollout.proxies = Servers([*proxy.proxy_addr], Wire(key=proxy.admin_key))
         rollout.set_version(0)

@@ -6,22 +6,21 @@ trained policy at temperature 0.
 
 import asyncio
 from collections import Counter
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
-from inference.io_struct import ModelRequest
-from rollout.executor import WorkflowExecutor
+from inference.io_struct import GenerationHyperparameters, ModelRequest
 from run.logger import Logger
 
 
-def ask_greedily(executor: WorkflowExecutor, messages: list[dict]) -> str:
+def ask_greedily(engine: Any, tokenizer: Any, gconfig: GenerationHyperparameters, messages: list[dict]) -> str:
     """Return the answer that the inference server generates with the trained policy at temperature 0."""
-    tokenizer = executor.tokenizer
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    request = ModelRequest(ids, gconfig=executor.gconfig.new(n_samples=1, greedy=True), tokenizer=tokenizer)
-    response = asyncio.run(executor.engine.agenerate(request))
+    request = ModelRequest(ids, gconfig=gconfig.new(n_samples=1, greedy=True), tokenizer=tokenizer)
+    response = asyncio.run(engine.agenerate(request))
     return tokenizer.decode(response.output_tokens, skip_special_tokens=True)
 
 
@@ -39,8 +38,12 @@ def summarise(logger: Logger, task: Any) -> None:
     counted = f"; {counts.total()} trained tokens by version lag: {lags}" if lags else ""
     print(f"staleness mean {mean:.2f}, max {oldest:.0f}{counted}", flush=True)
     if hasattr(task, "summary"):
-        task.summary(lambda messages: ask_greedily(logger.executor, messages), Console())
+        run = logger.executor
+        task.summary(partial(ask_greedily, run.engine, run.tokenizer, run.gconfig), Console())
     if logger.config.task == "tasks.guess":
         print("to train on GSM8K with a GPU: python train.py --config gsm8k model_path=Qwen/Qwen2.5-1.5B-Instruct")
-    print(f"{len(history)} steps in {history[-1]['wall_s']:.0f} s; everything is in {logger.config.run_dir}")
-    print(f"look at the run in a browser: {logger.config.run_dir / 'report.html'}", flush=True)
+    folder, model = logger.config.run_dir, logger.config.run_dir / "checkpoints" / f"step{history[-1]['step']:05d}"
+    print(f"{len(history)} steps in {history[-1]['wall_s']:.0f} s; everything is in {folder}")
+    print(f"look at the run in a browser: {folder / 'report.html'}")
+    print(f"talk to the model: python -m run.chat {folder}")
+    print(f"evaluate the model: the command of this run with mode=eval model_path={model}", flush=True)

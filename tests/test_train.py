@@ -124,6 +124,18 @@ def test_what_a_run_writes(guess_run) -> None:
     AutoTokenizer.from_pretrained(last)
 
 
+def test_talk_to_the_trained_model(guess_run) -> None:
+    """`python -m run.chat` answers each line of the input with the checkpoint of the run."""
+    folder = guess_run(0)[0] / "e" / "t"
+    words = [sys.executable, "-m", "run.chat", str(folder)]
+    talk = "guess a number\nhigher\n"
+    done = subprocess.run(words, cwd=ROOT, input=talk, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    head, first, second = done.stdout.splitlines()
+    assert head.startswith("the model of step 5;")
+    assert {first, second} <= {*"123456", "higher", "lower", ""}
+
+
 def test_a_refused_restart_changes_nothing(guess_run, tmp_path: Path) -> None:
     """If a run cannot continue, because its metrics.jsonl lacks lines, its config.yaml stays as it was."""
     shutil.copytree(guess_run(0)[0], tmp_path, dirs_exist_ok=True)
@@ -207,7 +219,7 @@ def test_exception_in_the_trainer(tmp_path: Path) -> None:
 def test_bad_configuration(tmp_path: Path, words: list[str], says: str) -> None:
     """train.py reports a wrong configuration in one line, starts no process and writes no file."""
     done = subprocess.run(command(tmp_path, *words), cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (2, "nano-areal: importing torch and transformers\n")
     assert done.stderr.startswith("error: ")
     assert says in done.stderr
     assert len(done.stderr.splitlines()) == 1

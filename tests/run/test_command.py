@@ -29,6 +29,17 @@ def test_an_offloaded_optimizer_gets_the_cores(
     assert seen == threads
 
 
+def test_help_does_not_wait_for_torch() -> None:
+    """`python train.py --help` prints every key without importing torch."""
+    words = [sys.executable, "-X", "importtime", "train.py", "--help"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0
+    assert "rollout.max_head_offpolicyness" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "run.config" in imported
+    assert "torch" not in imported
+
+
 def test_a_second_ctrl_c_ends_at_once() -> None:
     """The first Ctrl-C calls the given function. The second ends the process at once, without a traceback."""
     begin = "import os; from run.command import on_ctrl_c; on_ctrl_c(lambda *_: print('first', flush=True))"

@@ -1,5 +1,6 @@
-"""Side conversations are not trained. Every line of metrics.jsonl counts them, and the logger announces the first."""
+"""What the logger prints: the table, and the first side conversation, which is not trained."""
 
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,14 +8,45 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from cache import InteractionCache, InteractionWithTokenLogpReward
 from calls.messages import PLACEHOLDER
 from inference.io_struct import ModelResponse
 from rollout.trajectory import complete, concat_padded_tensors
 from run.config import load
-from run.logger import Logger, describe_batch
+from run.logger import COLUMNS, Logger, describe_batch
 from staleness import RolloutStat
+
+
+@pytest.fixture
+def logger(tmp_path: Path) -> Logger:
+    """A logger after step 12 of 64. In this step, one group was rejected and 131 members failed."""
+    config = load([f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "logger.live=false"])
+    config.run_dir.mkdir(parents=True)
+    logger = Logger(config, SimpleNamespace(stats=RolloutStat()))
+    line = {key: 0 if text == "{:d}" else 0.5 for key, _, text in COLUMNS}
+    logger.history = [line | {"step": 12, "wall_s": 60.0, "rejected": 1, "failed_members": 131}]
+    return logger
+
+
+@pytest.mark.parametrize(("width", "last"), [(80, "wait s"), (160, "sync s")])
+def test_the_table_fits_the_terminal(logger: Logger, monkeypatch: pytest.MonkeyPatch, width: int, last: str) -> None:
+    """At 80 columns the table shows reward, staleness, time and failures, and nothing is cut. A wide terminal shows
+    every column."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    console = Console(width=width, file=io.StringIO(), force_terminal=False)
+    console.print(logger._screen())
+    file: Any = console.file
+    head, row, *_, status = [line.rstrip() for line in file.getvalue().splitlines()]
+    shown = [title for _, title, _ in COLUMNS]
+    shown = shown[: shown.index(last) + 1]
+    assert " ".join(head.split()) == " ".join(shown)
+    assert {"reward", "stale", "time s", "rejected", "failed", "members"} <= set(shown)
+    assert row.split()[shown.index("members")] == "131"
+    assert "…" not in file.getvalue()
+    assert "time 0:01:00, 0:04:20 left" in file.getvalue()
+    assert "groups of the batch" in status
 
 
 def test_what_a_client_sends_unasked_is_counted_and_said_once(
@@ -46,7 +78,7 @@ def test_what_a_client_sends_unasked_is_counted_and_said_once(
     config = load([*words, "logger.tokens_interval=0"])
     config.run_dir.mkdir(parents=True)
     logger = Logger(config, SimpleNamespace(tokenizer=tiny_tokenizer, stats=RolloutStat()))
-    keys = ("success", "entropy", "clip_frac", "logp_mismatch", "rollout_wait_s", "train_s", "sync_s")
+    keys = ("success", "entropy", "clip_frac", "logp_mismatch", "step_s", "rollout_wait_s", "train_s", "sync_s")
     for step in (1, 2):
         logger.log(batch, {"step": step, "version": 0} | describe_batch(batch, 0) | dict.fromkeys(keys, 0.0))
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -80,7 +80,7 @@ def folder(tmp_path: Path) -> Path:
     config.run_dir.mkdir(parents=True)
     OmegaConf.save(OmegaConf.structured(config), config.run_dir / "config.yaml")
     logger = Logger(config, SimpleNamespace(tokenizer=TOKENIZER, stats=RolloutStat()))
-    keys = ("success", "entropy", "clip_frac", "rollout_wait_s", "train_s", "sync_s")
+    keys = ("success", "entropy", "clip_frac", "step_s", "rollout_wait_s", "train_s", "sync_s")
     batch = make_batch()
     for step, reward in ((5, 0.25), (6, 0.5), (7, 1.0)):
         line = {"step": step, "version": step - 1} | describe_batch(batch, 4) | dict.fromkeys(keys, 0.5)
@@ -174,6 +174,14 @@ def test_an_agents_text_stays_text(folder: Path) -> None:
     page = make_page([folder])
     assert "<b>bad" not in page
     assert read_page(page)[0]["words"]["5"] == TEXTS[5]
+
+
+def test_the_doctors_warnings_are_on_the_page(folder: Path) -> None:
+    """The page has the text of every warning in doctor.jsonl."""
+    text = "doctor: step 3, kl = 0.3, limit 0.1. </script> The policy moved far."
+    (folder / "doctor.jsonl").write_text(json.dumps({"step": 3, "rule": "kl", "text": text}) + "\n")
+    [run] = read_page(make_page([folder]))
+    assert run["doctor"] == [text]
 
 
 def test_a_page_is_small(folder: Path) -> None:
@@ -321,6 +329,7 @@ def draw(path: Path, tmp_path: Path, script: str = "") -> str:
 @pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: the page's script is not run without it")
 def test_a_browser_draws_the_run(folder: Path, tmp_path: Path) -> None:
     """Chromium draws the reward curve, the evaluation point, the timeline and the tokens in their versions' colours."""
+    (folder / "doctor.jsonl").write_text(json.dumps({"step": 3, "rule": "kl", "text": "the policy moved"}) + "\n")
     write_report(folder)
     page = draw(folder / "report.html", tmp_path)
     curve = re.search(r'data-curve="reward".*?<path d="([^"]*)"', page, re.DOTALL)
@@ -334,6 +343,7 @@ def test_a_browser_draws_the_run(folder: Path, tmp_path: Path) -> None:
     colours = re.findall(r'class="tok ([^"]*)"[^>]*data-version="(\d+)"[^>]*>([^<]*)', page)
     assert colours[:2] == [("made v2 ", "2", "t3"), ("made v3 ", "3", "&lt;/script&gt;&lt;b&gt;bad&lt;/b&gt;")]
     assert "no signal" in page
+    assert '<p class="doctor">the policy moved</p>' in page
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: the page's script is not run without it")

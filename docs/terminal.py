@@ -1,0 +1,44 @@
+"""Draw docs/terminal.svg: what the terminal of a run shows at 80 columns.
+
+    python docs/terminal.py RUN
+
+RUN is the folder of a run. The drawing shows the table of the run after two thirds of its steps. No file of a run says
+what the trainer did at this moment, so the last line of the drawing is an example.
+"""
+
+import io
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))
+
+
+def main() -> None:
+    os.environ["COLUMNS"] = "80"
+    from omegaconf import OmegaConf
+    from rich.console import Console
+
+    from run.logger import Logger
+    from staleness import RolloutStat
+
+    folder = Path(sys.argv[1])
+    config: Any = OmegaConf.load(folder / "config.yaml")
+    config.run_dir, config.logger.live = folder, False
+    logger = Logger(config, SimpleNamespace(stats=RolloutStat()))
+    logger.history = logger.history[: 2 * len(logger.history) // 3]
+    done, batch = len(logger.history), config.train_dataset.batch_size
+    logger.executor.stats.accepted = done * batch + batch // 2
+    trace: Any = SimpleNamespace(phase=("rollout_wait", time.monotonic() - 3))
+    logger.trace = trace
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(logger._screen())
+    console.save_svg(str(DOCS / "terminal.svg"), title="python train.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""`python -m run.chat` without a run or without a checkpoint is one line and exit code 2. tests/test_train.py talks."""
+
+from pathlib import Path
+
+import pytest
+
+from run.chat import main
+
+
+@pytest.mark.parametrize("made", ["nothing", "no checkpoint"])
+def test_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], made: str) -> None:
+    """A folder without a run, or a run without a checkpoint, is one line that says what to give."""
+    folder = tmp_path / "run"
+    if made == "no checkpoint":
+        folder.mkdir()
+        (folder / "config.yaml").write_text("gconfig: {max_new_tokens: 4}\n")
+    assert main([str(folder)]) == 2
+    assert main([]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "give the folder of a run that has checkpoints" in first
+    assert second.startswith("error: ")
