@@ -32,16 +32,20 @@ rank 0 runs episodes; the other ranks have an empty rollout side (`NoRollout`). 
 creates the run's folder and ends every process. The parts of a step follow the write-up, appendix A.1.
 """
 
+import os
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
-from run.config import TrainConfig, say_first_words
+from run.config import TrainConfig, load
 
-if __name__ == "__main__":  # the imports below take seconds
-    say_first_words(sys.argv[1:])
+if __name__ == "__main__":  # before the imports below, which take seconds
+    if {"-h", "--help"} & {*sys.argv}:
+        load(["--help"])  # prints the keys and ends this process
+    if "--dry-run" not in sys.argv and os.environ.get("RANK", "0") == "0":
+        print("nano-areal: importing torch and transformers", flush=True)
 
 import torch
 import torch.distributed as dist

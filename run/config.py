@@ -393,14 +393,6 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; options are --config FILE, --dry-run, --help and key=value words")
 
 
-def say_first_words(argv: list[str]) -> None:
-    """Answer `--help`, or say that train.py begins. Call this function before the import of torch."""
-    if {"-h", "--help"} & {*argv}:
-        load(["--help"])
-    if "--dry-run" not in argv and os.environ.get("RANK", "0") == "0":
-        print("nano-areal: importing torch and transformers", flush=True)
-
-
 def load(argv: list[str]) -> TrainConfig:
     """Return the run's configuration from the arguments of the command line. `--help` prints the keys and exits.
 
