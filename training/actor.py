@@ -15,18 +15,19 @@ policy: an FSDPEngine with an optimizer, learning rate schedule, policy version,
 **A batch is cut twice.** First the B rows of the batch are dealt to mini-batches, and each mini-batch makes one
 optimizer step. Rows are dealt by length, so that all mini-batches have about the same number of tokens. Then the rows
 of a mini-batch are cut into pieces, and each piece makes one forward and one backward pass of at most `mb_tokens`
-tokens. Each piece divides its loss by the number of trained tokens in the whole mini-batch on all ranks. The gradients
-of the pieces therefore add up. The size of the pieces therefore changes only time and memory. Example: 64 rows of 1,000
-tokens, 4 mini-batches and mb_tokens=4096 give 4 optimizer steps, each with 16 rows in 4 pieces.
+tokens. The loss of each piece is divided by the mini-batch's number of trained tokens, counted over all ranks. The
+gradients of the pieces therefore add up to the gradient of the mini-batch, and the size of a piece changes only time
+and memory. Example: 64 rows of 1,000 tokens, 4 mini-batches and mb_tokens=4096 give 4 optimizer steps, each with 16
+rows in 4 pieces.
 
 **Layouts and logits.** A layout arranges the rows of a piece as padded rows, as one long row, or as a tree
 (`layout.py`). Log-probabilities are computed from hidden states, a chunk of tokens at a time (`logprobs.py`).
 
-**Ranks.** FSDP2 shards the model over all ranks. Without torchrun one rank runs this code alone. Rank 0 gets each
-batch from the rollout side and sends the whole batch to every rank. Each rank computes all advantages and divides the
-whole batch into mini-batches, so all ranks have the same mini-batches. Only the model's work is divided: each rank
-passes its own rows of a mini-batch through the model. The gradients of the ranks add up to the gradient that one rank
-alone would compute.
+**Ranks.** FSDP2 shards the model over all ranks. Without torchrun there is only one rank. Rank 0 gets each batch from
+the rollout side and sends the whole batch to every rank. Each rank computes all advantages and divides the whole batch
+into mini-batches, so all ranks have the same mini-batches. Only the model's work is divided: each rank passes its own
+rows of a mini-batch through the model. The gradients of the ranks add up to the gradient that one rank alone would
+compute.
 
 **Temperature.** A token's log-probability is computed at the temperature that the token was sampled at, so that
 pi_theta, pi_prox and pi_behav are comparable.
@@ -79,7 +80,7 @@ def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
 
 
 def step_means(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Return the metrics of a training step: means over its mini-batches, weighted by their trained tokens."""
+    """Return a training step's metrics: means over its mini-batches, each weighted by its number of trained tokens."""
     tokens = sum(part["tokens"] for part in parts)
     mean = {key: sum(part[key] * part["tokens"] for part in parts) / tokens for key in parts[0] if key != "tokens"}
     mean["behave_ess"] = effective_sample_size(mean)
@@ -119,7 +120,7 @@ class FSDPEngine:
         self.load(model)
         model.eval()  # no dropout
         if self.config.gradient_checkpointing:
-            # transformers has a switch for this, which works only in training mode. Some models then apply dropout.
+            # The switch that transformers has for this works only in training mode, in which some models apply dropout.
             for layer in layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         add_read_hidden(model)
@@ -139,8 +140,8 @@ class FSDPEngine:
         if self.rank == 0:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
-            # inference/weights.py uses these rules to restore the tensors of the files from the model's tensors. It
-            # handles one tensor at a time, so it cannot undo a rule that splits a tensor of the files.
+            # inference/weights.py uses these rules to restore the tensors of the files from the model's tensors. That
+            # module handles one tensor at a time, so it cannot undo a rule that splits a tensor of the files.
             model._weight_conversions = whole._weight_conversions
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
                 raise ValueError(f"{type(model).__name__} splits its files' tensors, which cannot be undone")
@@ -189,10 +190,10 @@ class FSDPEngine:
         return x
 
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
-        """Deal `rows` to the ranks by the rows' lengths and return this rank's share, cut into pieces.
+        """Deal `rows` to the ranks, about as many tokens to each rank, and return this rank's rows, cut into pieces.
 
-        In FSDP all ranks gather each layer together, so all ranks must make the same number of forward passes. A rank
-        with fewer pieces computes additional pieces and does not use their results.
+        In FSDP all ranks take part in gathering each layer, so all ranks must make the same number of forward passes. A
+        rank with fewer pieces computes additional pieces and does not use their results.
         """
         lengths = row_lengths(batch)
         shares = split_minibatches([lengths[row] for row in rows], dist.get_world_size())
@@ -280,10 +281,10 @@ class FSDPPPOActor(FSDPEngine):
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """Make ppo_epochs * ppo_n_minibatches optimizer steps and return the metrics of the training step.
 
-        Writes batch["theta_logp"] (B, T): log pi_theta of each trained token in the last training pass over the token.
+        Writes batch["theta_logp"] (B, T): log pi_theta of each trained token, from the last training pass over its row.
         Writes batch["step_fraction"] (B,): the share of this step's mini-batches that were done before the row's last
         training pass. Raises ValueError if the batch lacks a key or has no trained token. If a loss or a gradient is
-        not finite, the optimizer does not make its step, and the method raises FloatingPointError.
+        not finite, the method raises FloatingPointError instead of making the optimizer step.
         """
         needed = {"advantages", *self.policies()}
         if self.guesses:
@@ -327,8 +328,8 @@ class FSDPPPOActor(FSDPEngine):
         batch["step_fraction"][rows] = fraction
         shares = aggregation_weights(trained, c.loss_aggregation, c.max_new_tokens)  # (B,)
 
-        # 1. Add up the gradients of all pieces. FSDP takes the mean of the gradients over the ranks, and the factor
-        #    world size turns the mean into a sum.
+        # 1. Add up the gradients of all pieces. FSDP averages the gradients over the ranks. Multiplying the loss by the
+        #    number of ranks turns the average into a sum.
         self.optimizer.zero_grad()
         parts = []
         for piece in self.passes(batch, rows):
@@ -357,15 +358,15 @@ class FSDPPPOActor(FSDPEngine):
         """Return the loss of a piece, with a graph for the backward pass, and the metrics of the piece.
 
         The mini-batch has `tokens` trained tokens, N of them in this piece. `shares` (B,) are the aggregation weights
-        of the rows. The loss and the metrics are divided by `tokens`, so their sums over the
-        pieces are means over the mini-batch.
+        of the rows. The loss and the metrics are divided by `tokens`, so that their sums over the pieces are means over
+        the mini-batch.
         """
         c = self.config
         # 1. pi_theta
         index, logp, entropy = self.forward(batch, piece, batch["loss_mask"])  # ((N,), (N,)), (N,), (N,)
         theta_logp, rows = logp.detach(), index[0]  # (N,), (N,)
         batch["theta_logp"][index] = theta_logp.cpu()
-        means = {"entropy": entropy}  # metrics whose means over the trained tokens are reported
+        means = {"entropy": entropy}  # metrics that are reported as means over the trained tokens
 
         # 2. pi_prox and pi_behav
         prox_logp, old_logp = (batch[key][index].to(self.device) for key in self.policies())  # (N,), (N,)
@@ -413,7 +414,7 @@ class FSDPPPOActor(FSDPEngine):
         sharded.set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def write_weights(self, meta: weights.WeightUpdateMeta) -> None:
-        """In mode disk, write the files that the servers will load. The servers may generate meanwhile."""
+        """In mode disk, write the files that the servers will load. The servers may generate during the write."""
         if meta.mode == "disk":
             self.save(meta.directory, self.dtype)
             self.written = meta.version
@@ -421,8 +422,8 @@ class FSDPPPOActor(FSDPEngine):
     def update_weights(self, meta: weights.WeightUpdateMeta) -> None:
         """Send the weights to the servers as version meta.version. Call it between rollout.pause and rollout.resume.
 
-        Without a version, the weights are of the next version. If the update fails, rank 0 raises RuntimeError and
-        ends. All other ranks then end too.
+        If meta.version is None, the weights get the version after the current one. If the update fails, rank 0 raises
+        RuntimeError and ends. All other ranks then end too.
         """
         meta = meta.with_version(self.version + 1) if meta.version is None else meta
         if self.written != meta.version:

@@ -15,23 +15,23 @@ are 0, -1 and 1. With the leave-one-out mean the advantages are 1 - 1 = 0, 0 - 1
 rewards of later turns to earlier turns (cache.py), so GAE stays inside a turn. If GAE crossed into the next turn, the
 rewards of later turns would count twice.
 
-**The bound of k3.** k3 contains 1 / ratio, which one token can make huge: at x = -8, k3 is 2,972. With kl_ctl = .001
-this one token takes 3 from the return of its turn, more than most rewards. The bound of 10, which AReaL and slime have
-too, makes it .01. k1 and k2 grow slowly and have no bound: a bound on k2 would end its pull on the tokens that are
-furthest from the reference.
+**The bound of k3.** k3 contains 1 / ratio, which can be huge for a single token: for log (pi / pi_ref) = -8, k3 is
+2,972. With kl_ctl = .001 this token lowers the return of its turn by 3, and most rewards are smaller than 3. With the
+bound of 10, which AReaL and slime also have, the token lowers the return by only .01. k1 and k2 grow slowly and have no
+bound. With a bound, the k2 loss would have no gradient for the tokens that are furthest from the reference.
 
-**KL of the whole turn.** With kl_placement=reward each turn pays for the KL of all its tokens, before the baseline. The
-other choice, which AReaL makes, is the KL to go: token t pays only for the tokens from t on, after the baseline. On
-average both have the same gradient, because the KL before t does not depend on token t. The turn's KL fits the rest of
-this file for two reasons. One turn is one action, as in RLOO, so all its tokens keep one advantage. And the group's
-baseline cancels the KL that all members pay. The KL to go shrinks towards the end of a turn. A baseline that is the
-same for all positions would therefore reward late tokens and punish early tokens. The price is noise: a token also pays
-for the tokens before it.
+**KL of the whole turn.** With kl_placement=reward each turn pays for the KL of all its tokens, before the baseline is
+subtracted. AReaL uses the KL to go instead: after the baseline is subtracted, token t pays for the KL of token t and of
+later tokens. On average both choices have the same gradient, because the KL before t does not depend on token t. The
+turn's KL fits the rest of this file for two reasons. One turn is one action, as in RLOO, so all its tokens keep one
+advantage. And the group's baseline cancels the KL that all members pay. The KL to go shrinks towards the end of a turn.
+A baseline that is the same for all positions would therefore reward late tokens and punish early tokens. The turn's KL
+has the disadvantage of noise: a token also pays for the tokens before it.
 
-**Filter.** If all members of a group earned equal rewards, every advantage is 0, so training on the group changes
-nothing. `informative` is a filter that rejects such groups, like the dynamic sampling of DAPO. The key
-should_accept_fn sets the filter. The filter rejects prompts that are too easy or too hard. If the filter rejects every
-group, the run waits for ever, and the metric `rejected` grows.
+**Filter.** If all members of a group earned the same reward, every advantage is 0, so training on the group changes
+nothing. `informative` is a filter that rejects such groups, like the dynamic sampling of DAPO. The key should_accept_fn
+sets the filter. The filter rejects prompts that are too easy or too hard. If the filter rejects every group, the run
+waits for ever, and the metric `rejected` grows.
 """
 
 import torch

@@ -16,7 +16,7 @@ class NormConfig:
     """The mean and the std of the advantage A = (R - mean) / std (AReaL: NormConfig)."""
 
     mean_level: Literal["group", "batch", "none"] = "group"  # rows whose mean return is the baseline
-    std_level: Literal["group", "batch", "constant", "none"] = "group"  # set of rows whose standard deviation divides
+    std_level: Literal["group", "batch", "constant", "none"] = "group"  # rows whose standard deviation is the divisor
     mean_leave1out: bool = False  # true: leave a row out of its own baseline (RLOO)
     std_constant: Positive = 1.0  # divisor for std_level=constant
     per_turn: bool = True  # true: compare returns only among turns with the same number
@@ -74,7 +74,7 @@ class PPOActorConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # formula for the KL of one token (training/advantages.py)
     kl_placement: Literal["reward", "loss"] = "reward"  # subtract KL from the rewards, or add KL (k2, k3) to the loss
     anneal: bool = False  # true: entropy_coeff and kl_ctl fall linearly to 0 over max_steps
-    overlong_tokens: Count | None = None  # size of the penalty zone below max_new_tokens; null: no penalty
+    overlong_tokens: Count | None = None  # the length penalty begins this far below max_new_tokens; null: no penalty
     overlong_penalty_factor: NonNegative = 1.0  # penalty of a turn as long as max_new_tokens; 0: no penalty
     gamma: Annotated[float, "(0, 1]"] = 1.0  # discount of the advantage for each token before a turn's end
     gae_lambda: Share = 1.0  # second factor of the discount, gamma * gae_lambda; 0: only the last token learns

@@ -4,8 +4,8 @@ A layout cuts rows into pieces. A piece holds the input of one forward pass, and
 which hidden state of the pass predicts the token. The actor (`actor.py`) runs the model on the input, picks the hidden
 states of the wanted tokens, and computes log-probabilities from these states.
 
-**The rule.** A token gets the same log-probability in every layout, namely the one that it gets if its row goes through
-the model alone. A layout therefore changes only time and memory, and a run may change its layout between two steps.
+**The rule.** In every layout a token gets the log-probability that it would get if its row went through the model
+alone. A layout therefore changes only time and memory, and a run may change its layout between two steps.
 
 **padded** stacks rows of similar length and pads the shorter rows on the right. In a causal model no token sees the
 padding after it, so padded rows need no attention mask. This layout is simple, and it is the fastest layout if all
@@ -21,13 +21,13 @@ attention for one sequence at a time. The function builds no mask of t * t numbe
 piece of these rows has 6 hidden states, numbered a 0, b 1, c 2, d 3, e 4, padding 5. A packed piece has only the first
 5 hidden states. In both pieces state 0 predicts b, state 1 predicts c, and state 3 predicts e.
 
-**Why packed rows need an attention function.** In a packed row position_ids start over at each sequence. Some
-attention kernels see this and separate the sequences. With any other kernel tokens attend to tokens of other sequences,
+**Why packed rows need an attention function.** In a packed row, position_ids start at 0 again in each sequence. Some
+attention kernels see this and separate the sequences. In all other kernels, tokens attend to tokens of other sequences,
 and no error is raised. A dense mask would be correct, but most of its t * t numbers would be zero.
 
 **Limits.** In packed rows and trees only the attention function keeps sequences apart. Models with sliding windows,
-capped attention, attention sinks, convolutions or recurrent states are therefore refused in these two layouts.
-Padded rows work with every model that transformers runs with its attention implementation "sdpa".
+capped attention, attention sinks, convolutions or recurrent states are therefore refused in these two layouts. Padded
+rows work with every model for which transformers has the attention implementation "sdpa".
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -57,7 +57,7 @@ class Piece(NamedTuple):
     predicted_by: Tensor  # (n,) the number of the hidden state that predicts each token, from 0 to b * t - 1
 
     def select(self, mask: Tensor) -> tuple[TokenIndex, Tensor]:
-        """Return the index of the N tokens whose `mask` (B, T) is set, and which hidden states predict them."""
+        """Return the index of the N tokens whose `mask` (B, T) is set, and the hidden states that predict them."""
         wanted = mask[self.row, self.column] > 0  # (n,)
         return (self.row[wanted], self.column[wanted]), self.predicted_by[wanted]  # ((N,), (N,)), (N,)
 

@@ -1,31 +1,28 @@
 """Compute the log-probability and the entropy of every token, without the logits of the whole batch.
 
-The problem
-===========
-The last layer of a language model turns the hidden state of each token into logits, one number per word of the
-vocabulary. The logits of N tokens and a vocabulary of V words are an (N, V) matrix. With N = 16,384, V = 151,936 and
-4 bytes a number this matrix takes 9.3 GiB. The softmax of the logits takes 9.3 GiB too, and so does the gradient. But
-training needs only two numbers per token: the log-probability of the sampled token, and the entropy of the
-distribution.
+**The problem.** The last layer of a language model turns the hidden state of each token into logits, one number per
+word of the vocabulary. The logits of N tokens and a vocabulary of V words are an (N, V) matrix. With N = 16,384, V =
+151,936 and 4 bytes per number this matrix takes 9.3 GiB. The softmax of the logits takes 9.3 GiB too, and so does the
+gradient. But training needs only two numbers per token: the log-probability of the sampled token, and the entropy of
+the distribution.
 
-The idea ======== The logits of one token do not depend on other tokens. The last layer can therefore process one chunk
-of tokens after another. The forward pass keeps the two numbers of each token and throws the chunk's logits away. The
+**The idea.** The logits of one token do not depend on other tokens. The last layer can therefore process one chunk of
+tokens after another. The forward pass keeps the two numbers of each token and throws the chunk's logits away. The
 backward pass computes the chunk's logits again. Each pass therefore needs memory for one chunk, however many tokens the
 batch has.
 
-Forward pass
-============
+**Forward pass.**
+
     z          = W h / tau                         h (D,): hidden state, W (V, D): last layer, tau: temperature
     log p_j    = z_j - log sum_k exp z_k           for each word j of the vocabulary, j = 1 .. V
     logp       = log p_id                          id: the sampled token
     entropy    = - sum_j p_j log p_j
 
 Dividing by tau gives the distribution that the server sampled from. A temperature of 0 means that the server took the
-likeliest token and did not sample. For such a token tau is set to 1, and the token should not be trained on.
+likeliest token and did not sample. For such a token tau is set to 1, and the token should not be trained.
 
-Backward pass
-=============
-Let g be the gradient of the loss with respect to logp, and e the gradient with respect to entropy. Then
+**Backward pass.** Let g be the gradient of the loss with respect to logp, and e the gradient with respect to entropy.
+Then
 
     d loss / d z_j = g ([j = id] - p_j)  -  e p_j (log p_j + entropy)
     d loss / d h   = W^T (d loss / d z) / tau
@@ -33,12 +30,12 @@ Let g be the gradient of the loss with respect to logp, and e the gradient with 
 
 where [j = id] is 1 for the sampled token and 0 for all other words.
 
-Costs and limits ================ The logits of a chunk take at most 128 MiB in float32. With V = 151,936 a chunk has
-220 tokens. The backward pass holds three matrices of this size: log p, p and the gradient. A bfloat16 model also needs
-the gradient in bfloat16. A chunk therefore needs up to 448 MiB. The gradient of W is one whole (V, D) matrix. With N =
-4,096, forward and backward need 545 MiB instead of 11,740 MiB (`python bench/loss.py`). The last layer needs four
-matrix products instead of three, because the backward pass repeats the forward product. Some models scale, cap or shift
-their logits. `add_read_hidden` refuses such models.
+**Costs and limits.** The logits of a chunk take at most 128 MiB in float32. With V = 151,936 a chunk has 220 tokens.
+The backward pass holds three matrices of this size: log p, p and the gradient. A bfloat16 model also needs the gradient
+in bfloat16. A chunk therefore needs up to 448 MiB. The gradient of W is one whole (V, D) matrix. With N = 4,096,
+forward and backward need 545 MiB instead of 11,740 MiB (`python bench/loss.py`). The last layer needs four matrix
+products instead of three, because the backward pass repeats the forward product. Some models scale, cap or shift their
+logits. `add_read_hidden` refuses such models.
 """
 
 from collections.abc import Callable
@@ -90,7 +87,7 @@ class TokenLogprobs(torch.autograd.Function):
             entropy[part] = -(log_p.exp() * log_p).sum(-1)  # (c, V) -> (c,)
         # No saved tensor has the size of the logits, (N, V).
         ctx.save_for_backward(hidden, weight, ids, tau, entropy)
-        ctx.set_materialize_grads(False)  # if the loss does not use logp or entropy, its gradient is None
+        ctx.set_materialize_grads(False)  # a result that the loss does not use has the gradient None
         ctx.chunk = chunk
         return logp, entropy
 

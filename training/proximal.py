@@ -34,7 +34,7 @@ from torch import Tensor
 def interpolation(versions: Tensor, version: int, fraction: float | Tensor) -> Tensor:
     """Return alpha (N,), the position of pi_prox between pi_behav (0) and pi_theta (1).
 
-    The argument versions (N,) is v_b, version is v, and fraction is f, the finished share of the mini-batches.
+    `versions` (N,) is v_b, `version` is v, and `fraction` is f, the finished share of the mini-batches.
     """
     # alpha = (v - v_b) / (v + f - v_b)
     lag = (version - versions).clamp(min=0).float()  # (N,) v - v_b; tokens newer than the trainer have lag 0
@@ -54,7 +54,7 @@ def linear(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> Tensor:
 
 
 def rollout(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> Tensor:
-    """Guess that pi_prox is pi_behav, as in standard PPO. The function does not use theta_logp and alpha."""
+    """Guess that pi_prox is pi_behav, as in standard PPO. The function ignores theta_logp and alpha."""
     # pi_prox = pi_behav
     return old_logp
 

@@ -4,12 +4,12 @@
 rollouts. All other ranks only train. In a collective operation, such as a sum of gradients, every rank waits for all
 other ranks.
 
-**The problem.** If a rank dies, the ranks that wait for the dead rank may hang. With NCCL they may hang for hours, and
-with gloo until their next operation.
+**The problem.** If a rank dies, the ranks that wait for the dead rank may hang. With NCCL they may hang for hours. With
+gloo they notice the death only at their next operation.
 
 **The solution.** When a rank's work is over, the rank sends a small message, called a farewell. Rank 0 exchanges
-farewells with every other rank. For each peer a thread waits for the peer's farewell. If the connection closes before
-the farewell has arrived, the peer has died. The waiting thread then prints a line and ends its own process.
+farewells with every other rank. For each peer, one thread waits for the peer's farewell. If the connection closes
+before the farewell has arrived, the peer has died. The waiting thread then prints a line and ends its own process.
 
 **Example.** Rank 2 of 3 ranks raises an error and dies. Rank 0 sees that the connection to rank 2 closes, and rank 0
 ends within moments. Rank 1 then sees that the connection to rank 0 closes, and rank 1 ends too. The error that rank 2

@@ -20,12 +20,13 @@ Token q may attend to token k if k is q itself or an ancestor of q. Two comparis
 For example, e (q = 4) sees a (4 < 6), b (4 < 5) and itself, but not c and d (4 < 4 is false). Every token therefore
 sees exactly the tokens before it in its row. If several rows train a token, their gradients for this token add up.
 
-**Packing.** One tree holds at most `max_tokens` tokens, so the sorted rows are cut into runs that fit. Row i shares
-shared[i] tokens with the row before it. A cut between these two rows makes the model compute shared[i] tokens twice.
-`cheapest_runs` finds the cuts that cost least. First-fit packing then puts several small runs into one tree.
+**Packing.** One tree holds at most `max_tokens` tokens, so the sorted rows are cut into runs: consecutive rows that fit
+into one tree. Row i shares shared[i] tokens with the row before it. A cut between these two rows makes the model
+compute shared[i] tokens twice. `cheapest_runs` finds the cuts that cost least. First-fit packing then puts several
+small runs into one tree.
 
-**Attention.** The N x N mask is nearly empty, so it is never built. On a CPU each block of 128 queries attends only to
-the keys that at least one of these queries sees. On a GPU FlexAttention skips each block of 128 queries and 128 keys
+**Attention.** The N x N mask is nearly empty, so it is never built. On a CPU, each block of 128 queries attends only to
+the keys that at least one of these queries sees. On a GPU, FlexAttention skips each block of 128 queries and 128 keys
 in which no query sees a key. The tests compare both implementations with the dense mask. transformers calls
 `tree_attention` by the name "tree", so the model's own code is unchanged.
 
@@ -82,7 +83,7 @@ class PackedTree:
 def sort_rows(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
     """Return the n rows sorted by their tokens, and how many tokens each row shares with the row before it.
 
-    Rows are given by their numbers. The second result has shape (n,) and starts with 0.
+    The first result contains the rows' numbers. The second result has shape (n,) and starts with 0.
     """
     # Sorting by big-endian bytes is the same as sorting by token ids.
     order = sorted(range(len(sequences)), key=lambda row: sequences[row].astype(">u4").tobytes())
@@ -95,15 +96,15 @@ def sort_rows(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
 
 
 def cheapest_runs(lengths: np.ndarray, shared: np.ndarray, max_tokens: int) -> list[tuple[int, int, int]]:
-    """Cut n sorted rows into runs of at most max_tokens tree tokens, so that the runs have the fewest tokens in total.
+    """Cut n sorted rows into runs of at most max_tokens tokens, so that the runs have the fewest tokens in total.
 
-    Returns (first row, row after the last, tokens) for each run. The first row of a run adds all its tokens to the run,
-    and each later row i adds lengths[i] - shared[i] tokens.
+    Returns (first row, last row + 1, number of tokens) for each run. The first row of a run adds all its tokens to the
+    run, and each later row i adds lengths[i] - shared[i] tokens.
     """
     # tokens(i, j) = shared[i] + sum over rows i..j-1 of (lengths - shared)          tokens of the run i..j-1
     # waste[j]     = min over i with tokens(i, j) <= max_tokens of waste[i] + shared[i]
     added = np.concatenate([[0], np.cumsum(lengths - shared)])  # (n + 1,)
-    waste = np.zeros(len(lengths) + 1)  # (n + 1,) waste[j]: the fewest tokens that rows 0..j-1 compute twice
+    waste = np.zeros(len(lengths) + 1)  # (n + 1,) waste[j]: minimum of tokens that rows 0..j-1 compute twice
     start = np.zeros(len(lengths) + 1, dtype=np.int64)  # (n + 1,) start[j]: first row of the last run of rows 0..j-1
     for j in range(1, len(waste)):
         low = int(np.searchsorted(added, added[j] - max_tokens))  # a run i..j-1 with i < low is too large
@@ -152,7 +153,7 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
     trees = []
     for part in split_packs(range(len(runs)), [size for _, _, size in runs], max_tokens):
         places = [i for first, last, _ in sorted(runs[k] for k in part) for i in range(first, last)]
-        # Sorted rows a < b share the minimum of shared[a + 1], ..., shared[b] tokens.
+        # Of the sorted rows, rows a < b share min(shared[a + 1], ..., shared[b]) tokens.
         common = [0] + [int(shared[a + 1 : b + 1].min()) for a, b in pairwise(places)]
         trees.append(lay_out([order[i] for i in places], arrays, common))
     return trees
@@ -178,13 +179,13 @@ def block_mask(tree: PackedTree, device: torch.device) -> BlockMask:
     end = F.pad(tree.subtree_end.to(device), (0, n * BLOCK - length))  # (n * BLOCK,)
     key = torch.arange(n, device=device)  # (n,) blocks of keys
     query = key[:, None]  # (n, 1) blocks of queries
-    # some: the largest subtree_end of the key block is after the first query, so a query of the block sees a key.
-    # full: the smallest subtree_end of the key block is after the last query, so every query sees every key.
+    # some: a query of the block sees a key, because the key block's largest subtree_end is after the first query.
+    # full: every query sees every key, because the key block's smallest subtree_end is after the last query.
     some = (key <= query) & (end.view(n, BLOCK).amax(1) > query * BLOCK)  # (n, n)
     full = (key < query) & (end.view(n, BLOCK).amin(1) >= (query + 1) * BLOCK)  # (n, n)
 
     def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return for each query block the number of its chosen key blocks, and all key blocks with the chosen first."""
+        """Return for each query block the number of its chosen key blocks, and all key blocks, chosen ones first."""
         order = chosen.int().argsort(dim=1, descending=True, stable=True)  # (n, n)
         return chosen.sum(1).int()[None, None], order.int()[None, None]  # (1, 1, n), (1, 1, n, n)
 
