@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-# A slow or busy machine is no failure of a property test.
+# A property test must not fail because the machine is slow or busy.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
@@ -170,7 +170,7 @@ def start_tiny_server(tiny_model_dir: Path) -> Iterator[StartServer]:
         process.wait(timeout=20)
 
 
-SGLANG = os.environ.get("NANO_AREAL_SGLANG", "")  # interpreter that can import SGLang; `make test-sglang` sets it
+SGLANG = os.environ.get("NANO_AREAL_SGLANG", "")  # a Python that can import SGLang; set by `make test-sglang`
 
 
 @contextmanager
@@ -201,8 +201,8 @@ def tiny_server(start_tiny_server: StartServer) -> str:
     return start_tiny_server()
 
 
-# Each fixture below imports the project's modules in its body, because the environment of the example agents lacks
-# some packages that these modules import.
+# The environment of the example agents lacks some packages that the project's modules import. So each fixture below
+# imports these modules inside its function.
 
 
 @pytest.fixture(scope="module")

@@ -4,24 +4,25 @@
     python -m tests.explore --show    draw every state of the smallest case as text
 
 A **machine** describes a system: its initial states, the events that are possible in a state, and the properties that
-every state must have. `explore` visits all states, breadth first. Two states with the same key are one state, so
-different orders of events that lead to the same situation are continued only once. If a property is broken, the error
-tells the shortest series of events that breaks the property. After the search, `explore` checks that a goal can be
-reached from every state. A state from which no goal can be reached is a deadlock, or a loop without a way out.
+every state must have. `explore` visits all states, breadth first. Two states with the same key count as one state. So
+if two orders of events lead to the same situation, the search continues from there only once. If a property is broken,
+the error shows the shortest series of events that breaks the property. After the search, `explore` checks that a goal
+can be reached from every state. If no goal can be reached from a state, the state is a deadlock or part of a loop
+without a way out.
 
-**DispatchMachine** explores the classes that ship: DispatchState (rollout/dispatcher.py) and StalenessManager
-(staleness.py). Groups start, end, are rejected and fail in every order. The trainer consumes batches and makes new
-versions, with or without a checkpoint, and the process may be killed. A group's tokens have all versions between its
+**DispatchMachine** explores the real classes DispatchState (rollout/dispatcher.py) and StalenessManager (staleness.py),
+not a model of them. Groups start, end, fail and are rejected in every order. The trainer consumes batches and makes new
+versions, with or without a checkpoint, and the process may be killed. A group has tokens of every version between its
 start and its end. The properties:
 
     age          no trained token is older than eta
-    counters     submitted = enqueued + running + accepted + rejected + dropped, and each number is what it counts
-    starvation   wait: no group waits longer than eta versions after its start; mask, drop: after its end
-    lost         wait and mask drop no group
+    counters     submitted = enqueued + running + accepted + rejected + dropped, and each counter is right
+    starvation   no group waits longer than eta versions: mode wait: after its start; modes mask, drop: after its end
+    lost         modes wait and mask drop no group
     deadlock     from every state the trainer can reach the last version
 
-The search proves the properties for the bounds that it is given, and for no others: for example for two versions of
-lag, two groups in a batch, one rejected group and one kill.
+The search proves the properties only for the given bounds, for example two versions of lag, two groups in a batch, one
+rejected group and one kill.
 """
 
 import copy
@@ -66,7 +67,7 @@ class Machine(Protocol[S]):
         ...
 
     def is_goal(self, state: S) -> bool:
-        """Return whether the state is one that the system must always be able to reach."""
+        """Return whether this state is a goal. From every state the system must be able to reach a goal."""
         ...
 
 
@@ -88,7 +89,8 @@ class Graph(NamedTuple):
 
 
 def explore(machine: Machine[S]) -> Graph:
-    """Visit all states of a machine. Raises Broken, with the story of the shortest way, if a property does not hold."""
+    """Visit all states of a machine. If a property does not hold, raise Broken with the shortest series of events that
+    breaks it."""
     began, graph = time.monotonic(), Graph({}, {}, {}, 0.0)
     queue: deque[Hashable] = deque()
 
@@ -114,7 +116,7 @@ def explore(machine: Machine[S]) -> Graph:
         raise Broken(broken.name, f"{broken.why}\n{story(graph, (here, event))}") from broken
     if lost := stuck(machine, graph):
         ends = [key for key in lost if all(after == key for _, after in graph.edges[key])]
-        key = (ends or lost)[0]  # the end of the way tells more than the point of no return
+        key = (ends or lost)[0]  # a state where nothing more happens explains a deadlock best
         why = f"no goal can be reached from here: {graph.states[key]}"
         raise Broken("deadlock", f"{why}\n{story(graph, graph.came_by[key])}")
     return graph._replace(seconds=time.monotonic() - began)
@@ -179,14 +181,14 @@ def without_older(group: Group, oldest: int) -> Group | None:
 
 @dataclass
 class World:
-    """The shipped objects, and what the rest of the system remembers: the trainer, the episodes and the files."""
+    """A state of the whole system: the real dispatcher, and what the trainer, the episodes and the files remember."""
 
     state: Any  # DispatchState
     version: int = 0
-    training: bool = False  # whether the trainer has consumed a batch and has not made the next version
+    training: bool = False  # whether the trainer has consumed a batch but not yet made the next version
     next_id: int = 0
     started: dict[int, int] = field(default_factory=dict)  # task id -> version at the start
-    submitted: int = 0  # groups that the counters must contain
+    submitted: int = 0  # number of groups that the counters must add up to
     rejections: int = 0
     kills: int = 0
     saved: tuple[int, frozenset[int]] = (0, frozenset())  # the checkpoint: its version, and the ids of the open tasks
@@ -223,7 +225,7 @@ class DispatchMachine:
 
     mode: str  # rollout.stale
     bounds: Bounds
-    dispatcher: ModuleType = rollout.dispatcher  # the module to explore; a test gives a mutant
+    dispatcher: ModuleType = rollout.dispatcher  # the module to explore; a test passes a mutant
     staleness: ModuleType = staleness
 
     def initial(self) -> Iterable[World]:
@@ -232,7 +234,7 @@ class DispatchMachine:
         return [world]
 
     def build(self, world: World) -> None:
-        """Give the world new shipped objects, as a process makes them at its start."""
+        """Give the world a new dispatcher and staleness manager, as a process makes them when it starts."""
         b = self.bounds
         manager = self.staleness.StalenessManager(world, b.concurrent, b.batch, b.eta)
         oldest: Callable[[Group], int] = lambda group: group.oldest  # noqa: E731
@@ -317,7 +319,7 @@ class DispatchMachine:
         world.rejections = 0 if b.kills else world.rejections
 
     def copy(self, world: World) -> World:
-        """Return a copy of a world whose shipped objects are copies, too."""
+        """Return a copy of a world, with copies of its dispatcher and its staleness manager."""
         new = replace(world, started=dict(world.started), files=dict(world.files))
         new.state = copy.copy(world.state)
         for name in ("pending", "order", "rejected"):

@@ -41,8 +41,8 @@ from inference.weights import WeightUpdateMeta
 
 SERVERS = ["url"] if os.environ.get("NANO_AREAL_CONTRACT_URL") else ["tiny", *(["sglang"] if SGLANG else [])]
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
-SLOTS = 16  # requests that a server under test runs at the same time
-LONG = 1000  # tokens of a request that a test can interrupt, even on a busy machine
+SLOTS = 16  # number of requests that a server under test runs at the same time
+LONG = 1000  # enough tokens that a test can interrupt the request, even on a busy machine
 
 
 class Server:
@@ -75,8 +75,8 @@ class Server:
         return response.json()
 
     def send(self, max_new_tokens: int, prompt: Any) -> Callable[[], Any]:
-        """Send a request, and return a function that waits for the answer. A server reads requests in the order in
-        which they arrive, so it has read this request when it has answered the next."""
+        """Send a request, and return a function that waits for the answer. The server reads requests in order of
+        arrival, so when `version()` returns, the server has read this request."""
         sampling = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": max_new_tokens}
         connection = HTTPConnection(self.http.base_url.host, self.http.base_url.port or 80, timeout=60)
         body = json.dumps({"input_ids": prompt, "sampling_params": sampling})
@@ -329,7 +329,7 @@ def test_a_retracted_request_goes_to_the_end_of_the_queue(server: Server) -> Non
     server.post("/pause_generation", {"mode": "abort"})
     server.post("/continue_generation", {})
     ran = running()
-    assert {answer["meta_info"]["finish_reason"]["type"] for answer in ran} == {"abort"}  # none had reached its length
+    assert {answer["meta_info"]["finish_reason"]["type"] for answer in ran} == {"abort"}  # none was complete
     assert any(answer["meta_info"]["num_retractions"] for answer in ran)
 
 
@@ -449,9 +449,10 @@ def test_the_engine_learns_what_it_may_send(server: Server) -> None:
 
 
 class Blocking:
-    """A gloo group whose broadcast returns only when every server has received the tensor, as NCCL's first one does.
+    """A gloo group whose broadcast returns only after every server has received the tensor, like NCCL's first
+    broadcast.
 
-    In gloo a sender waits for its receiver, but `broadcast` returns a handle before. This class waits for the handle.
+    In gloo `broadcast` returns a handle before the servers have received the tensor. This class waits for the handle.
     """
 
     def __init__(self, group: Any) -> None:
@@ -468,7 +469,7 @@ class Blocking:
 
 @pytest.fixture(autouse=True)
 def blocking_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every broadcast of the trainer block until all servers have entered it."""
+    """Make every broadcast of the trainer wait until all servers have received the tensor."""
     monkeypatch.setattr(weights, "join_group", lambda *arguments: Blocking(join_group(*arguments)))
 
 
@@ -512,8 +513,8 @@ def other(server: Server, tmp_path: Path) -> Iterator[Other]:
 
 
 def assert_serves(server: Server, model: Any, version: str) -> None:
-    """Check that the server generates with the weights of `model` and reports `version`, for a prompt not yet
-    cached."""
+    """Check, with a prompt that is not cached yet, that the server uses the weights of `model` and reports
+    `version`."""
     prompt = [50 + int(version) % 50, *PROMPT]
     answer = server.generate(12, prompt=prompt, temperature=0.0)
     ids, logprobs = outputs(answer)
@@ -533,7 +534,8 @@ MODES = ["disk", "distributed", "tensor"]
 @pytest.mark.parametrize("pause_mode", ["retract", "abort", "in_place"])
 @pytest.mark.parametrize("mode", MODES)
 def test_new_weights_arrive_while_somebody_generates(server: Server, other: Other, mode: str, pause_mode: str) -> None:
-    """An update keeps the tokens of a running request. Each token's logprob fits the weights of the token's version.
+    """An update keeps the tokens of a running request. Each token's logprob agrees with the weights of the token's
+    version.
 
     In pause mode in_place the tokens after the update depend on both versions, so the test does not compare their
     logprobs. Later requests are computed with the new weights.
@@ -577,8 +579,8 @@ def test_an_update_that_failed_is_never_served(server: Server, other: Other, mod
 
 
 def test_weights_come_in_sessions(server: Server) -> None:
-    """The server accepts weights only between begin_weight_update and end_weight_update. A call with an unknown group
-    gets a 400, and so does a call at any other time."""
+    """The server accepts weights only between begin_weight_update and end_weight_update. At any other time such a call
+    gets a 400. So does a call with an unknown group."""
     part = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody"}
     handles = {"serialized_named_tensors": [weights.serialise([])]}
     calls: list[tuple[str, dict[str, Any], int]] = [

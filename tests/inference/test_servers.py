@@ -36,14 +36,14 @@ CONTROL = ("/pause_generation", "/update_weight_version", "/update_weights_from_
 
 
 class Machines:
-    """Scripted servers, by host name. A server has a version, may be dead or paused, and generates one token per
-    call."""
+    """Scripted servers, each with a host name. A server has a version, may be dead or paused, and generates one token
+    per call."""
 
     def __init__(self, **versions: int) -> None:
         self.versions: dict[str, Any] = dict(versions)
         self.dead: set[str] = set()
         self.paused: set[str] = set()
-        self.mute: dict[str, int] = {}  # host -> how many control answers arrive before the next control answer is lost
+        self.mute: dict[str, int] = {}  # host -> how many more control answers arrive before one is lost
         self.workers: list[Any] = []  # URLs that host "router" lists; the router sends requests for tokens to host a
         self.asked: list[tuple[str, str]] = []  # (host, path) of each request
 
@@ -156,7 +156,7 @@ def test_a_lost_answer_leaves_no_server_paused(tmp_path: Path, answers: int) -> 
     assert machines.mute == {}
     assert machines.paused == set()
     assert ask(trainer) == [1]
-    assert ask(proxy, session) == [min(answers, 1)]  # if b's first answer, to the pause, is lost, b keeps version 0
+    assert ask(proxy, session) == [min(answers, 1)]  # if b's answer to the pause is lost, b keeps version 0
     update(trainer, tmp_path, 2)
     assert ask(trainer, session) == ask(proxy, session) == [2]
     assert machines.generated_at()[-1] == "b"
@@ -188,7 +188,8 @@ def test_who_returns_takes_part_in_the_next_update(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_told_nothing_waits_for_the_version(tmp_path: Path) -> None:
-    """A proxy uses a lost server again as soon as the server reports the newest version that the proxy has seen."""
+    """A proxy uses a lost server again as soon as the server's version is at least the newest that the proxy has
+    seen."""
     machines, (first, _) = Machines(a=3, b=3), home()
     proxy = machines.engine(A, B)
     machines.dead.add(first)
@@ -214,8 +215,8 @@ def test_a_server_that_died_unseen_is_caught_by_its_tokens() -> None:
 
 
 def test_a_version_above_the_trainers_is_refused_wherever_it_is_read() -> None:
-    """A server counts as lost if it claims a version that the trainer has not made, whether its tokens or its label
-    claim this version. The trainer notices it, and so does every process that was told the trainer's version."""
+    """A server counts as lost if its tokens or its label claim a version that the trainer has not made. The trainer
+    notices this, and so does every process that was told the trainer's version."""
     machines, (first, second) = Machines(a=7, b=7), home()
     engine = machines.engine(A, B)
     engine.set_version(7)
@@ -309,7 +310,7 @@ def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPa
     """While at least one server is alive, every request is answered with current weights, and no living server stays
     paused.
 
-    Servers die, restart at version 0, and lose answers to the calls of an update, in any order.
+    In any order, servers die, restart at version 0, and lose their answers during an update.
     """
     machines = Machines(a=0, b=0, c=0)
     trainer, proxy = (machines.engine(A, B, "http://c") for _ in range(2))

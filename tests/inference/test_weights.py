@@ -43,7 +43,7 @@ def state(tiny_model_dir: Path) -> dict[str, torch.Tensor]:
 
 
 class Servers:
-    """A fake of inference/servers.py::Servers, whose post_all records each call and the folder's entries at that
+    """A fake of inference/servers.py::Servers. Its post_all records each call, and the folder's entries at that
     moment."""
 
     def __init__(self, root: Path, error: str | None = None) -> None:
@@ -248,7 +248,7 @@ def test_a_server_that_refuses_the_group_is_named():
 
 
 class Watched:
-    """A rollout side that records which directories are complete at each call."""
+    """A fake rollout side that records at each call which directories exist."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls = folder, list[tuple[str, list[str]]]()
@@ -269,7 +269,7 @@ class Watched:
 
 
 def test_files_are_written_in_the_servers_dtype_before_the_pause(tiny_model_dir: Path, tmp_path: Path):
-    """In mode disk, push_weights gathers and writes bfloat16 files before it pauses the servers, and only one time."""
+    """In mode disk, push_weights writes the new weights as bfloat16 files before it pauses the servers."""
     actor = FSDPPPOActor(PPOActorConfig(dtype="bfloat16"), tiny_model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=1)
@@ -289,7 +289,8 @@ def test_files_are_written_in_the_servers_dtype_before_the_pause(tiny_model_dir:
 
 @pytest.mark.runs
 def test_the_folder_of_new_weights_can_be_set(tmp_path: Path):
-    """With weight_update.path a run writes its new weights there, and deletes its folder there when it ends."""
+    """With weight_update.path a run writes its new weights to a folder under this path, and deletes the folder when it
+    ends."""
     other = tmp_path / "memory/another-run"
     other.mkdir(parents=True)
     words = [*SMALL_GUESS, "max_steps=2", f"weight_update.path={tmp_path / 'memory'}"]
@@ -304,16 +305,16 @@ def test_the_folder_of_new_weights_can_be_set(tmp_path: Path):
 
 
 class Meeting:
-    """A process group whose collectives block until the trainer and every server have entered them, as NCCL's do."""
+    """A process group in which a collective blocks until the trainer and every server have entered it, as in NCCL."""
 
     def __init__(self, servers: int) -> None:
-        self.barrier = threading.Barrier(1 + servers, timeout=10)  # a missing side breaks the barrier: an error
+        self.barrier = threading.Barrier(1 + servers, timeout=10)  # if a side is missing, wait() raises an error
         self.pool = ThreadPoolExecutor(servers)
         self.servers = servers
         self.done: list[str] = []  # the collectives that all sides have entered
 
     def enter(self, name: str) -> None:
-        if self.barrier.wait() == 0:  # exactly one of the waiting threads
+        if self.barrier.wait() == 0:  # true in exactly one of the waiting threads
             self.done.append(name)
 
     # The trainer's side
@@ -372,7 +373,7 @@ def test_handles_name_the_gpu_by_its_uuid(monkeypatch: pytest.MonkeyPatch):
 
 
 class Rebuilt:
-    """What `test_handles_name_the_gpu_by_its_uuid` unpickles instead of a tensor on a GPU."""
+    """The object that `test_handles_name_the_gpu_by_its_uuid` unpickles instead of a tensor on a GPU."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments

@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(path: Path, family: str, noise: float = 0.0, **changes: Any) -> Path:
-    """Write a random model of this family, and add noise to its norms and biases, which are 1 and 0 in a new model."""
+    """Write a random model of this family. Add noise to its norms and biases, which are 1 and 0 in a new model."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | changes), dtype=torch.float32)
     for name, weight in model.named_parameters():
@@ -65,7 +65,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
 def path(request: pytest.FixtureRequest, kind: str, tmp_path: Path) -> Path:
-    """Return the folder of a random model of this kind. If it is tied, one matrix is both embedding and head."""
+    """Return the folder of a random model of this kind. If the model is tied, one matrix is both embedding and head."""
     family, changes = KINDS[kind]
     return make_model(tmp_path / "model", family, noise=0.3, **changes, tie_word_embeddings=request.param)
 
@@ -95,7 +95,7 @@ def generate(tiny: TinyModel) -> list[Sequence]:
 
 
 def assert_equal(fast: TinyModel, general: TinyModel) -> None:
-    """Check that both models give equal logits in prefill and decoding, and equal tokens."""
+    """Check that both models give the same tokens, and the same logits in prefill and in decoding."""
     prompts = [[(5 * j + i) % 90 for j in range(20 + 3 * i)] for i in range(3)]
     for feeds, cached in (
         (prompts, [0, 0, 0]),
@@ -112,7 +112,7 @@ def assert_equal(fast: TinyModel, general: TinyModel) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_written_out_pass_equals_transformers(path: Path, deterministic: bool) -> None:
-    """For each architecture that `fits` accepts, both forward passes give equal tokens, and logits that are equal to
+    """For each architecture that `fits` accepts, both forward passes give the same tokens, and logits that agree to
     1e-5."""
     assert_equal(*both(path, deterministic=deterministic))
 
@@ -185,7 +185,8 @@ def test_the_model_has_no_second_copy_of_its_weights(path: Path) -> None:
     ],
 )
 def test_any_other_model_takes_the_general_path(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
-    """A model that `fits` refuses is computed by transformers, and its logits are the model's own."""
+    """If `fits` refuses a model, transformers computes the forward pass, and the server gives the logits of the model
+    itself."""
     path = make_model(tmp_path, family, **changes)
     tiny, model = TinyModel(str(path), 2), AutoModelForCausalLM.from_pretrained(path)
     assert not fits(model)
@@ -208,8 +209,8 @@ def test_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("path_of_code", ["fast", "general"])
 def test_deterministic_products_have_a_bounded_number_of_rows(tmp_path: Path, path_of_code: str) -> None:
-    """In deterministic mode each forward pass has 8 to 128 tokens. A prompt of any length gets the same logits as in
-    one pass."""
+    """In deterministic mode each matrix product has 8 to 128 rows. A prompt of any length gets the same logits as in a
+    single pass."""
     fast, general = both(make_model(tmp_path, "qwen3"), deterministic=True)
     tiny = {"fast": fast, "general": general}[path_of_code]
     passes = []
@@ -234,8 +235,8 @@ def test_deterministic_products_have_a_bounded_number_of_rows(tmp_path: Path, pa
 
 
 def test_the_number_of_keys_covers_all_and_avoids_what_rounds_differently() -> None:
-    """A step attends to at most 15 keys more than it needs. In deterministic mode, each block of 512 keys has 64, 128,
-    192 or 512."""
+    """Normally a step attends to at most 15 keys more than it needs. In deterministic mode the number of keys is a
+    multiple of 512, plus 0, 64, 128 or 192."""
     for n in range(1, 3000):
         assert 0 <= key_length(n, False) - n < 16
         keys = key_length(n, True)

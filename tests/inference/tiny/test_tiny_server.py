@@ -129,8 +129,8 @@ def straddle(tiny: TinyModel, mode: str, new_weights: Path) -> list[Sequence]:
 def test_a_straddling_completion_is_a_forward_pass_under_each_tokens_version(
     tiny: TinyModel, tiny_model_dir: Path, other_model_dir: Path, mode: str
 ) -> None:
-    """If new weights arrive after 5 tokens, a forward pass with the weights of a token's version gives the token's
-    logprob."""
+    """If new weights arrive after 5 tokens, each token's logprob equals that of a forward pass with the token's
+    version."""
     for one in straddle(tiny, mode, other_model_dir):
         assert one.spans(12) == [{"version": "0", "start": 0, "end": 5}, {"version": "1", "start": 5, "end": 12}]
         expected = versioned_logprobs(one, {"0": tiny_model_dir, "1": other_model_dir})
@@ -139,7 +139,7 @@ def test_a_straddling_completion_is_a_forward_pass_under_each_tokens_version(
 
 
 def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path) -> None:
-    """After an update in place, new queries attend to old keys, so no forward pass gives these logprobs. If every
+    """After an update in place, new queries attend to old keys, so no forward pass gives the same logprobs. If every
     weight changes by about 1 %, the error is larger than rounding and less than 0.5 nats."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     torch.manual_seed(0)
@@ -250,7 +250,7 @@ def test_a_reused_prefix_equals_a_fresh_prefill(tiny: TinyModel) -> None:
     reused, fresh = sequence("turn 2", prompt, 12, seed=2), sequence("turn 2", prompt, 12, seed=2)
     run(tiny, reused, scheduler=scheduler)
     run(tiny, fresh)
-    assert reused.reused_tokens == len(turn.tokens) - 1  # the last token never went through the model
+    assert reused.reused_tokens == len(turn.tokens) - 1  # the last token has not gone through the model
     assert fresh.reused_tokens == 0
     assert reused.tokens == fresh.tokens
     assert reused.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
@@ -297,7 +297,7 @@ def test_a_neighbours_truncation_does_not_reach_a_row() -> None:
 
 
 def test_the_likeliest_token_is_always_kept() -> None:
-    """A top_p so small that float32 rounds it to 0 still keeps the most likely token."""
+    """If top_p is so small that float32 rounds it to 0, the most likely token is still kept."""
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
     for seed in range(20):
         tokens, _ = sample(logits.clone(), [sequence("a", [], 1, seed=seed, top_p=1e-46)])
@@ -373,7 +373,8 @@ EVENTS = st.one_of(
 
 
 class Play:
-    """A scheduler that a test drives with events. There is no model: each new token is the number of earlier tokens."""
+    """A scheduler that a test drives with events. There is no model: each new token's id is the number of earlier
+    tokens."""
 
     def __init__(self) -> None:
         self.scheduler = make_scheduler(slots=3, max_total_tokens=20)
@@ -521,8 +522,8 @@ def test_any_integer_is_a_seed(seed: int) -> None:
 
 
 def overtaken(last: int) -> dict[str, Any]:
-    """Return Protocol.answer's result for a sequence whose last token arrives during the call, at attribute read number
-    `last`."""
+    """Return Protocol.answer's answer for a sequence. The sequence's last token arrives during the call, when the call
+    reads attribute number `last`."""
     scheduler, looks = make_scheduler(slots=1), itertools.count()
     one = Sequence("a", [7], SamplingParams(), stop_ids=frozenset({2}), return_logprob=True)
     scheduler.submit(one)
@@ -567,8 +568,8 @@ def post(url: str, path: str, body: Any, **kwargs: Any) -> httpx.Response:
 
 
 def test_only_a_key_opens_the_server(start_tiny_server: StartServer) -> None:
-    """With --api-key, the server refuses every request that lacks the key, such as a pause or a new label. The engine
-    sends the key."""
+    """With --api-key, the server refuses every request without the key, except a health check. The engine sends the
+    key."""
     url = start_tiny_server("--api-key", "secret")
     for path in (
         "/generate",
@@ -589,7 +590,7 @@ def test_only_a_key_opens_the_server(start_tiny_server: StartServer) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "", "::"])
 def test_a_public_address_needs_a_key(host: str, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A server that other machines can reach does not start without a key, and neither does a proxy."""
+    """A server or proxy that other machines can reach does not start without a key."""
     assert server.main(["--model-path", str(tiny_model_dir), "--host", host, "--port", "0", "--api-key", ""]) == 2
     assert "give the server a key" in capsys.readouterr().err
     assert proxy.main(["--model-path", str(tiny_model_dir), "--host", host, "--port", "0", "--server", "http://a"]) == 2
@@ -688,7 +689,7 @@ def test_bad_weights_are_answered_and_kill_nothing(tiny_server: str) -> None:
 
 
 class Call:
-    """An object whose pickle creates a folder when a program loads it."""
+    """An object whose pickle creates a folder when a program loads the pickle."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -709,7 +710,7 @@ def test_a_pickle_runs_no_code(tiny_server: str, tmp_path: Path) -> None:
 
 
 def test_a_part_that_does_not_fit_changes_nothing(tiny_server: str) -> None:
-    """The server answers a tensor with a wrong shape or an unknown name with status 400 and the tensor's name."""
+    """If a tensor has a wrong shape or an unknown name, the server answers with status 400 and the tensor's name."""
     post(tiny_server, "/begin_weight_update", {})
     for name in ("model.norm.weight", "no.such.weight"):
         body = {"serialized_named_tensors": [serialise([(name, torch.zeros(3))])]}
@@ -797,7 +798,8 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
 
 
 def test_a_client_that_leaves_is_no_error_of_the_server() -> None:
-    """If a client leaves while its request arrives, the server raises no error, so its log holds no traceback."""
+    """If a client disconnects before its whole request has arrived, the server raises no error, so no traceback is in
+    its log."""
     statuses: list[int] = []
 
     async def receive() -> dict[str, str]:
