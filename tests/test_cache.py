@@ -146,7 +146,7 @@ def test_discounting_is_its_recursive_definition(session: list[Call], gamma: flo
 @given(calls)
 def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
     """In an export in style concat, each sampled token is trained in exactly one row. In this row the token follows the
-    tokens from which it was sampled, and has the version, log-probability, temperature and reward of its turn."""
+    same tokens as when it was sampled, and has the version, log-probability, temperature and reward of its turn."""
     cache = play(session)
     cache.apply_reward_discount(0.5)
     of_token = {t: i for i in cache.finished() for t in i.tokens.output_tokens}
@@ -176,8 +176,8 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
 
 @given(calls)
 def test_a_row_of_concat_continues_the_row_that_trains_its_parent(session: list[Call]) -> None:
-    """In style concat the parent of a row is the row that trains the parent of the first turn that the row trains. A
-    row that begins with a root has no parent."""
+    """Style concat: take the first turn that a row trains. The row's parent is the row that trains this turn's parent.
+    A row that begins with a root has no parent."""
     cache = play(session)
     rows = cache.export_interactions("concat")
     row_of = {turn: row for row in rows.values() for turn, is_trained in row.row_turns if is_trained}
@@ -369,7 +369,7 @@ def test_a_side_conversation_takes_no_reward(title_first: bool, turns: int) -> N
 
 
 def test_a_side_conversation_that_is_rewarded_is_trained() -> None:
-    """If the agent sets a reward for a title call by its id, the title call is trained."""
+    """If the agent uses the id of a title call to set its reward, the title call is trained."""
     cache = InteractionCache()
     title_call(cache, True, 2)
     cache.set_reward("title", 0.5)
@@ -413,8 +413,7 @@ def test_an_orphan_leaves_no_trace() -> None:
 
 @given(calls, st.lists(st.integers(0, 11)))
 def test_what_failed_leaves_no_trace(session: list[Call], orphans: list[int]) -> None:
-    """A session with failed calls has the same tree as the session without the failed calls, even after orphans were
-    dropped."""
+    """Failed calls do not change the tree of a session, even after orphans were dropped."""
     caches = play(session), play([call for call in session if call.finishes])
     for cache in caches:
         for name in list(cache):

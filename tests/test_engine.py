@@ -52,16 +52,16 @@ def generated(tokens: list[int], finish: str = "stop", **meta: Any) -> httpx.Res
 
 
 def without_spans(tokens: list[int], finish: str, version: int) -> httpx.Response:
-    """Return an answer of SGLang 0.5.16 to 0.5.18: it contains no spans, only the version at the end of the
-    answer."""
+    """Return an answer of SGLang 0.5.16 to 0.5.18. It contains no spans, only the version at the time when the answer
+    ended."""
     body = generated(tokens, finish, spans=[(version, len(tokens))]).json()
     del body["meta_info"]["weight_versions"]
     return httpx.Response(200, json=body)
 
 
 class Script:
-    """Servers that answer /generate with the lines of a script, and every other request with success. When only the
-    last line is left, it answers all further requests."""
+    """Servers that answer /generate with the lines of a script, and every other request with success. The last line
+    answers all further requests."""
 
     def __init__(self, *answers: Answer, info: dict[str, Any] | None = None) -> None:
         self.answers = list(answers)
@@ -104,8 +104,8 @@ def request(*ids: int, **gconfig: Any) -> ModelRequest:
 
 @pytest.mark.anyio
 async def test_resumes_where_it_was_interrupted():
-    """An interrupted completion continues after its last token. The response names, for each token, the weight version
-    that computed it."""
+    """An interrupted completion continues after its last token. For each token, the response names the weight version
+    that computed the token."""
     script = Script(generated([10, 11], "abort"), generated([12, 13, 14], "stop", spans=[(1, 3)]))
     response = await script.engine().agenerate(request(max_new_tokens=8))
     assert response.output_tokens == [10, 11, 12, 13, 14]
@@ -289,7 +289,7 @@ NONSENSE = {
 @pytest.mark.anyio
 @pytest.mark.parametrize("answer", NONSENSE.values(), ids=NONSENSE.keys())
 async def test_an_answer_that_makes_no_sense_is_an_error_of_its_server(answer: httpx.Response) -> None:
-    """The engine believes no answer that contradicts itself: the server is lost, and another server is asked."""
+    """If a server's answer contradicts itself, the engine treats the server as lost and asks another server."""
     script = Script(answer, generated([7]))
     engine = script.engine(A, B)
     engine.vocab_size = 100
@@ -338,8 +338,8 @@ async def test_who_gives_up_tells_the_server(failure: type[BaseException]):
     ],
 )
 async def test_what_would_kill_a_server_is_never_sent(ids: list[int], gconfig: dict[str, Any], message: str):
-    """The engine refuses a bad request with status 400 and sends nothing. (A bad token id would crash an SGLang
-    server.)"""
+    """The engine refuses a bad request with status 400 and sends nothing to the server. (A bad token id would crash an
+    SGLang server.)"""
     script = Script(generated([1]))
     engine = script.engine()
     engine.vocab_size, engine.context_length = 259, 64
@@ -416,7 +416,7 @@ KEYS = st.text(min_size=1, max_size=8)
 
 @given(KEYS, st.sets(KEYS, min_size=2, max_size=8), st.data())
 def test_a_lost_server_moves_only_its_own_conversations(key: str, servers: set[str], data: st.DataObject):
-    """If one server is removed, only the conversations of that server move to a different server."""
+    """If one server is removed, only that server's conversations move to other servers."""
     order = rank_servers(sorted(servers), key)
     lost = data.draw(st.sampled_from(order))
     assert rank_servers(sorted(servers - {lost}), key) == [server for server in order if server != lost]
@@ -451,7 +451,7 @@ async def test_a_dead_server_hands_over():
 
 
 class Executor:
-    """A fake WorkflowExecutor. Each call by the engine is added to the script's list of requests."""
+    """A fake WorkflowExecutor. Each call that the engine makes is added to the script's list of requests."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -497,8 +497,8 @@ def test_a_server_without_spans_is_paused_by_abort(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.anyio
 async def test_without_spans_a_segment_has_one_version():
-    """In pause mode abort every token gets the right version even if the server sends no spans, because a weight update
-    ends every running segment."""
+    """In pause mode abort a weight update ends every running segment. So every token gets the right version, even if
+    the server sends no spans."""
     script = Script(without_spans([4, 5], "abort", 0), without_spans([6], "stop", 1))
     response = await script.engine(pause_mode="abort").agenerate(request())
     assert response.output_versions == [0, 0, 1]

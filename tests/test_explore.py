@@ -1,6 +1,6 @@
-"""The search of tests/explore.py finds no broken property in the dispatcher, and finds every planted one.
+"""The search of tests/explore.py finds no broken property in the real dispatcher, and finds every planted error.
 
-A mutant is one of our modules with one changed line. Each property has two mutants that break this property.
+A mutant is one of the project's modules with one changed line. Each property has two mutants that break this property.
 """
 
 import importlib.util

@@ -156,7 +156,8 @@ def test_the_write_ups_surrogate_is_another_objective():
     ("theta", "prox", "behav"), [(-INF, -INF, -INF), (-1.0, -INF, -INF), (-INF, -INF, -1.0), (-INF, -1.0, -INF)]
 )
 def test_a_token_that_two_policies_exclude_gives_no_nan(theta, prox, behav):
-    """If two policies give a token the probability 0, their ratio counts as 1, and loss and metrics are numbers."""
+    """If two policies give a token the probability 0, their ratio counts as 1, and the loss and the metrics are
+    finite."""
     first, second, third = (torch.tensor([value, -1.0]) for value in (theta, prox, behav))
     loss, stats = ppo_actor_loss_fn(first, second, third, -torch.ones(2), torch.ones(2), c_clip=2.0)
     assert loss.isfinite()
@@ -214,7 +215,8 @@ def test_dual_clip_bounds_what_one_token_can_do():
 
 
 def test_a_clip_of_0_bounds_the_ratio_at_1():
-    """With eps_clip=0 and eps_clip_higher=0 no ratio above 1 helps a good token, and none below 1 helps a bad one."""
+    """With eps_clip=0 and eps_clip_higher=0, a ratio above 1 gains nothing if A > 0, and a ratio below 1 gains nothing
+    if A < 0."""
     theta, old = torch.tensor([0.5, -0.5, 0.5, -0.5]), torch.zeros(4)
     A = torch.tensor([1.0, 1.0, -1.0, -1.0])
     loss, stats = ppo_actor_loss_fn(theta, old, old, A, torch.ones(4), eps_clip=0.0, eps_clip_higher=0.0)
@@ -349,8 +351,8 @@ def test_a_group_of_one_teaches_nothing(std):
 
 
 def test_without_a_baseline_one_rollout_keeps_its_reward():
-    """Without a baseline, the advantage of a group's only member is its reward, because the spread of a single reward
-    counts as 1."""
+    """Without a baseline, the advantage of a group's only member is its reward: the standard deviation of a single
+    reward counts as 1."""
     batch = single((0, 3.0), (1, -1.0))
     assert per_row(compute_advantages(batch, config("none", "none")), batch) == [3.0, -1.0]
     assert per_row(compute_advantages(batch, config("none", "group")), batch) == [3.0, -1.0]
@@ -376,8 +378,8 @@ def test_the_spread_of_the_batch_and_a_constant_spread():
     ],
 )
 def test_the_spread_is_around_the_plain_mean_of_its_cell(rewards, keys, expected):
-    """The standard deviation is taken around the mean of its own cell, whatever baseline is subtracted. In these three
-    cases AReaL takes it around the baseline, with the results in docs/differences.md."""
+    """The standard deviation is computed around the mean of its own cell, whatever baseline is subtracted. In these
+    three cases AReaL computes it around the baseline (docs/differences.md)."""
     batch = single(*rewards)
     advantages = compute_advantages(batch, PPOActorConfig(adv_norm=NormConfig(**keys)))
     assert per_row(advantages, batch) == pytest.approx(expected, abs=1e-4)

@@ -19,7 +19,7 @@ RUNS = json.loads((ROOT / "docs" / "simulate.json").read_text())
 
 
 def constant(eta: int, **changes: object) -> simulate.Setup:
-    """Four groups a step: 2 s of generation, 1 s of training, 0.5 s of update."""
+    """Four groups per step: 2 s of generation, 1 s of training, 0.5 s of update."""
     setup = simulate.Setup(4, lambda rng, k: 2.0, lambda rng, k, n: 1.0, lambda rng, k, n: 0.5, eta=eta, steps=10)
     return replace(setup, **changes)
 
@@ -46,7 +46,7 @@ def test_a_server_shares_its_time() -> None:
 
 
 def test_an_update_without_interruption_waits_for_the_longest_answer() -> None:
-    """Without interruption, no token is mixed into a group of another version, and the steps take longer."""
+    """If an update waits for the running answers instead of interrupting them, the steps take longer."""
     lengths = lambda rng, k: rng.choice([1.0, 9.0])  # noqa: E731
     cut, whole = (simulate.Simulation(constant(2, length=lengths, interrupt=i)).run() for i in (True, False))
     assert whole.step_ends[-1] > cut.step_ends[-1]
@@ -54,7 +54,7 @@ def test_an_update_without_interruption_waits_for_the_longest_answer() -> None:
 
 @pytest.mark.parametrize("order", ["wait", "window", "drop", "mask"])
 def test_the_bound_holds_for_every_order(order: str) -> None:
-    """No trained token is older than eta, and without a bound some tokens are."""
+    """With the bound eta no trained token is older than eta. Without a bound some tokens are older."""
     eta = 2
     bounded, unbounded = (simulate.simulate(simulate.small, 1.0, eta, o, seeds=range(3)) for o in (order, "unbounded"))
     assert bounded["lag_max"] <= eta < unbounded["lag_max"]
@@ -62,7 +62,7 @@ def test_the_bound_holds_for_every_order(order: str) -> None:
 
 
 def test_the_gate_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulation drives the shipped gate: if the gate admits too many groups, a group becomes too old."""
+    """The simulation uses the real gate: if the gate admits too many groups, a group becomes too old."""
     shipped = StalenessManager.get_capacity
     monkeypatch.setattr(StalenessManager, "get_capacity", lambda self: shipped(self) + 16)
     with pytest.raises(StalenessError):
@@ -71,7 +71,7 @@ def test_the_gate_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run["name"])
 def test_the_simulation_agrees_with_real_runs(run: dict) -> None:
-    """From the times of a finished run, the simulation finds the run's speed within 10 %, and its lag."""
+    """From the times of a finished run, the simulation predicts the run's lag, and its duration within 10 %."""
     found = simulate.simulate(simulate.replay, run, seeds=range(9))
     assert found["total_s"] == pytest.approx(run["seconds"], rel=0.1)
     assert found["lag_mean"] == pytest.approx(run["lag_mean"], abs=0.2)
@@ -79,5 +79,5 @@ def test_the_simulation_agrees_with_real_runs(run: dict) -> None:
 
 
 def test_the_page_shows_the_comparison() -> None:
-    """docs/simulate.md contains the table that the committed times give."""
+    """docs/simulate.md contains the table that the simulation computes from docs/simulate.json."""
     assert "\n".join(simulate.check(RUNS)) in Path(simulate.PAGE).read_text()

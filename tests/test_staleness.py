@@ -1,4 +1,4 @@
-"""Two rules together bound the age of every group that a step trains on: the gate limits how many groups start, and the
+"""Two rules together bound the age of every group that a step trains on. The gate limits how many groups start. The
 trainer consumes groups in the order in which they started.
 
 In these tests a version is a plain number, and hypothesis draws the order of the events. No episode runs, and no test
@@ -189,8 +189,7 @@ def test_the_age_check():
 
 
 def test_a_group_newer_than_the_policy_is_an_error():
-    """A group of a version that the trainer has not made yet raises StalenessError, even where old groups are
-    dropped."""
+    """A group of a version that the trainer has not made yet raises StalenessError, even with stale=drop."""
     manager = make_manager(eta=2, version=7)
     with pytest.raises(StalenessError, match="its age is -992"):
         manager.check_age(999)
@@ -330,7 +329,7 @@ def test_order_of_start_keeps_the_bound():
 
 
 def test_rejections_are_not_remembered_for_ever():
-    """The dispatcher remembers only the newest rejected tasks, so a long run does not grow."""
+    """The dispatcher remembers only the newest rejected tasks, so its memory stays bounded in a long run."""
     state = make_state(make_manager(eta=0, batch=100))
     for task_id in range(10_009):
         state.enqueue(Prompt(task_id))

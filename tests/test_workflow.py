@@ -483,8 +483,8 @@ def test_a_workflow_is_found_in_whatever_the_user_gives() -> None:
 
 
 def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
-    """If the user does not set gconfig or tokenizer, a workflow class whose __init__ has these parameters gets the
-    run's values."""
+    """If a workflow class has the __init__ parameters gconfig or tokenizer, it gets the run's values, unless the user
+    sets them."""
     defaults = {"gconfig": GenerationHyperparameters(top_k=5), "tokenizer": "tokenizer"}
     made: Any = resolve_workflow(RLVRWorkflow, {"reward_fn": f"{__name__}.exact"}, defaults=defaults)
     assert (made.gconfig.top_k, made.tokenizer) == (5, "tokenizer")

@@ -171,7 +171,7 @@ async def value(x: Any) -> Any:
 
 
 def test_results_come_in_order_of_start(make_stage):
-    """The oldest groups are consumed first, for any order in which the groups finish."""
+    """The oldest groups are consumed first, in whatever order the groups finish."""
     stage = make_stage(batch=3)
     stage.submit(10, 11, 12)
     assert stage.started(3) == [10, 11, 12]
@@ -206,7 +206,7 @@ def test_a_timeout_consumes_nothing(make_stage):
 
 
 def test_a_new_version_alone_wakes_the_producer(make_stage):
-    """A new version starts the tasks that the gate now admits, without any other event."""
+    """A new version alone starts the tasks that the gate now admits."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2, 3)
     assert stage.started(2) == [0, 1]
@@ -337,7 +337,7 @@ def test_the_gate_is_kept_supplied_while_the_trainer_trains(make_stage):
 
 
 def test_the_same_error_again_and_again_ends_the_run(make_stage):
-    """A bug that fails every episode stops the run with an error whose cause is the first exception."""
+    """If a bug makes every episode fail, the run stops with an error. The error's cause is the first exception."""
     stage = make_stage(eta=0, batch=2, concurrent=1, max_failures=3)
     errors = [ValueError(f"bug {i}") for i in range(10)]
     for task_id, error in enumerate(errors):
@@ -351,7 +351,7 @@ def test_the_same_error_again_and_again_ends_the_run(make_stage):
 
 
 def test_how_many_failures_are_a_bug():
-    """By default the run stops after 2 * batch size failures in a row, and never before eight failures in a row."""
+    """By default the run stops after max(8, 2 * batch size) failures in a row."""
     for batch, limit in ((1, 8), (32, 64)):
         manager = StalenessManager(Version(), 1, batch, 0)
         state: DispatchState = DispatchState(manager, lambda _: None, max_queue_size=1)
@@ -359,7 +359,7 @@ def test_how_many_failures_are_a_bug():
 
 
 def test_one_success_ends_a_row_of_failures(make_stage):
-    """Only failures in a row stop the run. A rejected episode sets the count to 0, because it did not raise."""
+    """Only failures in a row stop the run. A rejected episode sets the count to 0, because it raised no exception."""
     stage = make_stage(eta=100, concurrent=1, max_failures=2)
     for task_id in range(0, 20, 2):
         stage.crash(task_id, ValueError("now and then"))
@@ -467,8 +467,8 @@ def test_a_straggler_is_masked_and_holds_up_no_batch(make_stage):
 
 
 def test_wait_for_one_task(make_stage):
-    """wait_for_task returns one group by its id. This group is then in no later batch, and another group may start
-    instead."""
+    """wait_for_task returns one group by its id. This group is then in no later batch, and another group may start in
+    its place."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2)
     stage.finish(1)
@@ -495,8 +495,7 @@ def test_many_single_tasks_pass_a_narrow_gate(make_stage):
 
 
 def test_evaluation_returns_in_order_of_submission(make_stage):
-    """Without a staleness limit, results are returned in order of submission, even if the tasks finish in another
-    order."""
+    """Without a staleness limit, results are returned in order of submission, in whatever order the tasks finish."""
     stage = make_stage(eta=10**12, batch=2, concurrent=3)
     stage.submit(*range(10))
     stage.finish(*reversed(range(10)))

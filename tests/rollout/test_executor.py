@@ -32,7 +32,7 @@ SAMPLES = [{"n": n} for n in range(5)]
 
 
 class Waits(Echo):
-    """A workflow in which the episode of sample n ends when the test sets gates[n]."""
+    """A workflow in which the episode of sample n ends after gates[n] is set."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -119,8 +119,8 @@ def test_every_loader_begins_at_its_own_beginning(make: Make) -> None:
 
 
 def test_a_loader_that_raises_says_so_at_every_call(make: Make) -> None:
-    """If a dataloader raises an error, every call of prepare_batch raises it. Once repaired, the dataloader starts
-    again."""
+    """If a dataloader raises an error, every call of prepare_batch raises the same error. Once repaired, the dataloader
+    starts again."""
     samples: list[dict] = [{"n": 0}, {}]
 
     def collate(batch: list[dict]) -> list[dict]:
@@ -193,7 +193,8 @@ class Panic(BaseException):
 def test_whatever_an_episode_raises_is_its_failure(
     make: Make, caplog: pytest.LogCaptureFixture, error: BaseException, group_size: int
 ) -> None:
-    """If an episode raises any exception, it is counted and logged, and the next prompt replaces the failed prompt."""
+    """If an episode raises any exception, the failure is counted and logged, and the next prompt replaces the failed
+    prompt."""
 
     class Raises(Echo):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
@@ -214,8 +215,8 @@ def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size:
     """If the proxy dies, the run stops before any episode counts as failed. Every later call of state_dict raises an
     error.
 
-    If an episode counted as failed, another prompt would replace its prompt, and the next checkpoint would lack the
-    replaced prompt.
+    If the episode counted as failed, a new prompt would replace its prompt, and the next checkpoint would lack the old
+    prompt.
     """
 
     class LosesItsProxy(Echo):
@@ -422,8 +423,8 @@ class OneIsSlow(Echo):
 
 @pytest.mark.parametrize("stale", ["mask", "drop"])
 def test_no_step_waits_for_a_slow_group(make: Make, stale: str) -> None:
-    """With stale=mask the tokens of a slow group that are older than eta leave the loss. With stale=drop the whole
-    group is lost. In both cases every trained token keeps the age bound."""
+    """With stale=mask, the loss leaves out the tokens of a slow group that are older than eta. With stale=drop, the
+    whole group is dropped. In both cases no trained token is older than eta."""
     executor, data, slow = make(config={"max_head_offpolicyness": 1, "stale": stale}), loader(SAMPLES), list[int]()
     while not slow and executor.stats.dropped == 0:
         version, batch = executor.engine.get_version(), executor.prepare_batch(data, OneIsSlow())
@@ -441,7 +442,8 @@ def test_no_step_waits_for_a_slow_group(make: Make, stale: str) -> None:
 
 
 def test_a_version_that_the_trainer_has_not_made_is_a_failure(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """A trajectory with a token of a version above the trainer's fails, even if its oldest token is young enough."""
+    """A trajectory fails if one of its tokens has a newer version than the trainer, even if its oldest token is young
+    enough."""
 
     class LastTokenIsFromTheFuture(Echo):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
@@ -459,7 +461,8 @@ async def pays(prompt: str, completion: str, prompt_ids: list, completion_ids: l
 
 
 def test_dumps_are_the_documents_lines(make: Make, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """Dumped files have the paths and the fields that (Rollout Workflow, "Trajectory Dumping") describes."""
+    """Dumped files have the paths and the fields that AReaL's page Rollout Workflow describes (section "Trajectory
+    Dumping")."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "vier")
     executor = make(engine, tokenizer=tiny_tokenizer, dump_dir=tmp_path)
     engine.set_version(5)
@@ -489,7 +492,7 @@ def test_dumps_are_the_documents_lines(make: Make, tiny_tokenizer: Any, tmp_path
 
 
 def test_dumps_without_a_tokenizer_are_refused_at_the_start(make: Make, tmp_path: Path) -> None:
-    """An executor with dump_to_file and without a tokenizer raises an error at its construction."""
+    """Constructing an executor with dump_to_file but without a tokenizer raises an error."""
     with pytest.raises(ValueError, match="set tokenizer_path"):
         make(dump_dir=tmp_path)
     make(dump_dir=tmp_path, config={"dump_to_file": False})
@@ -538,7 +541,7 @@ def run_agent(make: Make, proxy: ProxyAddress, tiny_server: str) -> Iterator[Cal
 
 
 def test_the_documents_agent_is_trained_on_unchanged(run_agent: Any) -> None:
-    """The example agent of (Agent Workflow, "Proxy Approach") yields a group of rows with rewards."""
+    """The "Proxy Approach" example from AReaL's page Agent Workflow yields a group of rows with rewards."""
     group, stats = run_agent(MyAgent, group_size=3)
     assert group["rewards"].shape == (3,)
     assert set(group["rewards"].tolist()) <= {0.5, 1.0}
@@ -620,7 +623,8 @@ def test_an_episode_that_takes_too_long_is_cancelled(run_agent: Any, caplog: pyt
 
 
 def test_agents_get_the_http_client_that_their_sdk_runs_on(run_agent: Any) -> None:
-    """All agents in an event loop share one HTTP client of the openai SDK's own class. It is closed at the end."""
+    """All agents in an event loop share one HTTP client of the openai SDK's own class. The client is closed at the
+    end."""
     clients = []
 
     class Keeps:

@@ -67,7 +67,8 @@ def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
     [(mode_agents.MyAgent, "inline"), (mode_agents.MyAgent, "subproc"), (mode_agents.MySyncAgent, "subproc")],
 )
 def test_the_documents_agents_run_as_they_stand(run_agent: Run, agent: Any, mode: str) -> None:
-    """The async example of (Agent Workflow) runs in both modes, and its synchronous example runs in mode subproc."""
+    """The async example from AReaL's page Agent Workflow runs in both modes. The page's synchronous example runs in
+    mode subproc."""
     (group,), stats = run_agent(agent, group_size=3, mode=mode)
     assert set(group["rewards"].tolist()) <= {0.5, 1.0}
     assert group["rewards"].shape == (3,)
@@ -83,7 +84,7 @@ async def test_both_modes_sample_the_same_tokens(proxy: ProxyAddress) -> None:
     apart = replace(inline, mode="subproc")
     rows = [to_tensors(await workflow.arun_episode(None, QUESTION)) for workflow in (inline, apart)]
     assert rows[0]["input_ids"].shape[1] > 40
-    for key in rows[0]:  # up to rounding, because the server adds in a different order if the prompt is cached
+    for key in rows[0]:  # up to rounding, because the server adds numbers in another order if the prompt is cached
         torch.testing.assert_close(rows[0][key], rows[1][key], rtol=0, atol=1e-5)
 
 
@@ -128,8 +129,7 @@ def test_an_agent_that_sets_nothing_is_rejected(run_agent: Run, mode: str) -> No
 def test_a_failing_agent_is_counted_and_the_next_one_runs(
     run_agent: Run, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture, then: str, says: str
 ) -> None:
-    """After an agent's process died or an agent raised, the failure is counted and logged, and the next episode
-    runs."""
+    """If an agent raises or its process dies, the failure is counted and logged, and the next episode runs."""
     groups, stats = run_agent(mode_agents.Talks, {"then": then}, {}, {"then": then}, {}, subproc_max_workers=1)
     assert [None if group is None else group["rewards"].tolist() for group in groups] == [None, [1.0], None, [1.0]]
     assert (stats.failed, stats.rejected) == (2, 2)
@@ -147,7 +147,7 @@ def test_a_timed_out_episode_has_ended(run_agent: Run, caplog: pytest.LogCapture
     assert "took longer than 10 s (rollout.openai.episode_timeout_seconds)" in caplog.text
     os.set_blocking(reader, True)
     with open(reader) as file:
-        assert file.read() == "alive"  # read to the end, so no process holds the named pipe open
+        assert file.read() == "alive"  # read() reached the end, so no process holds the named pipe open
     assert stats.failed == 1
 
 
@@ -276,7 +276,8 @@ async def test_work_that_swallows_its_cancellation_is_abandoned(
 
 @pytest.mark.anyio
 async def test_a_result_runs_no_code_in_the_trainer(tmp_path: Path) -> None:
-    """An object whose pickle would run code becomes an error, and no code of the object runs in the parent."""
+    """If a worker returns an object whose pickle would run code, the call raises an error, and the parent runs no such
+    code."""
     pool = WorkerPool(1)
     async with contextlib.aclosing(pool), pool.worker() as worker:
         with pytest.raises(RuntimeError, match="AttributeError"):

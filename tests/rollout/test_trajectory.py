@@ -29,7 +29,8 @@ def ints(*rows: list[int]) -> Tensor:
 
 
 def documented() -> dict[str, Tensor]:
-    """Return the example of (Rollout Workflow, "Tensor Dictionary Format"). Its prompt has version 0, not -1."""
+    """Return the example from AReaL's page Rollout Workflow, section "Tensor Dictionary Format". Its prompt has version
+    0, not -1."""
     return {
         "input_ids": ints([1, 2, 3, 4, 5]),
         "attention_mask": torch.ones(1, 5, dtype=torch.bool),
@@ -62,7 +63,7 @@ class Letters:
 
 
 def test_the_documents_example_passes_the_check_and_is_completed() -> None:
-    """The documents' example passes the check, and `complete` adds the missing keys."""
+    """The example from AReaL's documentation passes the check, and `complete` adds the missing keys."""
     check_trajectory_format(documented())
     traj = complete(documented(), task_id=7)
     assert traj.keys() == TOKEN_KEYS.keys() | ROW_KEYS.keys()
@@ -89,8 +90,8 @@ def test_complete_keeps_what_the_workflow_said() -> None:
 
 
 def test_unknown_versions_are_those_of_the_episodes_start() -> None:
-    """Where versions are missing, `complete` fills in the version at the episode's start: a group never seems younger
-    than it is."""
+    """If the versions are missing, `complete` sets them to the version at the episode's start. So a group never seems
+    younger than it is."""
     given = documented()
     del given["versions"]
     traj = complete(given, task_id=0, version=4)
@@ -183,7 +184,8 @@ def test_concat_pads_to_the_longest_with_values_that_mean_nothing() -> None:
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 2))
 def test_concat_knows_features_from_tokens(lengths: list[int], width: int, more: int) -> None:
-    """concat_padded_tensors pads a user's key only if its second dimension is the row length in every trajectory.
+    """concat_padded_tensors pads a user's tensor only if its second dimension equals the row length in every
+    trajectory.
 
     A feature whose width happens to equal the length of one row is not padded.
     """

@@ -1,4 +1,5 @@
-"""Whole runs of the GSM8K recipe on a CPU, with the commands of a GPU machine, but a tiny model and twelve problems.
+"""Whole runs of the GSM8K recipe on a CPU. The commands are those for a GPU machine, but the model is tiny and there
+are only twelve problems.
 
 A random model solves no problem, so the runs check only properties that hold for any model. One run uses
 a reward that a random model can earn, and checks that training uses the configured reward function.
@@ -57,8 +58,8 @@ def test_only_the_final_answer_counts(completion: str, answer: str, right: bool)
 
 
 def test_the_solutions_in_the_data_are_right() -> None:
-    """A problem's own solution earns the reward. The solution of another problem earns it only if the answers are the
-    same."""
+    """A problem's own solution earns the reward. The solution of another problem earns the reward only if the answers
+    are the same."""
     rows = read_jsonl(ROOT / DATA)
     samples = load_dataset(str(ROOT / DATA), gsm8k, "train")
     assert len(samples) == 12
@@ -79,8 +80,8 @@ def train(tmp_path: Path, model: Path, *words: str) -> tuple[list[dict], Path]:
 
 
 def test_the_recipe(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """The recipe trains on twelve problems, with 3 groups of 2 answers in each step. In step 2 it evaluates all
-    twelve."""
+    """The recipe trains on twelve problems, with 3 groups of 2 answers in each step. In step 2 the recipe evaluates the
+    model on all twelve problems."""
     metrics, folder = train(tmp_path, tiny_model_dir)
     assert sum(line["accepted"] for line in metrics) >= 9
     assert all(line["failed"] == 0 and 0 <= line["staleness_max"] <= 2 for line in metrics)

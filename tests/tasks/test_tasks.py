@@ -1,5 +1,5 @@
-"""Tests of the tasks guess and maze: both can be solved, rewards follow their definitions, and a seed fixes the base
-model."""
+"""Tests of the tasks guess and maze: both can be solved, rewards follow their definitions, and a seed determines the
+base model."""
 
 import io
 import json
@@ -80,8 +80,8 @@ def test_processes_may_race(models: dict) -> None:
 
 @given(data=st.data())
 def test_template_splices(tokenizer: Any, data: st.DataObject) -> None:
-    """The tokens of a conversation are, one after the other, those of the last prompt, the sampled answer and the new
-    message."""
+    """The tokens of a conversation are the tokens of the last prompt, then those of the sampled answer, then those of
+    the new message."""
     words = st.lists(st.sampled_from(guess.WORDS), max_size=4).map(" ".join)
     texts = data.draw(st.lists(words, min_size=3, max_size=7).filter(lambda texts: len(texts) % 2))
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
@@ -205,7 +205,7 @@ def test_maze_is_perfect() -> None:
 
 
 def test_instances() -> None:
-    """The maze has 286 prompts. A prompt's shortest way has 1 to 108 moves. The average is between 50 and 60 moves."""
+    """The maze has 286 prompts. The shortest way home has 1 to 108 moves. The average is between 50 and 60 moves."""
     instances = maze.dataset()
     lengths = [maze.distances(d["home"])[maze.CELLS[d["start"]]] for d in instances]
     assert len(instances) == len({d["messages"][0]["content"] for d in instances}) == 286
@@ -246,7 +246,7 @@ def test_spl() -> None:
 
 
 def test_drunkard_comes_home_sometimes() -> None:
-    """The drunk that the base model imitates never goes through a wall, and a quarter of its walks end at home."""
+    """The base model imitates a drunk, who never goes through a wall. A quarter of the drunk's walks end at home."""
     rng = random.Random(0)
     walks = [(d, maze.stagger(rng, d["start"], d["home"])) for d in maze.dataset() for _ in range(3)]
     answers = [(" ".join(map(maze.name, walk)), d["start"], d["home"]) for d, walk in walks]
