@@ -51,8 +51,8 @@ class MySyncAgent:
 
 
 class Talks:
-    """An agent that asks the model two times. If `data` has the key `then`, the agent finally runs the function of that
-    name."""
+    """An agent that asks the model two times. If `data` has the key `then`, the agent finally runs the function that
+    `data["then"]` names."""
 
     async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> Any:
         client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)

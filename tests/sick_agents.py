@@ -1,4 +1,4 @@
-"""Agents with which a run never ends its first step (tests/run/test_doctor.py, tests/run/test_failures.py)."""
+"""Agents that keep a run from ever finishing its first step (tests/run/test_doctor.py, tests/run/test_failures.py)."""
 
 import asyncio
 import threading
@@ -39,7 +39,7 @@ class CallingAgent:
 
 
 class NaNAgent(CallingAgent):
-    """An agent whose rewards are no numbers."""
+    """An agent whose rewards are NaN."""
 
     def reward(self, answer: str, text: str) -> float:
         return float("nan")

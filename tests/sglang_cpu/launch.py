@@ -1,7 +1,7 @@
 """Run the unmodified SGLang server on a machine without a GPU: `python launch.py --model-path DIR --port 30000 ...`.
 
-SGLang can compute with torch alone (torch_native attention, pytorch sampling). SGLang still imports three packages
-that have no build for a plain CPU. On a CPU it calls no function of these packages:
+SGLang can compute with torch alone (torch_native attention, pytorch sampling). SGLang still imports three packages that
+have no build for a plain CPU. On a CPU SGLang calls no function of these packages:
 
 - torchvision: SGLang's configurations of vision models import it. Its wheel is compiled for a CUDA build of torch.
 - triton: SGLang declares kernels with @triton.jit, but launches no kernel on a CPU.

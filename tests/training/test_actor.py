@@ -1,4 +1,4 @@
-"""The actor computes the same numbers as a plain model, up to rounding, in spite of pieces, shards and padding.
+"""The actor uses pieces, shards and padding, but computes the same numbers as a plain model, up to rounding.
 
 The plain model is an unmodified Hugging Face model in a simple loop. The actor shards the model over one rank, cuts
 the batch into mini-batches and pieces, and trims the padding.
@@ -78,7 +78,7 @@ def test_compute_logp_is_the_log_softmax_at_each_tokens_temperature(make_actor, 
 
 @pytest.mark.parametrize("mb_tokens", [16384, 40, 1])
 def test_packed_rows_do_not_see_each_other(make_actor, plain, mb_tokens):
-    """Sequences that are packed into one row get the same log-probabilities as alone."""
+    """Sequences that are packed into one row get the same log-probabilities as separate sequences."""
     batch = make_batch()
     with torch.no_grad():
         expected = plain_logp(plain, batch)
@@ -185,8 +185,8 @@ def test_an_update_makes_rewarded_tokens_likelier(make_actor):
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 300))
 @settings(max_examples=200, deadline=None)
 def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
-    """Every row is in exactly one mini-batch and one piece. Any two mini-batches differ by at most as many tokens as
-    the longest row has."""
+    """Every row is in exactly one mini-batch and one piece. The numbers of tokens in any two mini-batches differ by at
+    most the length of the longest row."""
     minibatches = split_minibatches(lengths, n)
     assert sorted(row for part in minibatches for row in part) == list(range(len(lengths)))
     assert all(minibatches)
@@ -203,7 +203,7 @@ def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
 
 
 def test_cutting_is_the_same_every_time():
-    """Rows of the same length are dealt out in order, so a repeated run makes the same mini-batches."""
+    """Rows of the same length are distributed in order, so a repeated run makes the same mini-batches."""
     assert split_minibatches([5] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
     assert split_microbatches([0, 1, 2, 3], [4, 9, 4, 8], 18) == [[1, 3], [0, 2]]
 
@@ -249,7 +249,7 @@ def test_a_batch_without_a_trained_token_is_an_error(make_actor):
 
 
 def test_truncated_turns_leave_the_update(make_actor):
-    """With mask_truncated the truncated rows have no part in the update: it equals the update without these rows."""
+    """With mask_truncated, the update is the same as an update without the truncated rows."""
     actors = [make_actor(mask_truncated=cut) for cut in (True, False)]
     batch = make_batch()
     batch["truncated"] = torch.zeros(len(batch["loss_mask"]), dtype=torch.int32)
@@ -313,7 +313,8 @@ def test_loglinear_needs_no_forward_pass_and_starts_at_the_truth(make_actor):
 
 
 def test_metrics_trains_on_the_truth_and_reports_the_guesses(make_actor):
-    """prox_logp_method=metrics gives bitwise the same weights as recompute, and logs 18 errors of the guesses."""
+    """prox_logp_method=metrics gives bitwise the same weights as recompute, and logs 18 metrics of the guesses'
+    errors."""
     steps = {}
     for method in ("recompute", "metrics"):
         actor = make_actor(prox_logp_method=method, ppo_n_minibatches=4)
@@ -358,7 +359,8 @@ def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
 
 
 def test_a_small_effective_sample_makes_a_small_step(make_actor):
-    """With ess_lr_power=p the optimizer step of a mini-batch is ESS^p times as long. The metric lr shows the length."""
+    """With ess_lr_power=p the learning rate of a mini-batch is multiplied by ESS^p, and so is the optimizer's step. The
+    metric lr shows this learning rate."""
     steps, stats = {}, {}
     for power in (0.0, 0.5, 2.0):
         actor = make_actor(behave_imp_weight_cap=None, ppo_n_minibatches=1, ess_lr_power=power)
@@ -375,7 +377,7 @@ def test_a_small_effective_sample_makes_a_small_step(make_actor):
 
 @pytest.mark.parametrize("how", ["sequence", "constant"])
 def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how):
-    """With loss_aggregation=sequence or constant, the loss is the same as from a loop, for all sizes of pieces and all
+    """With loss_aggregation=sequence or constant, the loss equals that of a plain loop, for all sizes of pieces and all
     layouts."""
     actors = [
         make_actor(loss_aggregation=how, max_new_tokens=20, **cut) for cut in ({"mb_tokens": 40}, {"layout": "packed"})
@@ -402,7 +404,8 @@ def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how)
     ],
 )
 def test_corrections_of_whole_rows_are_the_same_however_a_batch_is_cut(make_actor, keys):
-    """A row stays in one piece, so ratios, weights and tests of whole rows give one loss for all pieces and layouts."""
+    """A row is never split between pieces. So ratios, weights and tests of whole rows give the same loss for all sizes
+    of pieces and all layouts."""
     cuts: tuple[dict[str, Any], ...] = ({}, {"mb_tokens": 40}, {"layout": "packed"}, {"enable_tree_training": True})
     stats = []
     for cut in cuts:
@@ -415,7 +418,7 @@ def test_corrections_of_whole_rows_are_the_same_however_a_batch_is_cut(make_acto
 
 
 def test_a_learning_rate_of_0_changes_no_weight(make_actor):
-    """With lr=0 an update changes no weight, also with weight decay."""
+    """With lr=0 an update changes no weight, even with weight decay."""
     actor = make_actor(optimizer=OptimizerConfig(lr=0.0, weight_decay=0.1))
     before = parameters(actor)
     actor.ppo_update(prepare(actor, make_batch()))

@@ -1,4 +1,4 @@
-"""Each test compares one way to compute advantages with the loop or the sum in its paper."""
+"""Each test compares one way to compute advantages with the loop or the sum in the paper that describes it."""
 
 import math
 
@@ -16,7 +16,8 @@ from training.config import NormConfig, PPOActorConfig
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(-3, 3)), min_size=1, max_size=15))
 @settings(max_examples=100, deadline=None)
 def test_leave_one_out_is_the_mean_of_the_others(entries):
-    """An entry's leave-one-out baseline is the mean of the other entries in its cell, or its own value if alone."""
+    """An entry's leave-one-out baseline is the mean of the other entries in its cell. If there are none, it is the
+    entry's value."""
     cell, x = torch.tensor([c for c, _ in entries]), torch.tensor([v for _, v in entries], dtype=torch.float64)
     expected = []
     for i, (c, value) in enumerate(entries):
@@ -96,7 +97,8 @@ def test_k3_counts_as_at_most_10():
 
 
 def test_one_token_cannot_invert_an_advantage_through_k3():
-    """A token at log (pi / pi_ref) = -8 lowers a return of 1 by at most 10 kl_ctl, so the advantage stays positive."""
+    """A token with log (pi / pi_ref) = -8 lowers a return of 1 by at most 10 kl_ctl, so the advantage stays
+    positive."""
     batch = single((0, 1.0), (0, 0.0))
     batch["ref_logp"] = torch.zeros_like(batch["logprobs"])
     batch["logprobs"][0, 2] = -8.0

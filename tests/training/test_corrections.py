@@ -1,5 +1,5 @@
-"""Each test compares a correction of a ratio with a slow loop in the notation of its paper, on inputs that reach every
-branch of the loop."""
+"""Each test compares a correction of a ratio with a slow loop in the notation of the correction's paper. The inputs
+reach every branch of the loop."""
 
 import math
 from collections import Counter
@@ -54,7 +54,7 @@ def test_icepop_drops_a_token_that_the_trainer_finds_impossible():
 
 
 def test_a_sequences_weight_is_the_product_or_the_geometric_mean():
-    """The product is exp(sum log w) within e^-20 .. e^20, and the geometric mean is exp(mean log w)."""
+    """The product is exp(sum log w), clipped to e^-20 .. e^20. The geometric mean is exp(mean log w)."""
     _, prox, behav, _, mask = random_tokens(1)
     log_w = prox - behav + torch.linspace(-2, 2, 6, dtype=torch.float64)[:, None]
     mask[3] = 0
@@ -123,7 +123,7 @@ def test_a_rejected_row_leaves_the_sum_whatever_weight_its_tokens_have(keys, lev
 
 
 def test_tests_of_a_sequence_read_trained_tokens_only():
-    """An untrained token fails no test, and flat tokens with sequence_ids give the result of the (B, T) grid."""
+    """An untrained token fails no test. Flat tokens with sequence_ids give the same result as the (B, T) grid."""
     log_w = torch.tensor([[-9.0, 0.0, 0.1], [0.0, 0.0, -9.0]])
     mask = torch.tensor([[False, True, True], [True, True, True]])
     config = PPOActorConfig(reject_veto=0.01)
@@ -223,7 +223,8 @@ def truncated_batch() -> dict[str, torch.Tensor]:
 
 
 def test_a_truncated_turn_is_not_trained():
-    """The last turn of each truncated row leaves the loss mask. Its earlier turns and all other rows stay."""
+    """The last turn of each truncated row is removed from the loss mask. The row's earlier turns and all other rows
+    stay."""
     batch = truncated_batch()
     slow = batch["loss_mask"].clone()
     for i in range(4):
@@ -236,7 +237,8 @@ def test_a_truncated_turn_is_not_trained():
 
 
 def test_a_truncated_turn_has_no_say_in_the_baseline():
-    """With its unknown reward of 0 left out, the baseline of the first turns is the mean over the other three rows."""
+    """A truncated turn has the reward 0, because its true reward is unknown. Without this reward, the baseline of the
+    first turns is the mean over the other three rows."""
     batch = truncated_batch()
     config = make_config(adv_norm=NormConfig(std_level="none"))
     before = compute_advantages(batch, config)

@@ -52,7 +52,7 @@ def policy(version: float) -> torch.Tensor:
 
 
 def areal(old, theta, v_b, v):
-    """Return AReaL's guess. Its alpha is (v - 1 - v_b) / (v - v_b), with v_b the version of the previous token."""
+    """Return AReaL's guess, with alpha = (v - 1 - v_b) / (v - v_b), where v_b is the version of the previous token."""
     v_b = torch.cat([v_b[:1], v_b[:-1]])
     alpha = ((v - 1 - v_b) / (v - v_b).clamp(min=1)).clamp(0, 1)
     return old + alpha * (theta - old)

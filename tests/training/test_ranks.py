@@ -39,7 +39,7 @@ def torchrun(n: int, *words: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a rank, whose PYTHONPATH contains the repository and the test helpers."""
+    """Return the environment of a rank: its PYTHONPATH contains the repository and the test helpers."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
 
 
@@ -246,7 +246,7 @@ def test_two_nodes_train_and_come_back(tmp_path: Path) -> None:
 
 
 def wait_no_process(word: str, seconds: float = 30) -> bool:
-    """Return whether all processes with `word` among their arguments have ended within `seconds`."""
+    """Return whether all processes with `word` among their arguments end within `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         table = subprocess.run(["ps", "-A", "-o", "stat=,args="], capture_output=True, text=True, check=True).stdout
@@ -257,7 +257,7 @@ def wait_no_process(word: str, seconds: float = 30) -> bool:
 
 
 def test_a_mistake_is_said_once_and_ends_all_ranks(tmp_path: Path) -> None:
-    """Rank 0 alone prints a mistake in the configuration, once, and all ranks end without a crash."""
+    """If the configuration has a mistake, only rank 0 prints an error, only once, and all ranks end without a crash."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"]
     done = subprocess.run([*torchrun, "seeed=2"], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.stderr.count("error: unknown key 'seeed'") == 1

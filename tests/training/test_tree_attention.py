@@ -156,8 +156,8 @@ def test_the_order_of_the_rows_has_no_say(seed: int, n: int, max_tokens: int, rn
 @given(st.integers(0, 10**6), st.integers(1, 9), st.integers(30, 60))
 @settings(max_examples=100, deadline=None)
 def test_the_cuts_are_the_cheapest(seed: int, n: int, max_tokens: int) -> None:
-    """cheapest_runs cuts sorted rows into runs with the fewest tokens. The test compares the result with all possible
-    cuts."""
+    """cheapest_runs cuts sorted rows into the runs that need the fewest tokens in total. The test compares the result
+    with all possible cuts."""
     rows = sorted(row[:max_tokens] for row in make_rows(seed, n))
     shared = np.array([0] + [len(prefix(a, b)) for a, b in pairwise(rows)])
     lengths = np.array([len(row) for row in rows])
@@ -226,13 +226,13 @@ def test_a_row_that_cannot_be_in_any_tree_is_an_error() -> None:
 @settings(max_examples=40, deadline=None)
 def test_a_tree_trains_as_its_rows_do(model: Any, seed: int, n: int, max_tokens: int) -> None:
     """The loss of trees agrees with the loss of the separate rows to 1e-6, and the gradients agree to 1e-5."""
-    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [[1, 2, 3]]  # the last row has a token to predict
+    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [[1, 2, 3]]  # [1, 2, 3] surely has tokens to predict
     assert_same_lesson(learn(model, tree_logp(model, rows, max_tokens)), learn(model, separate_logp(model, rows)))
 
 
 def test_long_rows_cross_many_blocks(model: Any) -> None:
-    """Rows that are longer than a block of 128 queries have the same gradients in a tree as separately, with and
-    without the dense mask."""
+    """Rows longer than a block of 128 queries have the same gradients in a tree as alone, with and without the dense
+    mask."""
     rows = make_rows(3, 10, longest=3 * BLOCK)
     trees = build_trees(rows, 8192)
     assert len(trees) == 1
