@@ -2,8 +2,8 @@
 
     ModelRequest -> sampling_params -> POST /generate -> parse_segment -> ModelResponse
 
-**Requests.** A request contains every sampling parameter. If a parameter were missing, the server would take it from
-the model's generation_config.json, and training would not know its value.
+**Requests.** A request contains every sampling parameter. If a parameter were missing, the server would use the value
+in the model's generation_config.json. Training would not know this value.
 
 **Answers.** Training needs three facts about each token: its id, its log-probability under the policy that sampled it,
 and the version of this policy. An answer without one of these facts is an error.
@@ -164,9 +164,8 @@ def probe(input_ids: list[int]) -> dict[str, Any]:
 def check_segment(tokens: list[int], entries: list[list], spans: list[dict[str, Any]], vocab_size: int | None) -> None:
     """Raise EngineError (503) if an answer contradicts itself or cannot come from a model with `vocab_size` token ids.
 
-    The ids must be integers in the vocabulary, and identical to the ids that come with the logprobs. No logprob may
-    exceed 0 by more than rounding. The spans must cover all tokens without a gap, and their versions must never
-    decrease.
+    The ids must be integers in the vocabulary, and must match the ids beside the logprobs. A logprob may exceed 0 only
+    by a rounding error. The spans must cover all tokens without a gap, and their versions must never decrease.
     """
     if tokens and ({*map(type, tokens)} != {int} or min(tokens) < 0 or max(tokens) >= (vocab_size or 2**31)):
         raise EngineError(f"an answer has an id that is no integer below {vocab_size}", 503)

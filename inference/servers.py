@@ -18,17 +18,17 @@ rules exclude tokens of old weights:
 
 - Before each update the trainer calls its lost servers. If a lost server answers, it receives the update like all
   servers.
-- Any other process asks a lost server for its version every few seconds. If the process has received tokens of version
-  7, it uses the server again when the server reports version 7 or newer.
+- Any other process asks a lost server for its version every few seconds. A process that has received tokens of version
+  7 uses the server again only when the server reports version 7 or newer.
 - A server may restart between two requests, and then has version 0 again. The engine therefore checks the versions of
   every answer. A weight update pauses all servers before it changes the first server. If tokens of version 7 have
   arrived before a request is sent, this request must therefore get tokens of version 7 or newer. The engine discards
   older tokens, and marks their server as lost.
 
-After an update the trainer sends /continue_generation to lost servers too. A server that counts as lost may be
-alive, and would otherwise stay paused while other processes wait for it. If the server has old weights, its answers
-show it by their versions. If a server received only a part of an update, it reports version "7-incomplete", and every
-engine refuses its tokens.
+After an update the trainer sends /continue_generation to lost servers too. A server that counts as lost may be alive,
+and would otherwise stay paused while other processes wait for it. If the server has old weights, the versions in its
+answers show this. If a server received only a part of an update, it reports version "7-incomplete", and every engine
+refuses its tokens.
 
 **Routers.** An address may belong to an sglang-router. Requests for tokens go to the router, which chooses a worker.
 The router does not forward abort, pause, continue and weight updates, so the engine sends these calls to each worker.
@@ -36,9 +36,9 @@ The trainer requests the list of workers (GET /workers) before each update, so a
 update. A proxy requests the list only when it starts, so it sends no aborts to workers that join later.
 
 **Not promised.** If the trainer cannot reach a server during an update, the server keeps its old weights. A process
-that has received no token of the new version may still use this server. The server's tokens then have their true, older
-version. If a server hangs with open connections, it becomes lost only after `request_timeout`. If a server dies during
-an update in mode distributed, the run ends.
+that has received no token of the new version may still use this server. The server labels its tokens correctly with the
+older version. If a server hangs with open connections, it counts as lost only after `request_timeout`. If a server dies
+during an update in mode distributed, the run ends.
 """
 
 import hashlib
@@ -74,14 +74,14 @@ class Servers:
     """One process's record of all servers of a run. `addresses` are the base URLs of servers or routers."""
 
     def __init__(self, addresses: list[str], wire: Wire) -> None:
-        self.addresses = [address.rstrip("/") for address in addresses]  # URLs for requests for tokens
+        self.addresses = [address.rstrip("/") for address in addresses]  # URLs to which requests for tokens go
         self._wire = wire
         # The state that changes:
         self.workers_of = {address: [address] for address in self.addresses}  # for each address, URLs for control calls
         self.newest = 0  # newest version of all tokens received so far
         self.limit = math.inf  # the trainer's version; infinite if this process does not know the version
-        # The lost servers and routers: for each URL, the reason of the loss. The trainer's thread and the rollout loop
-        # both change this dictionary, so a loop over it uses a copy.
+        # The lost servers and routers: for each URL, why it was lost. The trainer's thread and the rollout loop both
+        # change this dictionary, so a loop over it uses a copy.
         self.lost: dict[str, str] = {}
         self._look_at: dict[str, float] = {}  # for each lost URL, the time of its next test call (time.monotonic())
 
@@ -113,8 +113,9 @@ class Servers:
     def check_age(self, url: str, versions: list[int], sent_after: int) -> None:
         """Check the versions of new tokens from server `url`, and update `newest`.
 
-        `sent_after` is the value of `newest` at the time of the request. Raises EngineError (503) if a token has an
-        older version, which only a restarted server returns, or a newer version than the trainer.
+        `sent_after` is the value of `newest` at the time of the request. Raises EngineError (503) if a token is older
+        than `sent_after`: the server must have restarted. Also raises it if a token is newer than the trainer's
+        version.
         """
         if versions and versions[-1] > self.limit:
             raise EngineError(f"{url} sent version {versions[-1]}, but the trainer has only version {self.limit}", 503)
@@ -156,8 +157,8 @@ class Servers:
     def refresh(self) -> None:
         """Get each router's list of workers, and mark every lost server that answers as living.
 
-        A server that was lost may have old weights, but a weight update follows. Raises EngineError if a router is
-        silent.
+        Such a server may have old weights, but it gets the weight update that follows. Raises EngineError if a known
+        router does not answer.
         """
         # 1. Send all questions at once. An address that is no router answers /workers with status 404.
         urls = [address + "/workers" for address in self.addresses] + [url + "/model_info" for url in list(self.lost)]

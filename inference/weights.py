@@ -35,8 +35,8 @@ rank ever holds the whole model.
 **The group** of mode distributed exists only during one update, so a server that dies between two updates breaks no
 group. Making a group takes 20 ms over gloo on one machine. With NCCL, three calls block until every rank has made the
 same call: creating the group, broadcasting, and destroying the group. The trainer and the servers must therefore make
-them at the same time. The trainer therefore sends every request to the servers in a thread (`meanwhile`) and makes its
-own call while the request waits.
+these calls at the same time. For each call, the trainer sends the servers a request in a thread (`meanwhile`), and
+makes its own call while the request waits.
 
 **Not promised.** If the machine loses power, a file may be lost. The trainer keeps a separate checkpoint.
 """
@@ -97,17 +97,17 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
 
     Every rank must iterate to the end, because all ranks together gather each sharded tensor. Floating-point tensors
     are converted to `dtype` before they are gathered. When the caller requests the next bucket, the function empties
-    the last bucket.
+    the previous bucket.
 
-    Tensors have the names and shapes of the checkpoint files, because a server skips unknown names. transformers fuses
-    the experts of a mixture in memory, and `revert_weight_conversion` splits the experts again. FSDPEngine refuses
-    models whose weights cannot be split.
+    Tensors have the names and shapes of the checkpoint files, because a server skips unknown names. In memory,
+    transformers fuses the experts of a mixture-of-experts model. `revert_weight_conversion` splits them again.
+    FSDPEngine refuses models whose weights cannot be split.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
 
     state = model.state_dict()
-    tensors = [*model.named_parameters(), *model.named_buffers()]  # a tied tensor is listed only one time
+    tensors = [*model.named_parameters(), *model.named_buffers()]  # a tied tensor is listed only once
     names = [name for name, _ in tensors if name in state]
     bucket: Bucket = []
     size = 0.0
@@ -222,7 +222,7 @@ def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: 
 def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
     """Send `body` to all servers in a thread while the caller's block runs. At the end wait for the answers.
 
-    If a server refuses, the block may fail too, because a rank is missing. The server's error is raised then.
+    If a server refuses, the block may fail too, because a rank is missing. The caller then gets the server's error.
     """
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, path, body, timeout=BUCKET_TIMEOUT)
@@ -263,7 +263,7 @@ SENDERS = {"disk": update_from_disk, "distributed": update_from_distributed, "te
 
 @contextmanager
 def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> Iterator[None]:
-    """Tell the servers when an update begins and ends. Only SGLang 0.5.20 and newer has routes for these calls."""
+    """Tell the servers when an update begins and ends. Only SGLang 0.5.20 and newer versions have routes for this."""
     wanted = all(tuple(map(int, re.findall(r"\d+", info["version"])[:3])) >= (0, 5, 20) for info in infos)
     if wanted:
         post_all("/begin_weight_update", {})
@@ -277,7 +277,8 @@ def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> Iterator[N
 def serialise(bucket: Bucket, device: str = "cpu") -> str:
     """Return a bucket as base64 text in the format of SGLang's MultiprocessingSerializer.
 
-    For a server with device "cuda", tensors on a GPU become handles. Otherwise the text has the bytes of the tensors.
+    For a server with device "cuda", tensors on a GPU become handles. Otherwise the text contains the bytes of the
+    tensors.
     """
     if device == "cuda" and any(tensor.is_cuda for _, tensor in bucket):
         import torch

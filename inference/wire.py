@@ -33,7 +33,7 @@ CALL_TIMEOUT = 60.0  # longest silence of a server in seconds, unless the caller
 CONNECT_TIMEOUT = 10.0  # seconds to open a connection
 KEEPALIVE = 4.0  # seconds an idle connection stays open; below uvicorn's 5, so that the client closes first
 HEADERS = {"content-type": "application/json"}
-TLS = httpx.create_ssl_context()  # made one time at import, because making a context takes 20 ms
+TLS = httpx.create_ssl_context()  # made once at import, because making a context takes 20 ms
 
 T = TypeVar("T", bound=Any)
 
@@ -82,7 +82,7 @@ def make_transport() -> httpx.AsyncBaseTransport:
 
 
 class PerLoop(Generic[T]):
-    """One object for each event loop. The first `get` in a loop makes the object, which is closed with the loop."""
+    """One object for each event loop. The first `get` in a loop makes the object, and the loop's end closes it."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -109,7 +109,8 @@ class PerLoop(Generic[T]):
 def run_all(calls: Iterable[Awaitable[Any]], return_exceptions: bool = False) -> list[Any]:
     """Make all calls at once in a new event loop, and return their results in the order of the calls.
 
-    The calling thread must not run an event loop. With `return_exceptions`, exceptions are returned among the results.
+    The calling thread must not run an event loop. With `return_exceptions`, the result of a failed call is its
+    exception.
     """
 
     async def gather() -> list[Any]:

@@ -4,28 +4,28 @@ A training step needs B finished prompt groups, and an episode takes seconds to 
 many groups running as the staleness gate allows, and returns finished groups in order of start or of finish.
 
 **Three parts.**
-- DispatchState makes the decisions. It records which tasks are pending, running and finished. Each event, for example
-  the end of a task, has a method. The method `start` returns the tasks that must start. The class has no thread or
-  clock.
+- DispatchState makes the decisions. It records which tasks are pending, running and finished. It has one method for
+  each event, for example for the end of a task. The method `start` returns the tasks that must start. The class has no
+  thread or clock.
 - BatchTaskDispatcher carries out the decisions. It calls the methods of DispatchState while it holds the lock.
 - AsyncTaskRunner (runner.py) owns the thread, the event loop and the lock, and lets callers wait.
 
-**Producer and consumer.** In the write-up the producer and the consumer are threads that poll. Here they are methods:
-`_produce` starts the tasks that the gate admits, and `_consume` records the result of a task. The dispatcher calls
-`_produce` at every event that may open the gate: a caller submits a task, a task ends, or the trainer sets a new
-version. The next tasks therefore start at once.
+**Producer and consumer.** In the write-up the producer and the consumer are threads that poll. Here two methods replace
+these threads: `_produce` starts the tasks that the gate admits, and `_consume` records the result of a task. The
+dispatcher calls `_produce` at every event that may open the gate: a caller submits a task, a task ends, or the trainer
+sets a new version. The next tasks therefore start at once.
 
-**Which groups form a batch.** With stale=wait, the batch is the B groups that started first and are not consumed yet. A
-slow group delays its batch, and faster groups wait for the slow group. With stale=mask and stale=drop, the batch is the
-B groups that finished first. take() then masks the tokens that are too old, or drops the groups that are too old.
-staleness.py proves that each way keeps every age within max_head_offpolicyness, and take() checks each age. A rejected
-group leaves the order and frees its place at the gate. active_submit_and_wait then draws another task.
+**Which groups form a batch.** With stale=wait, a batch has the B unconsumed groups that started first. A slow group
+delays its batch, and faster groups wait for the slow group. With stale=mask and stale=drop, a batch has the B groups
+that finished first. take() then masks the tokens that are too old, or drops the groups that are too old. With each
+setting no age exceeds max_head_offpolicyness. staleness.py proves this, and take() checks each age. A rejected group
+frees its place at the gate. active_submit_and_wait then draws another task.
 
 **Failure.** A task that returns None is rejected. A task that raises an exception is rejected and also counted as
-failed. Three events stop the run: max_failures tasks in a row raise an exception, a caller calls fail() (for example
-because a server died), or the dispatcher's own code raises an exception in the event loop's thread. After that every
-call that waits, and every later call, raises RuntimeError with the first exception as its cause. If max_failures tasks
-in a row are rejected without an exception, the run continues and the dispatcher logs a warning.
+failed. The run stops if max_failures tasks in a row raise an exception. It also stops if a caller calls fail() (for
+example because a server died), or if the dispatcher's own code fails in the event loop's thread. After that, waiting
+calls and later calls raise RuntimeError with the first exception as its cause. If max_failures tasks in a row are
+rejected without an exception, the run continues and the dispatcher logs a warning.
 
 **Locks.** The runner's lock guards the dispatcher's state. The lock is re-entrant.
 - The dispatcher holds the lock while it calls get_version(), head_version and trace, so these functions must return
@@ -111,7 +111,7 @@ class DispatchState(Generic[TInput, TResult]):
         return max(0, min(self.manager.get_capacity(), self.max_queue_size - self.manager.get_stats().running))
 
     def is_stalled(self) -> bool:
-        """Return whether no task runs and none will start by itself."""
+        """Return True if no task runs and no task will start by itself."""
         return not (self.manager.get_stats().running or self.paused or self.failure)
 
     def in_flight(self) -> set[int]:
@@ -119,7 +119,7 @@ class DispatchState(Generic[TInput, TResult]):
         return {*self.pending, *self.order}
 
     def next_groups(self, count: int) -> dict[int, TResult]:
-        """Return {task id: result} of the `count` groups to consume next, or {} if one of them is not finished.
+        """Return the `count` groups to consume next as {task id: result}, or {} if one of them is not finished.
 
         With stale=wait these are the groups that started first, and otherwise the groups that finished first.
         """
@@ -129,7 +129,7 @@ class DispatchState(Generic[TInput, TResult]):
         return batch if len(batch) == count else {}
 
     def trainable(self, data: TResult) -> TResult | None:
-        """Return what a step may train of a finished group, or None if the group must be dropped."""
+        """Return the part of a finished group on which a step may train, or None if the group must be dropped."""
         if self.stale == "mask":
             return self.without_older(data, self.manager.oldest_version())
         return data if self.stale == "wait" or self.manager.is_fresh(self.head_version(data)) else None
@@ -177,8 +177,8 @@ class DispatchState(Generic[TInput, TResult]):
     def take(self, count: int) -> list[TResult]:
         """Consume and return the next `count` groups, or return [] if one of them is not finished.
 
-        Groups that are too old are dropped first, and groups are returned without the tokens that are too old. A group
-        that is too old all the same raises StalenessError, and no group is consumed.
+        With stale=drop, groups that are too old are dropped first. With stale=mask, groups lose the tokens that are too
+        old. If a group is still too old, the method raises StalenessError and consumes no group.
         """
         for task_id in [i for i, data in self.order.items() if data is not None and self.trainable(data) is None]:
             del self.order[task_id]
@@ -196,8 +196,8 @@ class DispatchState(Generic[TInput, TResult]):
     def take_task(self, task_id: int) -> list[TResult | None]:
         """Return [result] for a finished task, [None] for a rejected task, and [] for a task that has not ended.
 
-        A finished or rejected task is forgotten. Raises ValueError if the task was never submitted, or if its result
-        was already taken.
+        After the call, the state no longer knows a finished or rejected task. Raises ValueError if the task was never
+        submitted, or if its result was already taken.
         """
         if task_id in self.rejected:
             self.rejected.remove(task_id)
@@ -305,7 +305,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def restore(self, results: dict[int, TResult]) -> None:
         """Add the finished results of an earlier process. `results` maps task ids to results, in order of start.
 
-        Call this method before any task is submitted, and call the staleness manager's on_version_recovered, too.
+        Call this method before any task is submitted. Also call the staleness manager's on_version_recovered.
         """
         with self.runner.lock:
             assert not self._state.in_flight(), f"restore results before any task is submitted: {self._state}"
@@ -329,7 +329,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.runner.lock.notify_all()
 
     def interrupt(self) -> None:
-        """Make the caller that waits, or the next caller that waits, raise KeyboardInterrupt. Tasks continue to run."""
+        """Raise KeyboardInterrupt in the waiting caller, or in the next caller that waits. Tasks continue to run."""
         with self.runner.lock:
             self._state.interrupted = True
             self.runner.lock.notify_all()
@@ -361,11 +361,11 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     # ---- waiting
 
     def _top_up(self, task_generator: Iterator[TInput]) -> None:
-        """Submit tasks of the generator until enough tasks are pending for the time between two batches.
+        """Submit tasks from the generator until enough tasks are pending for the time between two batches.
 
-        The method computes the number of tasks before the loop. Without that, the loop might never end, because new
-        tasks can start and end while the loop submits more. The method does not hold the lock, because the generator
-        may be slow. Raises RuntimeError if the generator ends.
+        The method computes the number of tasks before the loop. Otherwise the loop might never end, because pending
+        tasks can start while the loop submits more. The method does not hold the lock, because the generator may be
+        slow. Raises RuntimeError if the generator ends.
         """
         limit = min(self._state.manager.get_pending_limit(), self._state.max_queue_size)
         for _ in range(limit - len(self._state.pending)):

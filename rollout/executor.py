@@ -1,9 +1,9 @@
 """WorkflowExecutor connects the dataloader, the workflows, the staleness gate and the training step.
 
-`prepare_batch` returns the B oldest prompt groups that were not rejected, in order of start, as one padded dict of
-tensors (trajectory.py). While the trainer trains on one batch, the groups of the next batches run, as many as the gate
-allows. Example: with B = 4 and eta = 1, eight groups start at version 0. The first call returns four of these groups,
-and the other four continue to run.
+`prepare_batch` returns the next B accepted prompt groups as one padded dict of tensors (trajectory.py). The dispatcher
+decides which groups come next. While the trainer trains on one batch, groups of later batches run. The gate limits how
+many groups run. Example: with B = 4 and eta = 1, eight groups start at version 0. The first call returns four of these
+groups, and the other four continue to run.
 
 Each prompt group goes through these steps:
 
@@ -13,28 +13,29 @@ Each prompt group goes through these steps:
  4. Interactions become tensors, and check_trajectory_format checks these tensors.
  5. `complete` adds the tensors that the workflow left out.
  6. should_accept_fn accepts or rejects the group.
- 7. With dump_to_file each row of an accepted or rejected group becomes one line of text in the file
+ 7. With dump_to_file each row of the group, accepted or rejected, becomes one line of the file
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl.
  8. `keep` writes an accepted group to a file, so that the group survives a crash. The group counts as accepted after
     `keep` has returned.
- 9. The group waits until it is among the B oldest groups. Then prepare_batch consumes the group.
+ 9. The group waits until it is one of the next B groups. Then prepare_batch consumes the group.
 
-If a workflow returns None, its group is rejected, and another sample is drawn instead. If steps 3 to 8 raise, the group
-is rejected and also counted as failed. Many failures in a row stop the run (dispatcher.py).
+If a workflow returns None, its group is rejected, and another sample is drawn instead. If one of the steps 3 to 8
+raises an exception, the group is rejected and also counted as failed. Many failures in a row stop the run
+(dispatcher.py).
 
-**Arguments.** Each call of prepare_batch draws new samples, and runs these samples with the workflow and the
-should_accept_fn of this call. A sample that an earlier call drew keeps the arguments of the earlier call. If the
-workflow is a class, every call makes a new instance. If a workflow must keep state from call to call, pass an instance.
+**Arguments.** Each call of prepare_batch draws new samples. A sample runs with the workflow and the should_accept_fn of
+the call that drew it. Later calls do not change them. If the workflow is a class, every call makes a new instance. If a
+workflow must keep state from call to call, pass an instance.
 
 **Recovery.** A task is open until its group is consumed or rejected. A checkpoint holds the open tasks. After a crash
 the unfinished tasks start again under their old ids (DataCursor, run/recover.py).
 
-**Evaluation.** `for_evaluation()` makes a second executor that uses this engine and proxy. The second executor has no
-staleness gate, and it counts its task ids from 0.
+**Evaluation.** `for_evaluation()` makes a second executor that uses the same engine and proxy. The second executor has
+no staleness gate, and it counts its task ids from 0.
 
-**What is not promised.** On an executor with a gate, rollout_batch may wait for ever. Finished groups keep their places
-at the gate until the next version, and these groups may take all places. For an evaluation, use the executor that
-for_evaluation() returns.
+**What is not promised.** On an executor with a gate, rollout_batch may wait for ever. The reason is that finished
+groups keep their places at the gate until the next version, and may take all places. For an evaluation, use the
+executor that for_evaluation() returns.
 """
 
 import asyncio
@@ -202,7 +203,7 @@ class WorkflowExecutor:
         return task.task_id
 
     def wait(self, count: int, timeout: float | None = None) -> Trajectory:
-        """Return the `count` oldest groups that were not rejected, as one batch.
+        """Return the next `count` accepted groups as one batch.
 
         Raises TimeoutError after `timeout` seconds (None: wait for ever).
         """
@@ -231,10 +232,10 @@ class WorkflowExecutor:
         return [self.wait_for_task(task.task_id) for task in tasks]
 
     def prepare_batch(self, dataloader: Any, *args: Any, **kwargs: Any) -> Trajectory:
-        """Return the next training batch: dataloader.batch_size groups in order of start.
+        """Return the next training batch, which has dataloader.batch_size groups.
 
-        The arguments after `dataloader` are passed to `make_tasks`. The gate admits consumer_batch_size groups for each
-        version. Raises ValueError if the dataloader's batch size is a different number.
+        The arguments after `dataloader` are passed to `make_tasks`. Raises ValueError if the dataloader's batch
+        size is not the gate's consumer_batch_size.
         """
         size, gate_size = dataloader.batch_size, self.staleness_manager.consumer_batch_size
         if size != gate_size:
@@ -357,7 +358,7 @@ class WorkflowExecutor:
         return trajectory if accepted else None
 
     def _check(self, trajectory: Trajectory, workflow: workflows.RolloutWorkflow) -> None:
-        """Raise ValueError if the trajectory is malformed, or has other keys than its workflow's first trajectory."""
+        """Raise ValueError if a trajectory is malformed, or has other keys than the first one of its workflow."""
         kind = type(workflow.workflow if isinstance(workflow, workflows.GroupedRolloutWorkflow) else workflow)
         check_trajectory_format(trajectory, self._keys.get(kind))
         if kind not in self._keys and "loss_mask" in trajectory and "logprobs" not in trajectory:
@@ -365,7 +366,7 @@ class WorkflowExecutor:
         self._keys.setdefault(kind, frozenset(trajectory))
 
     async def _count_members(self, failed: int) -> None:
-        """Count the `failed` members of a group. At least one other member of the group did not raise."""
+        """Count `failed` members of a group as failed. At least one other member of the group succeeded."""
         await self._hold_failure()
         self.staleness_manager.on_members_failed(failed)
 

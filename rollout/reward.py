@@ -5,7 +5,7 @@ that is not an agent.
 
 All episodes of a run share one event loop. A function that computes for one second in the event loop stops every agent
 for one second. AsyncRewardWrapper therefore runs a plain function in a worker process (workers.py) and awaits the
-result. AsyncRewardWrapper awaits a coroutine function in the event loop.
+result. A coroutine function runs in the event loop itself.
 
 Both kinds of function have a time limit. If a plain function takes too long, its process is killed. If a coroutine
 function takes too long, it is cancelled. The clock starts when a worker takes the call, so the time in the queue does

@@ -9,9 +9,9 @@ turns a tool answered, and the policy got new weights:
     versions    -1 -1 -1  3  3 -1 -1  4  4  4
     turn_ids    -1 -1 -1  0  0 -1 -1  1  1  1
 
-Number t of each list describes token t.
+Entry t of each list describes token t.
 
-A row trains on its turns. A turn is only context in four cases:
+A row trains on its turns, with four exceptions. In these four cases a turn is only context:
 - another row already trains on the turn;
 - the agent asked the proxy not to store the call, and rollout.openai.store is honour;
 - the trainer cannot reproduce how the tokens were sampled (`trains_exactly`);
@@ -35,7 +35,7 @@ def is_trainable(turn: Any) -> bool:
 
 
 def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
-    """Return the row of a conversation as a dict of lists. A list has L numbers, one for each token, or one number.
+    """Return the row of a conversation as a dict of lists. Each list has L numbers (one per token) or a single number.
 
     `turns` is a list of pairs (finished interaction, whether the row trains on it), in the order of the turns.
     L numbers: input_ids, attention_mask, loss_mask, logprobs (behaviour policy), versions, turn_ids, turn_rewards
@@ -71,7 +71,7 @@ def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
         row["turn_ids"][span] = [turn.turn] * n
         row["turn_rewards"][span] = [turn.reward or 0.0] * n
         row["temperatures"][span] = [turn.tokens.temperature] * n
-        row["regenerated"][0] += turn.tokens.regenerated * trained  # only the row that trains on a turn counts it
+        row["regenerated"][0] += turn.tokens.regenerated * trained  # counted only in the row that trains on the turn
     return row
 
 

@@ -55,7 +55,7 @@ class TimedResult(NamedTuple, Generic[T]):
 
 
 def own_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """Return the frames of a stack outside of Python's library and of installed packages."""
+    """Return the frames of a stack that are neither in Python's library nor in an installed package."""
     return [f for f in stack if not f.filename.startswith((LIBRARY, "<")) and "-packages" not in f.filename]
 
 
@@ -95,9 +95,9 @@ class AsyncTaskRunner:
     def wait_for(self, attempt: Callable[[], T], timeout: float | None) -> T:
         """Call attempt() under the lock until its result is true, and return the last result.
 
-        The first call of attempt() is at once, and the next calls are after each `lock.notify_all()`. The wait ends
-        after `timeout` seconds even if the result is false (None: no limit). If attempt() raises an exception, the wait
-        ends with this exception. Ctrl-C ends a wait of the main thread at once.
+        The method calls attempt() immediately, and again after each `lock.notify_all()`. The wait ends after `timeout`
+        seconds even if the result is false (None: no limit). If attempt() raises an exception, the wait ends with this
+        exception. Ctrl-C ends a wait of the main thread at once.
         """
         with self.lock:
             return self.lock.wait_for(attempt, timeout)
@@ -107,15 +107,14 @@ class AsyncTaskRunner:
         return self._thread.is_alive()
 
     def find_blocker(self, seconds: float) -> str | None:
-        """Return which function keeps the loop from running for `seconds`, as "name (file:line)", or None.
+        """Return the function that blocks the loop for `seconds`, as "name (file:line)", or None if the loop runs.
 
-        The function is the innermost one outside of Python's library and of installed packages. Call this method in
-        another thread.
+        Functions of Python's library and of installed packages are skipped. Call this method from another thread.
         """
         ran = threading.Event()
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(ran.set)
-        # The second wait counts only if this process itself was suspended during the first wait.
+        # The second wait is for the case that the whole process was suspended during the first wait.
         if ran.wait(seconds) or ran.wait(seconds / 10) or not self.is_alive():
             return None
         stack = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))
@@ -163,7 +162,7 @@ class AsyncTaskRunner:
             result = TimedResult(task_id, create_time, await async_fn(*args))
         except KeyboardInterrupt:  # raised by the interpreter to end the loop
             raise
-        except BaseException as error:  # also SystemExit, GeneratorExit, and other errors that are no Exception
+        except BaseException as error:  # also SystemExit and other errors that do not inherit from Exception
             result = TimedResult(task_id, create_time, None, error)
         with self.lock:
             del self._active[task_id]

@@ -31,8 +31,8 @@ Example: a prompt of two tokens and an answer of two tokens, sampled by versions
 
 A workflow must return the first two keys. It may return any other key. `check_trajectory_format` raises an error that
 describes what is wrong with a trajectory. `complete` adds the missing keys with default values. Without `loss_mask` no
-token is trained on. Without `turn_ids` every unbroken run of trained tokens is one turn. Without `temperatures` every
-token has temperature 1. A completed trajectory has every key, so completed trajectories can be concatenated.
+token is trained on. Without `turn_ids` every unbroken run of trained tokens counts as one turn. Without `temperatures`
+every token has temperature 1. A completed trajectory has every key, so completed trajectories can be concatenated.
 """
 
 import json
@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-# The keys that training reads: dtype, and the value at positions without a token (or without a generated token).
+# The keys that training reads. Each key has a dtype, and a value for positions without a (generated) token.
 TOKEN_KEYS: dict[str, tuple[torch.dtype, float]] = {  # [B, L]
     "input_ids": (torch.int32, 0),
     "attention_mask": (torch.bool, 0),
@@ -97,7 +97,7 @@ def oldest_trained(traj: Trajectory) -> int | None:
 
 
 def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
-    """Return the trajectory without the tokens older than version `oldest` in the loss, or None if no token is left."""
+    """Remove tokens older than version `oldest` from the loss. Return None if no trained token remains."""
     old = (traj["loss_mask"] > 0) & (traj["versions"] < oldest)  # (B, L)
     mask = traj["loss_mask"].masked_fill(old, 0)  # (B, L)
     return None if old.any() and not mask.any() else traj | {"loss_mask": mask, "masked": old.sum(1).int()}
@@ -137,7 +137,7 @@ def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = No
 
 
 def number_turns(loss_mask: Tensor) -> Tensor:
-    """Return (B, L): k on the k-th unbroken run of ones in each row (k = 0, 1, ...), and -1 on zeros."""
+    """Return (B, L): the number of each unbroken run of ones, counted from 0 in each row, and -1 on zeros."""
     trained = loss_mask > 0  # (B, L)
     starts = trained.clone()
     starts[:, 1:] &= ~trained[:, :-1]
@@ -170,9 +170,9 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
 def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad all trajectories to the longest one, and stack their rows in order.
 
-    If all tensors of a key have the shape [B, L, ...], they are padded along L with PADDING[key], or with 0 if PADDING
-    lacks the key. Tensors of every other key are concatenated without padding. Raises ValueError if there is no
-    trajectory, or if the trajectories have different keys.
+    If all tensors of a key have the shape [B, L, ...], they are padded along L. The padding value is PADDING[key], or 0
+    if PADDING lacks the key. Tensors of every other key are concatenated without padding. Raises ValueError if there is
+    no trajectory, or if the trajectories have different keys.
     """
     if not trajectories:
         raise ValueError("no trajectories to concatenate")

@@ -14,23 +14,23 @@ next call. If a worker crashes, only the call of this worker fails.
 
 **How a worker ends.** A worker and its parent are connected by a socket, and a thread of the worker reads from the
 socket. When the parent ends, even by kill -9, the read returns. The thread then kills the worker and every process that
-the worker has started. A process that the worker starts does not inherit the socket, so the socket closes when the
-worker dies, and the parent notices at once. Ctrl-C reaches only the parent, because each worker has a process group of
-its own.
+the worker has started. Processes that the worker starts do not inherit the socket. When the worker dies, the socket
+therefore closes, and the parent notices at once. Ctrl-C reaches only the parent, because each worker has a process
+group of its own.
 
-**Messages.** A call that goes through the socket is pickled. A pickled function is its name, and the worker imports the
-function's module. The worker does not import the main script, because the script would import torch in every worker.
-Functions and classes must therefore not be defined in `__main__`. A result is JSON, because a pickle from an agent
-could run code in the trainer. A scalar of numpy or torch becomes a plain number. If a function raises an exception, the
-caller receives a RuntimeError with the exception's type and text, and the worker's traceback is its cause. A worker
-runs many calls one after another, so a call sees the changes that earlier calls made to global variables and to the
-environment.
+**Messages.** A call goes through the socket as a pickle. Of the function it contains only the name, so the worker
+imports the function's module. The worker does not import the main script, because the script would import torch in
+every worker. Functions and classes must therefore not be defined in `__main__`. A result comes back as JSON, because a
+pickle from an agent could run code in the trainer. A scalar of numpy or torch becomes a plain number. If a function
+raises an exception, the caller gets a RuntimeError with the exception's type and text. The cause of the RuntimeError
+contains the worker's traceback. A worker runs many calls one after another, so a call sees the changes that earlier
+calls made to global variables and to the environment.
 
 **Agents.** `run_agent` puts the URL and the key of the session into the environment. The SDKs of OpenAI and Anthropic
 read the URL and the key from there. An agent may use synchronous clients, because nothing else runs in its process.
 
 **What is not promised.** Workers need process groups, so workers do not run on Windows. If a worker's code never
-releases the interpreter's lock, the worker outlives a parent that was killed.
+releases the interpreter's lock, the worker continues after its parent was killed.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class WorkerDied(RuntimeError):
 async def within(seconds: float, work: Coroutine[Any, Any, Any], words: str) -> Any:
     """Return the result of `work`. After `seconds`, cancel the work and raise TimeoutError(words).
 
-    If the work swallows its cancellation for ABANDON_SECONDS, the log says so, and the caller goes on without the work.
+    If the work ignores its cancellation for ABANDON_SECONDS, an error is logged and nobody waits for the work.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -78,7 +78,7 @@ async def within(seconds: float, work: Coroutine[Any, Any, Any], words: str) -> 
 
 
 def check_importable(thing: Any, name: str, remedy: str) -> None:
-    """Raise ValueError, with `remedy` in its message, if `thing` cannot be sent to a worker."""
+    """Raise ValueError if `thing` cannot be sent to a worker. If pickling fails, the message contains `remedy`."""
     try:
         pickle.dumps(thing)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -209,8 +209,8 @@ def outcome_of(payload: bytes) -> bytes:
         return json.dumps({"error": f"{type(error).__name__}: {error}", "note": note}).encode()
 
 
-# `_runner()` returns the one event loop of this worker. The event loop outlives an episode, because an SDK's client may
-# be collected and closed during the next episode.
+# `_runner()` returns the one event loop of this worker. All episodes share this loop, because Python may close an SDK's
+# client of one episode during the next episode.
 _runner = functools.cache(asyncio.Runner)
 
 

@@ -1,4 +1,4 @@
-"""FastForward is the forward pass of a Llama, written out. It computes a model's logits with few, large operations.
+"""FastForward is a hand-written forward pass for Llama models. It computes the logits with few, large operations.
 
 **The rule.** x has one vector of D numbers for each token. Each layer adds two terms to x:
 
@@ -12,7 +12,7 @@ and v. Qwen3 applies norm to each head of q and k before the rotation.
 **Why it is faster.** In a small model, an operation on one token takes about a microsecond, whatever the operation's
 size. A step with fewer operations is therefore faster. One product with a fused matrix gives q, k and v, and one
 product gives gate and up. q and k are normalised and rotated together, and a rotation is one product of complex
-numbers. As measured, F.rms_norm takes about twice as long on a CPU as `rms_norm` below.
+numbers. In a measurement on a CPU, F.rms_norm took about twice as long as `rms_norm` below.
 
 **The weights.** `fuse` puts several weights of the model into one matrix. The model's own weights then become views of
 this matrix. There is no second copy, and a weight update of the model also changes the matrix. For example, a model
@@ -42,7 +42,7 @@ def fits(model: Any) -> bool:
 
 
 def fuse(*parts: Any) -> Any:
-    """Return parameters (out, in) or (out,), one below the other, as one tensor. Each parameter becomes a view of it.
+    """Join parameters (out, in) or (out,) along `out` into one tensor. Each parameter becomes a view of this tensor.
 
     Memory holds a fused matrix in the order of its transpose (model.py, "Bits"). If there are no parameters, because a
     layer has no bias, the result is None.
@@ -108,7 +108,7 @@ class FastForward:
             y, _ = self.attention(None, q, *cache.update(k, v, i), mask)  # (rows, columns, heads, d)
             x = x + F.linear(y.view(-1, heads * d), w_o, b_o)  # (T, D)
             # 3. x += W_down (silu(W_gate norm(x)) * W_up norm(x))
-            gate, up = F.linear(rms_norm(x, norm_2, self.eps), w_gate_up).chunk(2, dim=-1)  # two of the same shape
+            gate, up = F.linear(rms_norm(x, norm_2, self.eps), w_gate_up).chunk(2, dim=-1)  # (T, width) each
             x = x + F.linear(F.silu(gate) * up, w_down)  # (T, D)
         # 4. logits = W_head norm(x)
         x = rms_norm(x.view(*shape, -1)[:, -kept:], self.norm, self.eps)  # (rows, kept, D)

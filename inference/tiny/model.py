@@ -1,11 +1,11 @@
 """This module computes one step: a Hugging Face model processes a batch of sequences with a cache of keys and values.
 
 **The rule.** A step feeds the model all tokens that are not yet in the cache. It returns the logits of each sequence's
-last token. One method, `TinyModel.step`, serves for prefill, for decoding, for continuing under new weights, and for
-the next turn of a conversation. These cases differ only in how many tokens are cached already.
+last token. One method, `TinyModel.step`, is used for prefill, for decoding, after a weight update, and for the next
+turn of a conversation. These cases differ only in how many tokens are cached already.
 
-**The parts.** `SlotCache` stores keys and values. `TinyModel` computes a batch. A model with the architecture of Llama
-is computed by `FastForward` (fast.py), and every other model by its own forward pass in transformers. Both call
+**The parts.** `SlotCache` stores keys and values. `TinyModel` computes a batch. `FastForward` (fast.py) computes models
+with Llama's architecture. Every other model uses its own forward pass from transformers. Both forward passes call
 `SlotCache.update` and `slot_attention` in each layer. `read_weights`, `receive_weights` and `unpack_weights` each read
 new weights. `sample` draws the next tokens. `run_step` connects the scheduler, the model and `sample`.
 
@@ -25,25 +25,25 @@ slot, which no step reads.
     slot 2            c0 c1 .  .      row 1           -- -- c2 c3      0  0  2  3     13 13  2  2
 
 **Bits.** In deterministic mode (`--seed`), two runs with one seed give the same tokens. The logits of a row must
-therefore not depend on the other rows of the batch. Rounding could make the logits depend on the other rows: for a
-matrix product of another shape, the library may choose another kernel, which adds the numbers in another order. Three
-rules keep the choice constant:
+therefore not depend on the other rows of the batch. Rounding can cause such a dependence: for matrices of another
+shape, the library may choose another kernel, which adds the numbers in another order. Three rules keep the choice of
+the kernel constant:
 
 - Memory holds the weights of a linear layer in the order of the transpose: (in, out). `fuse` changes the order.
 - Every matrix product has 8 to 128 rows (MIN_ROWS, MAX_TOKENS). `step_in_parts` divides a larger step.
 - `key_length` chooses the number of keys to which a step attends.
 
-The rules come from measurements with torch 2.13 and MKL 2024.2 on an Intel Xeon with AVX-512. With transposed weights a
-row of a product was the same for every number of rows from 2 to 160, for `in` from 32 to 4864. From 192 rows on, some
-products differed. Without the transpose, products of fewer than 16 rows differed. Attention needed 2 rows for d <= 32,
-3 rows for d = 64 and 6 rows for d = 128. On a CPU with other kernels, logits agree to about 1e-6, and sampled tokens
-are almost always the same. bench/engine.py prints whether the bits are equal on your machine. Eight rows for a single
-sequence cost time (docs/results.md), so only deterministic mode follows the last two rules. The first rule always
+The rules come from measurements with torch 2.13 and MKL 2024.2 on an Intel Xeon with AVX-512. With transposed weights
+and `in` from 32 to 4864, any number of rows from 2 to 160 gave the same bits for a row. From 192 rows on, some products
+differed. Without the transpose, products of fewer than 16 rows differed. Attention needed 2 rows for d <= 32, 3 rows
+for d = 64 and 6 rows for d = 128. On a CPU with other kernels, logits agree to about 1e-6, and sampled tokens are
+almost always the same. bench/engine.py prints whether the bits are equal on your machine. Padding a single sequence to
+eight rows costs time (docs/results.md), so only deterministic mode follows the last two rules. The first rule always
 holds, because products with transposed weights are also faster.
 
-**Randomness.** The uniform number that chooses the token at position p of a request with seed s is a hash of (s, p). No
-random generator keeps a state. If a client sends an aborted request again together with its partial output, the new
-request continues with the random numbers of the aborted request.
+**Randomness.** A uniform random number chooses each token. For position p of a request with seed s, this number is a
+hash of (s, p). No random generator keeps a state. If a client sends an aborted request again together with its partial
+output, the new request continues with the random numbers of the aborted request.
 
 **Logprobs** are log_softmax(logits / T) over the whole vocabulary, in float32, after penalties and before top_p and
 top_k. At T = 0 the logprobs are log_softmax(logits). A trainer reproduces the logprobs by dividing its logits by T.
@@ -130,7 +130,7 @@ class SlotCache:
     def __init__(self, layers: int, slots: int, groups: int, d: int) -> None:
         self.kv = torch.zeros(layers, 2, slots + MIN_ROWS, groups, 64, d)
         self.discard = slots + MIN_ROWS - 1
-        self.write: Tensor  # for each new key, its row in kv[layer, 0] or kv[layer, 1] as a matrix (.., d)
+        self.write: Tensor  # for each new key or value, its row in kv[layer, 0 or 1] seen as a matrix (.., d)
         self.read: Tensor  # the part of kv that the step reads: (layers, 2, rows, groups, n_keys, d)
 
     def begin_step(self, slots: Tensor, positions: Tensor, read_slots: slice, n_keys: int) -> None:
@@ -252,7 +252,7 @@ class TinyModel:
         return logits[:n, -longest if all_logits else -1 :]
 
     def step_in_parts(self, feeds: list[list[int]], cached: list[int], first_slot: int, all_logits: bool) -> Tensor:
-        """Compute a step with more than MAX_TOKENS tokens as two steps: half of the rows each, or half of one row."""
+        """Divide a step of more than MAX_TOKENS tokens into two: half of the rows each, or half of the only row."""
         half, cut = len(feeds) // 2, len(feeds[0]) // 2
         if half:
             upper = self.step(feeds[:half], cached[:half], first_slot, all_logits)
@@ -312,7 +312,7 @@ class TensorReader(pickle.Unpickler):
     """An unpickler that accepts only tensors. A pickle from the network could otherwise call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the function or class with this name. Raises ModelError if no tensor needs this name."""
+        """Return the function or class with this name. Raises ModelError if a pickled tensor does not need it."""
         if (module, name) == ("torch.storage", "_load_from_bytes"):  # torch's own function would read any pickle
             return lambda raw: torch.load(io.BytesIO(raw), weights_only=True)
         if (module, name) in {("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")}:
@@ -343,7 +343,7 @@ def uniforms(seeds: list[int], positions: list[int]) -> Tensor:
 
 
 def truncate(weights: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Set the weight of each token that top_k or top_p excludes to 0. The most likely token is never excluded.
+    """Set to 0 the weights of the tokens that top_k or top_p excludes. The most likely token is never excluded.
 
     `weights` and the result have the shape (n, vocab). The rows of the result do not sum to 1.
     """
@@ -367,7 +367,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
             logits[i] -= penalty * torch.bincount(torch.tensor(sequence.output, dtype=torch.int), minlength=vocab)
 
     # 2. Logprobs: log_softmax(logits / T)
-    greedy = [p.temperature < 1e-6 for p in params]  # SGLang's limit; a division by less would overflow
+    greedy = [p.temperature < 1e-6 for p in params]  # SGLang's limit; dividing by a smaller number would overflow
     temperature = torch.tensor([1.0 if p.temperature < 1e-6 else p.temperature for p in params])[:, None]  # (n, 1)
     logprobs = torch.log_softmax(logits / temperature, dim=-1)  # (n, vocab)
 

@@ -30,7 +30,7 @@ from run.fields import Refusal, as_object, get
 
 
 def parse_params(raw: Any, default_seed: int) -> SamplingParams:
-    """Parse and check sampling_params. A null counts as a missing value. Raises Refusal that names the wrong fields."""
+    """Parse and check sampling_params. A null counts as missing. Raises a Refusal that names the wrong fields."""
     given = {name: value for name, value in as_object(raw, "sampling_params").items() if value is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]

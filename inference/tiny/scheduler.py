@@ -33,8 +33,8 @@ the last running sequence moves into the free slot. An example with three slots 
   tokens. When the sequence restarts, the model computes its keys and values again.
 - *End.* Every sequence finishes exactly once, with reason stop, length or abort.
 - *Versions.* Every token is labelled with the version of the weights that computed the token. After an update, no
-  sequence reuses the keys of a sequence that finished before. Only a sequence that was paused in mode "in_place"
-  continues with its own old keys.
+  sequence reuses the keys that a finished sequence left in the cache. Only a sequence that was paused in mode
+  "in_place" continues with its own old keys.
 
 The scheduler does not promise fairness. A long request at the head of the queue delays the short requests after it.
 """
@@ -91,7 +91,7 @@ class GenerateRequest:
 class Sequence(GenerateRequest):
     """A request together with the results of its steps so far."""
 
-    # The scheduler decides by these fields:
+    # The scheduler uses these fields for its decisions:
     tokens: list[int] = field(init=False)  # prompt and output
     logprobs: list[float] = field(default_factory=list)  # one for each output token
     finish: dict[str, Any] | None = None  # SGLang's finish_reason; None until the sequence has finished

@@ -1,10 +1,10 @@
-"""A small inference server for a CPU. The server uses SGLang's HTTP protocol, so clients treat both servers alike.
+"""A small inference server for a CPU. The server uses SGLang's HTTP protocol, so clients can use it in place of SGLang.
 
     python -m inference.tiny.server --model-path DIR --port 30000
 
-**The rule.** One thread, the engine's thread, owns the model and the scheduler. The HTTP routes run in an asyncio loop,
-and change neither the model nor the scheduler themselves. A route sends a function call to the engine's thread. When
-the route's sequence has new tokens or has finished, the thread wakes the route.
+**The rule.** One thread, the engine's thread, owns the model and the scheduler. The HTTP routes run in an asyncio loop.
+A route does not change the model or the scheduler itself, but sends a function call to the engine's thread. When the
+route's sequence has new tokens or has finished, the thread wakes the route.
 
     asyncio loop (Server)                               engine's thread (Engine)
     POST /generate  -- call(scheduler.submit, ..) -->   queue: event, event, step, event, step ..
@@ -37,8 +37,8 @@ must send /abort_request. Disconnecting does not end the request.
 
 With `--api-key`, every request except /health and /ready needs the header `Authorization: Bearer <key>`.
 
-**Not promised.** The server has no text prompts, several samples of one prompt, grammars, LoRA or weight updates of a
-mixture of experts.
+**Not promised.** The server does not support text prompts, several samples of one prompt, grammars, LoRA or weight
+updates of a mixture of experts.
 """
 
 import argparse
@@ -183,7 +183,7 @@ class Server:
         return app
 
     async def _answer(self, route: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
-        """Call the route of a request that has the server's key. Raises Refusal for any other request."""
+        """Check the key of a request, then call its route. Raises Refusal if the key is missing or wrong."""
         if self.key and request.url.path not in ("/health", "/ready"):
             check_key(request, self.key)
         return await route(request)
@@ -270,7 +270,7 @@ class Server:
             problem = None
             try:
                 self.engine.model.replace_weights(read(), whole)
-            except Exception as error:  # a broken file, pickle or peer may raise any type; no weight has changed
+            except Exception as error:  # a broken file, pickle or peer may raise any error; no weight has changed
                 problem = f"The old weights stay: {type(error).__name__}: {error}"
             else:
                 self.scheduler.renew(version)
@@ -313,7 +313,7 @@ class Server:
     # Questions
 
     async def server_info(self, _: Request) -> Response:
-        """Reply with the fields of SGLang that clients read, the scheduler's state, and the CPU time in seconds."""
+        """Reply with SGLang's fields that clients read, the scheduler's state, and the CPU time in seconds."""
         known = {"model_path": self.model_path, "max_req_input_len": self.protocol.max_length}
         known |= {"weight_version": self.scheduler.version, "version": SPEAKS, "device": "cpu", "tp_size": 1}
         return reply({**known, "state": repr(self.scheduler), "cpu_seconds": time.process_time()})
