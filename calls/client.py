@@ -10,7 +10,8 @@
            await client.set_last_reward(reward)
        interactions = await client.export_interactions(discount=0.9, style="concat")
 
-   These are five requests. Two requests have the same effect, and cost the trainer less CPU time:
+   These are five requests. The following code has the same effect with two requests, which cost the trainer less CPU
+   time:
 
        async with OpenAIProxyClient(transport, base_url, admin_key, task_id, grant=True) as client:
            reward = await agent.run(data, base_url=client.session_url, api_key=client.api_key)
@@ -22,11 +23,11 @@
    of the reply. The client never retries a request: the proxy is a process of the run, so a lost connection means that
    the proxy died.
 
-2. Direct approach. AReaL's documents call it a legacy pattern (Agent Workflow, "Direct Approach"). A RolloutWorkflow
-   calls the model with an `ArealOpenAI`, an AsyncOpenAI that is connected to an engine. The HTTP client of an
-   `ArealOpenAI` passes each request to the proxy's application in the same process. The proxy's code therefore handles
-   prompts, tool calls and errors in both approaches. In the direct approach, setting a reward changes the conversation
-   tree at once.
+2. Direct approach. AReaL's documents call this approach a legacy pattern (Agent Workflow, "Direct Approach"). A
+   RolloutWorkflow calls the model with an `ArealOpenAI`, an AsyncOpenAI that is connected to an engine. The HTTP client
+   of an `ArealOpenAI` passes each request to the proxy's application in the same process. The proxy's code therefore
+   handles prompts, tool calls and errors in both approaches. In the direct approach, setting a reward changes the
+   conversation tree at once.
 
        client = ArealOpenAI(engine, tokenizer)
        reply = await client.chat.completions.create(model="default", messages=messages)
@@ -55,7 +56,7 @@ from run.fields import Refusal
 TIMEOUT = httpx.Timeout(600.0).as_dict()  # seconds that one request may take
 
 # `sdk_http` is the HTTP library of the installed openai SDK: httpx, or httpx2 since openai 3.0. `_library_client` is a
-# class from this library. The class's module, such as "httpx._client", has a name that begins with the library's name.
+# class from this library. The name of the class's module, such as "httpx._client", begins with the library's name.
 _library_client: Any = openai.DefaultAsyncHttpxClient.__base__
 sdk_http: Any = sys.modules[_library_client.__module__.partition(".")[0]]
 
@@ -82,7 +83,7 @@ class OpenAIProxyClient:
     """
 
     def __init__(self, transport: Any, base_url: str, admin_key: str, task_id: str, grant: bool = False) -> None:
-        self._grant = grant  # whether the start of the session adds the grant that it uses
+        self._grant = grant  # whether to add a grant when the session starts
         self._transport: httpx.AsyncBaseTransport = transport
         self._base_url = base_url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {admin_key}"}  # not needed if the path contains a session id
@@ -126,7 +127,7 @@ class OpenAIProxyClient:
     async def export_interactions(self, discount: float = 1.0, style: str = "individual") -> dict[str, Interaction]:
         """Return the interactions of the session with their discounted rewards. The proxy then forgets the session.
 
-        An interaction has `parent` None if its parent is not exported. Style "individual" exports every parent.
+        `parent` is None in an interaction whose parent is not exported. Style "individual" exports every parent.
         """
         return await self._export(discount=discount, style=style)
 
@@ -231,4 +232,4 @@ class ArealOpenAI(openai.AsyncOpenAI):
         self.apply_reward_discount(turn_discount)
         return self.export_interactions("individual")
 
-    get_completions = get_interaction  # AReaL's older name of `get_interaction`
+    get_completions = get_interaction  # AReaL's older name for `get_interaction`

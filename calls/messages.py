@@ -22,15 +22,15 @@ call change. `canonical` therefore compares only these four fields of a message:
     tool_call_id    for the result of a tool; some clients call this key `id`
 
 Every other key (`name`, reasoning, annotations, cache markers, ids of items) is ignored. tests/data/client_pairs.jsonl
-has pairs of consecutive requests by real clients, and this comparison finds the parent in each of these pairs. Two
-messages may be equal in this comparison and still have different tokens. The comparison is therefore used only to find
-the parent, and the prompt contains the parent's sampled tokens unchanged.
+has pairs of consecutive requests from real clients. The comparison finds the parent in every pair. Two messages may be
+equal in this comparison and still have different tokens. The comparison is therefore used only to find the parent, and
+the prompt contains the parent's sampled tokens unchanged.
 
 References. Some clients send an id in place of the history: `previous_response_id`, `item_reference`, or Anthropic's
 `thread`. The parser calls `find` with this id to get the messages of a finished interaction of the session. New
-instructions in the request replace the instructions in the history. A request that continues a thread may leave out the
-tools; then the tools of the thread are used. `previous_response_id` and `thread` name the parent of the request. The
-request keeps this parent even if its instructions or tools differ from the parent's.
+instructions in the request replace the instructions in the history. If a request that continues a thread has no tools,
+the parser uses the tools of the thread. `previous_response_id` and `thread` name the parent of the request. The request
+keeps this parent even if its instructions or tools differ from the parent's.
 
 Images and files. The model reads only text. The parser therefore replaces every image or file with the text
 PLACEHOLDER, in messages and in tool results. The metric `placeholders` counts the placeholders.
@@ -109,8 +109,8 @@ class AgentRequest:
     def template_key(self) -> str:
         """Return the template's variables and the tools as one text. The prompt depends on this text and the messages.
 
-        A turn reuses its parent's tokens only if the turn and the parent have the same key. Raises Refusal if a value
-        is nested too deeply.
+        A turn reuses its parent's tokens only if the turn and the parent have the same template_key. Raises Refusal if
+        a value is nested too deeply.
         """
         return write_json(self.template_kwargs, "chat_template_kwargs") + write_json(self.tools, "tools")
 
@@ -121,8 +121,8 @@ class AgentRequest:
 def normalise(raw: Any, where: str = "message") -> Message:
     """Return the normal form of a message in the form of chat completions.
 
-    `where` is the path of the message in the request, such as "messages[0]". Raises Refusal, with this path in its
-    message, if the role, the text or a tool call is not valid.
+    `where` is the path of the message in the request, such as "messages[0]". Raises a Refusal that names this path if
+    the role, the text or a tool call is not valid.
     """
     role = as_object(raw, where).get("role")
     if role not in ROLES:
@@ -443,7 +443,7 @@ def _split_blocks(raw: Json, where: str) -> list[Message]:
 def _look_up(previous: str | None, name: str, find: Find) -> Any:
     """Return the interaction whose id is `previous`, or None if `previous` is None or empty.
 
-    Raises Refusal, with the field's `name` in its message, if the session has no such interaction.
+    Raises a Refusal that names the field `name` if the session has no such interaction.
     """
     found = find(previous) if previous else None
     if previous and not found:
@@ -452,7 +452,7 @@ def _look_up(previous: str | None, name: str, find: Find) -> Any:
 
 
 def _referred(item_id: str, find: Find) -> Message:
-    """Return the item of an earlier reply to which an item_reference refers. Raises Refusal for an unknown id.
+    """Return the item of an earlier reply that an item_reference names. Raises Refusal for an unknown id.
 
     The reply resp_<x> has the items rs_<x> (reasoning), msg_<x> (text) and fc_<x>_<k> (the k-th tool call).
     """

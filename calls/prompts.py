@@ -16,7 +16,7 @@ template of Qwen:
 
 The rendered tail begins with the marks that close an assistant's turn, here <|im_end|>. If the model has sampled these
 marks, `PromptBuilder` removes the marks from the tail. If the answer was cut at a length limit, the marks stay in the
-tail. They are then part of the prompt and are not trained.
+tail. These marks are then part of the prompt and are not trained.
 
 Many templates change the history. For example, some templates remove reasoning or blanks from earlier turns. A prompt
 that begins with the parent's tokens keeps every answer exactly as the model wrote it. A whole conversation is therefore
@@ -29,13 +29,13 @@ not begin with the parent's tokens. In that case a concat export starts a new ro
 Text. `TextReader.read` returns only text that no later token can change. The reader holds back incomplete characters
 and text that may be the beginning of a stop string. The text of a token may depend on the tokens before it, because
 some decoders drop or insert a space. The reader therefore decodes new tokens together with a few tokens before them.
-The number of times that a token is decoded does not grow with the length of the answer.
+Each token is therefore decoded only a few times, even in a long answer.
 
 An opening is the beginning of an answer that the prompt already contains, so the model does not sample it. Examples are
 a <think> at the end of the prompt and the first words of a forced tool call. The text of an answer includes the
 opening.
 
-A prompt of reused tokens keeps the full history, even if the template would shorten it. The module does not check
+A prompt with reused tokens keeps the full history, even if the template would shorten it. The module does not check
 whether the model can handle the full history.
 """
 
@@ -58,7 +58,7 @@ SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
 REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # a template refuses messages with these
 PART = 2**16  # a text much longer than the context is tokenised in parts of this many characters
-INCOMPLETE = 3  # maximum number of bytes of an incomplete character, and so of its tokens and its U+FFFD
+INCOMPLETE = 3  # an incomplete character has at most this many bytes, tokens or U+FFFD
 WITHOUT_TEXT = 16  # if more tokens than this have no text, they are special tokens, and the reader settles them
 
 
@@ -117,9 +117,9 @@ class PromptBuilder:
         return tail
 
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
-        """Return the text that the template makes of the messages.
+        """Return the text that the template makes from the messages.
 
-        Raises Refusal if the template refuses every form of them.
+        Raises Refusal if the template refuses the messages in every form.
         """
         options = {"tokenize": False, "add_generation_prompt": True} | variables
         try:
@@ -133,8 +133,8 @@ class PromptBuilder:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without the special token that some tokenizers put at the beginning.
 
-        A text that probably exceeds the context is tokenised in parts. When the parts are longer than twice the
-        context, the rest of the text is left out, because the engine refuses such a prompt anyway.
+        A text that probably exceeds the context is tokenised in parts. When the tokens exceed twice the context, the
+        rest of the text is left out. The engine refuses such a prompt anyway.
         """
         context, tokens = self._context_length or len(text), []
         for begin in range(0, len(text), PART) if len(text) > 4 * context else ():

@@ -2,8 +2,8 @@
 
 An `Answer` holds the sampled tokens of one answer, and the text, reasoning and tool calls that the tokens contain. For
 each protocol, a function `render_...` returns the body of a whole reply, and a subclass of `Stream` returns the events
-of a streamed reply. The official SDKs have helpers that join the events of a stream; the result is identical to the
-whole reply.
+of a streamed reply. The official SDKs have helpers that join the events of a stream. The joined events are identical to
+the whole reply.
 
     chat        a chunk with the role; chunks with reasoning and text; a chunk for each call; a chunk with
                 finish_reason; a chunk with the token counts, if the agent requested them; [DONE]
@@ -14,20 +14,20 @@ whole reply.
 
 How a stream is made. A `Stream` returns the events of one answer as bytes, which the proxy sends. `start` returns the
 events before the first token. While the answer grows, `grow` receives the parts that no later token can change
-(`certain` in tools.py). It returns the events that send the text added since the last call. When the answer is
+(`certain` in tools.py). `grow` returns the events for the text that was added since the last call. When the answer is
 complete, `finish` returns the events that send the rest, such as the tool calls. When all answers of a reply are
 complete, `end` returns the reply's last events.
 
     start -> message_start      grow("Let") -> content_block_start, delta "Let"      grow("Let me") -> delta " me"
 
-Ids. The ids of tool calls and items are made from the interaction's id, so an agent can refer to each of them. The tool
+Ids. The ids of tool calls and items contain the interaction's id, so an agent can refer to each call and item. The tool
 calls of chatcmpl-<x> have the ids call_<x>_0 and call_<x>_1. The items of resp_<x> are rs_<x> (reasoning), msg_<x>
 (text) and fc_<x>_0 (tool call).
 
 Strict clients. Some clients fail if a reply lacks a role, index, usage or created_at. A reply therefore has every such
 key that its protocol defines. Other clients fail if a key is null, so keys without a value are left out. There is one
 exception: a chat message that consists of tool calls has `content: null`. Anthropic's clients need an `event:` line, so
-every event of Anthropic's protocol has an `event:` line.
+every event of Anthropic's protocol has this line.
 
 Annotations, citations, refusals and counts of cached tokens are not supported: these fields are empty or 0. The
 signature of a reasoning block is a placeholder.
@@ -141,7 +141,7 @@ class Stream:
         self.created = int(time.time())
         # Only these three attributes change:
         self.position = 0  # index of the open part or, if no part is open, of the next part
-        self.sent: str | None = None  # the text of the open part that has been sent; None if no part is open
+        self.sent: str | None = None  # the sent text of the open part; None if no part is open
         self.logprobs: list[dict[str, Any]] = []  # one entry per sampled token; set when the answer is complete
 
     def start(self, input_len: int) -> bytes:
@@ -307,7 +307,7 @@ def response_item(part: str, value: Any, interaction_id: str, logprobs: Any = ()
 
 
 def input_items(messages: list[Message], interaction_id: str) -> list[dict[str, Any]]:
-    """Return the messages that a response has read, the instructions included, as items with ids of their own."""
+    """Return the input messages of a response, including the instructions, as items with their own ids."""
     items: list[dict[str, Any]] = []
     for message in messages:
         role, text = message["role"], message["content"]

@@ -1,8 +1,8 @@
 """Keep the table of a proxy's sessions: start sessions, find sessions by id, and forget old sessions.
 
 Each episode has one session, and each session needs one grant to start. The dispatcher decides when an episode may
-start, and the grant tells the proxy of this decision. If a session fails to start, its grant stays for the next try. An
-unused grant lapses after GRANT_SECONDS, so the unused grants of failed starts do not accumulate.
+start, and the grant tells the proxy about this decision. If a session fails to start, its grant stays for the next try.
+An unused grant lapses after GRANT_SECONDS, so the unused grants of failed starts do not accumulate.
 
     state      | meaning
     -----------+-----------------------------------------------------------------------------
@@ -11,9 +11,9 @@ unused grant lapses after GRANT_SECONDS, so the unused grants of failed starts d
     forgotten  | the session was exported or discarded after its end, or it was idle for too long
 
 A session is idle while none of its answers is being generated and no request for it arrives. For example, with a
-timeout of 3600 seconds, a session that becomes idle at 12:00 expires at 13:00. The proxy has no timer. It looks for
-expired sessions at three kinds of requests: the start of a session, a request with a session id, and GET /health. When
-the proxy forgets a session, the session's conversation tree is lost.
+timeout of 3600 seconds, a session that becomes idle at 12:00 expires at 13:00. The proxy has no timer. Instead, three
+kinds of requests make it look for expired sessions: the start of a session, a request with a session id, and GET
+/health. When the proxy forgets a session, the session's conversation tree is lost.
 
 A session also contains the turn of each earlier request, so that turn.py can recognise a client's retry.
 
@@ -47,7 +47,7 @@ class Limits:
     body_bytes: Count = 2**24  # length of a request's body
     stop_strings: Count = 64  # stop strings of one request
     stop_length: Count = 1000  # characters of a stop string
-    seconds: Positive = 120.0  # longest time in which the body of a request arrives
+    seconds: Positive = 120.0  # seconds within which the body of a request must arrive
 
     def check(self, session: "Session", ask: AgentRequest) -> None:
         """Raise Refusal if a request asks for more than an honest agent needs."""

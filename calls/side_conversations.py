@@ -22,9 +22,9 @@ The configuration key rollout.openai.side_conversations contains the patterns, w
 of letters does not matter. An empty list turns the rule off. For a client whose title requests match no pattern, add a
 pattern to the list.
 
-A side conversation is not trained, and is not given any of the session's reward. If the agent sets a reward for the
-side conversation itself, by its id, the side conversation is trained. The metric side_conversations counts the side
-conversations. When the first side conversation is found, the run prints a message.
+A side conversation is not trained, and gets none of the session's reward. There is one exception: a side conversation
+is trained if the agent sets a reward by its id. The metric side_conversations counts the side conversations. When the
+first side conversation is found, the run prints a message.
 """
 
 import re

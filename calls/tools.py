@@ -30,10 +30,10 @@ the call: the arguments and, if there are several tools, the name. The proxy use
 write broken JSON. Broken JSON stays text.
 
 Other forms. If the tokenizer has a response template (a feature of transformers), this template parses the text. A
-`tool_call_parser` that is not in `HERMES` is the name of one of SGLang's parsers, and SGLang must be installed.
-SGLang's parser is used only if tools are offered. With a response template or SGLang's parser, a call cannot be forced,
-and no text is certain before the answer is complete. A response template parses every answer as if it were the answer
-to the conversation's first message. If the model ends its turn with a token that is not the tokenizer's eos_token,
+`tool_call_parser` that is not in `HERMES` names one of SGLang's parsers, so SGLang must be installed. SGLang's parser
+is used only if tools are offered. With a response template or SGLang's parser, a call cannot be forced, and no text is
+certain before the answer is complete. A response template parses every answer as if it were the answer to the
+conversation's first message. If the model ends its turn with a token that is not the tokenizer's eos_token,
 stop_token_ids must contain this token.
 
 The parser does not repair mistakes in a model's text.
@@ -74,7 +74,7 @@ class Parsed:
 
 
 def without_partial(text: str, marks: list[str]) -> str:
-    """Cut off the beginning of a mark at the end of `text`: for the mark "<tool>", "1 <to" becomes "1 "."""
+    """If `text` ends with the beginning of a mark, cut it off: for the mark "<tool>", "1 <to" becomes "1 "."""
     beginnings = [mark[:n] for mark in marks for n in range(1, len(mark))]
     held_back = max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
     return text[: len(text) - held_back]

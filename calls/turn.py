@@ -25,7 +25,7 @@ the client has read them. A replaced turn stays only if a later turn continues i
 
 Retries. A client repeats a request if the connection times out or the reply has a 5xx status. The SDKs of OpenAI and
 Anthropic mark such a request with the header x-stainless-retry-count. Two turns are called identical if they belong to
-the same session and the bodies of their requests have the same bytes. `match_retry` applies the first rule that fits a
+the same session and their requests have the same body, byte for byte. `match_retry` applies the first rule that fits a
 request:
 
     1. If an identical turn is unread, failed or abandoned, the request is a retry of that turn.
