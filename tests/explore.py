@@ -213,7 +213,7 @@ class Bounds(NamedTuple):
 
     eta: int = 1
     batch: int = 1  # groups in a batch (B)
-    concurrent: int = 2  # largest number of running groups
+    concurrent: int = 2  # maximum number of running groups
     versions: int = 2  # the trainer stops at this version
     rejections: int = 1  # rejected and failed groups
     kills: int = 0

@@ -146,7 +146,7 @@ def test_discounting_is_its_recursive_definition(session: list[Call], gamma: flo
 @given(calls)
 def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
     """In an export in style concat, each sampled token is trained in exactly one row. In this row the token follows the
-    same tokens as when it was sampled, and has the version, log-probability, temperature and reward of its turn."""
+    same tokens as when it was sampled. It has the version, log-probability, temperature and reward of its turn."""
     cache = play(session)
     cache.apply_reward_discount(0.5)
     of_token = {t: i for i in cache.finished() for t in i.tokens.output_tokens}

@@ -60,7 +60,7 @@ def without_spans(tokens: list[int], finish: str, version: int) -> httpx.Respons
 
 
 class Script:
-    """Servers that answer /generate with the lines of a script, and every other request with success. The last line
+    """Servers that answer /generate with the lines of a script, and all other requests with success. The last line
     answers all further requests."""
 
     def __init__(self, *answers: Answer, info: dict[str, Any] | None = None) -> None:
@@ -403,7 +403,7 @@ def test_trains_exactly_means_pure_temperature_sampling():
 
 @pytest.mark.parametrize("seed", [0, 7, -1, 2**63, 10**30])
 def test_any_seed_is_one_that_servers_take(seed: int):
-    """A negative seed or a seed of more than 63 bits is reduced to 63 bits. Every other seed is unchanged."""
+    """A negative seed or a seed of more than 63 bits is reduced to 63 bits. All other seeds stay unchanged."""
     assert segment_seed(seed, 0) == seed % 2**63
     assert 0 <= segment_seed(seed, 5) < 2**63
 

@@ -226,8 +226,8 @@ def test_a_clip_of_0_bounds_the_ratio_at_1():
 
 
 def test_the_pieces_of_a_batch_add_up():
-    """A batch may be split into pieces. The losses and metrics of all pieces add up to those of the whole batch, if
-    every piece divides by the denominator of the whole batch."""
+    """A batch may be split into pieces. If every piece divides by the denominator of the whole batch, the pieces'
+    losses and metrics add up to those of the whole batch."""
     tensors = random_tokens(2)
     n = int(tensors[-1].sum())
     whole, stats = ppo_actor_loss_fn(*tensors)

@@ -293,7 +293,7 @@ def test_dropping_never_ends_in_a_deadlock(eta, batch, concurrent, data):
 def largest_age(eta: int, batch: int, late: int, in_order_of_start: bool) -> int:
     """Simulate training in which group 0 is much slower than all other groups, and return the largest age of a group.
 
-    Every other group ends as soon as it has started. If groups are consumed in order of start, the first batch waits
+    All other groups end as soon as they have started. If groups are consumed in order of start, the first batch waits
     for group 0. Otherwise group 0 ends when the version is `late`. The gate is a real StalenessManager.
     """
     clock = Version()

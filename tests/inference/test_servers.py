@@ -188,7 +188,7 @@ def test_who_returns_takes_part_in_the_next_update(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_told_nothing_waits_for_the_version(tmp_path: Path) -> None:
-    """A proxy uses a lost server again as soon as the server's version is at least the newest that the proxy has
+    """A proxy uses a lost server again when the server's version is not older than any version that the proxy has
     seen."""
     machines, (first, _) = Machines(a=3, b=3), home()
     proxy = machines.engine(A, B)

@@ -651,7 +651,7 @@ def virtual_training(eta: int, batch: int, durations: Callable[[int], float], st
 
 
 def test_the_dispatcher_runs_in_virtual_time():
-    """Ten steps, each with 10 s of rollout and 10 s of training, take 200 s with eta = 0 and 110 s with eta = 1."""
+    """A step needs 10 s of rollout and 10 s of training. Ten steps take 200 s with eta = 0 and 110 s with eta = 1."""
     ages, seconds = virtual_training(0, 4, lambda task_id: 10.0, steps=10, train_s=10.0)
     assert seconds == 200.0
     assert max(map(max, ages)) == 0

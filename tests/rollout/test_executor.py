@@ -355,7 +355,7 @@ def test_a_failure_outside_ends_every_call(make: Make) -> None:
 
 
 def test_destroy_may_be_repeated(make: Make) -> None:
-    """A second destroy() has no effect, and every other call after destroy() raises an error."""
+    """A second destroy() has no effect. All other calls after destroy() raise an error."""
     executor = make()
     executor.submit(SAMPLES[0], Waits(1))
     executor.destroy()

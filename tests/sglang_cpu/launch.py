@@ -9,8 +9,8 @@ have no build for a plain CPU. On a CPU SGLang calls no function of these packag
 
 An import hook replaces each of these packages by a stand-in, which is a module in which every name exists. A
 capitalised name is a class, and any other name is a decorator that changes nothing. If SGLang calls a function of
-sgl_kernel, the stand-in raises an error instead of returning a wrong result. The hook is installed at the top level of
-this module, because each worker of SGLang is a spawned process that imports this module again.
+sgl_kernel, the stand-in raises an error instead of returning a wrong result. Each worker of SGLang is a spawned process
+that imports this module again. So the hook is installed at the top level of this module.
 
 This script adds the flag --exit-with-parent. With this flag the server and all its workers end when standard input is
 closed.

@@ -210,8 +210,8 @@ def test_cutting_is_the_same_every_time():
 
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])
 def test_what_is_not_trained_cannot_leak_into_the_weights(make_actor, poison):
-    """The metrics and the weights do not depend on values at untrained tokens, even if those are NaN or a temperature
-    of 0."""
+    """The metrics and the weights do not depend on values at untrained tokens, even if such a value is NaN or a
+    temperature of 0."""
     results = []
     for dirty in (False, True):
         actor = make_actor()
