@@ -1,4 +1,4 @@
-"""The run/ package configures a run, starts its processes, records its results and ends it.
+"""The run/ package configures a run, starts its processes, records its results and ends the run.
 
 Read config.py first. It defines every configuration key. Then read start.py and launch.py, which start and end the
 processes. memory.py estimates what a run needs. recover.py restores a killed run. logger.py, failures.py, doctor.py,

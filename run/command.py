@@ -11,14 +11,15 @@ trains or evaluates.
         ExitStack          end every part that was started, in the reverse order
       leave_ranks          disconnect the ranks
 
-After Ctrl-C, an exception or the death of a server process, the ExitStack also ends every process. The exit code is 0
+The ExitStack also ends every process after Ctrl-C, an exception or the death of a server process. The exit code is 0
 for success, 1 for a run that failed, 2 for a wrong configuration, and 130 for Ctrl-C. A run that was ended by `kill -9`
-loses the steps since its last checkpoint (run/recover.py). The last lines of a run that ended early say which command
-continues it.
+loses the steps since its last checkpoint (run/recover.py). If a run ends early, its last lines name the command that
+continues the run.
 
-Ctrl-C during training lets the running step finish, so that a checkpoint can be written (`interruptible`). The wait
-for a batch ends at once. A second Ctrl-C ends the process at once, and the child processes notice the end of their
-parent. A run of several ranks has no checkpoint after Ctrl-C, because every rank would have to stop at the same step.
+Ctrl-C during training lets the running step finish, so that a checkpoint can be written (`interruptible`). The wait for
+a batch ends at once. A second Ctrl-C ends the process at once. The child processes notice that their parent has ended,
+and end too. A run of several ranks has no checkpoint after Ctrl-C, because every rank would have to stop at the same
+step.
 """
 
 import os
@@ -70,9 +71,9 @@ def on_ctrl_c(act: Callable[..., Any]) -> None:
 
 @contextmanager
 def interruptible(executor: Any, save: Callable[[], None]) -> Iterator[None]:
-    """At Ctrl-C, end the `with` block when it waits for a batch the next time, and call `save`.
+    """After Ctrl-C, end the `with` block at its next wait for a batch, and call `save`.
 
-    With several ranks, or in a thread other than the main thread, the block ends as Python's Ctrl-C ends it.
+    With several ranks, or outside of the main thread, this function does not change what Ctrl-C does.
     """
     if dist.get_world_size() > 1 or threading.current_thread() is not threading.main_thread():
         yield
@@ -190,7 +191,7 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
     torch.set_num_threads(1)  # small models on shared cores are slower with more threads
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    if os.environ.get("RANK", "0") == "0":  # other ranks start no processes: SIGTERM may kill them at once
+    if os.environ.get("RANK", "0") == "0":  # other ranks start no processes, so SIGTERM may kill them
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     on_ctrl_c(signal.default_int_handler)  # also in a shell's background job, which would ignore Ctrl-C
     config, code = None, 0

@@ -12,9 +12,8 @@ default and its comment. The keys of `gconfig` are defined in `inference/io_stru
 Example: `python train.py lr=0.1` ends with "unknown key 'lr' in the command line; did you mean 'actor.optimizer.lr'?".
 
 The type of a number contains the interval of its allowed values, for example Share for [0, 1]. For example, a learning
-rate below 0 would make the model worse. No interval contains NaN, because every comparison with NaN is false, so a clip
-of NaN would have no effect. `load` checks every value (`resolve`), so a wrong value is reported before any process
-starts.
+rate below 0 would make the model worse. No interval contains NaN. Every comparison with NaN is false, so a clip of NaN
+would have no effect. `load` checks every value (`resolve`), so a wrong value is reported before any process starts.
 
 Most keys have the names that AReaL uses. docs/differences.md lists the keys with different names.
 """
@@ -53,13 +52,13 @@ class OpenAIConfig:
 
     mode: Literal["inline", "subproc"] = "inline"  # run agents in the trainer's process, or in worker processes
     subproc_max_workers: Count = 4  # number of worker processes for agents (mode subproc)
-    turn_discount: Share = 1.0  # gamma: share of a turn's final reward that is added to its parent's; 0: nothing
+    turn_discount: Share = 1.0  # gamma: share of a turn's final reward that is added to its parent's reward; 0: nothing
     chat_template_type: Literal["hf", "concat"] = "concat"  # concat: reuse earlier tokens; hf: tokenise all anew
     export_style: Literal["individual", "concat"] = "concat"  # one training row per turn, or per whole conversation
     tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's, else qwen
     reasoning_parser: str | None = None  # format of the model's reasoning; default: <think> ... </think>
-    limits: Limits = field(default_factory=Limits)  # what one session may cost a proxy
-    side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # calls: trained only if rewarded by id
+    limits: Limits = field(default_factory=Limits)  # limits on what one session costs a proxy
+    side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # calls trained only if rewarded by id
     store: Literal["honour", "ignore"] = "ignore"  # honour: calls with `store: false` are not trained
     fixed_sampling: list[str] = field(default_factory=list)  # names of gconfig fields that agents cannot override
     session_timeout_seconds: Positive = 3600.0  # time without a request after which the proxy deletes a session
@@ -75,7 +74,7 @@ class RolloutConfig:
     consumer_batch_size: Count | None = None  # prompt groups per training step; default train_dataset.batch_size
     queue_size: Count | None = None  # maximum of running plus waiting groups; default 16 * max_concurrent_rollouts
     group_size: Count | None = None  # episodes per prompt; another name for gconfig.n_samples
-    stale: Literal["wait", "mask", "drop"] = "wait"  # how eta is kept: wait for, mask, or drop old data (staleness.py)
+    stale: Literal["wait", "mask", "drop"] = "wait"  # how eta is kept: wait, or mask or drop old data (staleness.py)
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how a weight update interrupts completions
     request_timeout: Positive = 3600.0  # seconds to wait for the reply to one generation request
     request_retries: CountOrZero = 3  # maximum repeats of a request after a lost connection or 5xx status; 0: none
@@ -173,7 +172,7 @@ class LoggerConfig:
 class TrainConfig:
     """The whole configuration of a run."""
 
-    mode: Literal["train", "eval"] = "train"  # eval: only evaluate on the validation prompts; no key of training counts
+    mode: Literal["train", "eval"] = "train"  # eval: only evaluate on the validation prompts, without training
     recover: Literal["auto", "off"] = "auto"  # auto: if this run exists, continue from its last checkpoint
     doctor: Literal["warn", "strict", "off"] = "warn"  # checks after each step; strict: a rule that fires ends the run
     recover_interval: Count = 10  # training steps between two checkpoints for recovery
@@ -189,7 +188,7 @@ class TrainConfig:
     workflow: str | None = None  # module.Class of an agent or a RolloutWorkflow; default: the task's workflow
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the workflow's class
     should_accept_fn: str | None = None  # module.function of a trajectory; returns false to reject the group
-    success_above: Annotated[float, "(-inf, inf)"] = 0.0  # a reward above this is success, if no task says; 0: above 0
+    success_above: Annotated[float, "(-inf, inf)"] = 0.0  # higher rewards are successes, if no task decides; 0: above 0
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -300,7 +299,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def without_effect(config: Any, names: list[str]) -> dict[str, str]:
-    """Return the keys among `names` that `config` changes without an effect, each with the condition that it needs."""
+    """Return the keys among `names` whose change in `config` has no effect, each with the condition that it needs."""
     default = TrainConfig()
 
     def is_met(condition: str) -> bool:

@@ -5,14 +5,15 @@ lines of metrics.jsonl and of the configuration. The rule fires if the measure i
 
     five lines with kl = 0, 0.05, 0.3, 0.3, 0.4: the median 0.3 is above the limit 0.1, so the rule `kl` fires
 
-docs/doctor.md has an entry for each rule, and the first paragraph of the entry is what the doctor says. Each rule
-speaks once in a run: on the terminal, and as one line of doctor.jsonl. With doctor=strict the rule also ends the run.
+docs/doctor.md has an entry for each rule, and the doctor prints the first paragraph of the entry. Each rule speaks once
+in a run: on the terminal, and as one line of doctor.jsonl. With doctor=strict every rule
+except `waiting` also ends the run.
 
-Two rules cannot wait for the end of a step, because the step may never end: an agent that blocks the event loop, and
-rejections without end. A thread looks at both while the trainer waits (`watch`).
+Two rules cannot wait for the end of a step. The step may never end if an agent blocks the event loop, or if groups are
+rejected without end. A thread therefore checks these two rules while the trainer waits (`watch`).
 
-The limits are wide, because people who have seen alarms in healthy runs ignore alarms. If a run lacks the metric of a
-rule, for example because an earlier revision wrote the run, the rule is silent.
+The limits are wide, because people who have seen alarms in healthy runs ignore alarms. A rule is silent if the run
+lacks its metric, for example because an earlier revision wrote the run.
 
     python -m run.doctor runs/guess/one     checks a run afterwards; exit code 1: a rule fires; 2: there is no run
 """
@@ -33,10 +34,10 @@ from run.report import read_records
 
 Line = dict[str, Any]  # one line of metrics.jsonl
 Finding = dict[str, Any]  # one line of doctor.jsonl: step, rule, text
-ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}  # nats of a log-probability that rounding explains, by actor.dtype
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}  # maximum rounding error of a log-probability (nats), by actor.dtype
 SOLVED = 0.9  # success above which little is left to learn: groups without signal and low entropy are then normal
 BLOCKED_SECONDS = 5.0  # limit of the rule blocked_loop
-REJECTED_BATCHES = 10  # batches of rejected groups in one step, after which the doctor does not wait for its end
+REJECTED_BATCHES = 10  # after so many batches of rejected groups, the doctor does not wait for the end of the step
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "doctor.md"
 TEXTS = {name: " ".join(text.split()) for name, text in re.findall(r"## (\w+)\n\n(.+?)\n\n", PAGE.read_text(), re.S)}
 
@@ -66,7 +67,7 @@ def is_solved(lines: list[Line]) -> bool:
 
 
 def entropy_fall(lines: list[Line], config: Any) -> float:
-    """Return by which factor the entropy fell: the least of the first five lines over the most of the last two."""
+    """Return the factor by which the entropy fell: minimum of the first five lines / maximum of the last two."""
     before, after = min(line["entropy"] for line in lines[:5]), max(line["entropy"] for line in lines[-2:])
     return 0.0 if is_solved(lines[-2:]) else before / max(after, 1e-9)
 
@@ -77,19 +78,19 @@ def steps_without_gradient(lines: list[Line], config: Any) -> int:
 
 
 def steps_without_correction(lines: list[Line], config: Any) -> int:
-    """Count the steps that trained tokens of older versions with a behaviour weight of exactly 1."""
+    """Count the steps in which tokens of older versions were trained with a behaviour weight of exactly 1."""
     exact = [m["behave_weight_mean"] == m["behave_ess"] == 1 and m["staleness_mean"] > 0 for m in lines]
     return config.actor.use_decoupled_loss * sum(exact)
 
 
 def failed_share(lines: list[Line], config: Any) -> float:
-    """Return the share of episodes that raised an exception. Each of the n_samples episodes of a failed group did."""
+    """Return the share of episodes that raised an exception. A failed group counts as n_samples episodes."""
     members = share(lines, "failed_members", "accepted", "rejected") / config.gconfig.n_samples
     return share(lines, "failed", "accepted", "rejected") + members
 
 
 def is_constant(lines: list[Line], config: Any) -> bool:
-    """Return whether all rewards of the run's first five steps are one number."""
+    """Return whether all rewards of the run's first five steps are the same."""
     first = lines[0]
     return first["step"] == 1 and all(m["reward"] == first["reward"] and m["reward_std"] == 0 for m in lines)
 
@@ -121,7 +122,7 @@ def examine(lines: list[Line], config: Any) -> list[Finding]:
         last = lines[-rule.steps :]
         try:
             value = rule.measure(last, config) if len(last) == rule.steps else 0
-        # An earlier revision that wrote the run lacks a metric or a key of this rule, or the metric is null.
+        # The run lacks a metric or a key of this rule because an earlier revision wrote the run, or the metric is null.
         except (KeyError, TypeError, AttributeError):
             continue
         if not value <= rule.limit:  # NaN also fires
@@ -130,7 +131,7 @@ def examine(lines: list[Line], config: Any) -> list[Finding]:
 
 
 def describe(step: int, rule: str, measured: str) -> Finding:
-    """Return a finding, with the line that the terminal shows. It ends with the text of the rule's entry."""
+    """Return a finding, with the line that the terminal shows. The line ends with the text of the rule's entry."""
     return {"step": step, "rule": rule, "text": f"doctor: step {step}, {rule} = {measured}. {TEXTS[rule]}"}
 
 
@@ -148,7 +149,7 @@ class Doctor:
 
     def __init__(self, config: Any) -> None:
         self.config, self.path = config, config.run_dir / "doctor.jsonl"
-        self.said = {finding["rule"] for finding in read_records(self.path)}  # a restarted run does not repeat itself
+        self.said = {finding["rule"] for finding in read_records(self.path)}  # a restarted run does not repeat these
         self.step = 0  # the last finished step
 
     def check(self, lines: list[Line]) -> None:
@@ -164,7 +165,7 @@ class Doctor:
                 with self.path.open("a") as file:
                     file.write(json.dumps(finding) + "\n")
                 print(finding["text"], flush=True)
-                if self.config.doctor == "strict" and finding["rule"] != "waiting":  # a slow run is right
+                if self.config.doctor == "strict" and finding["rule"] != "waiting":  # a slow run is correct
                     raise Unhealthy(finding["text"])
 
     def watch(self, executor: Any) -> None:
@@ -189,7 +190,7 @@ class Doctor:
 
 
 def main(folders: list[str]) -> int:
-    """Check a run afterwards, as of each of its steps, and return the exit code."""
+    """Check a run afterwards, as the doctor would after each of its steps, and return the exit code."""
     try:
         [folder] = map(Path, folders)
         text = (folder / "metrics.jsonl").read_text()

@@ -1,6 +1,6 @@
 """Evaluation runs one episode per validation prompt and computes statistics of the rewards.
 
-During training, the evaluation episodes run in a separate executor without the staleness gate, with the newest weights.
+During training, a separate executor without the staleness gate runs the evaluation episodes with the newest weights.
 Evaluation episodes do not count in the statistics of training. `python train.py mode=eval model_path=DIR ...` evaluates
 a model without training it.
 

@@ -1,12 +1,13 @@
-"""Failures in one line: each distinct failure of a run is printed once, counted, and written with its traceback once.
+"""Report failures in one line: print each distinct failure once, write its traceback once, and count its repetitions.
 
 Hundreds of episodes may fail for one reason. While a run is open, a handler gets every warning of the project's
 loggers. A warning without an exception is printed. An exception is described by its type, its text and its place:
 
     failed: KeyError: 'answer', in run (my_agent.py:12); traceback: runs/guess/one/logs/failures.log
 
-Two exceptions are one failure if their descriptions differ only in digits, because digits are mostly ids and sizes. At
-the end of the run, one line for each repeated failure says how often it occurred.
+Two exceptions count as one failure if their descriptions differ only in digits, because digits are mostly ids and
+sizes. At the end of the run, one line for each of the five most frequent failures says how often it occurred, if more
+than once.
 """
 
 import logging
@@ -48,7 +49,7 @@ class Failures(logging.Handler):
         super().__init__(logging.WARNING)
         self.log = log
         LOGGER.addHandler(self)
-        self.counts = Counter[str]()  # description of a failure, its digits replaced -> number of occurrences
+        self.counts = Counter[str]()  # description with digits replaced -> number of failures
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a warning. If the warning has an exception, print and record it only the first time."""
@@ -63,7 +64,7 @@ class Failures(logging.Handler):
             print(f"failed: {describe(error)}; traceback: {self.log}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Stop handling warnings, and print how often each repeated failure occurred."""
+        """Stop handling warnings, and print how often the five most frequent failures occurred, if more than once."""
         LOGGER.removeHandler(self)
         for kind, count in self.counts.most_common(5):
             if count > 1:

@@ -189,9 +189,10 @@ def prepare_model(config: TrainConfig, task: Any) -> None:
 
 
 def fetch(name: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Return the folder of a model and its revision on the hub. A name like owner/model is fetched unless it is cached.
+    """Return the folder of a model and its revision on the hub.
 
-    huggingface_hub reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Raises ConfigError if the fetch fails.
+    A model with a name like owner/model is fetched unless it is cached. huggingface_hub reads HF_HOME, HF_TOKEN,
+    HF_ENDPOINT and HF_HUB_OFFLINE. Raises ConfigError if the fetch fails.
     """
     if Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return name, revision

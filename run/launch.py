@@ -3,8 +3,8 @@
 **The plan.** `plan_servers` decides which inference servers to start and on which GPUs. The plan depends only on the
 configuration and the GPUs. The trainer's ranks get the first GPUs and the servers get the last GPUs. Ranks and servers
 share GPUs if there are too few GPUs, or if `server.colocate` is true. With 8 GPUs, 4 ranks and 2 servers of 2 GPUs
-each, the ranks get GPUs 0 to 3, the first server gets GPUs 4 and 5, and the second server gets GPUs 6 and 7.
-`--dry-run` prints the plan and starts nothing.
+each, the ranks get GPUs 0 to 3. One server gets GPUs 4 and 5, and the other gets GPUs 6 and 7. `--dry-run` prints the
+plan and starts nothing.
 
 `plan_run` refuses a run that cannot work. The error is one line with the reason: a port is in use, a server does not
 answer, the installed SGLang needs another version of torch, or the estimated memory is too large (run/memory.py).
@@ -14,9 +14,8 @@ its standard input and ends when the pipe closes (`--exit-with-parent`). The pip
 parent, so no child stays alive. SGLang does not have this option, so SGLang runs under `leash.py`. Each child runs in
 its own session, so Ctrl-C reaches only train.py, and train.py ends the children in order.
 
-A thread waits for each child. If an inference server dies and other inference servers are still running, the run logs
-the death and continues with those. If any other child dies, the run fails at once with the last lines of the child's
-log.
+A thread waits for each child. If an inference server dies while others are running, the run logs the death and
+continues with the others. If any other child dies, the run fails at once with the last lines of the child's log.
 """
 
 import importlib.util
@@ -48,7 +47,7 @@ logger = logging.getLogger("nano_areal.launch")
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 1800.0  # maximum time until a server's first reply; a large model may load for minutes
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
-DEATH_SECONDS = 0.5  # maximum time between the closing of a killed process's connections and its end
+DEATH_SECONDS = 0.5  # a killed process closes its connections at most this long before it ends
 # The environment variables of torchrun. A child with these variables would join the trainer's ranks instead of its own.
 TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
 HOLD_SECONDS = 3.0  # maximum time for a process to end; the process finishes its replies first (serve.py, 2 s)
@@ -144,7 +143,7 @@ class Fleet:
     def watch(self, on_death: list[Callable[[ProcessDied], None]]) -> None:
         """Start threads that watch the children.
 
-        If a child that the run needs dies, its thread calls all of `on_death`.
+        If a child that the run needs dies, the thread of this child calls every function of `on_death`.
         """
 
         def wait_for(child: Child) -> None:

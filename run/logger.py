@@ -4,9 +4,9 @@ metrics.jsonl gets one JSON object per training step (docs/metrics.md explains e
 trace, for a trace viewer. The trace has two rows. The first shows every prompt group from start to finish, with the
 group's rewards and versions. The second shows the phases of the trainer and the weight updates.
 
-tokens/{step}.safetensors contains the batch of a step: the token ids, the versions, the log-probabilities of each token
-under the behaviour, proximal and current policy, the advantages, the loss mask, the turns, the rewards and the parents.
-The metadata of the file contains the texts of the tokens, so that the file can be read without the tokenizer.
+tokens/{step}.safetensors contains the batch of a step: token ids, versions, log-probabilities under the behaviour,
+proximal and current policy, advantages, loss mask, turns, rewards and parents. The metadata of the file contains the
+texts of the tokens, so that the file can be read without the tokenizer.
 """
 
 import json
@@ -53,7 +53,7 @@ COLUMNS = (
 )
 # The executor's counters of groups and of group members.
 COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
-NOTICES = {  # counts that are printed the first time they are above 0
+NOTICES = {  # counts that are printed when they first rise above 0
     "side_conversations": "side conversation, which is left out of training (rollout.openai.side_conversations)",
     "unstored": "call with `store: false`, which is trained if rollout.openai.store is ignore",
     "placeholders": "image or file, in whose place the model reads a text",
@@ -66,9 +66,9 @@ END = b"\n]\n"  # last bytes of a trace file
 class Trace:
     """Writes a Chrome trace file during the run. Times are microseconds since 1970.
 
-    The file is complete JSON after each record, even if the run is then killed: each record overwrites the closing
-    bracket of the file and writes a new closing bracket. A restarted run continues the trace from before the restart.
-    If the path is None, no trace is written.
+    The file is complete JSON after each record, even if the run is then killed. Each record overwrites the closing
+    bracket of the file and writes a new one. A restarted run continues the trace from before the restart. If the path
+    is None, no trace is written.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -159,9 +159,9 @@ def no_signal_share(batch: dict[str, Tensor]) -> float:
 
 
 def baseline_bias(batch: dict[str, Tensor]) -> float:
-    """Return the largest |mean advantage| of a prompt group, in which each trained turn counts once."""
+    """Return the largest |mean advantage| of a prompt group. Each trained turn counts once in its group's mean."""
     turns = batch["turn_ids"].masked_fill(batch["loss_mask"] == 0, -1)  # (B, T)
-    ends = (turns >= 0) & (turns != turns.roll(-1, 1))  # the last token of each trained turn, which has the whole A
+    ends = (turns >= 0) & (turns != turns.roll(-1, 1))  # the last token of each trained turn, with the turn's whole A
     _, group = batch["task_ids"][:, None].expand_as(turns)[ends].unique(return_inverse=True)
     return (torch.bincount(group, batch["advantages"][ends]) / torch.bincount(group)).abs().max().item()
 
@@ -177,15 +177,16 @@ class Logger:
         self.path = config.run_dir / "metrics.jsonl"  # after a restart this file contains the earlier steps
         self.history = read_records(self.path)
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
-        self.counts = asdict(executor.stats)  # the executor's counters at the step logged last
+        self.counts = asdict(executor.stats)  # the executor's counters at the last logged step
         self.words: dict[int, str] = {}  # the text of each token id that was in a batch
         show = config.logger.live and Console().is_terminal
         self.live = Live(get_renderable=self._screen, refresh_per_second=2) if show else nullcontext()
 
     def log(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:
-        """Write one step's batch and metrics, print the metrics, and every `sample_interval` steps a conversation.
+        """Write one step's batch and metrics, and print the metrics.
 
-        The counters in the metrics, such as `accepted`, count the events since the previous step.
+        Every `sample_interval` steps, `log` prints a conversation. The counters in the metrics, such as
+        `accepted`, count the events since the previous step.
         """
         step, interval, counts = metrics["step"], self.config.logger.tokens_interval, asdict(self.executor.stats)
         if interval and step % interval == 0:

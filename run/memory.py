@@ -1,10 +1,10 @@
 """Estimate the memory and the disk space that a run needs, before the run starts.
 
-**The trainer.** A rank keeps its share of the parameters, gradients and AdamW moments, four float32 numbers for each of
-the n parameters. In addition it needs the memory of the largest of three phases of a training step. P is the number of
-parameters in a decoder layer, V the vocabulary, H the hidden size, and R the number of parameters in the embedding and
-the last layer: V H, or 2 V H if the two do not share their weights. b is the number of bytes of a number in a forward
-pass, 2 in bfloat16. `saved` is what the forward pass keeps for the backward pass.
+**The trainer.** A rank keeps its share of the parameters, gradients and two AdamW moments: four float32 numbers for
+each of the n parameters. A training step has three phases, and the rank also needs the memory of the largest phase. P
+is the number of parameters in a decoder layer, V the vocabulary size, and H the hidden size. R is the number of
+parameters in the embedding and the last layer: V H if the two share their weights, else 2 V H. A number in a forward
+pass has b bytes, 2 in bfloat16. `saved` is what the forward pass keeps for the backward pass.
 
     head    b R + (4 + b) V H + saved + chunk        the whole last layer, its gradient in float32 and the part of it
                                                      that one chunk of tokens adds, and the chunk's logits
@@ -12,8 +12,8 @@ pass, 2 in bfloat16. `saved` is what the forward pass keeps for the backward pas
                                                      in float32 before and after the ranks add it up
     end     max(4 b V H, 8 R)                        the gradient of the embedding, then its copies in float32
 
-**Saved activations.** For one token, a decoder layer with queries of Q numbers, keys of K numbers and I inner numbers
-keeps the following bytes. A norm keeps its input in float32, the normalised input and the output.
+**Saved activations.** For each token, a decoder layer has Q numbers of queries, K numbers of keys and I inner numbers,
+and keeps the following bytes. A norm keeps its input in float32, the normalised input and the output.
 
     2 (4 + 2 b) H      two norms               (4 + b) (Q + K)    the norms of queries and keys, if the model has them
     2 b (Q + K)        queries, keys, values and the output of attention
@@ -38,18 +38,18 @@ from training.config import PPOActorConfig
 
 GIB = 2**30
 CUDA_BYTES = 3 * GIB  # of each process on a GPU: context, CUDA graphs, workspaces, gaps; a guess, not measured
-TOKEN_BYTES = 50  # in the folders tokens/ and rollout/ of a run, for each token: about 45 of tensors and 5 of text
+TOKEN_BYTES = 50  # for each token in a run's folders tokens/ and rollout/: about 45 in tensors and 5 in text
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:
-    """Return how many numbers the queries of a token have, and how many its keys have."""
+    """Return how many numbers a token's queries have, and how many its keys have."""
     heads = shape.num_attention_heads
     width = getattr(shape, "head_dim", None) or shape.hidden_size // heads
     return width * heads, width * (getattr(shape, "num_key_value_heads", None) or heads)
 
 
 def saved_bytes(shape: Any, b: int, has_head_norms: bool) -> int:
-    """Return how many bytes a decoder layer saves for the backward pass, for each token, without checkpointing."""
+    """Return how many bytes per token a decoder layer saves for the backward pass, without checkpointing."""
     qk = sum(attention_widths(shape))
     norms = 2 * (4 + 2 * b) * shape.hidden_size + (4 + b) * qk * has_head_norms
     inner = getattr(shape, "intermediate_size", 4 * shape.hidden_size)
@@ -57,7 +57,7 @@ def saved_bytes(shape: Any, b: int, has_head_norms: bool) -> int:
 
 
 def step_bytes(actor: PPOActorConfig, shape: Any, n: int, has_head_norms: bool) -> int:
-    """Return how many bytes a training step needs beside the parameters, gradients and moments that a rank keeps."""
+    """Return how many bytes a step needs in addition to the parameters, gradients and moments that a rank keeps."""
     b, tokens, layers = getattr(torch, actor.dtype).itemsize, actor.mb_tokens, shape.num_hidden_layers
     last = shape.vocab_size * shape.hidden_size  # V H
     root = last if shape.tie_word_embeddings else 2 * last  # R
@@ -74,8 +74,8 @@ def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[flo
     """Return the GiB that a rank needs, the GiB that a server needs on each GPU, and the number of parameters n.
 
     With actor.offload and a GPU, the parameters, gradients and moments are in host memory. A reference model has 4 n
-    bytes of parameters. A server has its weights and the keys and values of max_total_tokens tokens, in 2 bytes a
-    number on a GPU and in 4 on a CPU, divided by tp_size.
+    bytes of parameters. A server has its weights and the keys and values of max_total_tokens tokens. A number takes 2
+    bytes on a GPU and 4 on a CPU. The tp_size GPUs of a server share this memory.
     """
     assert config.model_path is not None
     shape = AutoConfig.from_pretrained(config.model_path).get_text_config()
@@ -92,7 +92,7 @@ def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[flo
 
 
 def describe_load(config: TrainConfig, n: int) -> str:
-    """Return how much a run does in a step and how much it writes, for the plan. The model has n parameters."""
+    """Return the plan's lines about the work of a step and the disk space of a run. The model has n parameters."""
     samples = config.train_dataset.batch_size * config.gconfig.n_samples
     running = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
     slots = config.server.count * config.server.max_running_requests

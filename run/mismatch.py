@@ -1,9 +1,10 @@
 """Compare the log-probabilities of the inference servers with those of the trainer.
 
-A server and the trainer compute with equal weights but different programs, so the numbers differ by rounding (about
-1e-6 in float32, 0.05 in bfloat16). A larger difference means that they use different weights or different masks, so
-every importance weight of the run is wrong. `logp_mismatch` compares the tokens of a batch. The canary compares a few
-fixed tokens after each weight update, on every server, also if no token of the next batch has the current version.
+A server and the trainer should have the same weights. They are different programs, so their log-probabilities
+differ by rounding (about 1e-6 in float32, 0.05 in bfloat16). A larger difference means that they use different weights
+or different masks, so every importance weight of the run is wrong. `logp_mismatch` compares the tokens of a batch.
+After each weight update the canary compares a few fixed tokens on every server. The canary therefore needs no token of
+the current version in the next batch.
 """
 
 import torch
@@ -15,7 +16,7 @@ from run.start import NoRollout
 from training.actor import FSDPPPOActor
 
 CANARY_ROWS, CANARY_TOKENS = 2, 16  # size of the canary; two rows, because a packed layout may mix up rows
-CANARY_MOVE = 1e-4  # nats by which the trainer's score must move, so that the servers' scores must change
+CANARY_MOVE = 1e-4  # nats; if the trainer's score moves further, the servers' scores must change
 
 
 def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
@@ -32,8 +33,8 @@ class Canary:
     """Two short sequences that every server and the trainer score after each weight update.
 
     A server without the new weights shows itself in one of two ways: its score differs from the trainer's score, or its
-    score is bit for bit the same as before the update. The second sign also shows an update whose effect is smaller
-    than the rounding of bfloat16.
+    score is bit for bit the same as before the update. The second sign reveals a missing update even if its effect
+    would be smaller than the rounding of bfloat16.
     """
 
     def __init__(self, actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout) -> None:
@@ -61,7 +62,7 @@ class Canary:
 
 
 def compare_scores(before: Tensor, now: Tensor) -> dict[str, float]:
-    """Return canary_mismatch in nats, and canary_unchanged, a number of servers, from scores (1 + servers, L)."""
+    """Return canary_mismatch (nats) and canary_unchanged (a number of servers) from two tensors (1 + servers, L)."""
     mismatch = (now[1:] - now[0]).abs().nan_to_num(torch.inf).max().item()
     unchanged = 0
     if before.shape == now.shape and (now[0] - before[0]).abs().max() > CANARY_MOVE:

@@ -5,27 +5,27 @@ With `recover: auto`, a run that is started again with the same name continues f
 - **Only one process writes a run.** A second process of the same run is refused while the first process is alive.
 - **A checkpoint contains everything that the next step depends on.** The folder recover/step00040 contains the model
   and the optimizer, the schedules, the states of the random number generators, the position in the data, and the list
-  of open groups. A group is open from the moment at which its prompt is drawn from the data, until a step has trained
-  on the group. torch.distributed.checkpoint stores the model and the optimizer, so any number of ranks can load them.
-  The file state.pickle is written last, and a checkpoint without this file is ignored.
+  of open groups. A group is open after its prompt is drawn from the data, until a step has trained on the group.
+  torch.distributed.checkpoint stores the model and the optimizer, so any number of ranks can load them. The file
+  state.pickle is written last, and a checkpoint without this file is ignored.
 - **Steps after the last checkpoint run again.** The restart removes the lines of these steps from metrics.jsonl. Each
   step writes its line before its checkpoint, so metrics.jsonl has exactly one line per step at the end.
 - **A finished group survives the process.** A group is written to recover/groups/{task_id}.safetensors before the group
-  counts as accepted. After a restart, the open groups that have a file count as finished, in the same order as before.
-  Open groups without a file are generated again. They keep their ids, and therefore their sampling seeds.
+  counts as accepted. After a restart, an open group with a file counts as finished. These groups keep their order. Open
+  groups without a file are generated again. They keep their ids, and therefore their sampling seeds.
 - **A group with tokens from lost weights is generated again.** Suppose the checkpoint has version 40 and the run was
   killed at version 42. After the restart, version 41 is trained again and may have different weights. A group with a
   token from the lost version 41 is therefore generated again. A group is kept if none of its tokens is newer than
   version 40.
 
-The age bound of staleness.py also holds after a restart. Restored groups come first and in the same order as before, so
-no restored group is consumed at a later step than without the restart. The gate counts version * B consumed groups plus
-the restored groups as accepted, where B is the batch size. If eta or B was reduced at the restart, groups that would
-become too old are generated again.
+The age bound of staleness.py also holds after a restart. Restored groups come first and keep their order, so the
+restart does not delay the step that consumes a restored group. With a batch size of B, the gate counts version * B
+consumed groups plus the restored groups as accepted. If eta or B was reduced at the restart, groups that would become
+too old are generated again.
 
-**Limits.** In an asynchronous run, groups may start in a different order than in a run that is not interrupted. In a
-power failure, files that the operating system has not written to the disk may be lost. Groups that agents submit
-outside prepare_batch are not restored.
+**Limits.** After the restart of an asynchronous run, groups may start in a different order than without the
+interruption. In a power failure, files that the operating system has not written to the disk may be lost. Groups that
+agents submit outside prepare_batch are not restored.
 """
 
 import fcntl
@@ -83,7 +83,7 @@ def folders_of_steps(folder: Path) -> dict[int, Path]:
 def save_model(actor: Any, folder: Path, step: int, keep: int) -> None:
     """Write the model to the Hugging Face directory `folder`/step00040 and so on. Keep only the newest `keep` models.
 
-    Models of steps after `step` are also deleted: they are left over from before a restart from an earlier checkpoint.
+    Models of steps after `step` are also deleted: an earlier start of the run wrote them.
     """
     actor.save(folder / f"step{step:05d}")
     if actor.rank == 0:
@@ -94,7 +94,7 @@ def save_model(actor: Any, folder: Path, step: int, keep: int) -> None:
 
 
 class GroupLog:
-    """A file for each finished group that no step up to the last checkpoint has trained on.
+    """One file for each finished group, until a checkpoint contains a step that has trained on the group.
 
     Rollout threads write the files.
     """

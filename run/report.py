@@ -205,9 +205,9 @@ def as_lists(x: Tensor) -> list:
 def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
     """Append the turns of a row to `turns`, each with the entries `names`. Return the row's positions in `turns`.
 
-    `above` holds the positions of the turns in the parent row, which this row continues. A turn that both rows share is
-    in `turns` only once. A turn holds the tokens that follow its parent turn: the messages between the two, then the
-    sampled tokens.
+    This row continues its parent row. `above` holds the positions of the parent row's turns. A turn that both rows
+    share is in `turns` only once. A turn holds the tokens that follow its parent turn: the messages between the two,
+    then the sampled tokens.
     """
     ids, states = row["input_ids"], row["states"]
     path = [
@@ -219,8 +219,8 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
         at, end = places[0], places[-1] + 1
         if number < 0 or end <= begin:
             continue
-        # If a turn's prompt does not begin with its parent's tokens, the parent is the turn in `above` with the number
-        # before.
+        # If a turn's prompt does not begin with its parent's tokens, the parent is the turn in `above` with the
+        # preceding number.
         earlier = path[-1:] or [i for i in above if turns[i]["turn"] == number - 1] or [-1]
         turn = names | {"turn": number, "parent": earlier[0], "reward": row["turn_rewards"][at], "ids": ids[begin:end]}
         turn |= {key: row[key][at:end] for key in ("versions", "advantages", "states")}

@@ -45,8 +45,8 @@ def raise_open_files() -> int:
 def listen(host: str, port: int, key: str | None = None) -> socket.socket:
     """Return a listening socket. A server calls `listen` first, so that a port in use is reported at once.
 
-    Raises OSError if the port is in use or is not a valid port, or if the server has no key although other machines
-    could reach it.
+    Raises OSError if the port is invalid or in use. Raises OSError also if other machines could reach a server without
+    a key.
     """
     if not key and host not in ("127.0.0.1", "::1", "localhost"):
         raise OSError(f"--host {host}: other machines can reach this address, so give the server a key (see --help)")
@@ -113,8 +113,8 @@ def reply(body: Any, status: int = 200) -> Response:
 def load_tokenizer(model_path: str) -> Any:
     """Return the tokenizer of a model folder. Raises ValueError if the folder has no tokenizer.
 
-    A tokenizer does not need torch, but transformers imports torch if it is installed, which takes seconds. This
-    function therefore hides torch from transformers.
+    A tokenizer does not need torch, but transformers imports an installed torch, which takes seconds. This function
+    therefore hides torch from transformers.
     """
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
