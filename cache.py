@@ -6,14 +6,14 @@ agent sends the whole conversation with every call, so a later call begins with 
     system - user - [A] assistant -+- user  - [B] assistant       The messages of B and C begin with the messages
                                    +- user' - [C] assistant       and the output of A, so A is the parent of both.
 
-The tree. The messages of a session form a prefix tree. An edge is a message. A node is the conversation from the root
-to this node. Each finished interaction belongs to the node after its output. To find the parent of a new interaction,
-the cache follows the interaction's messages from the root. The last finished interaction on this path is the parent. An
-interaction without a parent is a root. Two messages are the same edge if they have the same meaning (calls/messages.py,
-`canonical`), because clients reorder keys and change spaces.
+The tree. The messages of a session form a prefix tree. An edge is a message. A node stands for the conversation from
+the root to this node. Each finished interaction belongs to the node after its output. To find the parent of a new
+interaction, the cache follows the interaction's messages from the root. The last finished interaction on this path is
+the parent. An interaction without a parent is a root. Clients reorder keys and change spaces, so messages with the same
+meaning count as one edge (calls/messages.py, `canonical`).
 
-Most calls continue the call that finished last. The cache therefore first checks whether a request begins with that
-whole conversation. If it does, the cache follows only the messages after the conversation.
+Most calls continue the call that finished last. The cache therefore first checks whether a request begins with the
+whole conversation of that call. If so, the cache follows only the messages after this conversation.
 
 Rewards. The final reward R of a turn i is computed from the leaves to the roots:
 
@@ -63,12 +63,13 @@ class InteractionWithTokenLogpReward:
     output_message_list: list[Message] = field(default_factory=list)
     reply: dict[str, Any] | None = None  # the reply as the agent received it
     reward: float | None = None  # the turn's own reward; apply_reward_discount replaces it with the final reward
-    parent: "InteractionWithTokenLogpReward | None" = None  # InteractionCache sets it, unless the client names one
+    parent: "InteractionWithTokenLogpReward | None" = None  # set by InteractionCache, unless the client names a parent
     # InteractionCache sets the following fields:
     turn: int = 0  # number of ancestors in the tree
     children: int = 0  # number of interactions that continue this one
     is_side: bool = False  # whether this call is a side conversation
-    # The turns of this interaction's row, each with True if the row trains the turn. Empty: this turn alone, trained.
+    # The turns of this interaction's row, each with True if the row trains the turn. An empty list: this turn alone,
+    # trained.
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
 
     @property
@@ -119,7 +120,7 @@ Interaction = InteractionWithTokenLogpReward  # short for AReaL's name
 
 
 def finite(reward: Any) -> float:
-    """Return `reward` as a float. Raises Refusal, a ValueError, unless it is a number up to +-LARGEST_REWARD."""
+    """Return `reward` as a float. Raises Refusal, a ValueError, if it is no number or too large."""
     try:
         if abs(reward) <= LARGEST_REWARD:
             return float(reward)
@@ -153,8 +154,8 @@ class InteractionCache(OrderedDict[str, Interaction]):
         self.side_patterns = side_patterns
         # Together with the dictionary itself, these four attributes are all mutable state:
         self._root = Node()
-        self._newest: tuple[list[Message], Node] = ([], self._root)  # conversation that finished last, and its end
-        self._unfinished: dict[str, tuple[Node, list[Message]]] = {}  # id -> last node that existed, messages after it
+        self._newest: tuple[list[Message], Node] = ([], self._root)  # newest finished conversation, and its last node
+        self._unfinished: dict[str, tuple[Node, list[Message]]] = {}  # id -> last node on its path, messages after it
         self._discounted = False
 
     # ---- the life of a call
@@ -290,8 +291,8 @@ class InteractionCache(OrderedDict[str, Interaction]):
         """Return the interactions that become training rows, by id. Raises ValueError for an unknown style.
 
         Style "individual" returns every finished interaction. Style "concat" returns a copy of each leaf. `row_turns`
-        of the copy contains all turns of the row. `parent` of the copy is the row that trains the parent of the first
-        turn that the copy itself trains.
+        of the copy contains all turns of the row. Let t be the first turn that the copy trains. `parent` of the copy is
+        the row that trains the parent of t.
         """
         check_style(style)
         self.mark_side_conversations()

@@ -18,8 +18,8 @@ that one POST /generate produces. The pause mode decides how a weight update int
   segment, and the server's answer tells which version computed which tokens (`weight_versions`, the spans).
 - `abort`: the server returns the tokens generated so far, with finish reason `abort`. The engine sends a new request
   with the prompt and these tokens. The new request waits until the update is over and then runs with the new weights.
-- `in_place`: the server continues with the KV cache of the old weights. This mode is the cheapest. Its tokens after the
-  update depend on old and new weights together, so these tokens follow neither policy.
+- `in_place`: the server continues with the KV cache of the old weights. This mode is the cheapest. The tokens after the
+  update depend on both old and new weights, so these tokens follow neither policy.
 
 **Versions.** The versions of tokens come from the server's answers. The engine does not label tokens with its own
 version, because this version may change while a request runs. SGLang 0.5.16 to 0.5.18 reports no spans, only the
@@ -104,7 +104,7 @@ class RemoteInfEngine:
         self.vocab_size: int | None = None  # number of token ids; None if no config.json of the model can be read
         self.context_length: int | None = None  # maximum length of prompt plus completion; None if unknown
         self.has_grammar = False  # True if every server can restrict its output to a JSON schema
-        self.proxies: Servers | None = None  # the proxies of the run, which `set_version` tells of new versions
+        self.proxies: Servers | None = None  # the proxies of the run; `set_version` tells them each new version
         self.executor: Any = None  # the WorkflowExecutor of training, which sets this attribute itself
         self._version = 0  # newest policy version that all servers have
         self._sent = -1  # newest version that `update_weights` has sent
@@ -115,8 +115,8 @@ class RemoteInfEngine:
     async def agenerate(self, req: ModelRequest, on_tokens: OnTokens | None = None) -> ModelResponse:
         """Generate and return one completion, even if weight updates interrupt it.
 
-        If `on_tokens` is given, the server streams the tokens, and the engine calls `on_tokens` with the response so
-        far each time tokens arrive. A token that `on_tokens` has received is never removed or changed.
+        If `on_tokens` is given, the server streams the tokens. Each time tokens arrive, the engine calls `on_tokens`
+        with the response so far. A token that `on_tokens` has received is never removed or changed.
 
         Raises EngineError. The status is 400 if the request is wrong, 502 if a server's answer cannot be read, and 503
         if requests still fail after all retries.
@@ -325,7 +325,7 @@ class RemoteInfEngine:
             self.executor.destroy()
 
     def score(self, ids: list[int]) -> list[list[float]]:
-        """Return log p(token | tokens before it) of a sequence at temperature 1, once from each living server.
+        """Return one list from each living server: log p(token | tokens before it) of a sequence, at temperature 1.
 
         Each list begins with 0, because no token comes before the first token. If a sequence fills the context window,
         its last token gets no number, because a server needs room to generate one token.
@@ -348,7 +348,7 @@ class RemoteInfEngine:
         return self._rollouts().submit(data, *args, **kwargs)
 
     def wait(self, count: int, timeout: float | None = None) -> dict[str, Any]:
-        """Wait for the `count` oldest groups that were not rejected, and return these groups as one batch."""
+        """Wait for the next `count` accepted groups, and return these groups as one batch."""
         return self._rollouts().wait(count, timeout)
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> dict[str, Any] | None:

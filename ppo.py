@@ -26,7 +26,7 @@ behaviour weight is 1.5 and u is 1.5. With eps = 0.2 the clip lowers u to 1.2, s
 Three guards limit what a single token can do:
   cap           A token whose behaviour weight exceeds behave_imp_weight_cap is left out of the sum. The mean still
                 divides by the number of all trained tokens. A batch with many such tokens therefore makes a small step.
-                training/corrections.py has a lower bound, and tests that leave out a whole sequence.
+                training/corrections.py has a lower bound, and rules that leave out a whole sequence.
   clip higher   The upper bound of u may be further from 1 (eps_clip_higher), so that rare tokens can become likelier.
   dual clip     For A < 0 the term u A has no lower bound. Setting c_clip = c gives this term the lower bound c A.
 
@@ -76,10 +76,10 @@ def describe_mode(config: PPOActorConfig) -> str:
 
 
 def compute_cells(level: str, group_ids: Tensor, turn_ids: Tensor, per_turn: bool) -> Tensor:
-    """Return for each of N turns the number of its cell, (N,). The turns of a cell are compared with each other.
+    """Return the cell numbers of N turns, (N,). The turns of a cell are compared with each other.
 
-    If `level` is "group", each group is a cell; for any other level the whole batch is one cell. `per_turn` splits each
-    cell, so that all turns of a cell have one turn id.
+    If `level` is "group", each group is a cell. For any other level the whole batch is one cell. `per_turn` splits each
+    cell, so that all turns of a cell have the same turn id.
     """
     group = group_ids if level == "group" else torch.zeros_like(group_ids)
     turn = turn_ids if per_turn else torch.zeros_like(turn_ids)
@@ -87,14 +87,14 @@ def compute_cells(level: str, group_ids: Tensor, turn_ids: Tensor, per_turn: boo
 
 
 def cell_mean(x: Tensor, cell: Tensor) -> Tensor:
-    """Return for each entry of x (N,) the mean of its cell, (N,)."""
+    """Return x (N,) with each entry replaced by the mean of its cell."""
     return (torch.bincount(cell, x) / torch.bincount(cell))[cell]
 
 
 def cell_std(x: Tensor, cell: Tensor, eps: float) -> Tensor:
-    """Return for each entry of x (N,) the standard deviation of its cell plus eps, (N,).
+    """Return x (N,) with each entry replaced by the standard deviation of its cell, plus eps.
 
-    The value is 1 if all entries of the cell are equal or if the cell has one entry.
+    The result is 1 if all entries of the cell are equal or if the cell has one entry.
     """
     # s^2 = sum (x - mean)^2 / (n - 1)
     squares = torch.bincount(cell, (x - cell_mean(x, cell)).square())  # (cells,)
@@ -164,15 +164,15 @@ def compute_advantages(batch: dict[str, Tensor], config: PPOActorConfig) -> Tens
 
 
 def aggregation_weights(lengths: Tensor, how: str, constant: int | None) -> Tensor:
-    """Return the factors (B,) that weight the sequences in the loss. L_it is the loss of token t of sequence i.
+    """Return the weight of each sequence in the loss, (B,). L_it is the loss of token t of sequence i.
 
         how = "token"       sum_i sum_t L_it / sum_i n_i       every token counts equally
         how = "sequence"    1/S sum_i (1/n_i) sum_t L_it       every sequence counts equally (GRPO)
         how = "constant"    1/S sum_i (1/C) sum_t L_it         every token counts 1/C in every sequence (Dr. GRPO)
 
-    `lengths` (B,) holds n_i, the number of trained tokens of each sequence of the mini-batch, on all ranks. S is the
-    number of sequences with n_i > 0, and C is `constant`. The loss is linear in the advantages, so the caller
-    multiplies the advantages by these factors.
+    `lengths` (B,) holds n_i, the number of trained tokens of sequence i. It covers the mini-batch on all ranks. S is
+    the number of sequences with n_i > 0, and C is `constant`. The loss is linear in the advantages, so the caller
+    multiplies the advantages by these weights.
     """
     if how == "token":
         return torch.ones(lengths.shape)

@@ -33,7 +33,7 @@ body arrives:
        the value.
     5. engine.py requests the tokens from a server, and calls/replies.py writes the reply, whole or as a stream.
 
-Sampling. The option `sampling` gives default values, which an agent can override, except for the parameters in the
+Sampling. The option `sampling` gives default values. An agent can override these values, except the parameters in the
 option `fixed_sampling`. If an agent sets top_p or a penalty, training cannot reproduce the probabilities, so the turn
 is left out of the loss.
 
@@ -43,8 +43,8 @@ server refuses a call with a 4xx status, the agent gets a 4xx status, too. Statu
 call that arrives during a weight update is answered after the update.
 
 Proxies share no state, so each session stays at one proxy. The seed of a call depends on the number of earlier calls in
-the session. Calls that an agent makes at the same time may arrive in a different order in another run. Their tokens may
-therefore differ between the runs.
+the session. Calls that an agent makes at the same time may arrive in a different order in another run. The tokens of
+such calls may therefore differ between the runs.
 """
 
 import argparse
@@ -177,7 +177,7 @@ class Proxy:
         return turn
 
     def prompt(self, ask: AgentRequest, parent: Interaction | None) -> tuple[list[int], str]:
-        """Return the prompt tokens of a call, and the answer's opening, which is the text at the end of the prompt.
+        """Return the prompt tokens of a call, and the opening: the part of the answer that the prompt already contains.
 
         Raises Refusal if the call is not valid.
         """
@@ -216,11 +216,11 @@ class Proxy:
         return reply(openai | anthropic if "model_id" in request.path_params else models)
 
     async def response(self, request: Request) -> Response:
-        """Return a finished reply of the session in the form in which the agent received it."""
+        """Return a finished reply of the session, exactly as the agent received it."""
         return reply(self.finished(request).reply)
 
     async def input_items(self, request: Request) -> Response:
-        """List the items that a finished response has read. Default: the newest 20 items, the newest item first."""
+        """List the input items of a finished response. Default: the newest 20 items, the newest item first."""
         found, query = self.finished(request), {"limit": "20", "order": "desc"} | dict(request.query_params)
         if query["limit"] not in map(str, range(1, 101)):
             raise Refusal("limit: an integer from 1 to 100 is needed")
@@ -259,7 +259,7 @@ class Proxy:
             raise Refusal(error.args[0]) from error
 
     async def end_session(self, request: Request) -> Response:
-        """End a session; to end it again is no error. With {"discard": true}, also forget the session at once."""
+        """End a session. Ending it again is no error. With {"discard": true}, also forget the session at once."""
         body = await self.read_json(request)
         session = self.sessions.find(session_id_of(request))
         self.sessions.end(session)
@@ -270,8 +270,8 @@ class Proxy:
     async def export_trajectories(self, request: Request) -> Response:
         """Reply with the interactions of an ended session and their discounted rewards, then forget the session.
 
-        If the body has a list `rewards`, first set these rewards, each in the form of a body of /rl/set_reward, and end
-        the session.
+        If the body has a list `rewards`, first set these rewards and end the session. Each reward has the form of a
+        body of /rl/set_reward.
         """
         check_key(request, self.admin_key)
         body = await self.read_json(request)

@@ -5,8 +5,8 @@ a token is the policy version of the step that trains on the token, minus the ve
 of a prompt group is the age of its oldest token. This token has the group's head version. `max_head_offpolicyness`,
 called eta here, is the maximum age. With eta = 0 training is synchronous.
 
-**The unit is one prompt group.** The n_samples episodes of one prompt start, finish, are accepted or rejected, and are
-consumed together. B (`consumer_batch_size`) and `max_concurrent_rollouts` count groups, not sequences.
+**The unit is one prompt group.** All n_samples episodes of a prompt go through the states below together. B
+(`consumer_batch_size`) and `max_concurrent_rollouts` count groups, not sequences.
 
 **The gate** (write-up, section 1.2). At version v a group may start while fewer than (eta + v + 1) * B groups are
 accepted or running, and fewer than `max_concurrent_rollouts` groups are running. A group goes through these states:
@@ -15,8 +15,8 @@ accepted or running, and fewer than `max_concurrent_rollouts` groups are running
                         -> rejected   (the group's place becomes free; a failed group counts as rejected, too)
 
 If a step drops an accepted group, or if wait_for_task fetches it, the place of the group becomes free. The gate cannot
-block forever. At version v the trainer has consumed v * B groups. If no group runs, and if fewer than B finished groups
-wait for the trainer, the gate counts fewer than (v + 1) * B groups and lets another group start.
+block forever. At version v the trainer has consumed v * B groups. Suppose that no group runs, and that fewer than B
+finished groups wait for the trainer. The gate then counts fewer than (v + 1) * B groups, and lets another group start.
 
 **The gate alone does not bound the age.** If each step consumed the groups that finished first, younger groups would
 overtake a slow group. With eta = 1 and B = 2, the slow group reaches age 5 (tests/test_staleness.py). `rollout.stale`
@@ -26,16 +26,18 @@ chooses one of three ways to keep every trained token within eta. Each way has a
   that were not rejected 1, 2, 3, ... in order of start. A group that starts at version s gets a number p <=
   (eta + s + 1) * B, because the gate counted this group and every group before it. Later rejections only lower p. Step
   ceil(p / B) consumes group p, at version ceil(p / B) - 1 <= eta + s. No token of the group is older than version s.
-- **mask** consumes the groups that finished first, and takes tokens older than eta out of the loss. So the beginnings
-  of long answers are trained less often. No step waits for a slow group, and no group is lost. *Proof:* number the
-  accepted groups in order of finish. A group that finishes at version s gets a number p <= (eta + s + 1) * B, so it is
-  consumed at version eta + s or before, as above. The group's last tokens, of version s, are then within eta.
-- **drop** consumes the groups that finished first, and drops a group older than eta. So long episodes are lost.
+- **mask** consumes the groups that finished first, and takes tokens older than eta out of the loss. The beginnings of
+  long answers are therefore trained less often. No step waits for a slow group, and no group is lost. *Proof:* number
+  the accepted groups in order of finish. A group that finishes at version s gets a number p <= (eta + s + 1) * B. As
+  above, it is consumed at version eta + s or before. The group's last tokens have version s, so their age is then at
+  most eta.
+- **drop** consumes the groups that finished first, and drops a group older than eta. Long episodes are therefore lost.
 
 **What is not promised.** The proofs assume that a trainer consumes B groups per version, that versions only grow, and
 that set_version is called after the servers have the new weights. If wait finds a group that is too old, it raises
-StalenessError. If mask finds a group without a trainable token, because its reward took eta versions, it drops the
-group. In every way the age check raises StalenessError if a token that would be trained is older than eta.
+StalenessError. mask drops a group in which no token can be trained, for example because computing the reward took
+several versions. With each of the three ways, the age check raises StalenessError if a token to be trained is older
+than eta.
 """
 
 import threading
@@ -152,7 +154,7 @@ class StalenessManager:
         self._move("running", "accepted")
 
     def on_rollout_rejected(self, failed: bool = False) -> None:
-        """Count a running group as rejected. If `failed`, count the group as failed, too."""
+        """Count a running group as rejected, and also as failed if `failed` is true."""
         self._move("running", "rejected")
         with self._lock:
             self._stat.failed += failed

@@ -10,8 +10,8 @@ A Python script trains with `PPOTrainer(config).train(workflow=MyAgent)`. The co
 `run.config.load(["--config", "configs/own.yaml", ...])`. The class MyAgent is in a module of its own.
 
 The processes. The process of train.py trains the model and runs the agents' episodes in a second thread. An inference
-server generates tokens in a second process. The proxy, in a third process, turns the agents' HTTP requests into
-token-exact prompts.
+server generates tokens in a second process. The proxy, in a third process, turns the agents' HTTP requests into prompt
+tokens.
 
 The overlap. The server generates the next groups while the trainer trains. An example with eta = 1
 (max_head_offpolicyness, the largest age of a group in versions) and B = 2 (prompt groups in a batch):
@@ -77,8 +77,9 @@ class PPOTrainer:
     def train(self, workflow: Any = None, workflow_kwargs: dict[str, Any] | None = None) -> None:
         """Run a whole training run. All ranks call this method.
 
-        `workflow` is an agent or a workflow in any form that `resolve_workflow` (workflow.py) accepts, and replaces the
-        configuration's. `workflow_kwargs` are the arguments of its class. Raises ConfigError if the run cannot work.
+        `workflow` replaces the workflow of the configuration. It is an agent or a workflow, in any form that
+        `resolve_workflow` (workflow.py) accepts. `workflow_kwargs` are the arguments of the workflow's class. Raises
+        ConfigError if the run cannot work.
         """
         with open_run(self.config, workflow, workflow_kwargs) as run:
             with run.trace.span("start"):
@@ -152,7 +153,7 @@ class PPOTrainer:
         begin, seconds = time.monotonic(), dict[str, float]()
         is_last = step == config.max_steps
 
-        # 1. Wait for a batch: the B prompt groups that started first, none older than eta versions, as N rows.
+        # 1. Wait for a batch: the next B prompt groups, as N rows. No trained token is older than eta versions.
         #    input_ids, loss_mask, versions, logprobs (log pi_behav) are (N, T); rewards are (N,).
         with trace.span("rollout_wait", seconds):
             batch = actor.prepare_batch(
@@ -201,7 +202,7 @@ class PPOTrainer:
             self.save(step)
 
     def save(self, step: int | None = None) -> None:
-        """Write the checkpoint from which a killed run continues, of `step` or of the last finished step."""
+        """Write a checkpoint of `step`, or of the last finished step. A killed run continues from the checkpoint."""
         with self.run.trace.span("save"):
             self.recovery.save(step or self.step, self.actor, self.rollout.executor)
 

@@ -24,9 +24,9 @@ its rewards to the proxy over HTTP, it returns None. An episode without any rewa
 
 **Where agents run** (Agent Workflow, "Execution Modes"). In mode inline all agents run in one event loop. One agent
 object serves many episodes at once, so `run` must keep the state of an episode in local variables. A blocking call (a
-synchronous client, time.sleep) delays every episode. In mode subproc each episode has a process of its own with a copy
-of the agent (rollout/workers.py), so agents may use synchronous code. The agent must be picklable, and each process
-takes about 50 MB.
+synchronous client, time.sleep) delays every episode. In mode subproc each episode runs alone in a worker process, with
+a copy of the agent (rollout/workers.py). Agents may therefore use synchronous code. The agent must be picklable, and
+each process takes about 50 MB.
 
 **Groups** (Rollout Workflow, "Grouped Rollout"). The members of a group run concurrently, each with its own copy of
 `data`. If a member returns None or raises an exception, the group continues without this member. Example: in a group of
@@ -34,7 +34,7 @@ four, one member raises an exception and one returns None. The group then has tw
 the group raises the first one.
 
 **Seeds.** In a run with a seed, the sampling seed of each request depends only on (seed, task, member, turn). Other
-episodes that run at the same time have no influence on it.
+episodes that run at the same time do not change the seed.
 """
 
 import asyncio
@@ -105,7 +105,7 @@ class RolloutWorkflow:
         return result[0] if isinstance(result, tuple) else result
 
     async def _run_one_episode(self, engine: Any, data: dict[str, Any], rid: str) -> Any:
-        """Run one episode named `rid`: the older form of the interface, which may add a second item to the result."""
+        """Run one episode named `rid`. In this older interface, the result may be a tuple (result, anything)."""
         raise NotImplementedError(f"{type(self).__name__} has no method arun_episode(self, engine, data)")
 
 
@@ -116,7 +116,7 @@ def is_interactions(result: Any) -> bool:
 
 
 def to_tensors(result: Any) -> Trajectory:
-    """Return an episode's result as tensors: one row per interaction. `parents` holds the row of each row's parent."""
+    """Return an episode's result as tensors, with one row per interaction. parents[i] is the parent row of row i."""
     if not is_interactions(result):
         return result
     places = {interaction: k for k, interaction in enumerate(result.values())}
@@ -203,7 +203,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
             reward = await self.reward(turns[-1], data)
             # The text of the answer is a placeholder, because the next prompt holds the sampled tokens instead.
             answer = [{"role": "assistant", "content": "replaced by the sampled tokens"}]
-            key = AgentRequest(messages).template_key  # equal keys: the next prompt begins with the parent's tokens
+            key = AgentRequest(messages).template_key  # same key: the next prompt begins with the parent's tokens
             parent = Interaction(messages, template_key=key, model_response=turns[-1], output_message_list=answer)
             messages = [*messages, *answer, {"role": "user", "content": self.reflection_message}]
             prompt_ids = self.prompts.prompt(AgentRequest(messages), parent)
@@ -254,7 +254,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 def make_agents_client() -> Any:
-    """Return an HTTP client for agents that use the openai SDK. Its requests have no time limit of their own."""
+    """Return an HTTP client for agents that use the openai SDK. The client sets no time limit for requests."""
     return openai.DefaultAioHttpClient(timeout=None, trust_env=False, **many_connections(sdk_http))
 
 
