@@ -74,7 +74,7 @@ class RolloutConfig:
     consumer_batch_size: Count | None = None  # prompt groups per training step; default train_dataset.batch_size
     queue_size: Count | None = None  # maximum of running plus waiting groups; default 16 * max_concurrent_rollouts
     group_size: Count | None = None  # episodes per prompt; another name for gconfig.n_samples
-    stale: Literal["wait", "mask", "drop"] = "wait"  # how eta is kept: wait, or mask or drop old data (staleness.py)
+    stale: Literal["wait", "mask", "drop"] = "wait"  # how eta is kept: by waiting, masking or dropping (staleness.py)
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how a weight update interrupts completions
     request_timeout: Positive = 3600.0  # seconds to wait for the reply to one generation request
     request_retries: CountOrZero = 3  # maximum repeats of a request after a lost connection or 5xx status; 0: none
@@ -188,7 +188,7 @@ class TrainConfig:
     workflow: str | None = None  # module.Class of an agent or a RolloutWorkflow; default: the task's workflow
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the workflow's class
     should_accept_fn: str | None = None  # module.function of a trajectory; returns false to reject the group
-    success_above: Annotated[float, "(-inf, inf)"] = 0.0  # higher rewards are successes, if no task decides; 0: above 0
+    success_above: Annotated[float, "(-inf, inf)"] = 0.0  # rewards above this are successes by default; 0: above 0
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

@@ -35,7 +35,7 @@ from run.report import read_records
 Line = dict[str, Any]  # one line of metrics.jsonl
 Finding = dict[str, Any]  # one line of doctor.jsonl: step, rule, text
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}  # maximum rounding error of a log-probability (nats), by actor.dtype
-SOLVED = 0.9  # success above which little is left to learn: groups without signal and low entropy are then normal
+SOLVED = 0.9  # with more success little is left to learn, so groups without signal and low entropy are normal
 BLOCKED_SECONDS = 5.0  # limit of the rule blocked_loop
 REJECTED_BATCHES = 10  # after so many batches of rejected groups, the doctor does not wait for the end of the step
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "doctor.md"
@@ -116,7 +116,7 @@ RULES = (
 
 
 def examine(lines: list[Line], config: Any) -> list[Finding]:
-    """Return the findings of all rules at the last line."""
+    """Return the findings of all rules for the last of the lines."""
     found = []
     for rule in RULES:
         last = lines[-rule.steps :]

@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:
         fleet = Fleet(Path(logs))
         stack.callback(fleet.stop)
-        code = 2  # the exit code of an error: first 2 for a wrong argument, then 1 for a server or the agent
+        code = 2  # exit code of an error: 2 for a wrong argument, and 1 later, for a server or the agent
         try:
             key = secrets.token_urlsafe()
             proxy = {"proxy_addr": "", "admin_key": key, "mode": args.mode, "discount": args.discount}

@@ -6,8 +6,7 @@ loggers. A warning without an exception is printed. An exception is described by
     failed: KeyError: 'answer', in run (my_agent.py:12); traceback: runs/guess/one/logs/failures.log
 
 Two exceptions count as one failure if their descriptions differ only in digits, because digits are mostly ids and
-sizes. At the end of the run, one line for each of the five most frequent failures says how often it occurred, if more
-than once.
+sizes. At the end of the run, one line for each repeated failure says how often it occurred, but at most five lines.
 """
 
 import logging
@@ -20,7 +19,7 @@ from pathlib import Path
 from rollout.runner import own_frames
 
 LOGGER = logging.getLogger("nano_areal")  # the parent of the loggers of all modules
-ADVICE = (  # a pattern of a description, and what the user can do
+ADVICE = (  # a pattern in a failure's description, and what the user can do
     ("finite", "make the agent or the reward function return a finite number for every answer"),
     ("too long", "shorten the prompts, or take a model with a longer context"),
     ("KeyError", "if this key is a column of the data, add the column to the data, or correct the named line"),
@@ -64,7 +63,7 @@ class Failures(logging.Handler):
             print(f"failed: {describe(error)}; traceback: {self.log}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Stop handling warnings, and print how often the five most frequent failures occurred, if more than once."""
+        """Stop handling warnings, and print how often each repeated failure occurred, for the five most frequent."""
         LOGGER.removeHandler(self)
         for kind, count in self.counts.most_common(5):
             if count > 1:

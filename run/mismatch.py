@@ -32,9 +32,9 @@ def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
 class Canary:
     """Two short sequences that every server and the trainer score after each weight update.
 
-    A server without the new weights shows itself in one of two ways: its score differs from the trainer's score, or its
-    score is bit for bit the same as before the update. The second sign reveals a missing update even if its effect
-    would be smaller than the rounding of bfloat16.
+    Two signs reveal a server without the new weights. Its score differs from the trainer's score, or its score is bit
+    for bit the same as before the update. The second sign reveals a missing update even if its effect would be smaller
+    than the rounding of bfloat16.
     """
 
     def __init__(self, actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout) -> None:

@@ -70,7 +70,7 @@ def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
     """Return the learning rate of training step `step`, counted from 0, as a share of the peak learning rate.
 
     During the warm-up the share rises linearly to 1. Then the schedule "constant" keeps the share at 1. The schedules
-    "linear" and "cosine" lower the share, which reaches min_lr_ratio at step max_steps.
+    "linear" and "cosine" lower the share to min_lr_ratio at step max_steps.
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
@@ -120,7 +120,7 @@ class FSDPEngine:
         self.load(model)
         model.eval()  # no dropout
         if self.config.gradient_checkpointing:
-            # The switch that transformers has for this works only in training mode, in which some models apply dropout.
+            # transformers' own switch for this works only in training mode, in which some models apply dropout.
             for layer in layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         add_read_hidden(model)

@@ -15,7 +15,7 @@ are 0, -1 and 1. With the leave-one-out mean the advantages are 1 - 1 = 0, 0 - 1
 rewards of later turns to earlier turns (cache.py), so GAE stays inside a turn. If GAE crossed into the next turn, the
 rewards of later turns would count twice.
 
-**The bound of k3.** k3 contains 1 / ratio, which can be huge for a single token: for log (pi / pi_ref) = -8, k3 is
+**The bound of k3.** k3 contains 1 / ratio, which can be huge for a single token. For log (pi / pi_ref) = -8, k3 is
 2,972. With kl_ctl = .001 this token lowers the return of its turn by 3, and most rewards are smaller than 3. With the
 bound of 10, which AReaL and slime also have, the token lowers the return by only .01. k1 and k2 grow slowly and have no
 bound. With a bound, the k2 loss would have no gradient for the tokens that are furthest from the reference.

@@ -68,7 +68,7 @@ class PPOActorConfig:
     ess_lr_power: NonNegative = 0.0  # lr is multiplied by behave_ess to this power (VCPO: 0.5 for AdamW); 0: never
     mask_truncated: bool = False  # true: do not train on a turn that reached its token limit
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # how the loss averages over tokens (ppo.py)
-    max_new_tokens: Count | None = None  # maximum length of a turn, for loss_aggregation=constant; default: gconfig's
+    max_new_tokens: Count | None = None  # for loss_aggregation=constant: maximum length of a turn; default: gconfig's
     entropy_coeff: NonNegative = 0.0  # weight of the entropy bonus in the loss; 0: no bonus
     kl_ctl: NonNegative = 0.0  # weight of the KL penalty towards the reference model; 0: no reference model
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # formula for the KL of one token (training/advantages.py)

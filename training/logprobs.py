@@ -8,8 +8,8 @@ the distribution.
 
 **The idea.** The logits of one token do not depend on other tokens. The last layer can therefore process one chunk of
 tokens after another. The forward pass keeps the two numbers of each token and throws the chunk's logits away. The
-backward pass computes the chunk's logits again. Each pass therefore needs memory for one chunk, however many tokens the
-batch has.
+backward pass computes the chunk's logits again. Each pass therefore needs memory for only one chunk, even if the batch
+has many tokens.
 
 **Forward pass.**
 

@@ -110,7 +110,7 @@ def cheapest_runs(lengths: np.ndarray, shared: np.ndarray, max_tokens: int) -> l
         low = int(np.searchsorted(added, added[j] - max_tokens))  # a run i..j-1 with i < low is too large
         fits = shared[low:j] + added[j] - added[low:j] <= max_tokens  # (j - low,)
         costs = np.where(fits, waste[low:j] + shared[low:j], np.inf)  # (j - low,)
-        start[j] = low + int(costs.argmin())  # argmin takes the first of equal costs: the longest run
+        start[j] = low + int(costs.argmin())  # of equal costs, argmin takes the first: the longest run
         waste[j] = costs.min()
     # Follow `start` from the last run back to the first run.
     runs, j = [], len(lengths)
