@@ -162,7 +162,8 @@ class RemoteInfEngine:
         body = generate_body(response.input_tokens + response.output_tokens, req.gconfig, start)
         body |= {"rid": rid, "stream": on_tokens is not None}
 
-        # 1. Receive the tokens. The last event sets `stop_reason`. If the answer ends before that, the segment failed.
+        # 1. Receive the tokens. The last event sets `stop_reason`. If the answer ends without this event, the segment
+        #    failed.
         response.stop_reason = ""
         failure = EngineError(f"{url} ended its answer before the completion was finished", 503)
         try:

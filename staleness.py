@@ -1,9 +1,9 @@
 """The staleness gate limits how many prompt groups may start, and checks the age of each group before training.
 
-In asynchronous training a rollout starts under one policy version, and a later version is trained on it. The **age** of
-a token is the policy version of the step that trains on the token, minus the version that generated the token. The age
-of a prompt group is the age of its oldest token. This token has the group's head version. `max_head_offpolicyness`,
-called eta here, is the maximum age. With eta = 0 training is synchronous.
+In asynchronous training a rollout starts under one policy version, and a later version learns from it. The **age** of a
+token is the policy version of the step that trains on the token, minus the version that generated the token. The age of
+a prompt group is the age of its oldest token, and this token's version is the group's head version. The maximum age is
+`max_head_offpolicyness`, called eta here. With eta = 0 training is synchronous.
 
 **The unit is one prompt group.** All n_samples episodes of a prompt go through the states below together. B
 (`consumer_batch_size`) and `max_concurrent_rollouts` count groups, not sequences.
@@ -19,8 +19,8 @@ block forever. At version v the trainer has consumed v * B groups. Suppose that 
 finished groups wait for the trainer. The gate then counts fewer than (v + 1) * B groups, and lets another group start.
 
 **The gate alone does not bound the age.** If each step consumed the groups that finished first, younger groups would
-overtake a slow group. With eta = 1 and B = 2, the slow group reaches age 5 (tests/test_staleness.py). `rollout.stale`
-chooses one of three ways to keep every trained token within eta. Each way has a price:
+overtake a slow group. In an example with eta = 1 and B = 2, a slow group reaches age 5 (tests/test_staleness.py).
+`rollout.stale` chooses one of three ways to keep every trained token within eta. Each way has a price:
 
 - **wait** consumes the groups that started first, so a batch waits for its slowest group. *Proof:* number the groups
   that were not rejected 1, 2, 3, ... in order of start. A group that starts at version s gets a number p <=
@@ -29,15 +29,13 @@ chooses one of three ways to keep every trained token within eta. Each way has a
 - **mask** consumes the groups that finished first, and takes tokens older than eta out of the loss. The beginnings of
   long answers are therefore trained less often. No step waits for a slow group, and no group is lost. *Proof:* number
   the accepted groups in order of finish. A group that finishes at version s gets a number p <= (eta + s + 1) * B. As
-  above, it is consumed at version eta + s or before. The group's last tokens have version s, so their age is then at
-  most eta.
+  above, it is consumed at version eta + s or before. The group's last tokens, of version s, are then within eta.
 - **drop** consumes the groups that finished first, and drops a group older than eta. Long episodes are therefore lost.
 
 **What is not promised.** The proofs assume that a trainer consumes B groups per version, that versions only grow, and
-that set_version is called after the servers have the new weights. If wait finds a group that is too old, it raises
-StalenessError. mask drops a group in which no token can be trained, for example because computing the reward took
-several versions. With each of the three ways, the age check raises StalenessError if a token to be trained is older
-than eta.
+that set_version is called after the servers have the new weights. With mask, a group is dropped if all its tokens are
+too old, for example because computing its reward took several versions. With each of the three ways, the age check
+raises StalenessError if a token to be trained is older than eta.
 """
 
 import threading

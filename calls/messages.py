@@ -325,7 +325,7 @@ def _schema(form: Json) -> dict[str, str]:
     if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
         raise Refusal("response_format: type text, json_object, or json_schema with a schema is needed")
     write_json(schema, "response_format.schema")  # raises Refusal if the schema is nested too deeply
-    return {"json_schema": json.dumps(schema)}  # keeps the order of the keys, which a grammar follows
+    return {"json_schema": json.dumps(schema)}  # keeps the order of the keys, because a grammar follows it
 
 
 def _tools(body: Json, tool_type: str) -> list[Json]:

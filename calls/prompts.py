@@ -145,7 +145,7 @@ class PromptBuilder:
 
 
 def other_forms(messages: list[Message]) -> list[list[Message]]:
-    """Return copies of the messages, each with the tool calls in a form that some templates need.
+    """Return copies of the messages. Each copy has the tool calls in a form that some templates need.
 
     Mistral's templates need ids of nine letters or digits. DeepSeek's templates need arguments as text, not an object.
     Copies that are identical to `messages` are left out.
@@ -161,13 +161,13 @@ def other_forms(messages: list[Message]) -> list[list[Message]]:
 
 
 class TextReader:
-    """Turns the tokens of one answer into text, with `read` while the tokens arrive and `whole` when all have arrived.
+    """Turns the tokens of one answer into text: `read` while the tokens arrive, and `whole` when all have arrived.
 
         tokens      a  b  c | d  e  f | g  h
                       context         ^ settled
 
-    The text of the tokens before `settled` can no longer change. The tokens from `settled` on are pending. The context
-    is the last group of tokens that were settled together and whose text is not empty. Every `read` decodes the context
+    The text of the tokens before `settled` can no longer change. The tokens from `settled` on are pending. Tokens
+    become settled in groups. The context is the last settled group that has a text. Every `read` decodes the context
     and the pending tokens together. The decoder writes U+FFFD for the bytes of an incomplete character.
     """
 

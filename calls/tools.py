@@ -180,7 +180,8 @@ class OutputParser:
         """Return the first words of a forced call, or "" if tool_choice forces no call.
 
         For the tool f, the first words are '<tool_call>\\n{"name": "f", "arguments": '. The text for `parse` consists
-        of `begun`, the opening and the model's text. Raises Refusal if a call in this model's form cannot be forced.
+        of `begun`, the opening and the model's text. Raises Refusal if this model's form of calls does not allow a
+        forced call.
         """
         if tool_choice in ("auto", "none"):
             return ""

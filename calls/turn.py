@@ -86,7 +86,7 @@ class Turn:
         self.state = State.RUNNING
         self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # set by `start`; returns reply and answers
         self.so_far: list[ModelResponse | None] = [None] * ask.n  # the streamed part of each answer
-        self.news = asyncio.get_running_loop().create_future()  # a future, done when new tokens arrive, then replaced
+        self.news = asyncio.get_running_loop().create_future()  # done when tokens arrive; then a new one replaces it
         self.listeners = 0  # number of connections that wait for the reply
         self.retries = 0  # number of requests that repeated this turn
 

@@ -22,8 +22,8 @@ setting no age exceeds max_head_offpolicyness. staleness.py proves this, and tak
 frees its place at the gate. active_submit_and_wait then draws another task.
 
 **Failure.** A task that returns None is rejected. A task that raises an exception is rejected and also counted as
-failed. The run stops if max_failures tasks in a row raise an exception. It also stops if a caller calls fail() (for
-example because a server died), or if the dispatcher's own code fails in the event loop's thread. After that, waiting
+failed. The run stops if max_failures tasks in a row raise an exception. The run also stops if a caller calls fail(),
+for example because a server died. An exception in the dispatcher's own code stops the run, too. After that, waiting
 calls and later calls raise RuntimeError with the first exception as its cause. If max_failures tasks in a row are
 rejected without an exception, the run continues and the dispatcher logs a warning.
 
@@ -260,7 +260,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self._produce()
 
     def wait_results(self, count: int, timeout: float | None = None) -> list[TResult]:
-        """Wait for the next `count` results, and return them in the order in which the state consumes them.
+        """Wait for the next `count` results, and return them in order (DispatchState.next_groups).
 
         Raises TimeoutError after `timeout` seconds (None: wait for ever). Raises StalenessError if a result is too old
         (DispatchState.take). A call that raises consumes no result.
@@ -272,8 +272,9 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> TResult | None:
         """Wait for one task and return its result, or None if it was rejected.
 
-        The task leaves the order and frees its place at the gate. The age of the result is not checked, because the
-        result is for evaluation. Raises ValueError if the id is unknown, and TimeoutError after `timeout` seconds.
+        The result will not be in any batch, and the task's place at the gate becomes free. The age of the result is not
+        checked, because the result is for evaluation. Raises ValueError if the id is unknown, and TimeoutError after
+        `timeout` seconds.
         """
         return self._wait(f"task {task_id}", lambda: self._state.take_task(task_id), timeout)[0]
 

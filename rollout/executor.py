@@ -24,8 +24,8 @@ raises an exception, the group is rejected and also counted as failed. Many fail
 (dispatcher.py).
 
 **Arguments.** Each call of prepare_batch draws new samples. A sample runs with the workflow and the should_accept_fn of
-the call that drew it. Later calls do not change them. If the workflow is a class, every call makes a new instance. If a
-workflow must keep state from call to call, pass an instance.
+the call that drew it, even if later calls pass other arguments. If the workflow is a class, every call makes a new
+instance. If a workflow must keep state from call to call, pass an instance.
 
 **Recovery.** A task is open until its group is consumed or rejected. A checkpoint holds the open tasks. After a crash
 the unfinished tasks start again under their old ids (DataCursor, run/recover.py).

@@ -137,7 +137,7 @@ def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = No
 
 
 def number_turns(loss_mask: Tensor) -> Tensor:
-    """Return (B, L): the number of each unbroken run of ones, counted from 0 in each row, and -1 on zeros."""
+    """Number the unbroken runs of ones in each row from 0. Return these numbers (B, L), with -1 on zeros."""
     trained = loss_mask > 0  # (B, L)
     starts = trained.clone()
     starts[:, 1:] &= ~trained[:, :-1]
@@ -147,8 +147,8 @@ def number_turns(loss_mask: Tensor) -> Tensor:
 def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
     """Return a trajectory with every key of the table, in the dtype of the table. All other keys are kept.
 
-    If `versions` is missing, every generated token gets `version`. The caller passes the policy version at the start of
-    the episode, so that the age is never understated. Missing `logprobs` become zeros. Zeros are correct only for an
+    If `versions` is missing, every generated token gets `version`. The caller passes the version at which the episode
+    started. No token then counts as newer than it is. Missing `logprobs` become zeros. Zeros are correct only for an
     objective that recomputes the old log-probabilities.
     """
     rows, shape = len(traj["input_ids"]), traj["input_ids"].shape

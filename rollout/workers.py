@@ -12,9 +12,9 @@ the result.
 limit may end the block before the call has returned. The pool then kills the worker and starts a new process for the
 next call. If a worker crashes, only the call of this worker fails.
 
-**How a worker ends.** A worker and its parent are connected by a socket, and a thread of the worker reads from the
-socket. When the parent ends, even by kill -9, the read returns. The thread then kills the worker and every process that
-the worker has started. Processes that the worker starts do not inherit the socket. When the worker dies, the socket
+**How a worker ends.** A socket connects a worker with its parent, and a thread of the worker reads from the socket.
+When the parent ends, even by kill -9, the read returns. The thread then kills the worker and every process that the
+worker has started. Processes that the worker starts do not inherit the socket. When the worker dies, the socket
 therefore closes, and the parent notices at once. Ctrl-C reaches only the parent, because each worker has a process
 group of its own.
 

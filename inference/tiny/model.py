@@ -266,8 +266,8 @@ class TinyModel:
     def replace_weights(self, named: Mapping[str, Tensor], whole: bool = True) -> None:
         """Copy the tensors of `named` into the model's weights.
 
-        Raises ModelError, before any weight changes, if a name or a shape does not match, or if `whole` is set and a
-        weight is missing.
+        Raises ModelError if a name or a shape does not match, or if `whole` is set and a weight is missing. In these
+        cases no weight has changed.
         """
         own = self.model.state_dict()
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
