@@ -139,7 +139,7 @@ class PromptBuilder:
         context, tokens = self._context_length or len(text), []
         for begin in range(0, len(text), PART) if len(text) > 4 * context else ():
             tokens += self._tokenizer.encode(text[begin : begin + PART], add_special_tokens=False)
-            if len(tokens) > 2 * context:  # the prompt is too long, even if each cut has added some tokens
+            if len(tokens) > 2 * context:  # the prompt is too long, even if the cuts have added some tokens
                 return tokens
         return self._tokenizer.encode(text, add_special_tokens=False)
 

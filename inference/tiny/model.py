@@ -90,8 +90,8 @@ def round_up(n: int, multiple: int) -> int:
 def key_length(longest: int, deterministic: bool) -> int:
     """Return the number of keys, at least `longest`, to which every row of a step attends.
 
-    The attention kernel works in blocks of 512 keys. As measured on two CPUs, the kernel adds in a different order if
-    the last block has 256 to 448 keys. In deterministic mode the last block therefore has 64, 128, 192 or 512 keys.
+    The attention kernel works in blocks of 512 keys. In measurements on two CPUs, the kernel added in a different order
+    if the last block had 256 to 448 keys. In deterministic mode the last block therefore has 64, 128, 192 or 512 keys.
     """
     if not deterministic:
         return round_up(longest, 16)

@@ -100,7 +100,7 @@ class Sequence(GenerateRequest):
     prompt_logprobs: list[float | None] = field(default_factory=list)  # one for each prompt token, if requested
     retractions: int = 0  # how often a pause took the sequence out of its slot
     reused_tokens: int = 0  # number of tokens whose keys were in the cache when the sequence started
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # set at the end; if streaming, at every token
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # set at the end, and also at every token if `stream`
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
