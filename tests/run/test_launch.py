@@ -69,7 +69,7 @@ SGLANG = ["server.backend=sglang", "server.command=sglang"]  # the small server 
         (8, 8, [*SGLANG, "server.count=4", "server.tp_size=2"], [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]),
         (8, 2, ["server.count=2", "server.colocate=true"], [["0"], ["1"]]),
         (1, 1, ["server.count=2"], [["0"], ["0"]]),
-        (8, 8, ["rollout.server_addrs=[http://up]"], []),
+        (8, 8, ["rollout.server_addrs=[http://up]", "server.backend=auto"], []),
     ],
 )
 def test_gpus_are_split_or_shared(gpus: int, ranks: int, words: list[str], expected: list[list[str]]) -> None:
@@ -128,7 +128,8 @@ SGLANG_WORDS = ("server.backend=sglang", "server.command='PY -m sglang.launch_se
         (2, 2, ["weight_update.mode=tensor", "server.tp_size=2"], None),
         (2, 1, ["weight_update.mode=distributed"], None),
         (1, 1, ["weight_update.mode=disk"], None),
-        (1, 1, ["weight_update.mode=distributed", "server.backend=tiny"], None),  # the small server uses gloo
+        # The small server uses gloo.
+        (1, 1, ["weight_update.mode=distributed", "server.backend=tiny", "server.command=''"], None),
         (0, 1, ["weight_update.mode=distributed"], None),
     ],
 )
