@@ -719,7 +719,9 @@ async def test_a_proxy_started_by_hand_offers_a_session(tiny_model_dir: Any, tin
             completion = await client.chat.completions.create(model="m", messages=HELLO, max_tokens=4)
         async with anthropic.AsyncAnthropic(base_url=found[2], api_key="DUMMY") as other:
             message = await other.messages.create(model="m", messages=HELLO, max_tokens=4)
-        assert (completion.usage and completion.usage.completion_tokens, message.usage.output_tokens) == (4, 4)
+        assert completion.usage is not None
+        assert 1 <= completion.usage.completion_tokens <= 4  # fewer than 4 if the model has sampled its end token
+        assert 1 <= message.usage.output_tokens <= 4
     finally:
         process.terminate()
         process.wait(timeout=20)

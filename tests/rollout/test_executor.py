@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from mode_agents import MyAgent
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import AsyncOpenAI, DefaultAioHttpClient
 from scripted import Echo, ScriptedEngine, loader
 from torch.utils.data import DataLoader
 
@@ -633,5 +633,5 @@ def test_agents_get_the_http_client_that_their_sdk_runs_on(run_agent: Any) -> No
 
     run_agent(Keeps(), group_size=3)
     assert len(set(map(id, clients))) == 1
-    assert isinstance(clients[0], DefaultAsyncHttpxClient)
+    assert isinstance(clients[0], DefaultAioHttpClient)
     assert clients[0].is_closed
