@@ -28,8 +28,8 @@ def command(tmp_path: Path, *words: str) -> list[str]:
 
 
 def signalled(command: list[str], line: str, number: signal.Signals) -> list[str]:
-    """Change the command of a run: when the run prints a line that begins with `line`, it sends itself the signal
-    `number`."""
+    """Return a run's command with a change: the run sends itself the signal `number` when it prints a line that begins
+    with `line`."""
     python, unbuffered, *script = command
     return [python, unbuffered, "tests/signalled.py", line, str(int(number)), *script]
 

@@ -1,5 +1,4 @@
-"""These tests check that every command, file, key, test and module that the pages name exists, and that no module
-exceeds its size limit.
+"""Every command, file, key, test and module that a page names must exist, and no module may exceed its size limit.
 
 The pages are README.md, SECURITY.md and docs/*.md.
 """
@@ -176,7 +175,7 @@ def test_named_keys_exist(page: Path) -> None:
 
 
 def test_the_reading_path_has_its_stated_length() -> None:
-    """The README states the number of code lines of all stops of its reading path, up to 5 %."""
+    """The README states how many lines of code the stops of its reading path have together, within 5 %."""
     text = (ROOT / "README.md").read_text()
     stops = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \|", text.partition("## Reading path")[2], re.MULTILINE)
     (stated,) = re.findall(r"words and ([\d,]+) lines\)\. Both", " ".join(text.split()))

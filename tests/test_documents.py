@@ -1,11 +1,11 @@
-"""These tests run every example of AReaL's documents (docs/companion.md) as the documents have it.
+"""These tests run the examples in AReaL's documents (docs/companion.md) with as few changes as possible.
 
 The environment variable AREAL_DOCS names a folder with the texts of the four documents. Without this variable, the
 tests that read a document are skipped.
 
-`block` cuts an example out of a document and changes three things: an import of AReaL becomes an import of this
-project, `{...}` (arguments of the reader's own) becomes `{}`, and a text that has lost its indentation gets it back. A
-test then executes the example. The test supplies only the names that the example uses and does not define.
+`block` cuts an example out of a document and makes three changes. It replaces imports of AReaL by imports of this
+project. It replaces `{...}`, which stands for the reader's own arguments, by `{}`. It restores lost indentation. A test
+then executes the example. The test supplies only the names that the example uses and does not define.
 """
 
 import __future__
@@ -83,7 +83,7 @@ class Block(NamedTuple):
     document: str
     first: str
     last: str
-    indent: str = ""  # a digit for each line, for a text that has lost its indentation
+    indent: str = ""  # the indentation level of each line as a digit, if the text has lost its indentation
 
 
 # Every block of code of the documents, in the order of the documents.
@@ -176,7 +176,7 @@ def spans(document: str) -> dict[str, tuple[int, int]]:
 # An example may await outside of a function, and its annotations are not evaluated.
 FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | __future__.annotations.compiler_flag
 
-# The modules of this project that hold the names of the documents.
+# The names that the documents import, and the modules of this project that define these names.
 PLACES: dict[str, Any] = {
     "calls.client": (ArealOpenAI, OpenAIProxyClient),
     "cache": (InteractionWithTokenLogpReward,),
@@ -220,7 +220,7 @@ async def execute(name: str, **names: Any) -> dict[str, Any]:
     return namespace
 
 
-# What a line of code looks like, in a document without marks around its code.
+# This pattern finds lines of code in a document that does not mark its code.
 CODE = re.compile(
     r"\s*(@\w+$|(async )?def \w|class \w+[:(]|from [\w.]+ import|import \w+$|return .*[\])]|await |[\w.]+ = )"
 )
@@ -267,7 +267,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_configuration_is_a_recipe(name: str, tmp_path: Path) -> None:
-    """Each YAML example is a preset that lies over the recipe of the demo."""
+    """Each YAML example can be loaded as a preset after the demo's recipe, and sets the expected values."""
     recipe = tmp_path / "documents.yaml"
     recipe.write_text(block(name))
     words = {"throughput": ["train_dataset.batch_size=32"], "group size": ["gconfig.n_samples=1"]}.get(name, [])
@@ -281,7 +281,7 @@ def test_a_configuration_is_a_recipe(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a module with the agents of Agent Workflow. The environment has no key of a vendor."""
+    """The name of a module with the agents from the page Agent Workflow. The environment has no vendor's API key."""
     head = "from openai import AsyncOpenAI\n\n\ndef compute_reward(response, answer):\n    return 0.5\n\n\n"
     name = f"agents_{uuid.uuid4().hex}"
     (tmp_path / f"{name}.py").write_text(head + block("agent") + "\n\n\n" + block("sync agent"))
@@ -294,7 +294,8 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize(("agent", "mode"), [("MyAgent", "inline"), ("MySyncAgent", "subproc")])
 async def test_the_agents_run(agents: str, proxy: ProxyAddress, agent: str, mode: str) -> None:
-    """Both agents make their clients as the page has it. Inline, a placeholder key and no URL is in the environment."""
+    """Both agents make their clients as on the page. In mode inline the environment has a placeholder key and no
+    URL."""
     workflow: Any = resolve_workflow(f"{agents}.{agent}", proxy=vars(proxy) | {"mode": mode})
     (turn,) = (await workflow.arun_episode(None, QUESTION)).values()
     assert turn.reward == 0.5
@@ -372,7 +373,8 @@ async def test_the_direct_approach(real_engine: RemoteInfEngine, tiny_tokenizer:
 
 
 async def test_the_client_and_its_rewards(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """The client completes without a model's name, takes rewards, and exports tensors. `completion` is the SDK's."""
+    """The client answers a call that names no model, accepts rewards, and exports tensors. `completion` has the SDK's
+    type ChatCompletion."""
     names = await execute("client", engine=real_engine, tokenizer=tiny_tokenizer)
     client, completion = names["client"], names["completion"]
     assert isinstance(completion, ChatCompletion)
@@ -400,7 +402,8 @@ async def test_tools(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("name", ["older workflow", "multi turn"])
 async def test_a_workflow_with_the_older_method(name: str, real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """A workflow that has only `_run_one_episode` is a workflow. The multi-turn example asks until the reward is 1."""
+    """A class that has only the method `_run_one_episode` is accepted as a workflow. The multi-turn example asks again
+    until the reward is 1."""
     stub = {"prompt": "", "response": "", "input_tokens": [], "output_tokens": []}
     names = await (execute("older workflow") if name == "older workflow" else execute("multi turn", **stub))
     namespace = {"_run_one_episode": names["_run_one_episode"]} if name == "multi turn" else {}
@@ -422,7 +425,7 @@ async def test_a_workflow_with_the_older_method(name: str, real_engine: RemoteIn
 
 
 async def test_backpropagation(tiny_tokenizer: Any) -> None:
-    """The page's chain A, B, C has the rewards that the page computes."""
+    """In a chain of three turns, this project computes the same discounted rewards as the page."""
     from harness import ScriptedEngine
 
     client = ArealOpenAI(ScriptedEngine(tiny_tokenizer, "a", "b", "c"), tiny_tokenizer)
@@ -440,7 +443,7 @@ async def test_backpropagation(tiny_tokenizer: Any) -> None:
 
 
 async def test_the_interface(tiny_tokenizer: Any) -> None:
-    """RolloutWorkflow has the method and the parameters of the page."""
+    """RolloutWorkflow's method arun_episode has the same parameters as on the page."""
     names = {"ABC": ABC, "abstractmethod": abstractmethod}
     theirs = (await execute("interface", **names))["RolloutWorkflow"].arun_episode
     assert list(inspect.signature(theirs).parameters) == ["self", "engine", "data"]
@@ -467,7 +470,7 @@ async def test_the_context(tiny_tokenizer: Any) -> None:
 
 
 def test_a_dump_line(tiny_tokenizer: Any) -> None:
-    """A line of a dump has the keys of the page's line, in this order."""
+    """A line of a dump has the same keys as the page's line, in the same order."""
     trajectory = complete(
         {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.bool)}, task_id=42
     )
@@ -560,7 +563,8 @@ class Version:
 
 
 async def test_the_listing_of_the_gate_agrees(tiny_tokenizer: Any) -> None:
-    """The write-up's get_capacity and its four events give the numbers of this project's StalenessManager."""
+    """With the same events, the write-up's gate has the same counts and the same capacity as this project's
+    StalenessManager."""
     rng, version = random.Random(0), Version()
     ours = StalenessManager(version, max_concurrent_rollouts=7, consumer_batch_size=3, max_staleness=2)
     names = await execute("life cycle")
@@ -582,7 +586,7 @@ async def test_the_listing_of_the_gate_agrees(tiny_tokenizer: Any) -> None:
 
 
 async def test_a_response_without_arguments() -> None:
-    """`ModelResponse()` has the defaults of the write-up."""
+    """`ModelResponse()` has the same default values as in the write-up."""
     theirs, ours = (await execute("response"))["ModelResponse"](), ModelResponse()
     assert {name: getattr(ours, name) for name in vars(theirs)} == vars(theirs)
 
@@ -621,7 +625,7 @@ async def test_several_turns(real_engine: RemoteInfEngine, tiny_tokenizer: Any) 
 
 
 async def test_one_turn(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """The write-up's CustomWorkflow runs with what transformers 5 returns from apply_chat_template."""
+    """The write-up's CustomWorkflow works with the value that apply_chat_template returns in transformers 5."""
     workflow = (await execute("one turn"))["CustomWorkflow"]()
     workflow.tokenizer, workflow.gconfig, workflow.async_reward_fn = tiny_tokenizer, SHORT, reward_of_one
     trajectory = await workflow.arun_episode(real_engine, QUESTION)
@@ -630,7 +634,7 @@ async def test_one_turn(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> No
 
 
 async def test_the_listing_of_the_mode_reads_our_configuration() -> None:
-    """The write-up's PPOActor reads this project's keys, and says what `describe_mode` says."""
+    """The write-up's PPOActor reads this project's keys, and logs the same mode as `describe_mode`."""
     for method, word in (("recompute", "forward pass"), ("loglinear", "no forward pass"), ("metrics", "guesses")):
         for decoupled in (True, False):
             config, lines = PPOActorConfig(use_decoupled_loss=decoupled, prox_logp_method=method), []  # type: ignore[arg-type, var-annotated]
@@ -643,7 +647,7 @@ async def test_the_listing_of_the_mode_reads_our_configuration() -> None:
 
 
 async def test_the_listing_of_the_producer_starts_tasks(tiny_tokenizer: Any) -> None:
-    """The write-up's producer starts as many tasks as this project's gate admits, and in order."""
+    """The write-up's producer starts tasks in order, and exactly as many as this project's gate admits."""
     gate, started = StalenessManager(Version(), 8, 2, 1), list[int]()
     names = await execute("producer", TaskQueueFullError=TaskQueueFullError)
     lock, over = threading.Lock(), threading.Event()

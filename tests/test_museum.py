@@ -1,6 +1,7 @@
-"""The exhibits of the museum: every patch applies to this code, its bug is really there, and what catches it is named.
+"""Tests of the museum's exhibits: every patch applies to this code, and its bug makes a test fail that the solution
+names.
 
-The tests do not read the patches' bugs from a report. A person does that (museum/README.md).
+The exercise, to find the bug from a run's report, is left to a person (museum/README.md).
 """
 
 import json
@@ -27,7 +28,8 @@ def page(name: str, file: str) -> str:
 
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_every_patch_applies(name: str) -> None:
-    """The patch applies to the current code. If it does not, museum/README.md says how to refresh it."""
+    """The patch applies to the current code. If a patch no longer applies, museum/README.md says how to refresh the
+    patch."""
     command = ["git", "apply", "--check", f"museum/{name}/bug.patch"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -54,8 +56,8 @@ def test_every_exhibit_has_its_pages(name: str) -> None:
 
 
 def test_every_bug_breaks_its_unit_test() -> None:
-    """The unit test that a solution names fails in a copy of the project with the bug. Without the bug it passes,
-    because it is one of these tests."""
+    """The unit test that a solution names fails in a copy of the project with the bug. Without the bug the test passes,
+    because it is part of the test suite."""
     command = [sys.executable, "museum/run.py", "--tests"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert json.loads(done.stdout) == dict.fromkeys(EXHIBITS, 1), done.stderr
@@ -64,6 +66,6 @@ def test_every_bug_breaks_its_unit_test() -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize("name", ["trl-2824", "trl-3029", "verl-7495"])
 def test_the_doctor_finds_a_bug_within_five_steps(name: str) -> None:
-    """In a short run of the copy with the bug, the doctor's rule that the solution names fires."""
+    """In a short run with the bug, the doctor reports the rule that the solution names."""
     folder: Path = MUSEUM["show"](name, seconds=200)
     assert MUSEUM["findings"](folder).get(MUSEUM["find_in_solution"](name, "Doctor"), 99) <= 5

@@ -204,8 +204,8 @@ async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
 
 
 async def test_a_stop_string_ends_the_text_but_not_the_tokens(start: Start, tiny_tokenizer: Any) -> None:
-    """The reply's text ends before the stop string, but the next prompt contains all sampled tokens, also those of the
-    stop string."""
+    """The reply's text ends before the stop string, but the next prompt contains all sampled tokens, including the stop
+    string's tokens."""
     harness = start("one STOP two", "ok")
     session = await harness.start()
     completion = await harness.chat(session, HELLO, stop=[" STOP", "two"])
@@ -384,7 +384,7 @@ FLOODS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("body", FLOODS.values(), ids=FLOODS.keys())
 async def test_a_request_beyond_the_limits_is_refused(start: Start, body: dict[str, Any]) -> None:
-    """A request that no honest agent sends is refused before its prompt is built, and the session goes on."""
+    """A request that no honest agent sends is refused before its prompt is built, and the session continues."""
     harness = start()
     session = await harness.start()
     answer = await harness.post(f"/{session}/v1/chat/completions", {"messages": HELLO} | body)
@@ -394,7 +394,8 @@ async def test_a_request_beyond_the_limits_is_refused(start: Start, body: dict[s
 
 
 async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) -> None:
-    """A session has at most `running` answers at the servers and `answers` in all. Another session's call goes on."""
+    """At most `running` answers of a session are generated at once, and at most `answers` run or wait. The calls of
+    other sessions continue."""
     harness = start(limits=Limits(running=3, answers=8))
     flood, other = await harness.start(), await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -436,13 +437,14 @@ async def test_a_body_that_never_ends_is_a_408(start: Start) -> None:
 
 
 def nested(levels: int) -> Any:
-    """Return a list that is nested so deep."""
+    """Return a list with this number of nested lists."""
     return [nested(levels - 1)] if levels else []
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
 async def test_a_model_that_is_no_name_is_a_400(start: Start, path: str) -> None:
-    """A model that is a deeply nested list is refused, and never reaches a reply that no JSON library can write."""
+    """A request whose model is a deeply nested list is refused, because no JSON library could write a reply with this
+    list."""
     harness = start()
     body = {"model": nested(900), "messages": HELLO, "input": "hello", "max_tokens": 9}
     assert (await harness.post(f"/{await harness.start()}/v1/{path}", body)).status_code == 400

@@ -138,7 +138,7 @@ def test_the_picture_names_todays_modules() -> None:
 
 
 def test_the_picture_is_drawn_from_todays_imports() -> None:
-    """The file docs/structure.svg equals the picture that `make structure` draws from the current import
+    """The file docs/structure.svg is identical to the picture that `make structure` draws from the current import
     statements."""
     draw = runpy.run_path(str(ROOT / "docs/structure.py"))["draw"]
     assert (ROOT / "docs/structure.svg").read_text() == draw(), "run `make structure`"

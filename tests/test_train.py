@@ -36,7 +36,7 @@ from training.config import PPOActorConfig
 
 @pytest.fixture(scope="module")
 def guess_run(tmp_path_factory: pytest.TempPathFactory):
-    """Return get(eta, name), which runs the demo and returns the run's folder and metrics. A second call with the same
+    """Return get(eta, name). It runs the demo and returns the run's folder and metrics. A second call with the same
     arguments does not run the demo again."""
     made: dict[tuple[int, str], tuple[Path, list[dict]]] = {}
 
@@ -137,7 +137,7 @@ def test_talk_to_the_trained_model(guess_run) -> None:
 
 
 def test_a_refused_restart_changes_nothing(guess_run, tmp_path: Path) -> None:
-    """If a run cannot continue, because its metrics.jsonl lacks lines, its config.yaml stays as it was."""
+    """If a run cannot continue because its metrics.jsonl lacks lines, its config.yaml is not changed."""
     shutil.copytree(guess_run(0)[0], tmp_path, dirs_exist_ok=True)
     folder = tmp_path / "e" / "t"
     before = (folder / "config.yaml").read_text()

@@ -96,8 +96,8 @@ class CountingTransport(httpx.ASGITransport):
 
 @pytest.mark.parametrize("rewards", [None, 2.0, {"first": 0.5, "last": 2.0}])
 async def test_two_requests_do_what_five_do(http: httpx.AsyncClient, app: Any, rewards: Any) -> None:
-    """An episode with `grant` and `finish` sends two requests to the proxy besides the agent's calls. Its rewards,
-    parents and rows are those of an episode that grants, starts, sets rewards, ends and exports separately."""
+    """An episode with `grant` and `finish` sends two requests to the proxy besides the agent's calls. The rewards,
+    parents and rows are the same as in an episode that sends a separate request for each step."""
     transport = CountingTransport(app)
     found = []
     for is_short in (False, True):
@@ -131,8 +131,8 @@ async def test_two_requests_do_what_five_do(http: httpx.AsyncClient, app: Any, r
 
 @pytest.mark.parametrize("rewards", [{"chatcmpl-x": 1.0}, float("nan")])
 async def test_a_refused_finish_discards_the_session(http: httpx.AsyncClient, app: Any, rewards: Any) -> None:
-    """If a reward of `finish` is NaN or is for an unknown interaction, the episode fails and the proxy forgets the
-    session."""
+    """If a reward given to `finish` is NaN or is for an unknown interaction, the episode fails and the proxy deletes
+    the session."""
 
     async def episode() -> None:
         async with OpenAIProxyClient(httpx.ASGITransport(app), "http://proxy", "admin", "task", grant=True) as client:
@@ -234,7 +234,7 @@ async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
 
 @pytest.fixture
 def direct(tiny_tokenizer: Any) -> Any:
-    """Return make(*texts, **options), which makes an ArealOpenAI client and an engine that answers with these texts."""
+    """Return make(*texts, **options). It makes an ArealOpenAI client and an engine that answers with these texts."""
 
     def make(*texts: str, **options: Any) -> tuple[ArealOpenAI, ScriptedEngine]:
         engine = ScriptedEngine(tiny_tokenizer, *texts)
@@ -378,8 +378,8 @@ async def test_a_failed_call_leaves_nothing_in_the_tree(direct: Any) -> None:
 
 
 async def test_a_prompt_that_is_too_long_is_a_400(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """If a prompt is too long, the client raises an error with status 400 and the engine's message, and the
-    conversation tree does not change."""
+    """If a prompt is too long, the client raises an error with status 400 and the engine's message. The conversation
+    tree does not change."""
     client = ArealOpenAI(real_engine, tiny_tokenizer)
     with pytest.raises(openai.BadRequestError, match="prompt is too long"):
         await say(client, "x" * 3000)
@@ -408,7 +408,8 @@ async def test_several_answers_at_once(direct: Any) -> None:
 
 
 async def test_what_is_not_stored_is_answered_and_not_trained(direct: Any) -> None:
-    """If a run honours store=False, such a turn stays in the conversation, but its tokens are not trained."""
+    """If a run honours store=False, a turn with store=False stays in the conversation, but its tokens are not
+    trained."""
     client, _ = direct("aside", "four", store="honour")
     first = await say(client, "2+2?", store=False)
     await say(client, "2+2?", first.choices[0].message.content, "well?")

@@ -38,7 +38,7 @@ def body_of(parse: Any, **fields: Any) -> dict[str, Any]:
 
 
 def read_reply(path: str, reply: Any) -> list[Message]:
-    """Return the messages with which a client repeats this reply in its next request, in normal form."""
+    """Return, in normal form, the messages that a client adds to its next request to repeat this reply."""
     if path == "chat/completions":
         return [normalise(reply)]
     if path == "responses":
@@ -70,7 +70,7 @@ def test_an_echoed_history_is_recognised(pair: dict[str, Any]) -> None:
 
 
 def test_every_turn_finds_its_parent_among_all_conversations() -> None:
-    """All recorded pairs of requests (137) are put in one session. The parent of the second request in each pair is the
+    """The 137 recorded pairs of requests are put in one session. The parent of the second request in each pair is the
     first request of the same pair."""
     cache = InteractionCache()
     children: dict[int, InteractionWithTokenLogpReward] = {}
@@ -97,8 +97,7 @@ SAID = {"text", "content", "name", "arguments", "input", "id", "call_id", "tool_
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Return the paths to all texts, names, ids and arguments in `value`, which a client sends back in its next
-    request."""
+    """Return the paths to all texts, names, ids and arguments in `value`, a part of a client's next request."""
     if isinstance(value, list):
         return [place for i, item in enumerate(value) for place in places(item, (*path, i))]
     if not isinstance(value, dict) or value.get("type") in ("thinking", "reasoning"):
@@ -112,8 +111,8 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 def echoed(pair: dict[str, Any]) -> tuple[list, int, int]:
-    """Return the items of the pair's second request, and the positions of the first reply's beginning and end in this
-    list."""
+    """Return the items of the pair's second request, and the positions where the first reply begins and ends in
+    them."""
     key = "input" if pair["path"] == "responses" else "messages"
     items, begin = pair["child"][key], len(pair["parent"][key])
     end = begin + 1
@@ -133,8 +132,8 @@ PLACES = [
 @settings(deadline=None)
 @given(st.sampled_from(PLACES), st.text(min_size=1), st.integers(0, 30))
 def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) -> None:
-    """A history with a changed text, name, call id or argument is a different conversation. So is a history that lacks
-    a turn."""
+    """A history with a changed text, name, call id or argument is a different conversation. A history that lacks a turn
+    is also a different conversation."""
     original, place = mutant
     pair = copy.deepcopy(original)
     items, begin, end = echoed(pair)
@@ -494,8 +493,8 @@ def test_sampling_parameters_are_translated() -> None:
 
 
 def test_half_a_surrogate_pair_stays_text() -> None:
-    """If a call's arguments contain half a surrogate pair, they stay text, because the parsed value could not be
-    written as JSON again."""
+    """Arguments that contain half a surrogate pair stay text, because the parsed value could not be written as JSON
+    again."""
     text = '{"a": "\\ud800"}'
     call = {"id": "1", "function": {"name": "f", "arguments": text}}
     assert normalise({"role": "assistant", "tool_calls": [call]})["tool_calls"][0]["function"]["arguments"] == text
@@ -529,8 +528,8 @@ def test_how_the_answer_is_wanted() -> None:
 
 
 def test_arguments_that_are_no_json_stay_text() -> None:
-    """If a model writes invalid JSON as a call's arguments, the arguments stay text, and a later request with this
-    history still finds its parent."""
+    """If a model writes invalid JSON as a call's arguments, the arguments stay text. A later request with this history
+    still finds its parent."""
     for arguments in ('{"a": ', "[" * 100_000, '{"a": NaN}', '{"a": 1e999}', "[" * 201 + "]" * 201):
         message = assistant(arguments)
         assert canonical(message) == canonical(copy.deepcopy(message))
@@ -558,7 +557,7 @@ def test_what_is_nested_too_deeply_is_refused_by_name() -> None:
 
 
 def finished(prefix: str, messages: list[Message], parsed: Parsed) -> InteractionWithTokenLogpReward:
-    """Return a finished interaction, whose id ends with ab, with its reply in the protocol of the id."""
+    """Return a finished interaction whose id is the prefix and ab. The prefix also names the protocol of the reply."""
     name = "responses" if prefix == "resp_" else "messages"
     answer = Answer(f"{prefix}ab", ModelResponse([1], [2], [-1.0], [0], "stop"), parsed)
     found = InteractionWithTokenLogpReward(messages, tools=[TOOL], output_message_list=[answer.message])

@@ -196,8 +196,9 @@ IDS = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_except
     ],
 )
 def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: str, says: str | None) -> None:
-    """If a template refuses the tool calls, PromptBuilder tries two other forms: ids of nine letters or digits
-    (Mistral), then arguments as text (DeepSeek). A call and its result always have the same id."""
+    """If a template refuses the tool calls, PromptBuilder tries two other forms. The first has ids of nine letters or
+    digits (Mistral), and the second has the arguments as text (DeepSeek). A call and its result always have the same
+    id."""
     prompts = PromptBuilder(tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL))
     call = {"id": "call_ab12_0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     messages = [
@@ -274,8 +275,8 @@ def tokenizer_of(kind: str, of_bytes: Any) -> Any:
     st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2),
 )
 def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind: str, stop: list[str]) -> None:
-    """Each text that `read` returns is a prefix of the later texts and of the whole text, for any tokens, any stop
-    strings and any number of tokens per call."""
+    """Each text that `read` returns is a prefix of the later texts and of the whole text. This holds for any tokens,
+    any stop strings and any number of tokens per call."""
     tokenizer = tokenizer_of(kind, tiny_tokenizer)
     if kind == "bytes":
         raw = data.draw(st.one_of(st.text(max_size=40).map(str.encode), st.binary(max_size=90)))
@@ -328,8 +329,8 @@ def test_reading_a_stream_is_linear(tiny_tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["bytes", "words", "pieces", "pieces and bytes"])
 def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
-    """The texts of all single tokens, joined together, give the whole text, even if the decoder removes the first space
-    of a text."""
+    """Joining the texts of the single tokens gives the whole text, even if the decoder removes the first space of a
+    text."""
     tokenizer = tokenizer_of(kind, tiny_tokenizer)
     reader = TextReader(tokenizer, GenerationHyperparameters())
     tokens = {"bytes": tokenizer.encode("ab b a"), "words": tokenizer.encode("a b ab , a")}.get(kind, [4, 5, 1, 3, 2])

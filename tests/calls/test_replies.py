@@ -1,5 +1,5 @@
-"""From a stream, the official SDKs rebuild the same reply as without streaming. When a client sends a reply back, the
-proxy reads it as the stored message."""
+"""The official SDKs rebuild a reply from a stream, and it is the same as without streaming. If a client sends a reply
+back, the proxy converts the reply to the same message that it stored."""
 
 import itertools
 import json
@@ -35,12 +35,13 @@ def answer_of(name: str, parsed: Parsed = PARSED, stop_reason: str = "stop", **f
 
 
 def whole(name: str, answer: Answer, ask: AgentRequest = ASKED) -> dict[str, Any]:
-    """Return the body of the unstreamed reply, after it was converted to JSON and back."""
+    """Return the body of the reply without streaming, converted to JSON and back."""
     return json.loads(json.dumps(PROTOCOLS[name].render(ask, [answer])))
 
 
 def streamed(name: str, answer: Answer, pieces: list[tuple[str, str]], ask: AgentRequest = ASKED) -> bytes:
-    """Return the reply as a stream of events. A piece is a pair: the text and the reasoning that the stream adds."""
+    """Return the reply as a stream of events. Each piece is a pair of the text and the reasoning that the stream
+    adds."""
     stream, text, reasoning = PROTOCOLS[name].stream(ask, answer.interaction_id, 0), "", ""
     frames = stream.start(2)
     for more_text, more_reasoning in pieces:
@@ -100,7 +101,7 @@ def nulls(value: Any, path: str = "") -> list[str]:
 
 
 def sent_back(name: str, reply: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with which a client repeats this reply in its next request, in normal form."""
+    """Return, in normal form, the message that a client adds to its next request to repeat this reply."""
     if name == "chat/completions":
         return normalise(reply["choices"][0]["message"])
     if name == "responses":
@@ -141,7 +142,7 @@ def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, parsed: Parse
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_parser_is_sure_of_makes_a_stream(name: str) -> None:
-    """Before its end, a stream sends only text that OutputParser.certain returned. All events together still give the
+    """Until its end, a stream sends only text that OutputParser.certain returned. All events together still give the
     whole reply."""
     parser, tools = OutputParser(), [{"type": "function", "function": {"name": "f"}}]
     text = '<think>\nhm, "<"\n</think>\n\nLet me see: 1 < 2 \n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -271,8 +272,8 @@ def test_the_events_of_a_message() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_said_after_the_last_token_only(name: str) -> None:
-    """A stream may send the whole answer only at its end. The SDK rebuilds this reply, too, even if the answer is empty
-    or has only tool calls."""
+    """The SDK rebuilds the reply even if a stream sends the whole answer only at its end. The answer may also be empty,
+    or have only tool calls or only reasoning."""
     for parsed in (Parsed(""), Parsed("", calls=PARSED.calls), Parsed("", "hm")):
         answer = answer_of(name, parsed)
         raw = streamed(name, answer, [])

@@ -54,7 +54,7 @@ def test_a_title_at_any_time(client: str, place: int) -> None:
 
 
 def test_the_order_of_ends_changes_nothing() -> None:
-    """Three calls run at the same time, and one of them is a title call. In whatever order they end, only the title
+    """Three calls run at the same time, and one of them is a title call. In any order of their ends, only the title
     call is left out of training."""
     for order in permutations("012"):
         cache = InteractionCache()
@@ -98,7 +98,7 @@ def test_a_rewarded_title_is_trained() -> None:
 
 
 def test_the_key_turns_the_rule_off() -> None:
-    """With rollout.openai.side_conversations=[] title calls are treated like other calls: the last call gets the
+    """With rollout.openai.side_conversations=[] title calls are treated like other calls. The last call gets the
     reward, even if it asks for a title."""
     cache = session(*agent_of_two_turns(), turn([TITLE, user("hello")]), side_patterns=())
     assert left_out(cache) == []

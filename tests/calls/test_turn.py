@@ -160,7 +160,7 @@ async def test_a_stream_without_tokens_is_not_silent(start: Start, monkeypatch: 
 
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_error_before_the_first_token_is_a_status(start: Start, streams: bool) -> None:
-    """A call that fails before its first token gets an HTTP error status, even if the reply is a stream: the proxy
+    """A call that fails before its first token gets an HTTP error status, even if the reply is a stream. The proxy
     sends the headers of a stream only with the first token."""
     harness = start()
     session = await harness.start()
@@ -357,7 +357,8 @@ async def test_a_response_goes_on_from_the_one_it_names(start: Start, tiny_token
 
 
 async def test_what_is_not_stored_is_answered_and_not_trained(start: Start) -> None:
-    """If a run honours store=false, such a turn is not trained, but the prompts of later turns contain it."""
+    """If a run honours store=false, a turn with store=false is not trained, but the prompts of later turns contain the
+    turn."""
     harness = start(store="honour")
     session = await harness.start()
     message = reply_message(await harness.chat(session, HELLO, store=False))
@@ -393,8 +394,8 @@ async def test_logprobs_are_those_of_the_sampled_tokens(start: Start) -> None:
 
 
 async def test_tokens_can_be_counted_beforehand(start: Start) -> None:
-    """For the first turn and for later turns, Anthropic's count_tokens returns the number of tokens that the turn's
-    prompt would have."""
+    """Anthropic's count_tokens returns the number of tokens that a turn's prompt would have, for the first turn and for
+    later turns."""
     harness = start("one")
     session = await harness.start()
     messages: list[Any] = list(HELLO)
@@ -433,8 +434,8 @@ async def test_models_are_listed(start: Start) -> None:
     ],
 )
 def test_which_turn_a_retry_belongs_to(states: str, says_so: bool, match: int | None) -> None:
-    """A request counts as a retry of an identical request whose turn is unread, failed or abandoned. With a retry
-    header, the request may also be a retry of a running turn or of the last turn."""
+    """A request counts as a retry if the turn of an identical earlier request is unread, failed or abandoned. With a
+    retry header, the request may also be a retry of a running turn or of the last turn."""
     turns: list[Any] = [SimpleNamespace(state=State[name.upper()], retries=0) for name in states.split()]
     assert match_retry(turns, says_so) is (None if match is None else turns[match])
 

@@ -56,14 +56,14 @@ async def ask(harness: Harness, session: str, name: str, items: Items, **fields:
 
 
 def said(name: str, reply: dict[str, Any]) -> Items:
-    """Return the items with which a client sends a reply back."""
+    """Return the items that a client adds to its next request to repeat this reply."""
     if name == "chat/completions":
         return [reply["choices"][0]["message"]]
     return reply["output"] if name == "responses" else [{"role": "assistant", "content": reply["content"]}]
 
 
 def result(name: str, reply: dict[str, Any], content: Any) -> dict[str, Any]:
-    """Return the result of the reply's only tool call."""
+    """Return `content` as the result of the reply's only tool call, in the form of the protocol `name`."""
     if name == "chat/completions":
         return {"role": "tool", "tool_call_id": said(name, reply)[0]["tool_calls"][0]["id"], "content": content}
     if name == "responses":
@@ -86,7 +86,7 @@ def tool_tokenizer(tiny_tokenizer: Any) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("later", ["no tools", "other tools", "other order"])
 async def test_a_client_may_change_its_tools(tool_tokenizer: Any, name: str, later: str) -> None:
-    """A client may change its tools in the middle of a conversation. The conversation stays one path of the tree, the
+    """A client may change its tools in the middle of a conversation. The conversation stays one path of the tree. The
     reward of the last turn reaches the first turn, and every sampled token is trained once."""
     harness = Harness(tool_tokenizer, CALL, "21 degrees", "bye")
     session, items = await harness.start(), [user()]
@@ -112,7 +112,7 @@ async def test_a_client_may_change_its_tools(tool_tokenizer: Any, name: str, lat
 @pytest.mark.parametrize("change", [{"tools": []}, {"instructions": "Be wordy."}, {"reasoning": {"effort": "high"}}])
 async def test_a_named_response_is_the_parent(tool_tokenizer: Any, change: dict[str, Any]) -> None:
     """The response that previous_response_id names is the parent, even if the next request has other tools,
-    instructions or template arguments. Its prompt then is rendered in full."""
+    instructions or template arguments. The prompt of the next request is then rendered in full."""
     harness = Harness(tool_tokenizer, "one", "two")
     session = await harness.start()
     fields = {"instructions": "Be terse.", "tools": [offer("responses")]}
@@ -137,7 +137,7 @@ async def test_a_named_response_is_the_parent(tool_tokenizer: Any, change: dict[
 
 
 async def test_a_named_response_beats_its_twin(start: Start) -> None:
-    """If two responses have equal messages and outputs, the one that the client names is the parent."""
+    """If two responses have identical messages and outputs, the parent is the response that the client names."""
     harness = start("one", "one", "two")
     session = await harness.start()
     older, _ = [await ask(harness, session, "responses", [user()], user=str(k)) for k in range(2)]
@@ -174,7 +174,8 @@ async def test_an_echo_without_reasoning_is_spliced(start: Start, name: str) -> 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("store", ["ignore", "honour"])
 async def test_store_false_is_trained_unless_a_run_honours_it(start: Start, name: str, store: str) -> None:
-    """Codex sends `store: false` with every call. By default such a call is trained, and the row counts it."""
+    """Codex sends `store: false` with every call. By default a call with `store: false` is trained, and the row counts
+    such calls."""
     harness = start("one", store=store)
     session = await harness.start()
     await ask(harness, session, name, [user()], store=False)
@@ -204,8 +205,8 @@ PARTS: dict[str, Items] = {
 
 @pytest.mark.parametrize(("name", "part"), [(name, part) for name in NAMES for part in PARTS[name]])
 async def test_an_image_becomes_a_text(start: Start, tiny_tokenizer: Any, name: str, part: dict[str, Any]) -> None:
-    """An image or a file in a message or in the result of a tool, such as Claude Code's Read of a PNG, becomes a
-    placeholder text. The row counts the placeholders, and the turns stay one conversation."""
+    """An image or a file in a message or in a tool result becomes a placeholder text. For example, Claude Code's tool
+    Read returns a PNG as an image. The row counts the placeholders, and the turns stay one conversation."""
     harness = start(CALL, "a cat")
     text = {"type": "input_text" if name == "responses" else "text", "text": "Look: "}
     session, items = await harness.start(), [user([text, part])]
@@ -236,7 +237,7 @@ def test_a_message_keeps_its_blocks_beside_tool_results() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_sequence_is_named(start: Start, stream: bool) -> None:
-    """In Anthropic's protocol, a reply that a stop sequence ended names the stop sequence."""
+    """In Anthropic's protocol, a reply names the stop sequence that ended it."""
     harness = start("four. And five", "four")
     session = await harness.start()
     options: Any = {"model": "m", "max_tokens": 9, "messages": [user()], "stop_sequences": ["x", "And"]}
@@ -290,7 +291,8 @@ async def test_a_full_context_is_said_in_each_vendors_way(limited: Harness, name
 async def test_a_huge_tool_output_is_refused_early(
     limited: Harness, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """A tool output of 8 MB is refused after its first part is tokenised. The turn before it stays in the tree."""
+    """A tool output of 8 MB is refused after its first part is tokenised. The turn before the tool output stays in the
+    tree."""
     session, encode, encoded = await limited.start(), tiny_tokenizer.encode, []
 
     def counting(text: str, **options: Any) -> list[int]:
@@ -309,11 +311,11 @@ async def test_a_huge_tool_output_is_refused_early(
 
 
 def test_a_long_text_that_fits_is_tokenised_as_a_whole(tiny_tokenizer: Any) -> None:
-    """If a text has many characters but few tokens, the prompt's tokens do not depend on the cuts between parts."""
+    """A long text is cut into parts before it is tokenised. The prompt's tokens do not depend on where the cuts are."""
     from calls.prompts import PromptBuilder
 
     class Wide:
-        """A tokenizer with one token for each unbroken run of a letter."""
+        """A tokenizer that makes one token from a sequence of identical letters."""
 
         chat_template = "x"
 
@@ -366,7 +368,7 @@ def test_allowed_tools_are_offered_tools(tools: Any) -> None:
 @pytest.mark.parametrize("path", ["/{}/v1", "/{}", "/{}//v1", "/{}/v1/", "//v1"])
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_double_slash_is_a_slash(start: Start, name: str, path: str) -> None:
-    """A client that joins a base URL and a path with two slashes reaches the proxy."""
+    """A client reaches the proxy even if its URL contains two slashes in a row."""
     harness = start("one")
     session = await harness.start()
     key = {"Authorization": f"Bearer {session}"}
@@ -375,7 +377,8 @@ async def test_a_double_slash_is_a_slash(start: Start, name: str, path: str) -> 
 
 
 async def test_a_model_can_be_asked_for(start: Start) -> None:
-    """Both SDKs get the model by any name, also by a name with a slash, and both read the list of models."""
+    """Both SDKs can look up the model by any name, even by a name with a slash. The list of models has the form that
+    both SDKs expect."""
     harness = start()
     session = await harness.start()
     answer = await harness.http.get(f"/{session}/v1/models/Qwen/Qwen3-0.6B")
@@ -391,7 +394,7 @@ async def test_a_model_can_be_asked_for(start: Start) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_response_can_be_fetched(start: Start, stream: bool) -> None:
-    """GET /v1/responses/{id} returns a finished response, and 404 for an unknown id."""
+    """GET /v1/responses/{id} returns a finished response, or status 404 for an unknown id."""
     harness = start("one")
     session = await harness.start()
     async with sdk(harness, f"/{session}/v1") as client:
@@ -404,8 +407,9 @@ async def test_a_response_can_be_fetched(start: Start, stream: bool) -> None:
 
 
 async def test_the_input_of_a_response_can_be_listed(start: Start) -> None:
-    """GET /v1/responses/{id}/input_items lists everything that the response has read: the instructions, the earlier
-    turns that the client has named by an id, reasoning, tool calls and results. The pages of the SDK are complete."""
+    """GET /v1/responses/{id}/input_items lists everything that the response has read. These are the instructions, the
+    earlier turns that the client has named by an id, reasoning, tool calls and results. An SDK that reads the list in
+    pages gets every item."""
     harness = start(f"<think>hm</think>{CALL}", "21 degrees")
     session = await harness.start()
     async with sdk(harness, f"/{session}/v1") as client:
@@ -431,7 +435,8 @@ async def test_the_input_of_a_response_can_be_listed(start: Start) -> None:
 
 
 async def test_management_names_the_wrong_field(start: Start) -> None:
-    """A key that the caller chooses and an export without a session are refused, and the message names the field."""
+    """The proxy refuses an API key that the caller chooses, and an export without a session. Each error names the
+    field."""
     harness = start()
     await harness.post("/grant_capacity", headers=ADMIN)
     answer = await harness.post("/rl/start_session", {"task_id": "t", "api_key": "sk-mine"}, headers=ADMIN)
@@ -454,7 +459,7 @@ MODELS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_replies_and_events_are_valid_for_the_sdks(start: Start, name: str) -> None:
-    """The types of the installed SDKs accept every reply and every event of a stream, with all fields that the types
+    """Every reply and every event of a stream is valid for the installed SDKs' types, and has all fields that the types
     require."""
     text = f"<think>hm</think>{CALL}"
     harness = start(text, text, "cut…")

@@ -1,4 +1,5 @@
-"""`python -m run.chat` without a run or without a checkpoint is one line and exit code 2. tests/test_train.py talks."""
+"""Without a run or without a checkpoint, `python -m run.chat` prints one line and returns 2. tests/test_train.py tests
+a chat."""
 
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from run.chat import main
 
 @pytest.mark.parametrize("made", ["nothing", "no checkpoint"])
 def test_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], made: str) -> None:
-    """A folder without a run, or a run without a checkpoint, is one line that says what to give."""
+    """Without a run or without a checkpoint, the command prints one line that says what to give."""
     folder = tmp_path / "run"
     if made == "no checkpoint":
         folder.mkdir()

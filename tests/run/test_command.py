@@ -41,7 +41,7 @@ def test_help_does_not_wait_for_torch() -> None:
 
 
 def test_a_second_ctrl_c_ends_at_once() -> None:
-    """The first Ctrl-C calls the given function. The second ends the process at once, without a traceback."""
+    """The first Ctrl-C calls the given function. The second Ctrl-C ends the process at once, without a traceback."""
     begin = "import os; from run.command import on_ctrl_c; on_ctrl_c(lambda *_: print('first', flush=True))"
     code = f"{begin}; os.kill(os.getpid(), 2); print('goes on', flush=True); os.kill(os.getpid(), 2); print('not here')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)

@@ -59,7 +59,7 @@ def test_what_cannot_run_is_said_in_one_line(words: list[str], says: str) -> Non
     assert len(str(error.value).splitlines()) == 1
 
 
-# Keys that have an effect, or not: every key is read, and a key that needs another key is refused without it.
+# Every key has an effect: the code reads each key, and a key without effect is refused.
 
 
 def names_read(source: str) -> set[str]:
@@ -71,8 +71,8 @@ def names_read(source: str) -> set[str]:
 
 
 def test_every_key_is_read() -> None:
-    """The code reads every key outside of the key's declaration. The fields of WeightUpdateConfig are passed on as a
-    WeightUpdateMeta, which has the same fields."""
+    """The code reads each key somewhere, and does not only declare it. The fields of WeightUpdateConfig are passed on
+    as a WeightUpdateMeta, which has the same fields."""
     assert names_read("a.b = c.d\nNAMES = 'e f'") == {"d", "e", "f"}
     read = set.union(*(names_read(path.read_text()) for path in MODULES))
     read |= {f"weight_update.{field.name}" for field in fields(WeightUpdateMeta)}
@@ -115,8 +115,9 @@ NEEDY = [(key.name, need) for need, pattern in NEEDS.items() for key in list_key
 
 @pytest.mark.parametrize(("name", "need"), NEEDY)
 def test_a_key_without_effect_is_refused(name: str, need: str, tmp_path: Path) -> None:
-    """If a key needs another key and the other key does not fit, one line names both. With the other key, the same word
-    is accepted. A recipe may contain a key that a later word makes useless."""
+    """If a key has no effect because of another key's value, the error is one line that names both keys. If the other
+    key has a fitting value, the first key is accepted. A recipe may contain a key that has no effect because of a later
+    word."""
     (tmp_path / "empty.yaml").write_text("gconfig: {n_samples: 2}")
     base, conditions = ["--config", str(tmp_path / "empty.yaml")], need.split(" or ")
     useless = [word for condition in conditions for word in words_for(condition, wanted=False)]
@@ -136,7 +137,7 @@ def test_a_key_without_effect_is_refused(name: str, need: str, tmp_path: Path) -
 
 
 def test_the_patterns_name_keys() -> None:
-    """Each condition of NEEDS reads a key, and each pattern matches a key."""
+    """Each condition of NEEDS names an existing key, and each pattern matches at least one key."""
     assert {need for _, need in NEEDY} == NEEDS.keys()
     for condition in (c for need in NEEDS for c in need.split(" or ")):
         assert hasattr(attrgetter(condition.partition("=")[0])(TrainConfig()), "__class__")
@@ -144,8 +145,8 @@ def test_the_patterns_name_keys() -> None:
 
 
 def test_keys_that_need_an_agent_or_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keys of rollout.openai need an agent: with a RolloutWorkflow, one line says so. success_above needs a task
-    that does not say itself what success is."""
+    """The keys of rollout.openai are refused if the workflow is a RolloutWorkflow. The key success_above is refused if
+    the task has its own function `success`."""
     words = ["--config", "configs/maze.yaml"]
     load_workflow(load(words), tasks.maze, None, None, {})
     with pytest.raises(ConfigError, match=r"rollout.openai has no effect: the workflow is a RolloutWorkflow"):
@@ -163,7 +164,7 @@ def test_options_and_words_may_be_mixed() -> None:
 
 
 def test_a_recipe_is_found_by_its_name() -> None:
-    """`--config gsm8k` finds configs/gsm8k.yaml from any folder. A path finds a file of the user."""
+    """`--config gsm8k` finds configs/gsm8k.yaml from any folder. The option also accepts the path of a recipe."""
     by_name, by_path = load(["--config", "gsm8k"]), load(["--config", "configs/gsm8k.yaml"])
     assert (by_name.task, by_name.actor, by_name.server) == (by_path.task, by_path.actor, by_path.server)
     assert load(["--config", "gsm8k", "--config", "debug"]).rollout.max_head_offpolicyness == 0
@@ -193,7 +194,7 @@ def is_number(hint: Any) -> bool:
 
 
 def numeric_keys(cls: type = TrainConfig, prefix: str = "") -> Iterator[str]:
-    """Yield every key whose value is a number, by the types of the dataclasses."""
+    """Yield every key whose type in the dataclasses is a number."""
     hints = get_type_hints(cls)
     for name, default in vars(cls()).items():
         if is_dataclass(default):
@@ -319,14 +320,15 @@ def test_group_size_and_n_samples_are_one_number() -> None:
 
 
 def test_derived_values_are_written_back() -> None:
-    """`load` also fills in defaults that depend on other keys. A run's config.yaml contains every value used."""
+    """`load` also fills in defaults that depend on other keys. So a run's config.yaml contains every value that the run
+    uses."""
     config = load(["rollout.max_head_offpolicyness=2", "train_dataset.batch_size=3"])
     assert (config.rollout.consumer_batch_size, config.rollout.max_concurrent_rollouts) == (3, 9)
 
 
 def test_the_servers_key_is_made_and_never_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each run has its own key, or the user's. The list of a run's changes does not show the key, because the run's
-    config.yaml does not contain the key."""
+    """A run that starts its servers makes a new key, unless the user gives one. The list of a run's changes does not
+    show the key, because the run's config.yaml does not contain the key."""
     monkeypatch.delenv("NANO_AREAL_SERVER_KEY", raising=False)
     new, other = load([]), load([])
     assert len(new.rollout.server_key) > 16

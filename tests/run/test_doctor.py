@@ -1,7 +1,7 @@
 """The doctor's rules: each rule fires on the metrics of a sick run and is silent on similar metrics of a healthy run.
 
-Other tests start real runs, a real event loop and real servers: a blocked loop is named with file and line, a canary
-shows a server without the trainer's weights, and the command line refuses what it cannot check.
+Other tests check the command line, the canary (it finds servers without the trainer's weights), and the search for a
+function that blocks the event loop. The last tests start real runs.
 """
 
 import json
@@ -54,7 +54,8 @@ HEALTHY: dict[str, Any] = {
 
 
 def lines_of(count: int, **last: Any) -> list[dict[str, Any]]:
-    """Return `count` healthy lines. A list in `last` replaces a metric of the last lines, a number one of all lines."""
+    """Return `count` healthy lines. In `last`, a list sets a metric of the last lines, and a number sets a metric of
+    all lines."""
     lines = [{"step": 1 + k, **HEALTHY} for k in range(count)]
     for name, value in last.items():
         values = value if isinstance(value, list) else [value] * count
@@ -70,7 +71,7 @@ def rules_that_fire(lines: list[dict[str, Any]], config: Any = CONFIG) -> set[st
 NAN = float("nan")
 CASES: list[
     tuple[str, dict[str, Any], dict[str, Any]]
-] = [  # (rule, metrics of a sick run, near metrics of a healthy run)
+] = [  # (rule, metrics of a sick run, similar metrics of a healthy run)
     ("stale_weights", {"canary_mismatch": [2e-3]}, {"canary_mismatch": [0.9e-3]}),
     ("stale_weights", {"canary_mismatch": [float("inf")]}, {"canary_mismatch": [0.0]}),
     ("unchanged_weights", {"canary_unchanged": [1, 2]}, {"canary_unchanged": [1, 0]}),
@@ -108,7 +109,7 @@ CASES: list[
 
 @pytest.mark.parametrize(("rule", "sick", "near"), CASES)
 def test_a_rule_fires_on_the_sick_run_alone(rule: str, sick: dict[str, Any], near: dict[str, Any]) -> None:
-    """Each rule fires on the metrics of a sick run, and is silent on near metrics of a healthy run."""
+    """Each rule fires on the metrics of a sick run, and is silent on similar metrics of a healthy run."""
     steps = next(each.steps for each in RULES if each.name == rule)
     assert rule in rules_that_fire(lines_of(steps, **sick))
     assert rule not in rules_that_fire(lines_of(steps, **near))
@@ -154,7 +155,7 @@ RANGES: dict[str, Any] = {  # the intervals in which the metrics of healthy runs
 
 @st.composite
 def healthy_runs(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Draw a healthy run: every metric lies in its interval, and the entropy falls at most by a tenth a step."""
+    """Draw a healthy run: every metric lies in its interval, and the entropy falls by at most a tenth per step."""
     lines: list[dict[str, Any]] = []
     for step in range(1, draw(st.integers(1, 25)) + 1):
         drawn = {k: draw(st.integers(*r) if isinstance(r[0], int) else st.floats(*r)) for k, r in RANGES.items()}
@@ -165,12 +166,12 @@ def healthy_runs(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 @given(healthy_runs())
 def test_healthy_metrics_raise_nothing(lines: list[dict[str, Any]]) -> None:
-    """No rule fires at any step of a run whose metrics lie in healthy intervals, in any order."""
+    """If all metrics of a run lie in their healthy intervals, no rule fires at any step."""
     assert all(rules_that_fire(lines[:end]) == set() for end in range(1, len(lines) + 1))
 
 
 def test_missing_metrics_silence_a_rule() -> None:
-    """A run of an earlier revision, whose lines lack metrics, raises no rule and no error."""
+    """The lines of a run from an earlier revision may lack metrics. Then no rule fires, and no error is raised."""
     assert examine([{"step": k} for k in range(1, 30)], CONFIG) == []
 
 
@@ -185,7 +186,7 @@ def doctor_of(tmp_path: Path, mode: str) -> Doctor:
 
 
 def test_a_finding_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The doctor prints and writes each finding once, also if the run is restarted."""
+    """The doctor prints and writes each finding once, even if the run is restarted."""
     sick = lines_of(3, staleness_max=9.0)
     for _ in range(2):
         doctor = doctor_of(tmp_path, "warn")
@@ -198,7 +199,8 @@ def test_a_finding_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_strict_ends_the_run_and_off_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With doctor=strict a finding raises Unhealthy with the rule's text. A slow run goes on. doctor=off is silent."""
+    """With doctor=strict a finding raises Unhealthy with the rule's text. A slow run continues. doctor=off is
+    silent."""
     with pytest.raises(Unhealthy, match="the staleness gate"):
         doctor_of(tmp_path / "strict", "strict").check(lines_of(1, staleness_max=9.0))
     doctor_of(tmp_path / "slow", "strict").check(lines_of(10, rollout_wait_s=2.0))
@@ -232,7 +234,7 @@ def test_the_command_checks_a_run_afterwards(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("text", [None, "", '{"step": 1}\n{"step": 2, "rew'])
 def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None) -> None:
-    """Without a run, without a step, or with a line that is cut short, the command prints one line and returns 2."""
+    """If there is no run or no step, or if a line is incomplete, the command prints one line and returns 2."""
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
     code, said = check_afterwards(tmp_path, capsys)
@@ -251,8 +253,8 @@ def test_no_signal_share() -> None:
 
 
 def test_baseline_bias() -> None:
-    """With the mean of a group as its baseline, the bias is 0. It counts each trained turn once, whatever its length,
-    and it finds a group with another group's baseline."""
+    """If the baseline of every group is the group's mean, the bias is 0. The bias counts each trained turn once,
+    whatever the turn's length. If a group has a wrong baseline, the bias is above 0."""
     rows = [[0, 0, 1.0, 1, 1], [0, 0, -1, 0, 0], [0, 0, 0.5, 0.5, 0], [0, 0, -0.5, 0, 2]]
     batch = {
         "advantages": torch.tensor(rows),
@@ -266,7 +268,8 @@ def test_baseline_bias() -> None:
 
 
 def test_standard_ppo_and_other_baselines_raise_nothing() -> None:
-    """Standard PPO has no behaviour weight, and a baseline of the batch is not the mean of a group."""
+    """The rule no_correction is silent with standard PPO, and the rule baseline is silent if the baseline is the
+    batch's mean."""
     lines = lines_of(3, behave_ess=1.0, behave_weight_mean=1.0, baseline_bias=0.5)
     assert rules_that_fire(lines) == {"no_correction", "baseline"}
     other = load(["actor.use_decoupled_loss=false", "actor.adv_norm.mean_level=batch"])
@@ -274,7 +277,8 @@ def test_standard_ppo_and_other_baselines_raise_nothing() -> None:
 
 
 def test_scores_of_the_canary() -> None:
-    """A server with old weights is unchanged and differs from the trainer. A server with new weights does neither."""
+    """compare_scores counts servers with unchanged scores, and returns the largest difference from the trainer's
+    scores. If all servers have the new weights, both numbers are 0."""
     old, new = torch.tensor([0.0, -1.0]), torch.tensor([0.0, -1.5])
     before = torch.stack([old, old, old])  # the trainer and two servers
     assert compare_scores(before, torch.stack([new, new, new])) == {"canary_mismatch": 0.0, "canary_unchanged": 0}
@@ -286,7 +290,8 @@ def test_scores_of_the_canary() -> None:
 
 
 def test_a_blocked_loop_is_named() -> None:
-    """While a function blocks the event loop, find_blocker returns its name, file and line, and afterwards None."""
+    """While a function blocks the event loop, find_blocker returns the function's name, file and line. Afterwards it
+    returns None."""
     runner, entered, release = AsyncTaskRunner(2), threading.Event(), threading.Event()
 
     async def blocking_agent() -> None:
@@ -310,7 +315,8 @@ def test_a_blocked_loop_is_named() -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize(("agent", "rule"), [("BlockingAgent", "blocked_loop"), ("SilentAgent", "rejection")])
 def test_a_run_that_never_ends_its_first_step_is_stopped(tmp_path: Path, agent: str, rule: str) -> None:
-    """With doctor=strict, a blocked event loop and endless rejections end the run with the rule's line and code 1."""
+    """With doctor=strict, a blocked event loop or endless rejections end the run. The run prints the rule's line and
+    exits with code 1."""
     words = command(tmp_path, *SMALL_GUESS, f"workflow=sick_agents.{agent}", "doctor=strict")
     done = subprocess.run(words, cwd=ROOT, env=WITH_TEST_MODULES, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""A failure of a run is one line on the terminal, and its traceback is once in a log."""
+"""For each failure, a run prints one line on the terminal and writes one traceback into a log."""
 
 import logging
 import subprocess
@@ -20,7 +20,8 @@ def raised(error: Exception) -> Exception:
 
 
 def test_one_line_for_each_distinct_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Failures that differ only in numbers are one failure: one line, one traceback, and at the end their count."""
+    """Failures that differ only in numbers count as one failure. They get one line, one traceback, and at the end a
+    count."""
     logger, log = logging.getLogger("nano_areal.test"), tmp_path / "logs" / "failures.log"
     failures = Failures(log)
     for k in range(5):
@@ -50,7 +51,7 @@ def test_one_line_for_each_distinct_failure(tmp_path: Path, capsys: pytest.Captu
     ],
 )
 def test_a_failing_run_says_what_to_do(tmp_path: Path, agent: str, reason: str, remedy: str) -> None:
-    """A run whose episodes all fail prints at most 15 lines, without a traceback. The last ones say what to do."""
+    """A run whose episodes all fail prints at most 15 lines, without a traceback. The last lines say what to do."""
     words = command(tmp_path, *SMALL_GUESS, f"workflow=sick_agents.{agent}")
     done = subprocess.run(
         words, cwd=ROOT, env=WITH_TEST_MODULES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300

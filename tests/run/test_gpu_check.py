@@ -41,7 +41,7 @@ def test_the_script_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_the_page_claims_nothing_that_was_not_measured() -> None:
-    """docs/gpu.md either states that nothing has been measured on a GPU, or names the GPU on which it was measured."""
+    """docs/gpu.md either states that nothing has been measured on a GPU, or names the GPU of its measurements."""
     page = (ROOT / "docs/gpu.md").read_text()
     assert "Nothing has been measured" in page or "every number was measured on: " in page
     assert "a check of the script, not a result" not in page

@@ -1,6 +1,7 @@
 """`model_path` may be a model's name on the hub. A small hub on this machine serves the tiny model.
 
-The hub answers the three requests of huggingface_hub: a revision's commit, the list of its files, and a file.
+The hub answers the three kinds of requests that huggingface_hub sends: for a revision's commit, for the list of its
+files, and for a file.
 """
 
 import hashlib
@@ -90,7 +91,8 @@ def plan(tmp_path: Path, environment: dict[str, str], *words: str) -> subprocess
 
 
 def test_a_model_of_the_hub_is_fetched_once(hub: Hub, tmp_path: Path) -> None:
-    """The first run fetches the model into HF_HOME and shows its progress. Later the model works offline."""
+    """The first run fetches the model into HF_HOME and shows its progress. A second run in offline mode fetches
+    nothing."""
     environment = hub.environment(tmp_path / "home")
     first = plan(tmp_path, environment, f"model_path={NAME}")
     assert first.returncode == 0, first.stderr
@@ -106,7 +108,8 @@ def test_a_model_of_the_hub_is_fetched_once(hub: Hub, tmp_path: Path) -> None:
 
 @pytest.mark.runs
 def test_a_gated_model_needs_the_token(hub: Hub, tmp_path: Path) -> None:
-    """HF_TOKEN is sent to the hub. Without it, one line says why the model cannot be had, and what to check."""
+    """A gated model is fetched with the token in HF_TOKEN. Without the token, one line says why the model is not
+    available, and what to check."""
     hub.token = "hf_secret"
     without = plan(tmp_path, hub.environment(tmp_path / "home"), f"model_path={NAME}")
     assert without.returncode == 2

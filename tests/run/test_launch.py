@@ -146,7 +146,8 @@ def test_a_mode_of_the_update_that_the_gpus_rule_out_is_refused(
 
 
 def test_another_version_of_nccl_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the server has an environment of its own with another NCCL, mode distributed is refused, and disk is not."""
+    """If the server's own Python environment has another version of NCCL, the update mode distributed is refused, but
+    the mode disk is accepted."""
     (tmp_path / "python").write_text("#!/bin/sh\necho '(2, 30, 1)'\n")
     (tmp_path / "python").chmod(0o755)
     for version in ((2, 30, 1), (2, 27, 5)):

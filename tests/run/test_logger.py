@@ -1,4 +1,4 @@
-"""What the logger prints: the table, and the first side conversation, which is not trained."""
+"""Tests of what the logger prints: the table, and a message about the first side conversation, which is not trained."""
 
 import io
 import json
@@ -52,7 +52,7 @@ def test_the_table_fits_the_terminal(logger: Logger, monkeypatch: pytest.MonkeyP
 def test_what_a_client_sends_unasked_is_counted_and_said_once(
     tiny_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If each of two steps has a title call, a call with `store: false` and an image, the metrics count them. The
+    """Each of two steps has a title call, a call with `store: false` and an image. The metrics count all of them. The
     logger reports only the first of each kind, with the configuration key."""
     cache = InteractionCache()
     for name, system in (("work", "You code."), ("title", "You write titles.")):

@@ -1,5 +1,5 @@
-"""The estimates of run/memory.py, compared with the tensors that real layers save, the memory of a real training step,
-and the plans that docs/gpu.md shows."""
+"""These tests compare the estimates of run/memory.py with three things: the tensors that real layers save, the memory
+of a real training step, and the plans in docs/gpu.md."""
 
 import gc
 import re
@@ -150,7 +150,7 @@ def test_the_estimate_of_a_training_step(
     assert 16 * n + step_bytes(config, shape, n, family == "qwen3") == pytest.approx(measured.peak, rel=0.1)
 
 
-# Qwen2.5-1.5B, as its config.json on the hub
+# Qwen2.5-1.5B, with the values of its config.json on the hub
 QWEN = {"vocab_size": 151936, "num_hidden_layers": 28, "tie_word_embeddings": True, **LAYERS["qwen2"]}
 
 
@@ -158,7 +158,8 @@ QWEN = {"vocab_size": 151936, "num_hidden_layers": 28, "tie_word_embeddings": Tr
 def test_the_plan_on_the_page(
     gpus: int, ranks: int, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/gpu.md shows the plans of configs/gsm8k.yaml for 1, 2 and 8 GPUs of 80 GiB. The plans leave a fifth free."""
+    """docs/gpu.md shows the plans of configs/gsm8k.yaml for 1, 2 and 8 GPUs of 80 GiB. The plans leave a fifth of the
+    memory free."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
@@ -181,6 +182,7 @@ def test_ranks_share_what_they_keep(tiny_model_dir: Path) -> None:
 
 
 def test_gpus_that_are_not_there_need_a_dry_run() -> None:
-    """A run cannot start on assumed GPUs. The error names the option that is missing."""
+    """The option `--gpus` needs `--dry-run`, because a run cannot start on GPUs that do not exist. The error names the
+    option that is missing."""
     with pytest.raises(ConfigError, match="gpus=8 has no effect here: omit it, or set dry_run=true"):
         load(["--gpus", "8"])

@@ -24,7 +24,8 @@ REQUESTS = 2000
 
 
 def limited(flag: str, files: int, command: list[str]) -> list[str]:
-    """Return a command that runs under a limit of open files: -Sn sets the soft limit, -Hn both limits."""
+    """Return a command that runs under a limit of open files. The flag -Sn sets the soft limit, and -Hn sets both
+    limits."""
     lower = f'ulimit -Sn {files}; ulimit {flag} {files}; exec "$@"'
     return ["bash", "-c", lower, "bash", *command]
 
@@ -45,7 +46,7 @@ def addresses(tiny_model_dir: Path) -> Iterator[tuple[str, str]]:
 
 
 def test_2000_requests_in_flight_lose_none(addresses: tuple[str, str]) -> None:
-    """2,000 calls of agents wait at the same time in the proxy and in the server, and each of them gets its answer."""
+    """2,000 calls of agents wait in the proxy and in the server at the same time, and every call gets an answer."""
     server, proxy = addresses
     assert raise_open_files() > REQUESTS + 100
     admin = {"authorization": "Bearer secret"}
@@ -77,7 +78,7 @@ def test_2000_requests_in_flight_lose_none(addresses: tuple[str, str]) -> None:
 
 @pytest.mark.runs
 def test_a_run_raises_its_soft_limit(tmp_path: Path) -> None:
-    """A run of 240 episodes at the same time makes its step under a soft limit of 200 open files, without a failure."""
+    """A run with 240 concurrent episodes completes its step, although it starts with a soft limit of 200 open files."""
     words = ["gconfig.n_samples=40", "max_steps=1", "rollout.max_head_offpolicyness=0"]
     whole = limited("-Sn", 200, command(tmp_path, *SMALL_GUESS, *words))
     done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=300)

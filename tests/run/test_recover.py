@@ -2,7 +2,7 @@
 was sampled by weights that were lost.
 
 The first tests check the parts: metrics.jsonl, the group files, the position in the data, the gate. Later tests kill
-real runs and start these runs again.
+real runs and start them again.
 """
 
 import json
@@ -177,8 +177,8 @@ def test_a_run_goes_on_with_another_eta_or_batch(
 
 
 def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """A restart restores the model, the optimizer and the random number generators, so the next step gives the same
-    result as it would have given without the restart."""
+    """A restart restores the model, the optimizer and the random number generators. So the next step gives the same
+    result as without a restart."""
 
     class Executor:
         def state_dict(self):
@@ -275,7 +275,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_model_dir: Path, tmp_path
     ],
 )
 def test_a_summary_says_what_it_has_counted(capsys, counted: list[list[int]], says: str) -> None:
-    """The summary counts the trained tokens of all steps by lag, also those of the steps before a restart."""
+    """The summary counts the trained tokens of all steps by lag, including the steps before a restart."""
     line = {"success": 0.5, "staleness_max": 1.0, "staleness_mean": 0.75, "wall_s": 2.0}
     history = [line | {"lag_counts": counts} for counts in counted]
     run = SimpleNamespace(history=history, config=SimpleNamespace(run_dir=Path("here"), task="a"))
@@ -385,7 +385,8 @@ os._exit(0)
 def test_half_an_update_stays_half_where_a_run_fails_before_its_first_step(
     tmp_path: Path, start_tiny_server, tiny_model_dir: Path
 ) -> None:
-    """If a run fails before its first step, servers in rollout.server_addrs have a version that no engine accepts."""
+    """If a run fails before its first step, it leaves the servers in rollout.server_addrs with a version that no engine
+    accepts."""
     url = start_tiny_server("--model-path", str(tiny_model_dir), "--weight-version", "3")
     httpx.post(f"{url}/update_weight_version", json={"new_version": "4-incomplete"})
     words = command(tmp_path, f"model_path={tiny_model_dir}", f"rollout.server_addrs=[{url}]")
@@ -444,8 +445,8 @@ def test_evaluation_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [0, 2, 9, 40])
 def test_a_trace_goes_on(tmp_path: Path, cut: int) -> None:
-    """A run that continues appends to its trace. The restart removes a line that a kill cut short, so the
-    file is valid JSON."""
+    """A run that continues appends to its trace. The restart removes a line that a kill left incomplete, so the file is
+    valid JSON."""
     path = tmp_path / "trace.json"
     for _ in range(2):
         trace = Trace(path)
@@ -478,8 +479,8 @@ def test_evaluation_has_a_workflow_of_its_own(tiny_model_dir: Path) -> None:
 
 
 def test_statistics_of_an_evaluation() -> None:
-    """If an agent returns several rewards, the last reward counts. An agent that raises or returns no reward counts as
-    rejected."""
+    """If an agent returns several rewards, the last reward counts. An episode whose agent raises an exception or
+    returns no reward counts as rejected."""
 
     class Agent:
         async def run(self, data, **where):
@@ -501,7 +502,7 @@ def test_statistics_of_an_evaluation() -> None:
 
 
 def test_success_has_a_threshold() -> None:
-    """Without a function `success` of the task, the rewards above success_above are successes."""
+    """If the task has no function `success`, rewards above success_above count as successes."""
     assert Inputs(None, [], [], None, None).success([0.0, 0.1, 1.0, 1.0]) == 0.75
     assert Inputs(None, [], [], None, None, success_above=0.5).success([0.0, 0.1, 1.0, 1.0]) == 0.5
 

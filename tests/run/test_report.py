@@ -36,15 +36,15 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 def turn(prompt: list[int], output: list[int], versions: list[int], *said: str) -> InteractionWithTokenLogpReward:
-    """Return a finished call whose messages and answer are `said`."""
+    """Return a finished call. The last text of `said` is the answer, and the earlier texts are the messages."""
     messages = [{"role": "assistant" if k % 2 else "user", "content": text} for k, text in enumerate(said)]
     response = ModelResponse(prompt, output, [-0.5] * len(output), versions)
     return InteractionWithTokenLogpReward(messages[:-1], model_response=response, output_message_list=messages[-1:])
 
 
 def make_batch() -> dict[str, torch.Tensor]:
-    """Return the batch of step 5, which trains at version 4 on group 7, a conversation with a branch, and on group 8,
-    whose two rewards are equal."""
+    """Return the batch of step 5, which trains at version 4. Group 7 is a conversation with a branch, and group 8 has
+    two equal rewards."""
     tree = InteractionCache()
     tree.enter("a", turn([1, 2], [3, 5], [2, 3], "q", "a"))  # a weight update came between the two tokens
     tree.enter("b", turn([1, 2, 3, 5, 1], [6, 7], [3, 3], "q", "a", "more", "b"))
@@ -71,7 +71,7 @@ def make_batch() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a run with three steps. Each file in tokens/ holds the same batch, as steps 5 to 7."""
+    """The folder of a run with three steps. The files in tokens/ for the steps 5 to 7 all hold the same batch."""
     words = [f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "logger.live=false", "max_steps=3"]
     config = load(
         [*words, "actor.eps_clip_higher=0.2", "rollout.openai.turn_discount=0.5", "rollout.max_head_offpolicyness=2"]
@@ -155,7 +155,8 @@ def test_every_token_has_its_version_and_its_numbers(folder: Path) -> None:
 
 
 def test_a_shared_turn_is_shown_once_with_its_final_reward(folder: Path) -> None:
-    """Turn a, which both rows of group 7 contain, is one node with two children. Its reward is half of their mean."""
+    """Both rows of group 7 contain turn a, but the page has turn a once, with two children. Turn a's reward is half the
+    mean of the children's rewards."""
     [run] = read_page(make_page([folder]))
     a, b, c = (turn for turn in run["steps"][-1]["turns"] if turn["task"] == 7)
     places = {id(turn): k for k, turn in enumerate(run["steps"][-1]["turns"])}
@@ -219,7 +220,7 @@ def test_the_trace_is_json_after_every_record(tmp_path: Path) -> None:
 
 
 def test_a_phase_that_fails_is_recorded(tmp_path: Path) -> None:
-    """If a phase of the trainer raises, the trace contains the phase."""
+    """If a phase of the trainer raises an exception, the trace still contains the phase."""
     trace = Trace(tmp_path / "trace.json")
     with pytest.raises(KeyboardInterrupt), trace.span("train", {}):
         raise KeyboardInterrupt
@@ -228,7 +229,7 @@ def test_a_phase_that_fails_is_recorded(tmp_path: Path) -> None:
 
 
 def test_the_timeline_says_what_became_of_each_group(folder: Path) -> None:
-    """The timeline has each group with its versions, its mean reward and its end, and the weight updates."""
+    """The timeline has the weight updates, and each group with its versions, its mean reward and its end."""
     [run] = read_page(make_page([folder]))
     timeline = run["timeline"]
     by_task = {group["task"]: group for group in timeline["groups"]}
@@ -241,7 +242,8 @@ def test_the_timeline_says_what_became_of_each_group(folder: Path) -> None:
 
 
 def test_no_second_is_unexplained() -> None:
-    """The phases of the timeline follow each other without a gap, and a restart is a phase of its own."""
+    """The phases of the timeline follow each other without a gap. The time before a restart is the phase `not
+    running`."""
     phases = fill_gaps([["train", 2.0, 1.0], ["start", 0.5, 0.5], ["start", 9.0, 1.0]], [0.0, 8.0], last=12.0)
     assert [phase[0] for phase in phases] == ["other", "start", "other", "train", "not running", "start", "other"]
     now = 0.0
@@ -252,7 +254,7 @@ def test_no_second_is_unexplained() -> None:
 
 
 def test_a_run_that_failed_says_why(tmp_path: Path) -> None:
-    """The page of a run that an exception ended has the exception."""
+    """If an exception ended a run, the run's page contains the exception."""
     trace = Trace(tmp_path / "trace.json")
     trace.mark("end", error="ValueError('no')")
     trace.close()
@@ -263,7 +265,7 @@ def test_a_run_that_failed_says_why(tmp_path: Path) -> None:
 
 
 def test_the_curves_are_the_metrics(folder: Path) -> None:
-    """The page has every metric of every step. NaN becomes null, and so does a metric that a step does not have."""
+    """The page has every metric of every step. NaN and missing metrics become null."""
     [run] = read_page(make_page([folder]))
     metrics = run["metrics"]
     assert metrics["reward"] == [0.25, 0.5, 1.0]
@@ -275,7 +277,8 @@ def test_the_curves_are_the_metrics(folder: Path) -> None:
 
 @pytest.mark.parametrize("gone", ["config.yaml", "metrics.jsonl", "trace.json", "tokens", "cut"])
 def test_a_crashed_run_has_a_report(folder: Path, gone: str) -> None:
-    """A report is written if a file is missing, or if a kill cut the end of the metrics, the trace and a batch."""
+    """A report is written even if a file is missing, or if a kill cut off the end of the metrics, the trace and a
+    batch."""
     if gone == "cut":
         for path in (folder / "metrics.jsonl", folder / "trace.json", folder / "tokens" / "00005.safetensors"):
             path.write_bytes(path.read_bytes()[:-40])
@@ -298,7 +301,7 @@ def test_a_wrong_folder_is_one_line(tmp_path: Path, words: list[str]) -> None:
 
 
 def test_two_runs_are_on_one_page(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The report of two folders has the data of both runs, in a file that is named after the second."""
+    """The report of two run folders contains the data of both runs. Its file is named after the second folder."""
     other = shutil.copytree(folder, tmp_path / "other")
     assert main([str(folder), str(other)]) == 0
     path = folder / "beside-other.html"
@@ -307,7 +310,7 @@ def test_two_runs_are_on_one_page(folder: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_a_report_that_fails_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """If the report of a running run cannot be written, one line says so."""
+    """If a run cannot write its report, it prints one line and continues."""
     assert write_report(tmp_path) is None
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -316,8 +319,8 @@ def test_a_report_that_fails_ends_no_run(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def draw(path: Path, tmp_path: Path, script: str = "") -> str:
-    """Return the document that Chromium has after the page's script and `script`, as HTML. An error of a script
-    raises."""
+    """Run the page's script and then `script` in Chromium, and return the resulting document as HTML. An error in a
+    script raises an exception."""
     path.write_text(path.read_text().replace("</body>", f"<script>{script}</script></body>"))
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1200,900"]
     command = [CHROMIUM, *flags, f"--user-data-dir={tmp_path / 'chrome'}", "--virtual-time-budget=5000", "--dump-dom"]
@@ -328,7 +331,8 @@ def draw(path: Path, tmp_path: Path, script: str = "") -> str:
 
 @pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: the page's script is not run without it")
 def test_a_browser_draws_the_run(folder: Path, tmp_path: Path) -> None:
-    """Chromium draws the reward curve, the evaluation point, the timeline and the tokens in their versions' colours."""
+    """Chromium draws the reward curve, the evaluation point, the timeline, and the tokens in the colours of their
+    versions."""
     (folder / "doctor.jsonl").write_text(json.dumps({"step": 3, "rule": "kl", "text": "the policy moved"}) + "\n")
     write_report(folder)
     page = draw(folder / "report.html", tmp_path)

@@ -82,7 +82,7 @@ def test_a_run_moves_its_weights_without_a_file(sglang: str, model_dir: Path, tm
 
 
 def recipe(model_dir: Path) -> list[str]:
-    """Return the words of a small run of configs/gsm8k.yaml that starts the real SGLang on a CPU."""
+    """Return the command-line words for a small run of configs/gsm8k.yaml that starts the real SGLang on a CPU."""
     words = ["--config", "configs/gsm8k.yaml", f"model={model_dir}", "data=tests/data/gsm8k.jsonl"]
     words += ["server.backend=sglang", f"server.command={SGLANG} tests/sglang_cpu/launch.py", "max_steps=3"]
     words += ["gconfig.n_samples=2", "gconfig.max_new_tokens=12", "train_dataset.batch_size=3", "evaluator.interval=2"]

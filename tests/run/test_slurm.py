@@ -102,7 +102,7 @@ def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
 ) -> None:
     """Each server sees only its own GPU and its share of the cores, although srun sets CUDA_VISIBLE_DEVICES itself.
 
-    When slurm sends USR1, the script ends the run and requeues the job. The run's name is the same in the next try.
+    When slurm sends USR1, the script ends the run and requeues the job. The requeued job uses the same run name.
     """
     (tmp_path / "server.py").write_text(SERVER)
     (tmp_path / "torchrun").write_text('#!/bin/sh\necho "trainer with cores $CORES: $*"\nexec sleep 1000\n')

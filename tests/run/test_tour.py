@@ -23,7 +23,8 @@ def blocks(page: str) -> list[list[str]]:
 
 
 def test_the_page_is_the_output_of_the_tour(tour: str) -> None:
-    """The page equals the output of a new tour. Numbers may differ only if this machine makes another base model."""
+    """The page is identical to the output of a new tour. Numbers may differ only if this machine makes another base
+    model."""
     page = PAGE.read_text()
     model, committed = (re.findall(r"has the hash `(\w+)`", text) for text in (tour, page))
     if model == committed:
