@@ -1,7 +1,7 @@
 """Agents in six frameworks call the proxy, and every token that the model samples is trained exactly once.
 
 `make agents` installs the frameworks into .venv-agents and runs this file there with AGENTS=1. If an agent's framework
-is not installed, the agent's test is skipped; with AGENTS=1 the test fails instead. examples/calculator.py makes the
+is not installed, the agent's test is skipped. With AGENTS=1 the test fails instead. examples/calculator.py makes the
 model. The inference server and the proxy are real processes.
 """
 

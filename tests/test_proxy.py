@@ -245,8 +245,7 @@ async def test_a_seed_that_is_fixed_is_the_runs(start: Start) -> None:
 
 
 async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
-    """The seed of a call depends only on the proxy's seed, the task's id, and the number of the call in the
-    session."""
+    """The seed of a call depends only on the proxy's seed, the task's id, and the call's number in the session."""
 
     async def seeds(task_id: str) -> list[int | None]:
         """Start a new proxy, make two calls for this task, and return the seeds of the calls."""
@@ -346,8 +345,8 @@ async def test_a_body_is_json_whatever_it_says_it_is(
     ],
 )
 async def test_an_engines_refusal_is_passed_on(start: Start, error: Exception, status: int, kind: str) -> None:
-    """If the engine refuses a call, the proxy replies with the error's status: 400 if the prompt is too long for the
-    context, 503 if no server answers. The failed call is removed from the tree."""
+    """If the engine refuses a call, the proxy replies with the error's status. The status is 400 if the prompt is too
+    long for the context, and 503 if no server answers. The failed call is removed from the tree."""
     harness = start()
     session = await harness.start()
     harness.engine.error = error

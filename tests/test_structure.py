@@ -1,6 +1,6 @@
 """These tests compare every import statement of the project with the table in docs/structure.md.
 
-A module may import the modules of its row in the table, and no other module of this project. No two modules import each
+A module may import the modules in its row of the table, and no other module of this project. No two modules import each
 other, directly or through others. Importing the proxy, the engine or the staleness gate does not load torch. The
 picture docs/structure.svg shows the current modules and imports.
 """

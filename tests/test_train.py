@@ -1,5 +1,4 @@
-"""Whole runs of `python train.py`: staleness, repeatability, the files that a run writes, and the ways in which a run
-ends.
+"""Tests of whole runs of `python train.py`: staleness, repeatability, the files that a run writes, and how a run ends.
 
 These tests use no fakes. Each test starts the command as a user does, reads the files of the run, and checks that no
 process is left behind.

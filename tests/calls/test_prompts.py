@@ -101,8 +101,8 @@ def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name:
 
 @pytest.mark.parametrize("sampled", ["<|endoftext|><|im_end|>", "<|endoftext|>", "<|im_end|>", ""])
 def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) -> None:
-    """If a template ends a turn with several markers and the model has sampled some of them, the next prompt adds only
-    the missing markers."""
+    """A template may end a turn with several markers. If the model has sampled some of the markers, the next prompt
+    adds only the missing ones."""
     template = HEAD + "{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}<|im_end|>\n" + TAIL
     talk = Talk(tokenizer_with(tiny_tokenizer, template))
     talk.say(user("one"), f"answer{sampled}", ends="")
@@ -113,7 +113,7 @@ def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) 
 
 @pytest.mark.parametrize("name", ["plain", "no newline", "newlines behind the end"])
 def test_where_rendering_again_is_exact_splicing_is_the_same(tiny_tokenizer: Any, name: str) -> None:
-    """If a template does not change the model's text, the prompt from sampled tokens is the same as the full
+    """If a template does not change the model's text, the prompt made from sampled tokens is identical to the full
     rendering."""
     spliced, whole = (
         Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]), chat_template_type=t) for t in ("concat", "hf")

@@ -1,4 +1,4 @@
-"""The official SDKs rebuild a reply from a stream, and it is the same as without streaming. If a client sends a reply
+"""The reply that the official SDKs rebuild from a stream is the same as without streaming. If a client sends a reply
 back, the proxy converts the reply to the same message that it stored."""
 
 import itertools

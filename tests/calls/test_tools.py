@@ -118,8 +118,8 @@ def test_what_is_certain_is_never_taken_back(text: str, offered: bool) -> None:
 
 
 def test_a_stream_says_what_it_can() -> None:
-    """A stream holds back only two things: text that may be the beginning of a tag such as <tool_call>, and spaces that
-    may come before a call."""
+    """A stream holds back only text that may be the beginning of a tag such as <tool_call>, and spaces that may come
+    before a call."""
     assert PARSER.certain("Hello wor", TOOLS) == Parsed("Hello wor")
     assert PARSER.certain("Hello \n", TOOLS) == Parsed("Hello")
     assert PARSER.certain("Hello \n", []) == Parsed("Hello \n")

@@ -290,8 +290,8 @@ async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("end", ["the caller hangs up", "an answer fails", "the session ends"])
 async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: bool, end: str) -> None:
-    """If a call for n answers fails or is cancelled, none of the answers stays in the tree. There is one exception: if
-    the client closes a stream, the tree keeps the text that was sent."""
+    """If a call for n answers fails or is cancelled, all of its answers are removed from the tree. There is one
+    exception: if the client closes a stream, the tree keeps the text that was sent."""
     harness = start("my", "hello you")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -594,8 +594,7 @@ async def test_a_session_frees_its_turns(start: Start) -> None:
 
 
 async def test_a_concurrent_title_call_takes_no_reward(start: Start) -> None:
-    """If opencode requests a title while the agent's turn runs, the agent's turn gets the reward and the title call
-    gets none."""
+    """If opencode requests a title while the agent's turn runs, only the agent's turn gets the reward."""
     harness = start("a title", "done")
     session = await harness.start()
     harness.engine.hold = asyncio.Event()

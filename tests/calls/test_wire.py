@@ -1,4 +1,4 @@
-"""Raw JSON requests in all three protocols get the replies and errors that the vendors' clients expect, and the
+"""Raw JSON requests in all three protocols get the replies and errors that the vendors' clients expect. The
 conversation tree keeps every turn."""
 
 import base64

@@ -1,7 +1,7 @@
 """The doctor's rules: each rule fires on the metrics of a sick run and is silent on similar metrics of a healthy run.
 
-Other tests check the command line, the canary (it finds servers without the trainer's weights), and the search for a
-function that blocks the event loop. The last tests start real runs.
+Other tests check the command line, the canary and the search for a function that blocks the event loop. The canary
+finds servers without the trainer's weights. The last tests start real runs.
 """
 
 import json
@@ -128,7 +128,8 @@ def test_every_rule_has_a_case_and_an_entry() -> None:
 
 
 def test_the_number_format_sets_the_limit_of_rounding() -> None:
-    """With bfloat16 the rules of log-probabilities allow 0.5 nats, and still find a difference of 0.6 nats."""
+    """With bfloat16 the rules about log-probabilities allow a difference of 0.5 nats, but fire at a difference of 0.6
+    nats."""
     config = load(["actor.dtype=bfloat16"])
     assert rules_that_fire(lines_of(2, logp_mismatch=0.4, canary_mismatch=0.4), config) == set()
     both = {"logp_mismatch", "stale_weights"}

@@ -136,8 +136,8 @@ SGLANG_WORDS = ("server.backend=sglang", "server.command='PY -m sglang.launch_se
 def test_a_mode_of_the_update_that_the_gpus_rule_out_is_refused(
     gpus: int, ranks: int, words: list[str], says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL refuses two processes on one GPU, and a handle reaches only a server on rank 0's GPU. The error names the
-    mode that works."""
+    """The update mode distributed is refused if two processes share a GPU, because NCCL refuses this. The mode tensor
+    is refused if a server does not use rank 0's GPU. The error names a mode that works."""
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     names, given = [str(k) for k in range(gpus)], config("DIR", *SGLANG_WORDS[: 2 if gpus else 0], *words)
     given.server.command = given.server.command.replace("PY", sys.executable)

@@ -69,7 +69,8 @@ def bytes_saved(config: Any, dtype: torch.dtype, tokens: int) -> int:
 def test_the_estimate_of_saved_activations(family: str, dtype: torch.dtype) -> None:
     """The estimated bytes of a layer are within 10 % of the tensors that a real layer saves, in three architectures.
 
-    One layer is the difference between a model of two layers and a model of one layer.
+    To measure one layer, the test subtracts the bytes of a model with one layer from the bytes of a model with two
+    layers.
     """
     keys, tokens = {"vocab_size": 32, "pad_token_id": 0, **LAYERS[family]}, 64
     one, two = (AutoConfig.for_model(family, num_hidden_layers=layers, **keys) for layers in (1, 2))
@@ -78,7 +79,7 @@ def test_the_estimate_of_saved_activations(family: str, dtype: torch.dtype) -> N
 
 
 class LiveBytes(TorchDispatchMode):
-    """Measures the largest number of bytes of all tensors that are alive at the same time."""
+    """Measures the peak memory, in bytes, of the tensors that are alive at the same time."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Tests of a restart after `kill -9`. No step is lost or repeated, no group is lost or trained on twice, and no token
-was sampled by weights that were lost.
+comes from weights that were lost.
 
-The first tests check the parts: metrics.jsonl, the group files, the position in the data, the gate. Later tests kill
-real runs and start them again.
+The first tests check single parts: metrics.jsonl, the group files, the position in the data, and the gate. Later tests
+kill real runs and start them again.
 """
 
 import json
@@ -401,8 +401,8 @@ def test_half_an_update_stays_half_where_a_run_fails_before_its_first_step(
 def test_servers_that_outlive_their_run_get_the_weights_of_the_next(
     tmp_path: Path, start_tiny_server, left: str
 ) -> None:
-    """A new run first sends its own weights to its servers, even if they are paused or have the weights of an earlier
-    run.
+    """A new run first sends its own weights to its servers, even if the servers are paused or have the weights of an
+    earlier run.
 
     Every token of the first step has version 0, and the server and the trainer compute the same log-probabilities.
     """
@@ -459,7 +459,8 @@ def test_a_trace_goes_on(tmp_path: Path, cut: int) -> None:
 
 
 def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddress) -> None:
-    """With evaluator.base_url the agents call any OpenAI endpoint, here a session of a proxy."""
+    """With evaluator.base_url the agents can call any OpenAI endpoint. In this test the endpoint is a session of a
+    proxy."""
     key = {"Authorization": f"Bearer {proxy.admin_key}"}
     httpx.post(f"{proxy.proxy_addr}/grant_capacity", headers=key)
     started = httpx.post(f"{proxy.proxy_addr}/rl/start_session", headers=key, json={"task_id": "t"}).json()
@@ -471,8 +472,8 @@ def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddres
 
 
 def test_evaluation_has_a_workflow_of_its_own(tiny_model_dir: Path) -> None:
-    """Evaluation has its own instance of the agent, because it runs in a different event loop and an agent may belong
-    to one loop."""
+    """Evaluation runs in a different event loop and an agent may belong to one loop. So evaluation has its own instance
+    of the agent."""
     inputs = load_inputs(load([f"model_path={tiny_model_dir}"]))
     assert type(inputs.workflow) is type(inputs.evaluated)
     assert inputs.workflow is not inputs.evaluated

@@ -1,4 +1,4 @@
-"""The report shows what the files of a run say: curves, the timeline, and every token with its version and numbers.
+"""The report shows the contents of a run's files: curves, the timeline, and every token with its version and numbers.
 
 Most tests read the data inside the page, without a browser. The last tests open the page in Chromium, if the system has
 one, and read what the page's script has drawn.
@@ -186,7 +186,8 @@ def test_the_doctors_warnings_are_on_the_page(folder: Path) -> None:
 
 
 def test_a_page_is_small(folder: Path) -> None:
-    """The page of a run with many long rows has at most MAX_TOKENS tokens, and every group with its rewards."""
+    """A page has at most MAX_TOKENS tokens, even for a run with many long rows. The page still has every group's
+    rewards."""
     batch = make_batch()
     wide = {key: x.repeat(500, *[1] * (x.dim() - 1)) for key, x in batch.items()}
     wide["task_ids"] = torch.arange(len(wide["task_ids"])).int() // 20
@@ -277,8 +278,8 @@ def test_the_curves_are_the_metrics(folder: Path) -> None:
 
 @pytest.mark.parametrize("gone", ["config.yaml", "metrics.jsonl", "trace.json", "tokens", "cut"])
 def test_a_crashed_run_has_a_report(folder: Path, gone: str) -> None:
-    """A report is written even if a file is missing, or if a kill cut off the end of the metrics, the trace and a
-    batch."""
+    """A report is written even if a file is missing. It is also written if a kill cut off the end of the metrics, the
+    trace and a batch."""
     if gone == "cut":
         for path in (folder / "metrics.jsonl", folder / "trace.json", folder / "tokens" / "00005.safetensors"):
             path.write_bytes(path.read_bytes()[:-40])
@@ -390,5 +391,5 @@ def test_a_browser_draws_an_empty_run(tmp_path: Path) -> None:
 
 
 def test_the_timeline_of_no_trace() -> None:
-    """Without a trace the timeline is empty."""
+    """If the trace is missing, the timeline is empty."""
     assert read_timeline([])["phases"] == []

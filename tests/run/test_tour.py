@@ -42,7 +42,7 @@ def test_the_tour_shows_an_update_in_the_middle_of_a_game(tour: str) -> None:
 
 
 def test_the_numbers_by_hand_equal_the_numbers_of_the_code(tour: str) -> None:
-    """The advantages and the loss that the tour computes by hand equal the trainer's advantages and loss."""
+    """The advantages and the loss that the tour computes by hand are equal to the trainer's values."""
     *_, advantages, loss = blocks(tour)
     by_hand = [float(line.split()[-1]) for line in advantages[:-1]]
     code = [float(x) for x in advantages[-1].split()[2:]]
