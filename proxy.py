@@ -38,9 +38,10 @@ option `fixed_sampling`. If an agent sets top_p or a penalty, training cannot re
 is left out of the loss.
 
 Errors. The proxy answers an agent's mistake with a 4xx status and an error in the agent's protocol. SDKs retry a
-request after status 409, 429 or 500, so the proxy never uses these statuses for an agent's mistake. If an inference
-server refuses a call with a 4xx status, the agent gets a 4xx status, too. Status 503 means that no server answered. A
-call that arrives during a weight update is answered after the update.
+request after status 409, 429 or 500, so an agent's mistake never gets 409 or 500. It gets 429 only if a session asks
+for too many answers at once (`Limits.answers`), because a retry may succeed later. If an inference server refuses a
+call with a 4xx status, the agent gets a 4xx status, too. Status 503 means that no server answered. A call that arrives
+during a weight update is answered after the update.
 
 Proxies share no state, so each session stays at one proxy. The seed of a call depends on the number of earlier calls in
 the session. Calls that an agent makes at the same time may arrive in a different order in another run. The tokens of

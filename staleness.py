@@ -27,9 +27,10 @@ overtake a slow group. In an example with eta = 1 and B = 2, a slow group reache
   (eta + s + 1) * B, because the gate counted this group and every group before it. Later rejections only lower p. Step
   ceil(p / B) consumes group p, at version ceil(p / B) - 1 <= eta + s. No token of the group is older than version s.
 - **mask** consumes the groups that finished first, and takes tokens older than eta out of the loss. The beginnings of
-  long answers are therefore trained less often. No step waits for a slow group, and no group is lost. *Proof:* number
-  the accepted groups in order of finish. A group that finishes at version s gets a number p <= (eta + s + 1) * B. As
-  above, it is consumed at version eta + s or before. The group's last tokens, of version s, are then within eta.
+  long answers are therefore trained less often. No step waits for a slow group. A group is lost only if all its tokens
+  are too old. *Proof:* number the accepted groups in order of finish. A group that finishes at version s gets a number
+  p <= (eta + s + 1) * B. As above, it is consumed at version eta + s or before. The group's last tokens, of version s,
+  are then within eta.
 - **drop** consumes the groups that finished first, and drops a group older than eta. Long episodes are therefore lost.
 
 **What is not promised.** The proofs assume that a trainer consumes B groups per version, that versions only grow, and

@@ -1,12 +1,13 @@
-"""Run those of AReaL's own test files whose concept this project shares, against this project's modules.
+"""Run some of AReaL's own test files, about concepts that both projects have, against this project's modules.
 
     git clone https://github.com/inclusionAI/AReaL /tmp/AReaL
     python bench/areal_tests.py /tmp/AReaL
 
 The script makes AReaL's import names point to this project's modules. Where the arguments have other names, a small
 adapter in this file translates them. AReaL's tests are read from the checkout, and nothing of AReaL is copied. For each
-file the script prints how many tests pass, how many fail because of a deliberate difference, with the difference, and
-how many fail for another reason. A test that fails for another reason makes the exit status 1.
+file the script prints three numbers: the tests that pass, the tests that fail because of a deliberate difference, and
+the tests that fail for another reason. It also names the differences. A test that fails for another reason makes the
+exit status 1.
 """
 
 import importlib.util
@@ -79,7 +80,7 @@ def ppo_actor_loss_fn(
 def compute_prox_logp_approximations(
     old_logp: Tensor, logprobs: Tensor, versions: Tensor, current_version: int, method: str | None = None
 ) -> dict[str, Tensor]:
-    """Call this project's guesses of pi_prox. AReaL's alpha is the one after the last mini-batch, which is f = 1."""
+    """Call this project's guesses of pi_prox. AReaL uses alpha as it is after the last mini-batch, so f = 1."""
     alpha = interpolation(versions, current_version - 1, 1.0)
     guesses = {guess.__name__: guess(old_logp, logprobs, alpha) for guess in (loglinear, linear, rollout)}
     return guesses if method is None else {method: guesses[method]}
@@ -100,7 +101,7 @@ DIFFERENCES = {
 
 
 class Results:
-    """A plugin of pytest that keeps the outcome of each test."""
+    """A pytest plugin that keeps the outcome of each test."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, tuple[str, str]] = {}  # test -> outcome, error
@@ -136,7 +137,7 @@ def provide(checkout: Path) -> None:
 
 
 class Absent:
-    """Something of AReaL that this project does not have. A test that uses it fails."""
+    """A part of AReaL that this project does not have. A test that uses it fails."""
 
     def __init__(self, name: str) -> None:
         self.name = name

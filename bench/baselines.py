@@ -6,8 +6,8 @@
 `actor.adv_norm.per_turn=true` compares the k-th turn of a game with the k-th turns of the other games in its group.
 Games differ in length, so a later turn may have no other turn to be compared with, or only turns with the same return.
 Such a turn has advantage 0 and teaches nothing. `per_turn=false` compares a turn with all turns of its group. In both
-laptop tasks every turn of a game has the game's reward. The baseline is then the mean reward of the games in the group,
-in which each game counts once for each of its turns.
+laptop tasks every turn of a game has the game's reward. The baseline is then the mean reward of the group's games, and
+a game with k turns counts k times.
 
 `train` repeats the runs of bench/staleness.py at eta = 1, as in the demo, and changes only the baseline. `signal` reads
 the batches that a run wrote to its folder tokens/ and computes both kinds of advantages. It counts the turns with

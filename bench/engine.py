@@ -12,11 +12,11 @@ because wall time would also measure other programs on the machine.
     --seed    the engine in deterministic mode, which keeps the sizes of matrix products within limits
 
 The benchmark repeats the four ways in turn, at least three times, and prints the fastest repetition of each way. Other
-programs can only make a repetition slower, never faster. Target: with 1, 16 and 64 requests, engine / generate is at
-least 1.9, 1.9 and 1.5 for the smallest model, 1.3 for the second model, and 1.15 for the largest model. The last
-column, "bits", shows whether deterministic mode works on this machine (inference/tiny/model.py, "Bits"). The check
-computes the logits of a prompt's last token three times: in a prefill of this prompt alone, in a prefill of a batch,
-and in a decode step. "yes" means that the three results are identical, bit for bit.
+programs can only make a repetition slower, never faster. Targets for engine / generate: for the smallest model at least
+1.9 with 1 and 16 requests and 1.5 with 64 requests, for the second model at least 1.3, and for the largest model at
+least 1.15. The last column, "bits", shows whether deterministic mode works on this machine (inference/tiny/model.py,
+"Bits"). The check computes the logits of a prompt's last token three times: in a prefill of this prompt alone, in a
+prefill of a batch, and in a decode step. "yes" means that the three results are identical, bit for bit.
 """
 
 import argparse

@@ -135,7 +135,7 @@ def plain_logprobs(hidden, weight, ids, temperatures):
 
 
 def measure(way: str, T: int, V: int, H: int = 256) -> None:
-    """Print by how many MiB this process's peak memory rises, the seconds, and a check sum."""
+    """Print three numbers: the rise of this process's peak memory in MiB, the seconds, and a check sum."""
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(T, H, generator=g).requires_grad_()
     weight = (torch.randn(V, H, generator=g) / 16).requires_grad_()

@@ -1,4 +1,4 @@
-"""Claim: with long episodes in the tail, waiting for them costs time; masking and dropping cost tokens or groups.
+"""Claim: if a few episodes are very long, waiting costs time, masking costs tokens, and dropping costs groups.
 
     python bench/order.py --virtual                        a table in virtual time, in a few seconds
     python bench/order.py                                  three runs, one for each value of rollout.stale
@@ -6,18 +6,18 @@
 
 **Virtual time.** The shipped DispatchState and StalenessManager run with a clock that jumps from event to event.
 Episodes take a lognormal time with a mean of 2 s, and a group writes its tokens evenly over this time. A training step
-takes 0.8 s and a weight update 0.02 s. A batch has 8 groups, and the number of running groups has no limit but the
-gate. The table shows medians of nine seeds until the 24th step. A trainer that never waits needs 20 s.
+takes 0.8 s and a weight update 0.02 s. A batch has 8 groups, and only the gate limits the number of running groups. The
+table shows the first 24 steps, as medians of nine seeds. A trainer that never waits needs 20 s.
 
-**Real runs.** Each run trains the maze (configs/maze.yaml) for the same number of steps, so on the same number of
-samples. The maze's own episodes differ only by the length of a walk. A real agent also waits for tools and for other
-people. Here each group of walks therefore pauses after its first cells, for a time with a heavy tail: lognormal, with
-sigma 1.5 and a mean of --pause seconds. The pauses depend only on the number of the group, so all runs have the same
-pauses. While a group pauses, the trainer makes new versions, and the rest of the walk is sampled by a newer version
-than the beginning.
+**Real runs.** Each run trains the maze (configs/maze.yaml) for the same number of steps, and therefore on the same
+number of samples. The maze's own episodes differ only by the length of a walk. A real agent also waits for tools and
+for other people. Therefore each group of walks pauses here after its first cells. The pause has a heavy tail: it is
+lognormal, with sigma 1.5 and a mean of --pause seconds. The pauses depend only on the number of the group, so all runs
+have the same pauses. While a group pauses, the trainer makes new versions. A newer version then samples the rest of the
+walk.
 
-The table shows the seconds up to the last step, the seconds of these that the trainer waited, the mean reward of the
-last five steps, the share of the tokens that were masked, and the groups that were dropped.
+The table shows the seconds up to the last step, how many of them the trainer waited, and the mean reward of the last
+five steps. It also shows the share of masked tokens and the number of dropped groups.
 """
 
 import argparse

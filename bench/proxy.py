@@ -16,7 +16,7 @@ The benchmark prints:
                        messages, and the next calls render and tokenise only new messages
     streamed           calls/s and CPU ms, with streamed replies
 
-For comparison, the benchmark sends the same calls as for `calls/s` to LiteLLM's proxy, which also runs on one core.
+For comparison, the benchmark also sends the calls of `calls/s` to LiteLLM's proxy. That proxy runs on one core, too.
 LiteLLM's proxy returns a constant (mock_response) and does not render, tokenise or store anything.
 """
 
@@ -70,7 +70,7 @@ def make_tokenizer() -> Any:
 
 
 def serve_proxy(port: int) -> None:
-    """Serve the proxy with an engine that answers at once. An empty handler serves for comparison."""
+    """Serve the proxy with an engine that answers at once. For comparison, also serve an empty handler."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from fastapi import Request, Response
 

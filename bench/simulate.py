@@ -1,26 +1,26 @@
-"""Claim: the simulation agrees with finished runs within 10 %, and long tails make order of start expensive.
+"""Claim: the simulation agrees with finished runs within 10 %; if a few groups are very long, order of start is costly.
 
     python bench/simulate.py                        the tables of docs/simulate.md
     python bench/simulate.py --cluster              tables and a figure (simulate.png) of clusters, in some minutes
     python bench/simulate.py --check RUN ...        compare the simulation with finished runs of train.py
     python bench/simulate.py --record RUN ...       keep the times of finished runs in docs/simulate.json, then compare
 
-This is a discrete-event simulation in virtual time: a queue holds the next event of each server and of the trainer, and
-the clock jumps from event to event. The shipped classes make all decisions: StalenessManager (staleness.py) says how
-many groups may start, and DispatchState (rollout/dispatcher.py) says which groups start, which groups form a batch and
-what becomes of old tokens. Only time is simulated. docs/simulate.md explains the results.
+This is a discrete-event simulation in virtual time. A queue holds the next event of each server and of the trainer, and
+the clock jumps from event to event. The shipped classes make all decisions. StalenessManager (staleness.py) says how
+many groups may start. DispatchState (rollout/dispatcher.py) chooses the groups that start, forms the batches and
+decides about old tokens. Only time is simulated. docs/simulate.md explains the results.
 
 **Servers.** A server generates one token for each of its n running sequences in `a + b n` seconds. At most `slots`
 sequences run on a server, and the other sequences wait in order of arrival. A sequence has a length in tokens. A group
 is finished when all its sequences are finished.
 
 **Trainer.** A step waits for B groups, trains for some seconds, and updates the weights. With `interrupt`, the update
-stops all servers for `update` seconds, and each running sequence then goes on. Without `interrupt`, a server starts no
-sequence until its running sequences have finished, and then loads the weights.
+stops all servers for `update` seconds, and each running sequence then goes on. Without `interrupt`, each server lets
+its running sequences finish, starts no new ones, and then loads the weights.
 
 **A finished run** gives its own distributions. A server then has a = 1, b = 0 and no limit, so a length is a number of
-seconds. The length of the group k is drawn from the groups near k, because lengths change during a run. The same holds
-for the training times and for the times of the weight updates.
+seconds. The length of group k is drawn from the lengths of groups near k, because lengths change during a run. The same
+holds for the training times and for the times of the weight updates.
 """
 
 import argparse
@@ -95,8 +95,8 @@ class Server:
 class WindowState(DispatchState[Task, Versions]):
     """Order of start with slack: a group that has not finished may be overtaken, as long as its deadline allows it.
 
-    The deadline of a group is the version at its start plus eta. A step takes the finished groups that started first,
-    but only if afterwards at most (D - v) B groups with a deadline up to D are left, for each D.
+    The deadline of a group is the version at its start plus eta. A step takes the finished groups that started first.
+    It may take them only if, for each D, at most (D - v) B groups with a deadline up to D are left afterwards.
     """
 
     deadlines: dict[int, int]
@@ -404,7 +404,7 @@ def simulate(make: Callable[..., Setup], *args: Any, seeds: Iterable[int] = (0,)
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """Return the times of a finished run, in seconds: of its groups in order of start, and of its steps."""
+    """Return the times of a finished run in seconds: the times of its groups, in order of start, and of its steps."""
     import yaml
 
     from run.report import read_records
@@ -421,7 +421,7 @@ def record(folder: Path) -> dict[str, Any]:
     pauses = list(zip(begins["sync"], ends["sync"]))
 
     def worked(begin: float, end: float) -> float:
-        """Return the seconds between two times without the weight updates."""
+        """Return the seconds between two times, minus the seconds of the weight updates."""
         return end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in pauses)
 
     return {
@@ -584,7 +584,7 @@ def paper_table(found: dict[tuple[int, int | None, str], dict[str, float]]) -> T
 
 
 def draw(found: dict[tuple[int, int | None, str], dict[str, float]]) -> None:
-    """Draw the cost of the order (left) and the speed over synchronous training against the GPUs (right)."""
+    """Draw the cost of the order (left), and for each number of GPUs the gain over synchronous training (right)."""
     import matplotlib
 
     matplotlib.use("Agg")

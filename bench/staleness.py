@@ -276,7 +276,7 @@ def print_table(lines: list[dict[str, Any]]) -> None:
 
 
 def largest_fall(line: dict[str, Any]) -> float:
-    """Return the largest difference between a point of a run's curve and the highest point before it."""
+    """Return how far a run's curve falls at most below its highest earlier point."""
     curve = [line[name] for name in CURVE]
     return max(max(curve[: i + 1]) - point for i, point in enumerate(curve))
 

@@ -3,9 +3,9 @@
     make tour                               print the page with the numbers of a new run, formatted for the terminal
     python docs/lifecycle.py --write        write the numbers of a new run into the page
 
-The text of the tour is the page. Each block of the page that begins with ```text holds numbers. The functions in MAKERS
-make these blocks, in the order of the page. The page also names the hash of the base model, because the numbers are
-only the same if the base model is the same.
+The page itself holds the text of the tour. Each block of the page that begins with ```text holds numbers. The functions
+in MAKERS make these blocks, in the order of the page. The page also names the hash of the base model, because the
+numbers are only the same if the base model is the same.
 """
 
 import os

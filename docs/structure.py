@@ -74,8 +74,8 @@ def find_arrows(boxes: dict[str, Box]) -> dict[Arrow, list[str]]:
 def place_ends(boxes: dict[str, Box], arrows: dict[Arrow, list[str]]) -> dict[tuple[str, Arrow], int]:
     """Return the y coordinate of both ends of each arrow. A key is the name of a box and an arrow that ends there.
 
-    At one side of a box, neighbouring arrows have equal distances. The order of the arrows is the order of the boxes at
-    their other ends, from top to bottom.
+    The arrows at one side of a box are evenly spaced. The order of the arrows is the order of the boxes at their other
+    ends, from top to bottom.
     """
     sides: dict[tuple[str, bool], list[tuple[int, Arrow]]] = {}
     for arrow in arrows:

@@ -23,9 +23,10 @@ frees its place at the gate. active_submit_and_wait then draws another task.
 
 **Failure.** A task that returns None is rejected. A task that raises an exception is rejected and also counted as
 failed. The run stops if max_failures tasks in a row raise an exception. The run also stops if a caller calls fail(),
-for example because a server died. An exception in the dispatcher's own code stops the run, too. After that, waiting
-calls and later calls raise RuntimeError with the first exception as its cause. If max_failures tasks in a row are
-rejected without an exception, the run continues and the dispatcher logs a warning.
+for example because a server died. An exception in the dispatcher's own code stops the run, too. After a stop, all calls
+that submit tasks, wait for results or read `in_flight` raise RuntimeError with the first exception as its cause. Other
+calls, such as pause, do not raise it. If max_failures tasks in a row are rejected without an exception, the run
+continues and the dispatcher logs a warning.
 
 **Locks.** The runner's lock guards the dispatcher's state. The lock is re-entrant.
 - The dispatcher holds the lock while it calls get_version(), head_version and trace, so these functions must return
@@ -336,7 +337,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.runner.lock.notify_all()
 
     def fail(self, error: BaseException, message: str = "") -> None:
-        """Stop the run. Calls that wait, and all later calls, raise RuntimeError(message) with `error` as its cause."""
+        """Stop the run. Calls that submit, wait or read `in_flight` then raise RuntimeError(message) from `error`."""
         with self.runner.lock:
             self._state.fail(message or f"the rollout cannot go on: {error!r}", error)
             self.runner.lock.notify_all()

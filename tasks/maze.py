@@ -144,7 +144,7 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
 
 
 def square(a: Cell, b: Cell) -> tuple[int, int]:
-    """Return (column, line) of the picture's square for the passage between two cells, or for a cell given twice."""
+    """Return (column, line) of the square of the passage between two cells, or of a cell that is given twice."""
     return a[0] + b[0] + 1, 2 * SIDE - 1 - a[1] - b[1]  # line 0 is at the top
 
 

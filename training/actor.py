@@ -284,7 +284,7 @@ class FSDPPPOActor(FSDPEngine):
         Writes batch["theta_logp"] (B, T): log pi_theta of each trained token, from the last training pass over its row.
         Writes batch["step_fraction"] (B,): the share of this step's mini-batches that were done before the row's last
         training pass. Raises ValueError if the batch lacks a key or has no trained token. If a loss or a gradient is
-        not finite, the method raises FloatingPointError instead of making the optimizer step.
+        not finite, the method raises FloatingPointError instead of making this mini-batch's optimizer step.
         """
         needed = {"advantages", *self.policies()}
         if self.guesses:
@@ -347,7 +347,7 @@ class FSDPPPOActor(FSDPEngine):
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
             problem = f"loss {stats['loss']}, gradient norm {grad_norm} in training step {self.steps + 1}"
             hint = "look for a logprob or a reward that is not finite, or lower actor.optimizer.lr"
-            raise FloatingPointError(f"{problem}; this step did not change the weights; {hint}")
+            raise FloatingPointError(f"{problem}; only earlier mini-batches of this step changed the weights; {hint}")
         # 3. Make the optimizer step. VCPO: lr <- lr * (effective sample size / number of tokens)^p
         lr *= effective_sample_size(stats) ** c.ess_lr_power
         self.optimizer.param_groups[0]["lr"] = lr  # AdamW has one parameter group here
