@@ -1,7 +1,7 @@
-"""Tests of the museum's exhibits: every patch applies to this code, and its bug makes a test fail that the solution
-names.
+"""Tests of the museum's exhibits: every patch applies to this code, and with the patch the unit test fails that the
+solution names.
 
-The exercise, to find the bug from a run's report, is left to a person (museum/README.md).
+Finding the bug from a run's report is an exercise for a person (museum/README.md).
 """
 
 import json

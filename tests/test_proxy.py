@@ -219,8 +219,8 @@ async def test_a_stop_string_ends_the_text_but_not_the_tokens(start: Start, tiny
 
 
 async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> None:
-    """The engine gets each sampling parameter that the agent sets. If the agent sets none, the engine samples from the
-    policy's unchanged distribution."""
+    """The engine gets each sampling parameter that the agent sets. If the agent sets no sampling parameter, the engine
+    samples from the policy's unchanged distribution."""
     harness = start(sampling={"max_new_tokens": 9})
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -682,8 +682,8 @@ def test_a_proxy_that_cannot_start_says_why(
 
 
 def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
-    """The proxy loads its tokenizer without torch, because the import of torch takes seconds and a gigabyte of
-    address space."""
+    """The proxy loads its tokenizer without torch, because importing torch takes seconds and a gigabyte of address
+    space."""
     code = (
         "import sys, proxy; proxy.load_tokenizer(sys.argv[1]); "
         "sys.exit(any(name == 'torch' and module for name, module in sys.modules.items()))"

@@ -627,7 +627,8 @@ def test_references_to_items_are_put_in() -> None:
     ],
 )
 def test_what_is_not_there_is_refused_by_name(name: str, ask: dict[str, Any]) -> None:
-    """The parser refuses a reference to an unknown item, because the model would lack a part of the conversation."""
+    """The parser refuses a reference to an unknown item, because a part of the conversation would be missing without
+    the item."""
     with pytest.raises(Refusal, match=f"^{name}"):
         parse_responses(ask, FINISHED.get)
     thread = {"type": "continue", "previous_message_id": "msg_no"}

@@ -1,5 +1,5 @@
-"""A prompt consists of the conversation's earlier tokens, as they were sampled, and new tokens. A stream never changes
-text that it has already sent."""
+"""A prompt consists of the conversation's earlier tokens, exactly as sampled, and the tokens of the new messages. A
+stream never changes text that it has already sent."""
 
 import json
 from typing import Any

@@ -35,7 +35,7 @@ def answer_of(name: str, parsed: Parsed = PARSED, stop_reason: str = "stop", **f
 
 
 def whole(name: str, answer: Answer, ask: AgentRequest = ASKED) -> dict[str, Any]:
-    """Return the body of the reply without streaming, converted to JSON and back."""
+    """Return the body of the unstreamed reply. The body has been converted to JSON and back."""
     return json.loads(json.dumps(PROTOCOLS[name].render(ask, [answer])))
 
 

@@ -54,8 +54,8 @@ def test_a_title_at_any_time(client: str, place: int) -> None:
 
 
 def test_the_order_of_ends_changes_nothing() -> None:
-    """Three calls run at the same time, and one of them is a title call. In any order of their ends, only the title
-    call is left out of training."""
+    """Three calls run at the same time, and one of them is a title call. The order in which the calls end does not
+    matter: only the title call is left out of training."""
     for order in permutations("012"):
         cache = InteractionCache()
         for name, opening in zip("012", (CODER, TITLE, user("draft")), strict=True):

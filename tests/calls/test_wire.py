@@ -99,7 +99,7 @@ async def test_a_client_may_change_its_tools(tool_tokenizer: Any, name: str, lat
     await ask(harness, session, name, items, tools=changed)
     await harness.post(f"/{session}/rl/set_reward", {"reward": 1.0})
     prompts = [request.input_ids for request in harness.engine.requests]
-    assert prompts[2][: len(prompts[1])] == prompts[1]  # equal tools: the parent's tokens are reused
+    assert prompts[2][: len(prompts[1])] == prompts[1]  # the tools are identical, so the parent's tokens are reused
     assert prompts[1][: len(prompts[0])] != prompts[0]
     rows = await harness.export(session, style="individual", discount=0.5)
     names = list(rows)
@@ -256,7 +256,7 @@ async def test_a_stop_sequence_is_named(start: Start, stream: bool) -> None:
 
 @pytest.fixture
 async def limited(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> Any:
-    """A proxy in this process whose engine has a real server with a context of 2,048 tokens."""
+    """A proxy in this process. Its engine uses a real server whose context has 2,048 tokens."""
     harness = Harness(tiny_tokenizer)
     harness.app = create_app(real_engine, tiny_tokenizer, "admin")
     harness.http._transport.app = harness.app  # type: ignore[attr-defined]

@@ -116,8 +116,8 @@ NEEDY = [(key.name, need) for need, pattern in NEEDS.items() for key in list_key
 @pytest.mark.parametrize(("name", "need"), NEEDY)
 def test_a_key_without_effect_is_refused(name: str, need: str, tmp_path: Path) -> None:
     """If a key has no effect because of another key's value, the error is one line that names both keys. If the other
-    key has a fitting value, the first key is accepted. A recipe may contain a key that has no effect because of a later
-    word."""
+    key has a suitable value, the first key is accepted. A recipe may contain a key that has no effect because of a
+    later word."""
     (tmp_path / "empty.yaml").write_text("gconfig: {n_samples: 2}")
     base, conditions = ["--config", str(tmp_path / "empty.yaml")], need.split(" or ")
     useless = [word for condition in conditions for word in words_for(condition, wanted=False)]

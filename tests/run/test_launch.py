@@ -161,7 +161,8 @@ def test_another_version_of_nccl_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, requires: str) -> None:
-    """Write metadata of an installed sglang with this requirement into a folder, and put the folder on sys.path."""
+    """Write the metadata of an sglang package that has this requirement into a folder, and put the folder on
+    sys.path."""
     info = folder / "sglang-0.5.23.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\nRequires-Dist: {requires}\n")

@@ -472,8 +472,8 @@ def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddres
 
 
 def test_evaluation_has_a_workflow_of_its_own(tiny_model_dir: Path) -> None:
-    """Evaluation runs in a different event loop and an agent may belong to one loop. So evaluation has its own instance
-    of the agent."""
+    """Evaluation does not run in the event loop of training, and an agent may belong to one loop. So evaluation has its
+    own instance of the agent."""
     inputs = load_inputs(load([f"model_path={tiny_model_dir}"]))
     assert type(inputs.workflow) is type(inputs.evaluated)
     assert inputs.workflow is not inputs.evaluated

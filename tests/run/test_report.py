@@ -353,7 +353,8 @@ def test_a_browser_draws_the_run(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: the page's script is not run without it")
 def test_keys_and_the_pointer_choose_a_token(folder: Path, tmp_path: Path) -> None:
-    """In Chromium the arrow keys go from token to token, a click selects a token, and the panel shows its numbers."""
+    """In Chromium the arrow keys go from token to token, a click selects a token, and the panel shows the selected
+    token's numbers."""
     write_report(folder)
     press = "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true}))"
     read = "document.body.dataset.{} = document.getElementById('token').textContent"
