@@ -226,7 +226,7 @@ async def test_a_wrong_reward_is_an_error_of_the_episode(http: httpx.AsyncClient
 
 
 async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
-    """Request a completion for a conversation. The texts are messages of the user and the assistant alternately."""
+    """Request a completion for a conversation. The texts are messages from the user and the assistant in turn."""
     roles = itertools.cycle(("user", "assistant"))
     messages: Any = [{"role": role, "content": text} for role, text in zip(roles, texts)]
     return await client.chat.completions.create(model="default", messages=messages, **options)
@@ -270,8 +270,8 @@ async def test_responses_are_created_the_same_way(direct: Any) -> None:
 
 
 async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> None:
-    """Streamed calls, and calls by a copy of the client (`with_options`, `copy`), are added to the original client's
-    conversation tree."""
+    """The original client's conversation tree also contains streamed calls, and calls by a copy of the client
+    (`with_options`, `copy`)."""
     client, _ = direct("one", "two", seed=1)
     messages: Any = [{"role": "user", "content": "count"}]
     stream = await client.with_options(timeout=5).chat.completions.create(model="m", messages=messages, stream=True)

@@ -84,8 +84,8 @@ def accumulated(name: str, raw: bytes) -> dict[str, Any]:
 
 
 def said(value: Any) -> Any:
-    """Return a reply without the keys that may differ: times, and the null keys and parsed values that an SDK's helper
-    adds."""
+    """Return a reply without the keys that may differ. These are times, and keys with null or parsed values that an
+    SDK's helper adds."""
     if isinstance(value, dict):
         added = ["created", "created_at", "parsed_arguments", "parsed", *["index"] * ("function" in value)]
         return {key: said(item) for key, item in value.items() if item is not None and key not in added}

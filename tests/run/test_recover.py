@@ -301,7 +301,7 @@ def run_until(folder: Path, line: str, *words: str) -> None:
 
 
 def finish(folder: Path, *words: str) -> tuple[str, list[dict]]:
-    """Run to the end, and return the output of the run and the lines of its metrics.jsonl."""
+    """Start a run, wait for its end, and return its output and the lines of its metrics.jsonl."""
     done = subprocess.run(command(folder, *words), cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = (folder / "e" / "t" / "metrics.jsonl").read_text().splitlines()
