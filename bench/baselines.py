@@ -12,8 +12,8 @@ a game with k turns counts k times.
 `train` repeats the runs of bench/staleness.py at eta = 1, as in the demo, and changes only the baseline. `signal` reads
 the batches that a run wrote to its folder tokens/ and computes both kinds of advantages. It counts the turns with
 advantage 0. Groups whose members all have the same reward are left out, because they teach nothing with either
-baseline. The share of turns with advantage 0 depends on the size of the groups. `signal` therefore also computes this
-share for groups of 4 and of 8: it uses only the first members of each recorded group. docs/algorithm.md has the
+baseline. The share of turns with advantage 0 depends on the size of the groups. Therefore `signal` also computes this
+share for groups of 4 and 8. For these it uses only the first members of each recorded group. docs/algorithm.md has the
 results.
 """
 

@@ -219,8 +219,8 @@ class Simulation:
     def take_batch(self) -> None:
         """If a batch is ready, start a training step.
 
-        The first lines only save time: without B finished groups, or without the group that wait needs, `take` would
-        return no batch.
+        The first lines only save time. If fewer than B groups have finished, or if the group that wait needs has not
+        finished, `take` would return no batch anyway.
         """
         finished = self.manager.get_stats().accepted - self.version * self.s.batch
         first = next(iter(self.state.order.values()), None)
@@ -445,7 +445,8 @@ def blocks(values: list[float], size: int, width: int = 2) -> Callable[[random.R
     """Return a function that draws whole blocks of `size` values, each from at most `width` blocks away.
 
     The groups of one batch run at the same time on the same machine, so their times are alike. The slowest of B
-    independent draws would be slower than the slowest of B such groups. A block bootstrap keeps this likeness.
+    independent draws would be slower than the slowest of B such groups. A block bootstrap keeps the times within a
+    block alike.
     """
     shifts: dict[int, int] = {}
     most = max(0, len(values) // size - 1)  # number of the last whole block

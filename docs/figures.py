@@ -23,7 +23,7 @@ STYLE = """.paper { fill: #ffffff } text { font: 13px system-ui, sans-serif; fil
 
 
 def answers(run: Path, count: int) -> list[tuple[int, list[int], float]]:
-    """Return (step, versions of the tokens, reward) of the answers with the most versions, at most one of each step."""
+    """Return (step, versions of the tokens, reward) of the answers with the most versions, at most one per step."""
     found = []
     for path in sorted((run / "tokens").glob("*.safetensors")):
         batch = load_file(path)
