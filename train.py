@@ -42,9 +42,12 @@ from typing import Any
 from run.config import TrainConfig, load
 
 if __name__ == "__main__":  # before the imports below, which take seconds
+    is_first = os.environ.get("RANK", "0") == "0"
     if {"-h", "--help"} & {*sys.argv}:
-        load(["--help"])  # prints the keys and ends this process
-    if "--dry-run" not in sys.argv and os.environ.get("RANK", "0") == "0":
+        if is_first:
+            load(["--help"])  # prints the keys and ends this process
+        sys.exit()
+    if is_first and "--dry-run" not in sys.argv:
         print("nano-areal: importing torch and transformers", flush=True)
 
 import torch
