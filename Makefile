@@ -40,13 +40,20 @@ soak: $(VENV)/ready            ## kill a run 30 times at random, then check the 
 bench: $(VENV)/ready           ## run the benchmarks, one for each claim
 	for b in $(filter-out bench/soak.py bench/gpu_check.py bench/areal_tests.py,$(wildcard bench/*.py)); do $(BIN)/python $$b || exit 1; done
 
-agents: .venv-agents/ready     ## test the example agents, in a separate venv with the agent frameworks
-	AGENTS=1 .venv-agents/bin/python -m pytest tests/test_examples.py
+agents: .venv-agents/ready examples/node/node_modules/ready   ## test the example agents, in a venv of their own
+	AGENTS=1 .venv-agents/bin/python -m pytest -rs tests/test_examples.py
 
 .venv-agents/ready: examples/requirements.txt
 	$(PYTHON) -m venv .venv-agents
 	.venv-agents/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
+
+# Without npm or its network the target is not made, and the tests skip the agents that run in node.
+examples/node/node_modules/ready: examples/node/package-lock.json
+	@echo "installing Codex, opencode and Vercel's AI SDK with npm, about 800 MB"
+	@cd $(dir $<) && npm install --no-save --ignore-scripts --no-audit --no-fund --fetch-retries=0 && \
+	  node node_modules/opencode-ai/postinstall.mjs && touch node_modules/ready || \
+	  echo "npm cannot install the agents that run in node: the tests skip them"
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: python3 is too old, 3.11 or newer is needed: make PYTHON=python3.12")'
@@ -62,4 +69,4 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-agents .venv-sglang runs .cache
+	rm -rf $(VENV) .venv-agents .venv-sglang examples/node/node_modules runs .cache

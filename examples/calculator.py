@@ -1,16 +1,17 @@
 """The task of the example agents, and a tiny base model for this task, which is trained in seconds on one core.
 
-The agent computes ( a + b ) * c with two tools, add and multiply, and gives the answer in words. An episode has three
-turns: the agent calls add, calls multiply with the sum, and then answers.
+The agent computes ( a + b ) * c and gives the answer in words. An episode has three turns. If the agent has the tools
+add and multiply, the agent calls add, calls multiply with the sum, and then answers. A coding agent has a shell instead
+(exec_command in Codex, bash in opencode), and runs `expr 1 + 2` and `expr 3 '*' 3`.
 
     user: ( 1 + 2 ) * 3     assistant: add(1, 2)     tool: 3     assistant: multiply(3, 3)     tool: 9
     assistant: the answer is 9
 
 Every word is one token of the model (tasks/base_model.py). The model learns to imitate such conversations. The model's
 tool calls have the format of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...} </tool_call>. The model
-copies numbers from the question and from the tools' results. The words of a framework's system prompt become unknown
-tokens. The base model already solves the task. The examples show only that training works with the conversations of
-each framework.
+copies numbers from the question and from the tools' results. All other words become unknown tokens. The chat template
+renders only the last 12 words of a message, because the instructions of a coding agent have thousands of words. The
+base model already solves the task. The examples show only that training works with the conversations of each framework.
 
     python -m examples.calculator .cache/calculator        make the folder of the model, for the server and the proxy
 """
@@ -24,13 +25,17 @@ from tasks.base_model import imitate, make_qwen3, make_tokenizer, render, save_a
 
 NUMBERS = range(1, 5)
 CALL = '<tool_call> {{"name": "{}", "arguments": {{"a": {} , "b": {} }}}} </tool_call>'
+SHELL_CALL = '<tool_call> {{"name": "{}", "arguments": {{"{}": "expr {} {} {} " }}}} </tool_call>'
+SHELLS = {"exec_command": "cmd", "bash": "command"}  # the shells of Codex and opencode: tool -> name of its argument
 WORDS = ["<tool>", "<tool_call>", "</tool_call>", '{"name":', '"add",', '"multiply",', '"arguments":', '{"a":', '"b":']
 WORDS += ["}}", ",", "(", ")", "+", "*", "add", "multiply", "the", "answer", "is", *map(str, range(33))]
+WORDS += ["exec_command", "bash", '"exec_command",', '"bash",', '{"cmd":', '{"command":', '"expr', "'*'", '"']
 CHAT_TEMPLATE = (
     "{% if tools %}<system> {% for t in tools %}{{ t['function']['name'] }} {% endfor %}<end> {% endif %}"
-    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% for c in m['tool_calls'] or [] %}"
-    "<tool_call> {\"name\": \"{{ c['function']['name'] }}\", \"arguments\": {{ c['function']['arguments'] | tojson }}}"
-    " </tool_call> {% endfor %}<end> {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'].split()[-12:] | join(' ') }} "
+    "{% for c in m['tool_calls'] or [] %}<tool_call> {\"name\": \"{{ c['function']['name'] }}\", \"arguments\": "
+    "{{ c['function']['arguments'] | tojson | replace(',', ' ,') | replace('}', ' }') }}} </tool_call> {% endfor %}"
+    "<end> {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
@@ -42,24 +47,38 @@ def dataset(split: str = "train") -> list[dict]:
     ]
 
 
-def conversation(sample: dict, noise: random.Random) -> list[dict]:
-    """Return a correct conversation about a sample. The conversation has a system prompt with probability 1/2."""
+def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[dict]:
+    """Return a correct conversation about a sample, as a warm-up example. `shell` is the name of a coding agent's tool.
+
+    The conversation has a system prompt with probability 1/2. A coding agent also has other tools, a message about its
+    environment, and further words around the question and in the results of its tool. Some agents ask for the answer
+    without tools, so half of the other conversations have no tools.
+    """
     a, b, c = sample["numbers"]
+    calls = CALL.format("add", a, b), CALL.format("multiply", a + b, c)
+    tools, question, before, prefix = "add multiply" if noise.randrange(2) else "", sample["question"], [], ["", ""]
+    if shell:
+        where = shell, SHELLS[shell]
+        calls = SHELL_CALL.format(*where, a, "+", b), SHELL_CALL.format(*where, a + b, "'*'", c)
+        tools = " ".join(["unknown"] * noise.randrange(2) + [shell] + ["unknown"] * noise.randrange(12))
+        question = " ".join(["unknown"] * noise.randrange(2) + [question] + ["unknown"] * noise.randrange(2))
+        before = [("user", "unknown " * noise.randrange(1, 13))] if noise.randrange(2) else []
+        prefix = [" ".join(noise.choices(["unknown", "0", "1"], (8, 1, 1), k=noise.randrange(12))) for _ in calls]
     talk = [
-        ("user", sample["question"]),
-        ("assistant", CALL.format("add", a, b)),
-        ("tool", str(a + b)),
-        ("assistant", CALL.format("multiply", a + b, c)),
-        ("tool", sample["answer"]),
+        ("user", question),
+        ("assistant", calls[0]),
+        ("tool", f"{prefix[0]} {a + b}".strip()),
+        ("assistant", calls[1]),
+        ("tool", f"{prefix[1]} {sample['answer']}".strip()),
         ("assistant", f"the answer is {sample['answer']}"),
     ]
-    tools = [("system", "add multiply")]  # the chat template renders the tools as a system message
-    prompt = "unknown " * noise.randrange(1, 40)
+    prompt = "unknown " * noise.randrange(1, 13)
     system = [("system", prompt)] if noise.randrange(2) else []
-    return [{"role": role, "content": content} for role, content in tools + system + talk]
+    messages = [("system", tools)] * bool(tools) + system + before + talk
+    return [{"role": role, "content": content} for role, content in messages]
 
 
-def make_model(path: Path, steps: int = 300) -> Path:
+def make_model(path: Path, steps: int = 400) -> Path:
     """Return the path of the model's Hugging Face folder. Make the folder if it does not exist yet."""
     if not (path / "config.json").is_file():
         tokenizer = make_tokenizer(WORDS)
@@ -67,7 +86,8 @@ def make_model(path: Path, steps: int = 300) -> Path:
         model, noise, samples = make_qwen3(tokenizer, layers=2, context=512, seed=1), random.Random(1), dataset()
 
         def batch() -> list[list[int]]:
-            talks = [conversation(sample, noise) for sample in noise.choices(samples, k=16)]
+            kinds = noise.choices(["", "", *SHELLS], k=16)
+            talks = [conversation(sample, noise, kind) for sample, kind in zip(noise.choices(samples, k=16), kinds)]
             return [render(tokenizer, talk) for talk in talks]
 
         imitate(model, tokenizer, batch, steps, lr=3e-3)

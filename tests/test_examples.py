@@ -1,8 +1,9 @@
-"""Agents in six frameworks call the proxy, and every token that the model samples is trained exactly once.
+"""Agents in ten frameworks call the proxy, and every token that the model samples is trained exactly once.
 
 `make agents` installs the frameworks into .venv-agents and runs this file there with AGENTS=1. If an agent's framework
-is not installed, the agent's test is skipped. With AGENTS=1 the test fails instead. examples/calculator.py makes the
-model. The inference server and the proxy are real processes.
+is not installed, the agent's test is skipped. With AGENTS=1 the test fails instead. Frameworks that need node are an
+exception: if `make agents` cannot install them, their tests are skipped. examples/calculator.py makes the model. The
+inference server and the proxy are real processes.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import random
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,11 @@ EXAMPLES = {  # module of the agent: its framework's package, and the prefix of 
     "pydantic_ai_agent": ("pydantic_ai", "chatcmpl-"),
     "anthropic_sdk": ("anthropic", "msg_"),
     "camel_agent": ("camel", "chatcmpl-"),
+    "autogen_agent": ("autogen_agentchat", "chatcmpl-"),
 }
+IN_NODE = {"vercel_ai": "resp_", "codex_cli": "resp_", "opencode_cli": "resp_"}
+TOOLS_CHANGE = ("autogen_agent", "vercel_ai")  # the last turn has no tools, so its prompt begins with other tokens
+UNSTORED = ("codex_cli", "opencode_cli")  # clients that send `store: false`
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,6 +90,9 @@ def engine(servers: dict[str, str]) -> Iterator[RemoteInfEngine]:
 
 def needs(module: str) -> Any:
     """Return a pytest mark that skips a test if the example's framework is not installed."""
+    if module in IN_NODE:
+        absent = not (ROOT / "examples/node/node_modules/ready").exists()
+        return pytest.mark.skipif(absent, reason=f"{module} needs node: `make agents` installs it where there is npm")
     missing = importlib.util.find_spec(EXAMPLES[module][0]) is None
     return pytest.mark.skipif(
         missing and "AGENTS" not in os.environ, reason=f"{EXAMPLES[module][0]} is not installed; run `make agents`"
@@ -94,8 +102,8 @@ def needs(module: str) -> Any:
 SAMPLES = [dataset()[0], dataset()[37], dataset()[63]]
 
 
-def episodes(module: str, proxy_addr: str, **options: Any) -> list[Any]:
-    """Run the episodes of all samples concurrently, and return their results."""
+def episodes(module: str, proxy_addr: str, samples: Sequence[int] = (0, 1, 2), **options: Any) -> list[Any]:
+    """Run the episodes of some samples concurrently, and return their results."""
     agent = f"examples.{module}.Agent"
     proxy = {"proxy_addr": proxy_addr, "admin_key": "secret", "export_style": "concat"} | options
     workflow = resolve_workflow(agent, proxy=proxy)
@@ -105,7 +113,7 @@ def episodes(module: str, proxy_addr: str, **options: Any) -> list[Any]:
         return await workflow.arun_episode(None, dict(SAMPLES[k]))
 
     async def run() -> list[Any]:
-        return await asyncio.gather(*map(episode, range(len(SAMPLES))))
+        return await asyncio.gather(*map(episode, samples))
 
     return asyncio.run(run())
 
@@ -129,7 +137,10 @@ def check_conversation(interactions: Any, sample: dict, engine: RemoteInfEngine,
         assert not mask or logprob == pytest.approx(score, abs=1e-4)
 
 
-@pytest.mark.parametrize("module", [pytest.param(name, marks=needs(name)) for name in EXAMPLES])
+ONE_ROW = [name for name in EXAMPLES if name not in TOOLS_CHANGE]
+
+
+@pytest.mark.parametrize("module", [pytest.param(name, marks=needs(name)) for name in ONE_ROW])
 def test_an_agent_of_another_framework_trains(
     module: str, servers: dict[str, str], engine: RemoteInfEngine, model_dir: Path
 ) -> None:
@@ -142,6 +153,32 @@ def test_an_agent_of_another_framework_trains(
         talk = [message for message in conversation(sample, random.Random()) if message["role"] != "system"]
         spoken = tokenizer.apply_chat_template(talk, return_dict=False)
         assert leaf.to_tensor_dict()["input_ids"][0].tolist()[-len(spoken) :] == list(spoken)
+
+
+@pytest.mark.parametrize("module", [pytest.param(n, marks=needs(n)) for n in (*IN_NODE, "autogen_agent")])
+def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
+    module: str, servers: dict[str, str], engine: RemoteInfEngine
+) -> None:
+    """AutoGen with reflection and Vercel's AI SDK ask for the last answer without tools. Codex and opencode send
+    `store: false`, and opencode asks for a title. The three turns are one path of the tree with the same reward, each
+    token is trained once, and only a turn with other tools begins a new row. The title is not trained."""
+    style = {"export_style": "individual", "episode_timeout": 300}
+    (exported,) = episodes(module, servers["proxy"], [1], **style)
+    rows = {turn: turn.to_lists() for turn in exported.values()}
+    titles = [turn for turn in rows if rows[turn]["side_conversations"] == [1]]
+    assert len(titles) == (module == "opencode_cli")
+    assert not any(sum(rows[title]["loss_mask"]) for title in titles)
+    turns = [turn for turn in rows if turn not in titles]
+    assert [turn.parent for turn in turns] == [None, *turns[:2]]
+    assert turns[-1].output_message_list[-1]["content"] == f"the answer is {SAMPLES[1]['answer']}"
+    for turn in turns:
+        assert turn.interaction_id.startswith(IN_NODE.get(module, "chatcmpl-"))
+        row = rows[turn]
+        assert row["loss_mask"] == [0] * turn.tokens.input_len + [1] * turn.tokens.output_len
+        assert (turn.reward, row["unstored"]) == (1.0, [int(module in UNSTORED)])
+        (scored,) = engine.score(row["input_ids"])
+        assert row["logprobs"][turn.tokens.input_len :] == pytest.approx(scored[turn.tokens.input_len :], abs=1e-4)
+    assert [turn.continues(turn.parent) for turn in turns[1:]] == [True, module not in TOOLS_CHANGE]
 
 
 @pytest.mark.parametrize("module", [pytest.param(n, marks=needs(n)) for n in ("openai_sdk", "anthropic_sdk")])

@@ -1,0 +1,21 @@
+"""The coding agent Codex (https://github.com/openai/codex), which runs shell commands.
+
+Codex has no sandbox in this example, because many containers allow none. Train a coding agent in a container of its
+own.
+"""
+
+from examples.node_agent import BIN, run_process
+
+
+class Agent:
+    async def run(self, data, **extra_kwargs):
+        provider = f'name="policy",base_url="{extra_kwargs["base_url"]}",env_key="POLICY_KEY",wire_api="responses"'
+        retries = "request_max_retries=0,stream_max_retries=0"
+        said = await run_process(
+            str(BIN / "codex"),
+            *["exec", "--ephemeral", "--skip-git-repo-check", "--sandbox", "danger-full-access", "--model", "default"],
+            *["--config", 'model_provider="policy"', "--config", f"model_providers.policy={{{provider},{retries}}}"],
+            data["question"],
+            POLICY_KEY=extra_kwargs["api_key"],
+        )
+        return float(said.split()[-1] == data["answer"])

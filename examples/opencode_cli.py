@@ -1,0 +1,27 @@
+"""The coding agent opencode (https://opencode.ai), which runs shell commands.
+
+opencode has no sandbox. Train a coding agent in a container of its own. opencode also asks the model for a title of the
+conversation (calls/side_conversations.py).
+"""
+
+import json
+
+from examples.node_agent import BIN, run_process
+
+
+class Agent:
+    async def run(self, data, **extra_kwargs):
+        options = {"baseURL": extra_kwargs["base_url"], "apiKey": extra_kwargs["api_key"]}
+        model = {"name": "default", "limit": {"context": 500, "output": 64}}
+        provider = {"npm": "@ai-sdk/openai", "options": options, "models": {"default": model}}
+        config = {"model": "policy/default", "small_model": "policy/default", "provider": {"policy": provider}}
+        config |= {"autoupdate": False, "share": "disabled"}
+        said = await run_process(
+            str(BIN / "opencode"),
+            *["run", "--pure", "--format", "json", f"Compute: {data['question']} ."],
+            OPENCODE_CONFIG_CONTENT=json.dumps(config),
+            OPENCODE_DISABLE_MODELS_FETCH="1",
+            OPENCODE_DISABLE_AUTOUPDATE="1",
+        )
+        texts = [event["part"]["text"] for event in map(json.loads, said.splitlines()) if event["type"] == "text"]
+        return float(texts[-1].split()[-1] == data["answer"])
