@@ -281,7 +281,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         return [interaction for interaction in self.values() if interaction.complete]
 
     def mark_side_conversations(self) -> list[Interaction]:
-        """Set `is_side` of every interaction, and return the side conversations among the finished interactions."""
+        """Set `is_side` of every interaction. Return the finished interactions that are side conversations."""
         side = find_side_conversations(self.finished(), self.side_patterns)
         for interaction in self.values():
             interaction.is_side = interaction in side

@@ -270,7 +270,8 @@ def match_retry(equal: list[Turn], says_so: bool) -> Turn | None:
 
 
 def earlier_turn(session: Session, body: bytes, says_so: bool) -> Turn | None:
-    """Return the turn that answers a retry, or None if a new turn must answer. `body` is the hash of the body."""
+    """Return the turn that answers a retry, or None if a new turn must answer. `body` is the hash of the request's
+    body."""
     equal: list[Turn] = session.turns.setdefault(body, [])
     turn = match_retry(equal, says_so)
     if turn is None:

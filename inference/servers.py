@@ -155,7 +155,7 @@ class Servers:
     # Control: the trainer's main thread, which has no event loop, calls these methods and waits for the answers.
 
     def refresh(self) -> None:
-        """Get each router's list of workers, and mark every lost server that answers as living.
+        """Get each router's list of workers. If a lost server answers, mark this server as living.
 
         Such a server may have old weights, but it gets the weight update that follows. Raises EngineError if a known
         router does not answer.

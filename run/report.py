@@ -74,7 +74,7 @@ def clean(value: Any) -> Any:
 
 
 def read_timeline(records: list[Record]) -> Record:
-    """Return the phases of the trainer, the weight updates and the prompt groups of a trace. Times are seconds.
+    """Return three parts of a trace: the trainer's phases, the weight updates and the prompt groups. Times are seconds.
 
     phases   [name, begin, duration], without a gap: a time that no phase covers gets the name "other", or "not running"
              between two processes of one run

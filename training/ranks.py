@@ -1,7 +1,7 @@
 """Ranks are the processes that train together. This module lets ranks join, share data, and end together.
 
-`torchrun --nproc-per-node=N train.py ...` starts N processes of one program, called ranks. Rank 0 trains and runs the
-rollouts. All other ranks only train. In a collective operation, such as a sum of gradients, every rank waits for all
+`torchrun --nproc-per-node=N train.py ...` starts N processes of one program, called ranks. Rank 0 runs the rollouts and
+also trains. All other ranks only train. In a collective operation, such as a sum of gradients, every rank waits for all
 other ranks.
 
 **The problem.** If a rank dies, the ranks that wait for the dead rank may hang. With NCCL they may hang for hours. With

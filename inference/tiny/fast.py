@@ -10,9 +10,9 @@ After the last layer, the logits are W_head norm(x). Llama, Qwen2 and Qwen3 have
 and v. Qwen3 applies norm to each head of q and k before the rotation.
 
 **Why it is faster.** In a small model, an operation on one token takes about a microsecond, whatever the operation's
-size. A step with fewer operations is therefore faster. One product with a fused matrix gives q, k and v, and one
-product gives gate and up. q and k are normalised and rotated together, and a rotation is one product of complex
-numbers. In a measurement on a CPU, F.rms_norm took about twice as long as `rms_norm` below.
+size. A step with fewer operations is therefore faster. One matrix product computes q, k and v, because their weights
+are fused. Another matrix product computes gate and up. q and k are normalised and rotated together. A rotation is one
+multiplication of complex numbers. In a measurement on a CPU, F.rms_norm took about twice as long as `rms_norm` below.
 
 **The weights.** `fuse` puts several weights of the model into one matrix. The model's own weights then become views of
 this matrix. There is no second copy, and a weight update of the model also changes the matrix. For example, a model

@@ -104,6 +104,7 @@ class Protocol:
         return {"text": self.text(ids, matched), "output_ids": ids, "meta_info": meta}
 
     def text(self, ids: list[int], matched: int | str | None) -> str:
-        """Return the output tokens as text, without the stop token or stop string `matched` that ended the output."""
+        """Return the output tokens as text. If a stop token or a stop string (`matched`) ended the output, the text
+        lacks it."""
         text = self.decode(ids[:-1] if isinstance(matched, int) else ids, skip_special_tokens=True)
         return text.partition(matched)[0] if isinstance(matched, str) else text

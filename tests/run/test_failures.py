@@ -12,7 +12,7 @@ from run.failures import Failures
 
 
 def raised(error: Exception) -> Exception:
-    """Raise the exception, so that it has a traceback, and return it."""
+    """Return the exception with a traceback, which it gets by being raised and caught."""
     try:
         raise error
     except Exception as caught:

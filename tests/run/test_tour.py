@@ -1,4 +1,4 @@
-"""These tests check the tour: docs/lifecycle.md holds the numbers that a new tour shows."""
+"""These tests run the tour again, and check that docs/lifecycle.md contains the numbers that the tour prints."""
 
 import re
 import subprocess
@@ -23,8 +23,8 @@ def blocks(page: str) -> list[list[str]]:
 
 
 def test_the_page_is_the_output_of_the_tour(tour: str) -> None:
-    """The page is identical to the output of a new tour. Numbers may differ only if this machine makes another base
-    model."""
+    """The page is identical to the output of a new tour. The numbers must be the same, unless this machine makes
+    another base model."""
     page = PAGE.read_text()
     model, committed = (re.findall(r"has the hash `(\w+)`", text) for text in (tour, page))
     if model == committed:
