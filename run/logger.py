@@ -248,6 +248,7 @@ class Logger:
             table.add_row(*(text.format(metrics[key]) for key, text in shown))
         phase, begin = self.trace.phase if self.trace else ("", self.start)
         finished = min(batch, max(0, self.executor.stats.accepted - done * batch))
-        doing = f"step {done + 1}, {phase.replace('_', ' ')}, {time.monotonic() - begin:.0f} s; {finished} of {batch} groups of the batch"
+        step, seconds = min(done + 1, self.config.max_steps), f"{time.monotonic() - begin:.0f} s"
+        doing = f"step {step}, {phase.replace('_', ' ')}, {seconds}; {finished} of {batch} groups of the batch"
         bar = ProgressBar(total=self.config.max_steps, completed=done, width=30)
         return Group(table, bar, f"{done} of {self.config.max_steps} steps; {self._time() if done else ''}", doing)
