@@ -39,7 +39,8 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
-from run.config import TrainConfig, load
+from run.config import load
+from run.keys import TrainConfig
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     is_first = os.environ.get("RANK", "0") == "0"

@@ -61,7 +61,7 @@ from rollout.trajectory import (
     tail_version,
     without_older,
 )
-from run.config import RolloutConfig
+from run.keys import RolloutConfig
 from staleness import RolloutStat, StalenessError, StalenessManager
 
 logger = logging.getLogger("nano_areal.executor")

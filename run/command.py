@@ -38,11 +38,12 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from transformers.utils import logging as transformers_logging
 
-from run.config import ConfigError, TrainConfig, changed, load
+from run.config import ConfigError, changed, load
 from run.doctor import Unhealthy
 from run.evaluate import evaluate_run
 from run.failures import Failures, report
 from run.inputs import Inputs, load_inputs
+from run.keys import TrainConfig
 from run.launch import Fleet, Planned, ProcessDied, plan_run, revision
 from run.logger import Trace
 from run.recover import claim, newest_checkpoint

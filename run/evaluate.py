@@ -25,8 +25,9 @@ import openai
 from rollout.executor import WorkflowExecutor
 from rollout.reward import parse_rewards
 from rollout.workers import run_agent
-from run.config import ConfigError, TrainConfig
+from run.config import ConfigError
 from run.inputs import Inputs
+from run.keys import TrainConfig
 from run.start import Run, start_rollout
 from workflow import RolloutWorkflow, WorkflowContext, agents_pool, workflow_context
 

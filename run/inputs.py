@@ -24,7 +24,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.utils import enable_progress_bars
 from transformers import AutoTokenizer
 
-from run.config import ConfigError, OpenAIConfig, TrainConfig
+from run.config import ConfigError
+from run.keys import OpenAIConfig, TrainConfig
 from run.launch import ROOT
 from workflow import OpenAIProxyWorkflow, import_string, resolve_workflow
 

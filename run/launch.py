@@ -38,7 +38,8 @@ from pathlib import Path
 import httpx
 import torch
 
-from run.config import ConfigError, ServerConfig, TrainConfig
+from run.config import ConfigError
+from run.keys import ServerConfig, TrainConfig
 from run.memory import GIB, describe_load, estimate_memory
 from run.serve import listen, raise_open_files
 

@@ -28,8 +28,8 @@ from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 
-from run.config import TrainConfig
 from run.doctor import Doctor
+from run.keys import TrainConfig
 from run.report import read_records, write_report
 
 # The columns of the live table: metric, heading, format. A narrow terminal shows only the first columns.

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from run.config import TrainConfig
+from run.keys import TrainConfig
 from training import logprobs
 from training.config import PPOActorConfig
 

@@ -27,8 +27,8 @@ from inference.weights import WeightUpdateMeta, label
 from inference.wire import Wire
 from rollout.executor import ProxyAddress, WorkflowExecutor
 from rollout.trajectory import Trajectory
-from run.config import TrainConfig
 from run.inputs import Inputs
+from run.keys import TrainConfig
 from run.launch import HOLD_SECONDS, Child, Fleet, Planned, own_command
 from run.logger import Trace
 

@@ -48,7 +48,8 @@ from rollout.executor import ProxyAddress, WorkflowExecutor
 from rollout.reward import AsyncRewardWrapper
 from rollout.runner import TaskQueueFullError
 from rollout.trajectory import check_trajectory_format, complete, concat_padded_tensors, dump_lines
-from run.config import PPOActorConfig, RolloutConfig, load
+from run.config import load
+from run.keys import PPOActorConfig, RolloutConfig
 from run.recover import save_model
 from staleness import RolloutStat, StalenessManager
 from train import PPOTrainer

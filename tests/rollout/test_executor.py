@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from engine import RemoteInfEngine
 from inference.io_struct import GenerationHyperparameters
 from rollout.executor import ProxyAddress, WorkflowExecutor
-from run.config import OpenAIConfig, RolloutConfig
+from run.keys import OpenAIConfig, RolloutConfig
 from staleness import RolloutStat
 from workflow import RLVRWorkflow, RolloutWorkflow, workflow_context
 

@@ -24,7 +24,7 @@ from engine import RemoteInfEngine
 from rollout import workers
 from rollout.executor import ProxyAddress, WorkflowExecutor
 from rollout.workers import WorkerDied, WorkerPool, within
-from run.config import OpenAIConfig, RolloutConfig
+from run.keys import OpenAIConfig, RolloutConfig
 from staleness import RolloutStat
 from workflow import OpenAIProxyWorkflow, WorkflowContext, resolve_workflow, to_tensors, workflow_context
 

@@ -17,9 +17,10 @@ from test_structure import MODULES
 import tasks.guess
 import tasks.maze
 from inference.weights import WeightUpdateMeta
-from run.config import NEEDS, ConfigError, TrainConfig, changed, list_keys, load
+from run.config import ConfigError, changed, list_keys, load
 from run.fields import is_within
 from run.inputs import load_inputs, load_workflow
+from run.keys import NEEDS, TrainConfig
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from conftest import ROOT, free_port, rest_of
 from runs import SMALL_GUESS, assert_gone, command, is_alive, start_and_hold, wait_gone
 
 import proxy
-from run.config import ConfigError, TrainConfig, load
+from run.config import ConfigError, load
+from run.keys import TrainConfig
 from run.launch import (
     Child,
     Fleet,

@@ -28,9 +28,10 @@ from trainers import gradients, make_batch, make_config, prepare
 from inference.weights import write_checkpoint
 from rollout.executor import ProxyAddress, WorkflowExecutor
 from rollout.trajectory import complete
-from run.config import ConfigError, RolloutConfig, load
+from run.config import ConfigError, load
 from run.evaluate import evaluate, evaluate_endpoint
 from run.inputs import Inputs, load_inputs
+from run.keys import RolloutConfig
 from run.logger import Trace
 from run.recover import GroupLog, Recovery, claim, cut_metrics, save_model
 from run.summary import summarise

@@ -1,0 +1,234 @@
+"""Every configuration key: its name, its default, its unit and its meaning.
+
+The comment at the end of a key's line is the key's help text. `python train.py --help` prints every key with its
+default and its comment. The keys of `gconfig` are defined in `inference/io_struct.py`, and the keys of `actor` in
+`training/config.py`.
+
+The type of a number contains the interval of its allowed values, for example Share for [0, 1]. For example, a learning
+rate below 0 would make the model worse. No interval contains NaN. Every comparison with NaN is false, so a clip of NaN
+would have no effect.
+
+Three tables follow the keys: other names of keys, names that an error message explains, and the keys that have an
+effect only together with another key. Most keys have the names that AReaL uses. docs/differences.md lists the keys with
+different names.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from calls.sessions import Limits
+from calls.side_conversations import PATTERNS
+from inference.io_struct import GenerationHyperparameters
+from run.fields import Count, CountOrZero, Positive, Seed, Share
+from training.config import PPOActorConfig
+
+
+@dataclass
+class OpenAIConfig:
+    """How agents run and how their calls become training rows (Agent Workflow, "Execution Modes", "Export Styles")."""
+
+    mode: Literal["inline", "subproc"] = "inline"  # run agents in the trainer's process, or in worker processes
+    subproc_max_workers: Count = 4  # number of worker processes for agents (mode subproc)
+    turn_discount: Share = 1.0  # gamma: share of a turn's final reward that is added to its parent's reward; 0: nothing
+    chat_template_type: Literal["hf", "concat"] = "concat"  # concat: reuse earlier tokens; hf: tokenise all anew
+    export_style: Literal["individual", "concat"] = "concat"  # one training row per turn, or per whole conversation
+    tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's, else qwen
+    reasoning_parser: str | None = None  # format of the model's reasoning; default: <think> ... </think>
+    limits: Limits = field(default_factory=Limits)  # limits on what one session costs a proxy
+    side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # calls trained only if rewarded by id
+    store: Literal["honour", "ignore"] = "ignore"  # honour: calls with `store: false` are not trained
+    fixed_sampling: list[str] = field(default_factory=list)  # names of gconfig fields that agents cannot override
+    session_timeout_seconds: Positive = 3600.0  # time without a request after which the proxy deletes a session
+    episode_timeout_seconds: Positive = 3600.0  # time after which a running episode is cancelled and counted as failed
+
+
+@dataclass
+class RolloutConfig:
+    """Rollouts: how many episodes run, and how stale their data may become (AReaL: InferenceEngineConfig)."""
+
+    max_head_offpolicyness: CountOrZero = 2  # eta: maximum age of a consumed group, in versions; 0: synchronous
+    max_concurrent_rollouts: Count | None = None  # maximum number of running groups; default (eta + 1) * batch size
+    consumer_batch_size: Count | None = None  # prompt groups per training step; default train_dataset.batch_size
+    queue_size: Count | None = None  # maximum of running plus waiting groups; default 16 * max_concurrent_rollouts
+    group_size: Count | None = None  # episodes per prompt; another name for gconfig.n_samples
+    stale: Literal["wait", "mask", "drop"] = "wait"  # how eta is kept: by waiting, masking or dropping (staleness.py)
+    pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how a weight update interrupts completions
+    request_timeout: Positive = 3600.0  # seconds to wait for the reply to one generation request
+    request_retries: CountOrZero = 3  # maximum repeats of a request after a lost connection or 5xx status; 0: none
+    enable_tracing: bool = True  # write the states of every prompt group to trace.json, for a trace viewer
+    check_trajectory_format: bool = True  # check the keys and shapes of the tensors that workflows return
+    dump_to_file: bool = True  # write every trajectory as text to rollout/{version}/{task_id}.jsonl
+    server_addrs: list[str] = field(default_factory=list)  # URLs of running inference servers; default: start servers
+    server_key: str = ""  # key of the servers; default: $NANO_AREAL_SERVER_KEY, or a new key for started servers
+    openai: OpenAIConfig = field(default_factory=OpenAIConfig)  # agents that call the proxy
+
+
+@dataclass
+class ServerConfig:
+    """The inference servers that train.py starts when rollout.server_addrs is empty."""
+
+    backend: Literal["auto", "tiny", "sglang"] = "auto"  # auto: sglang if SGLang and a GPU are available, else tiny
+    count: Count = 1  # number of servers to start
+    tp_size: Count = 1  # GPUs per server (tensor parallelism)
+    colocate: bool | None = None  # true: use the trainer's GPUs; default: use them only if there are too few GPUs
+    port: Annotated[int, "[0, 65535]"] = 0  # port of the first server; others use the next ports; 0: any
+    mem_fraction: Annotated[float, "(0, 1)"] | None = None  # share of GPU memory; default 0.85, or 0.6 on trainer GPUs
+    command: str = ""  # command that starts SGLang; default: this Python with -m sglang.launch_server
+    args: list[str] = field(default_factory=list)  # further command-line arguments for every server
+    max_running_requests: Count = 64  # maximum number of sequences that a server decodes at the same time
+    max_total_tokens: Count = 16384  # maximum number of tokens in a server's key-value cache
+
+
+@dataclass
+class ProxyConfig:
+    """The proxy processes, which answer the agents' requests."""
+
+    workers: Count = 1  # number of proxy processes; each episode uses one of them
+
+
+@dataclass
+class RefConfig:
+    """The frozen reference model of the KL penalty."""
+
+    path: str | None = None  # reference model, a folder or a name on the hub, if kl_ctl > 0; default: model_path
+
+
+@dataclass
+class DatasetConfig:
+    """The training prompts: a JSONL file, or a function that returns a list of dicts."""
+
+    path: str | None = None  # FILE.jsonl or module.function; default: the task's dataset
+    batch_size: Count = 8  # prompt groups per training step
+    shuffle: bool = True  # true: a new random order in every epoch, from the run's seed
+
+
+@dataclass
+class ValidDatasetConfig:
+    """The validation prompts, on which the agents are evaluated."""
+
+    path: str | None = None  # FILE.jsonl or module.function; default: train_dataset.path, else the task's dataset
+
+
+@dataclass
+class EvaluatorConfig:
+    """The evaluation: one episode per validation prompt, without the staleness gate."""
+
+    interval: CountOrZero = 0  # number of steps between two evaluations; 0: never
+    base_url: str | None = None  # mode=eval: OpenAI endpoint that agents call; default: a server with model_path
+
+
+@dataclass
+class SaverConfig:
+    """The Hugging Face checkpoints in the folder checkpoints/ of a run. The last step always saves a checkpoint."""
+
+    interval: CountOrZero = 0  # number of steps between two checkpoints; 0: only after the last step
+    keep: Count = 2  # number of newest checkpoints to keep; older checkpoints are deleted
+
+
+@dataclass
+class WeightUpdateConfig:
+    """How new weights reach the inference servers."""
+
+    mode: Literal["disk", "distributed", "tensor"] = "disk"  # weights go by files, process group, or shared memory
+    path: str | None = None  # folder for new weights (mode disk), such as /dev/shm/new; default: the run's folder
+    bucket_mb: Positive = 512.0  # size in MiB of the buckets that are sent (modes distributed and tensor)
+    address: str = "127.0.0.1"  # address at which the servers reach this machine (mode distributed)
+
+
+@dataclass
+class LoggerConfig:
+    """How often a run prints and writes its results."""
+
+    live: bool = True  # true: show a live table if there is a terminal; false: print one line per step
+    sample_interval: CountOrZero = 20  # number of steps between two printed sample conversations; 0: never
+    report_interval: CountOrZero = 10  # number of steps between two updates of report.html; 0: only at the end
+    tokens_interval: CountOrZero = 1  # number of steps between two saved batches, tokens/{step}.safetensors; 0: never
+
+
+@dataclass
+class TrainConfig:
+    """The whole configuration of a run."""
+
+    mode: Literal["train", "eval"] = "train"  # eval: only evaluate on the validation prompts, without training
+    recover: Literal["auto", "off"] = "auto"  # auto: if this run exists, continue from its last checkpoint
+    doctor: Literal["warn", "strict", "off"] = "warn"  # checks after each step; strict: a rule that fires ends the run
+    recover_interval: Count = 10  # training steps between two checkpoints for recovery
+    task: str | None = "tasks.guess"  # Python module with data, workflow and model; null: other keys set these
+    experiment_name: str = "guess"  # part of the run's folder, {fileroot}/{experiment_name}/{trial_name}
+    trial_name: str = "auto"  # name of this run; auto: the date and time
+    fileroot: str = "runs"  # folder that holds all runs
+    seed: Seed = 1  # seed of the data order, the sampling and the task's base model; 0 is a seed, too
+    max_steps: Count = 80  # number of training steps
+    model_path: str | None = None  # folder of the model, or its name on the hub; default: the task's small model
+    model_revision: str | None = None  # branch, tag or commit of model_path on the hub; default: the newest commit
+    tokenizer_path: str | None = None  # Hugging Face folder of the tokenizer; default: model_path
+    workflow: str | None = None  # module.Class of an agent or a RolloutWorkflow; default: the task's workflow
+    workflow_kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the workflow's class
+    should_accept_fn: str | None = None  # module.function of a trajectory; returns false to reject the group
+    success_above: Annotated[float, "(-inf, inf)"] = 0.0  # rewards above this are successes by default; 0: above 0
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    proxy: ProxyConfig = field(default_factory=ProxyConfig)
+    actor: PPOActorConfig = field(default_factory=PPOActorConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    valid_dataset: ValidDatasetConfig = field(default_factory=ValidDatasetConfig)
+    evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
+    saver: SaverConfig = field(default_factory=SaverConfig)
+    weight_update: WeightUpdateConfig = field(default_factory=WeightUpdateConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    dry_run: bool = False  # true, or --dry-run: print the plan (processes, GPUs, ports, memory) and start nothing
+    gpus: Count | None = None  # with --dry-run: plan as if the machine had this number of GPUs; default: those there
+    gpu_memory: Positive = 80.0  # with --dry-run: memory of each of the `gpus`, in GiB
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder that the run writes to."""
+        return Path(self.fileroot) / self.experiment_name / self.trial_name
+
+
+# Alternative names of keys, as in AReaL's documents, and the key that each name sets.
+ALIASES = {
+    "model": "model_path",
+    "data": "train_dataset.path",
+    "actor.recompute_logprobs": "actor.recompute_logprob",
+    "rollout.drop_stale": "rollout.stale",
+    "rollout.fileroot": "fileroot",
+    "rollout.experiment_name": "experiment_name",
+    "rollout.trial_name": "trial_name",
+    "rollout.tokenizer_path": "tokenizer_path",
+    "eval_interval": "evaluator.interval",
+}
+
+
+# Names that users give to keys, and the key that an error message then suggests.
+SYNONYMS = {"learning_rate": "actor.optimizer.lr", "staleness": "rollout.max_head_offpolicyness", "steps": "max_steps"}
+
+# Keys that have an effect only under a condition: condition -> regular expression that matches the keys' names.
+NEEDS = {
+    "rollout.server_addrs=[]": r"server\..*",
+    "rollout.openai.mode=subproc": r"rollout\.openai\.subproc_max_workers",
+    "gconfig.greedy=false": r"gconfig\.(temperature|top_p|top_k)",
+    "dry_run=true": r"gpus|gpu_memory",
+    "mode=eval": r"evaluator\.base_url",
+    "mode=eval or evaluator.interval": r"valid_dataset\.path",
+    "recover=auto": r"recover_interval",
+    "saver.interval": r"saver\.keep",
+    "weight_update.mode=disk": r"weight_update\.path",
+    "weight_update.mode=distributed": r"weight_update\.address",
+    "weight_update.mode=distributed|tensor": r"weight_update\.bucket_mb",
+    "actor.use_decoupled_loss=false": r"actor\.recompute_logprob",
+    "actor.use_decoupled_loss=true": r"actor\.(prox_logp_method|behave_.*|reject_.*)",
+    "actor.enable_tree_training=false": r"actor\.layout",
+    "actor.use_cispo_loss=false": r"actor\.c_clip",
+    "actor.kl_ctl": r"ref\.path|actor\.kl_(estimator|placement)",
+    "actor.kl_ctl or actor.entropy_coeff": r"actor\.anneal",
+    "actor.overlong_tokens": r"actor\.overlong_penalty_factor",
+    "actor.overlong_tokens or actor.loss_aggregation=constant": r"actor\.max_new_tokens",
+    "actor.adv_norm.mean_level=group|batch": r"actor\.adv_norm\.mean_leave1out",
+    "actor.adv_norm.std_level=group|batch": r"actor\.adv_norm\.eps",
+    "actor.adv_norm.std_level=constant": r"actor\.adv_norm\.std_constant",
+    "actor.optimizer.lr_scheduler_type=linear|cosine": r"actor\.optimizer\.min_lr_ratio",
+}
