@@ -178,14 +178,18 @@ class DispatchState(Generic[TInput, TResult]):
     def take(self, count: int) -> list[TResult]:
         """Consume and return the next `count` groups, or return [] if one of them is not finished.
 
-        With stale=drop, groups that are too old are dropped first. With stale=mask, groups lose the tokens that are too
-        old. If a group is still too old, the method raises StalenessError and consumes no group.
+        With stale=drop, a group that is too old is dropped, and the next finished group takes its place. With
+        stale=mask, groups lose the tokens that are too old. If a group is still too old, the method raises
+        StalenessError and consumes no group.
         """
-        for task_id in [i for i, data in self.order.items() if data is not None and self.trainable(data) is None]:
-            del self.order[task_id]
-            self.manager.on_rollout_dropped()
-            self.trace("drop", task_id)
-        batch = {task_id: self.trainable(data) for task_id, data in self.next_groups(count).items()}
+        while batch := {task_id: self.trainable(data) for task_id, data in self.next_groups(count).items()}:
+            too_old = [task_id for task_id, data in batch.items() if data is None]
+            if not too_old:
+                break
+            for task_id in too_old:
+                del self.order[task_id]
+                self.manager.on_rollout_dropped()
+                self.trace("drop", task_id)
         groups = [data for data in batch.values() if data is not None]
         for data in groups:
             self.manager.check_age(self.head_version(data))
@@ -281,13 +285,17 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
 
     def active_submit_and_wait(self, task_generator: Iterator[TInput], batch_size: int) -> list[TResult]:
         """Return a batch of accepted results. Draw as many tasks from the endless generator as the batch needs."""
-        batch: list[TResult] | bool = False
-        while not isinstance(batch, list):
+        batch: list[TResult] = []
+        while not batch:
             # 1. Draw tasks, so that the producer can start them.
             self._top_up(task_generator)
             # 2. Wait until the next groups are finished, or until no task is pending and step 1 must draw tasks.
-            batch = self._wait("a batch", lambda: self._state.take(batch_size) or not self._state.pending)
-        # 3. Draw the tasks that will start while the trainer trains on this batch.
+            self._wait("a batch", lambda: self._state.next_groups(batch_size) or not self._state.pending)
+            # 3. Take the groups. There are none if step 1 must draw tasks, or if too many groups were too old.
+            with self.runner.lock:
+                batch = self._state.take(batch_size)
+                self._produce()
+        # 4. Draw the tasks that will start while the trainer trains on this batch.
         self._top_up(task_generator)
         return batch
 
