@@ -143,10 +143,10 @@ class OpenAIProxyClient:
         return interactions
 
     async def _export(self, **options: Any) -> dict[str, Interaction]:
-        exported = await self._post("/export_trajectories", {"session_id": self.session_id, **options})
-        answer, self.rewarded_count = exported["interactions"], exported["rewarded_count"]
+        answer = await self._post("/export_trajectories", {"session_id": self.session_id, **options})
+        self.rewarded_count = answer["rewarded_count"]
         rows: dict[str, Interaction] = {}
-        for interaction_id, exported in answer.items():
+        for interaction_id, exported in answer["interactions"].items():
             row, messages = exported["tensors"], exported["messages"]
             interaction = ExportedInteraction(messages, interaction_id, reward=exported["reward"], row=row)
             interaction.output_message_list, interaction.reply = exported["output"], exported["reply"]
@@ -156,7 +156,7 @@ class OpenAIProxyClient:
             interaction.model_response = response = ModelResponse(row["input_ids"][:start], *output)
             response.stop_reason, response.temperature = exported["stop_reason"], row["temperatures"][-1]
             rows[interaction_id] = interaction
-        for interaction_id, exported in answer.items():
+        for interaction_id, exported in answer["interactions"].items():
             rows[interaction_id].parent = rows.get(exported["parent"])
         return rows
 
