@@ -5,8 +5,7 @@ give a log-probability to every sampled token:
 
     pi_behav   the behaviour policy: the weights that sampled the token. The inference server reports the
                log-probability. A weight update may interrupt a completion, so each token has its own version.
-    pi_prox    the proximal policy: the weights at the start of the training step. One forward pass over the batch
-               computes its log-probabilities.
+    pi_prox    the proximal policy: the weights at the start of the training step (one more forward pass).
     pi_theta   the current policy: the weights that the optimizer is changing. Only pi_theta receives a gradient.
 
 Standard PPO uses one old policy for two jobs. The old policy corrects for data that older weights sampled. It is also
@@ -25,8 +24,7 @@ behaviour weight is 1.5 and u is 1.5. With eps = 0.2 the clip lowers u to 1.2, s
 
 Three guards limit what a single token can do:
   cap           A token whose behaviour weight exceeds behave_imp_weight_cap is left out of the sum. The mean still
-                divides by the number of all trained tokens. A batch with many such tokens therefore makes a small step.
-                training/corrections.py has a lower bound, and rules that leave out a whole sequence.
+                divides by the number of all trained tokens, so a batch with many such tokens makes a small step.
   clip higher   The upper bound of u may be further from 1 (eps_clip_higher), so that rare tokens can become likelier.
   dual clip     For A < 0 the term u A has no lower bound. Setting c_clip = c gives this term the lower bound c A.
 
@@ -36,10 +34,9 @@ A turn is compared with turns of its group. The tensor group_ids names the group
 order.
 
 Limits: the clip does not keep u inside the bounds. A clipped token has no gradient, but gradients of other tokens
-still change its probability. The cap makes the correction biased. There is no critic.
+still change its probability. The cap makes the correction biased. There is no critic. Variants are in training/:
+advantages.py, corrections.py and proximal.py. docs/algorithm.md lists each equation.
 
-Variants are in training/advantages.py, training/corrections.py and training/proximal.py. docs/algorithm.md lists each
-equation.
 Shapes: a batch has B rows, T columns, N trained turns and M trained tokens. Column t of each tensor describes token t.
 """
 

@@ -1,8 +1,7 @@
 r"""The proxy answers agents in the protocols of OpenAI and Anthropic, and records all sampled tokens for training.
 
-Each episode has a session at the proxy. An agent sends the id of its session in the URL or as the API key. The id is
-long and random, so nobody can guess it. A request marked "admin" needs the admin key. A client may leave out `/v1` in a
-path.
+Each episode has a session at one proxy. An agent sends the id of its session in the URL or as the API key. The id is
+long and random, so nobody can guess it. A request marked "admin" needs the admin key. A path may leave out `/v1`.
 
     POST /grant_capacity (admin)                  let one more session start
     POST /rl/start_session (admin)                use one grant to start a session, and return the session's id;
@@ -20,8 +19,7 @@ path.
     POST /set_version (admin)                     set the version of the trainer's newest weights
     GET  /health                                  return the number of sessions and the number of unused grants
 
-How a call becomes a prompt. A session already has one turn, in which the model answered "Hi!". Then a request with this
-body arrives:
+How a call becomes a prompt. In the session's first turn the model answered "Hi!". Then this body arrives:
 
     {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi!"},
                   {"role": "user", "content": "more"}], "temperature": 0.7}
@@ -29,8 +27,7 @@ body arrives:
     1. calls/messages.py reads three messages and the temperature 0.7 from the body.
     2. calls/turn.py enters the call in the conversation tree (cache.py). The turn with "Hi!" is the call's parent.
     3. calls/prompts.py takes the parent's tokens and appends \n<|im_start|>user\nmore<|im_end|>\n and further marks.
-    4. `Proxy.gconfig` collects the sampling parameters. The body has no max_new_tokens, so the option `sampling` gives
-       the value.
+    4. `Proxy.gconfig` collects the sampling parameters from the body and the option `sampling`.
     5. engine.py requests the tokens from a server, and calls/replies.py writes the reply, whole or as a stream.
 
 Sampling. The option `sampling` gives default values. An agent can override these values, except the parameters in the
@@ -39,13 +36,8 @@ is left out of the loss.
 
 Errors. The proxy answers an agent's mistake with a 4xx status and an error in the agent's protocol. SDKs retry a
 request after status 409, 429 or 500, so an agent's mistake never gets 409 or 500. It gets 429 only if a session asks
-for too many answers at once (`Limits.answers`), because a retry may succeed later. If an inference server refuses a
-call with a 4xx status, the agent gets a 4xx status, too. Status 503 means that no server answered. A call that arrives
-during a weight update is answered after the update.
-
-Proxies share no state, so each session stays at one proxy. The seed of a call depends on the number of earlier calls in
-the session. Calls that an agent makes at the same time may arrive in a different order in another run. The tokens of
-such calls may therefore differ between the runs.
+for too many answers at once (`Limits.answers`), because a retry may succeed later. Status 503 means that no server
+answered. A call that arrives during a weight update is answered after the update.
 """
 
 import argparse

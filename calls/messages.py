@@ -13,18 +13,17 @@ parsers of both protocols join the pieces into one message. Each tool result bec
 
 Why messages are compared. An agent sends the whole history with every request. To find the parent of a request, the
 conversation tree (`cache.py`) compares the history with earlier requests and replies. However, clients change a reply
-before they send it back in the history. For example, `content: null` becomes `""`, and the spaces in the JSON of a tool
-call change. `canonical` therefore compares only these four fields of a message:
+before they send it back: `content: null` becomes `""`, for example, and the spaces in the JSON of a tool call change.
+If a client has rewritten texts, the request starts a new conversation. `canonical` compares only these four fields:
 
     role            `developer` is the newer name of `system`
     text            null, "" and an absent key count as equal; a list of text parts counts as the joined text
     tool calls      id, name and arguments, in order; arguments are compared as JSON: '{"a": 2.0}' equals '{ "a":2 }'
     tool_call_id    for the result of a tool; some clients call this key `id`
 
-Every other key (`name`, reasoning, annotations, cache markers, ids of items) is ignored. tests/data/client_pairs.jsonl
-has pairs of consecutive requests from real clients. The comparison finds the parent in every pair. Two messages may be
-equal in this comparison and still have different tokens. The comparison is therefore used only to find the parent, and
-the prompt contains the parent's sampled tokens unchanged.
+Every other key (`name`, reasoning, annotations, cache markers, ids of items) is ignored. Two messages may be equal in
+this comparison and still have different tokens. The comparison is therefore used only to find the parent, and the
+prompt contains the parent's sampled tokens unchanged.
 
 References. Some clients send an id in place of the history: `previous_response_id`, `item_reference`, or Anthropic's
 `thread`. The parser calls `find` with this id to get the messages of a finished interaction of the session. New
@@ -39,8 +38,6 @@ Parameters. The parser never ignores a parameter that changes the answer: it use
 that names the parameter. `NEUTRAL` lists the unsupported parameters. A request may set an unsupported parameter only to
 a value that has no effect. The parser ignores unknown keys (`user`, `metadata`), and hints that a model need not follow
 (`thinking`, `strict`, `parallel_tool_calls`). The chat template receives the reasoning effort as a variable.
-
-A request starts a new conversation if the client has rewritten texts in the history.
 """
 
 import contextlib

@@ -2,9 +2,8 @@
 
     enter the call in the tree -> generate the answers -> store the answers in the tree -> send the reply
 
-Order. Before the proxy sends the first byte of the reply, the interaction is in the tree. Before the proxy sends the
-last byte, the interaction has its tokens. A client that has read a reply can therefore continue or reward the turn at
-once.
+Order. The interaction is in the tree before the first byte of the reply leaves, and has its tokens before the last
+byte. A client that has read a reply can therefore continue or reward the turn at once.
 
 States. Each turn runs as an asyncio task. A connection that waits for the turn's reply is a listener of the turn.
 
@@ -37,9 +36,7 @@ A retry gets the reply of its turn. A failed or abandoned turn has no reply, so 
 
 Example. An agent sends a call and hangs up after 10 seconds. The turn becomes abandoned, and the server stops
 generating. The agent sends the same body again. By rule 1 the request is a retry, so the abandoned turn becomes
-replaced, and the proxy generates a new turn. Only the new turn is trained.
-
-A turn does not outlive its session: when a session ends, all its running turns stop.
+replaced, and the proxy generates a new turn. Only the new turn is trained. When a session ends, all its turns stop.
 """
 
 import asyncio

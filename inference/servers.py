@@ -1,7 +1,7 @@
 """This module records which inference servers are alive, and chooses a server for each conversation.
 
 **A request survives the loss of its server.** The request keeps the tokens that have arrived, and a different server
-generates the missing tokens. The run continues while at least one server is alive.
+generates the missing tokens.
 
 **Affinity.** All turns of a conversation go to one server, because this server has cached the conversation's prefix.
 Each conversation ranks all servers by a hash of the server's URL and the conversation's key (rendezvous hashing), and
@@ -16,8 +16,7 @@ the conversations of this server move to other servers.
 A lost server may be dead, may have restarted with its first weights, or may be alive although an answer was lost. Three
 rules exclude tokens of old weights:
 
-- Before each update the trainer calls its lost servers. If a lost server answers, it receives the update like all
-  servers.
+- Before each update the trainer calls its lost servers. A lost server that answers receives the update, too.
 - Any other process asks a lost server for its version every few seconds. A process that has received tokens of version
   7 uses the server again only when the server reports version 7 or newer.
 - A server may restart between two requests, and then has version 0 again. The engine therefore checks the versions of

@@ -2,8 +2,8 @@
 
 - **disk**: the trainer writes a Hugging Face directory, and each server reads the directory (POST
   /update_weights_from_disk). The trainer and the servers need only a shared file system. The directory is also a
-  checkpoint that `from_pretrained` can read. With `actor.dtype=bfloat16` the directory of a model with 1.5B parameters
-  takes 3 GB. If all processes run on one machine, `weight_update.path=/dev/shm/new` keeps the files in memory.
+  checkpoint that `from_pretrained` can read. If all processes run on one machine, `weight_update.path=/dev/shm/new`
+  keeps the files in memory.
 - **distributed**: the trainer and the servers join one NCCL or gloo group, and the trainer broadcasts the tensors.
 - **tensor**: the trainer and a server share a GPU. The trainer sends handles of its tensors (CUDA IPC), and the server
   copies the tensors. Without a GPU the request contains the tensors themselves.
@@ -34,9 +34,8 @@ rank ever holds the whole model.
 
 **The group** of mode distributed exists only during one update, so a server that dies between two updates breaks no
 group. Making a group takes 20 ms over gloo on one machine. With NCCL, three calls block until every rank has made the
-same call: creating the group, broadcasting, and destroying the group. The trainer and the servers must therefore make
-these calls at the same time. For each call, the trainer sends the servers a request in a thread (`meanwhile`), and
-makes its own call while the request waits.
+same call: creating the group, broadcasting, and destroying the group. For each call, the trainer therefore sends the
+servers a request in a thread (`meanwhile`), and makes its own call while the request waits.
 
 **Not promised.** If the machine loses power, a file may be lost. The trainer keeps a separate checkpoint.
 """

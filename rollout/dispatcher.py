@@ -183,8 +183,7 @@ class DispatchState(Generic[TInput, TResult]):
         StalenessError and consumes no group.
         """
         while batch := {task_id: self.trainable(data) for task_id, data in self.next_groups(count).items()}:
-            too_old = [task_id for task_id, data in batch.items() if data is None]
-            if not too_old:
+            if not (too_old := [task_id for task_id, data in batch.items() if data is None]):
                 break
             for task_id in too_old:
                 del self.order[task_id]

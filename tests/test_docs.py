@@ -72,11 +72,12 @@ def test_budget() -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=name_in_project)
 def test_essay(path: Path) -> None:
-    """Every module begins with an essay: at least 100 words in the seven files, at least 20 elsewhere."""
+    """Every module begins with an essay: at most 40 lines, and at least 100 words in the seven files, 20 elsewhere."""
     if path.name == "__init__.py":
         return
     essay = ast.get_docstring(ast.parse(path.read_text())) or ""
     assert len(essay.split()) >= (100 if path.parent == ROOT else 20), f"{path.name} needs an essay"
+    assert len(essay.splitlines()) <= 40, f"the essay of {path.name} is too long"
 
 
 def test_every_key_has_a_meaning() -> None:

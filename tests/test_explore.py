@@ -55,7 +55,7 @@ MUTANTS = [
     ("counters", "wait", STALENESS, "consumer_batch_size + finished_untrained", "consumer_batch_size"),
     ("starvation", "wait", DISPATCHER, "islice(self.order.items(), count) if", "finished[:count] if"),
     ("starvation", "drop", DISPATCHER, "finished[:count]", "finished[-count:]"),
-    ("lost", "mask", DISPATCHER, "if data is None]", "if data != self.order[task_id]]"),
+    ("lost", "mask", DISPATCHER, "if data is None]):", "if data != self.order[task_id]]):"),
     ("lost", "mask", STALENESS, "get_version() - self.max_staleness\n", "get_version()\n"),
     ("deadlock", "wait", STALENESS, "(self.max_staleness + version + 1) *", "(self.max_staleness + 1) *"),
     ("deadlock", "mask", STALENESS, "rollouts - stat.running\n", "rollouts - stat.running - stat.accepted\n"),

@@ -1,16 +1,15 @@
 """Corrections for tokens and rows whose probability ratios would mislead the training.
 
 ppo.py multiplies each token's objective by the behaviour weight w = pi_prox / pi_behav, and clips u = pi_theta /
-pi_prox. Both are ratios of the probabilities of one token. Except for the cap of w, all corrections are off by default.
+pi_prox. Except for the cap of w, all corrections are off by default.
 
-**A weight needs two bounds.** Server and trainer never agree exactly on pi_behav. The errors make log w sometimes too
-large and sometimes too small, by similar amounts. A cap alone drops the tokens whose w is much too large, and keeps the
-tokens whose w is much too small. The mean weight then falls below 1, and the gradient of the remaining tokens is
-biased. IcePop drops the tokens outside either bound (`behaviour_weight`).
+**A weight needs two bounds.** Server and trainer never agree exactly on pi_behav, so log w is sometimes too large and
+sometimes too small. A cap alone drops the tokens whose w is much too large, and keeps the tokens whose w is much too
+small. The mean weight then falls below 1, and the gradient of the remaining tokens is biased. IcePop drops both kinds.
 
 **The reward judges a row, not a token.** If w is 1.05 at each of 100 tokens, no single token looks unusual. But pi_prox
 would write this row 1.05^100 = 131 times as often as pi_behav. Three tests find the rows on which the two policies
-differ too much. The tests read only w, so they can be combined with every kind of weight:
+differ too much. They can be combined with every kind of weight:
 
     geometric mean   exp(mean log w) is outside 1/c .. c: the whole row has drifted. The mean does not grow with the
                      length, so c must be close to 1, such as 1.01. A c of 5 would never drop a row.
@@ -18,32 +17,27 @@ differ too much. The tests read only w, so they can be combined with every kind 
     veto             w of one token is below a bound such as 1e-4: pi_prox could not have written this row.
 
 **A row's weight.** The product of all w is the exact weight of a row. In the example the product is 131, so a cap of 5
-drops the row. The longer a row is, the further its product is from 1, so long rows are dropped first. The geometric
-mean, 1.05 in the example, treats rows of all lengths alike, but is not the exact weight.
-`behave_imp_weight_level=sequence` is the product, and `geometric` is the geometric mean.
+drops the row. Products of long rows are far from 1, so long rows are dropped first. The geometric mean treats rows of
+all lengths alike, but is not the exact weight. `behave_imp_weight_level` chooses one of them.
 
-**A row's ratio.** PPO clips each token by itself. Within one answer some tokens therefore keep their gradient and
-others lose it, although all have the same advantage. GSPO clips the geometric mean of u, so all tokens of an answer
-keep or lose their gradient together. The mean is much closer to 1 than the u of a single token, so GSPO's bounds are
-small: 3e-4 below and 4e-4 above.
+**A row's ratio.** PPO clips each token by itself. GSPO clips the geometric mean of u, so all tokens of an answer keep
+or lose their gradient together. The mean is much closer to 1 than the u of a single token, so GSPO's bounds are small:
+3e-4 below and 4e-4 above.
 
-**A clip that keeps the gradient.** A token that PPO clips has no gradient. Such a token is often a rare word that
-changes the course of an answer, like "however". Without a gradient, the word never becomes likelier. CISPO uses the
-clipped u only as a constant factor of log pi_theta. The gradient of log pi_theta therefore remains, multiplied by at
-most 1 + eps_higher. CISPO usually has no lower bound (eps_clip=1).
+**A clip that keeps the gradient.** A token that PPO clips has no gradient, so a rare but useful word may never become
+likelier. CISPO uses the clipped u only as a constant factor of log pi_theta. The gradient of log pi_theta remains,
+multiplied by at most 1 + eps_higher. CISPO usually has no lower bound.
 
-**A smaller step for a smaller sample.** If a few weights are much larger than the others, these few tokens decide the
-gradient. The gradient is then as noisy as that of a small batch. The effective sample size, (sum w)^2 / sum w^2, is the
-number of tokens with equal weights whose gradient would be as noisy. ESS is this number divided by the number of
-tokens. VCPO multiplies AdamW's learning rate by the square root of ESS (`ess_lr_power=0.5`), as is usual for a smaller
-batch. Scaling the gradient would have no effect, because AdamW divides by the gradient's size.
+**A smaller step for a smaller sample.** If a few weights are much larger than the others, the gradient is as noisy as
+that of a small batch. The effective sample size (ESS), (sum w)^2 / sum w^2, is the number of tokens with equal weights
+whose gradient would be as noisy. VCPO multiplies AdamW's learning rate by the square root of ESS / M, where M is the
+number of tokens (`ess_lr_power=0.5`). AdamW divides by the gradient's size, so scaling the gradient has no effect.
 
 **Truncated answers.** An answer that was cut at its token limit might have succeeded with more tokens, so its reward is
-unknown. A reward of 0 would teach the model that long thinking is wrong. `without_truncated` removes such turns from
-the loss and from every baseline.
+unknown. `without_truncated` removes such turns from the loss and every baseline.
 
-Sources: IcePop (arXiv 2510.18855), verl's documents on rollout correction (tests and products), GSPO (2507.18071),
-CISPO (2506.13585), VCPO (2602.17616; there each row has one weight), DAPO (2503.14476) for truncated answers.
+Sources: IcePop (arXiv 2510.18855), verl's documents on rollout correction (tests, products), GSPO (2507.18071), CISPO
+(2506.13585), VCPO (2602.17616; there each row has one weight), DAPO (2503.14476) for truncated answers.
 """
 
 import math

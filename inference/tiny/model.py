@@ -1,13 +1,11 @@
 """This module computes one step: a Hugging Face model processes a batch of sequences with a cache of keys and values.
 
-**The rule.** A step feeds the model all tokens that are not yet in the cache. It returns the logits of each sequence's
-last token. One method, `TinyModel.step`, is used for prefill, for decoding, after a weight update, and for the next
-turn of a conversation. These cases differ only in how many tokens are cached already.
+**The rule.** A step feeds the model all tokens that are not yet in the cache, and returns the logits of each sequence's
+last token. Prefill, decoding and the next turn of a conversation differ only in how many tokens are cached already.
 
 **The parts.** `SlotCache` stores keys and values. `TinyModel` computes a batch. `FastForward` (fast.py) computes models
-with Llama's architecture. Every other model uses its own forward pass from transformers. Both forward passes call
-`SlotCache.update` and `slot_attention` in each layer. `read_weights`, `receive_weights` and `unpack_weights` each read
-new weights. `sample` draws the next tokens. `run_step` connects the scheduler, the model and `sample`.
+with Llama's architecture. Every other model uses its own forward pass from transformers. `sample` draws the next
+tokens. `run_step` connects the scheduler, the model and `sample`.
 
 **Three coordinates** locate a token:
 
@@ -16,8 +14,7 @@ new weights. `sample` draws the next tokens. `run_step` connects the scheduler, 
     position  the index of the token in its sequence, from 0; the cache stores its key and value at (slot, position)
 
 An example with 6 + 8 slots: step(feeds=[[b0, b1, b2, b3], [c2, c3]], cached=[0, 2], first_slot=1). All rows end in the
-last column, so the last column contains the last token of each sequence. Padding (--) is written to the last spare
-slot, which no step reads.
+last column. Padding (--) is written to the last spare slot, which no step reads.
 
     cache    position 0  1  2  3      batch    column 0  1  2  3      position       written to slot
     slot 0            a0 a1 a2 a3
@@ -25,28 +22,20 @@ slot, which no step reads.
     slot 2            c0 c1 .  .      row 1           -- -- c2 c3      0  0  2  3     13 13  2  2
 
 **Bits.** In deterministic mode (`--seed`), two runs with one seed give the same tokens. The logits of a row must
-therefore not depend on the other rows of the batch. Rounding can cause such a dependence: for matrices of another
-shape, the library may choose another kernel, which adds the numbers in another order. Three rules keep the choice of
-the kernel constant:
+therefore not depend on the other rows of the batch. But for matrices of another shape, the library may choose another
+kernel, which adds the numbers in another order. Three rules keep the choice of the kernel constant:
 
 - Memory holds the weights of a linear layer in the order of the transpose: (in, out). `fuse` changes the order.
 - Every matrix product has 8 to 128 rows (MIN_ROWS, MAX_TOKENS). `step_in_parts` divides a larger step.
 - `key_length` chooses the number of keys to which a step attends.
 
-The rules come from measurements with torch 2.13 and MKL 2024.2 on an Intel Xeon with AVX-512. With transposed weights
-and `in` from 32 to 4864, any number of rows from 2 to 160 gave the same bits for a row. From 192 rows on, some products
-differed. Without the transpose, products of fewer than 16 rows differed. Attention needed 2 rows for d <= 32, 3 rows
-for d = 64 and 6 rows for d = 128. On a CPU with other kernels, logits agree to about 1e-6, and sampled tokens are
-almost always the same. bench/engine.py prints whether the bits are equal on your machine. Padding a single sequence to
-eight rows costs time (docs/results.md), so only deterministic mode follows the last two rules. The first rule always
-holds, because products with transposed weights are also faster.
+The rules come from measurements (docs/results.md). On a CPU with other kernels, logits agree to about 1e-6. Padding a
+single sequence to eight rows costs time, so only deterministic mode follows the last two rules.
 
-**Randomness.** A uniform random number chooses each token. For position p of a request with seed s, this number is a
-hash of (s, p). No random generator keeps a state. If a client sends an aborted request again together with its partial
-output, the new request continues with the random numbers of the aborted request.
+**Randomness.** A uniform random number chooses each token: for position p of a request with seed s, a hash of (s, p).
+An aborted request that is sent again with its partial output therefore continues with the same random numbers.
 
-**Logprobs** are log_softmax(logits / T) over the whole vocabulary, in float32, after penalties and before top_p and
-top_k. At T = 0 the logprobs are log_softmax(logits). A trainer reproduces the logprobs by dividing its logits by T.
+**Logprobs** are log_softmax(logits / T), after penalties, before top_p and top_k. T = 0 counts as T = 1 here.
 
 **Not supported:** sliding windows, recurrent layers, soft-capped attention, paged memory, any precision except float32.
 """

@@ -10,10 +10,9 @@ route's sequence has new tokens or has finished, the thread wakes the route.
     POST /generate  -- call(scheduler.submit, ..) -->   queue: event, event, step, event, step ..
     waits for sequence.changed  <------- announce --    after each step: finished and streaming sequences
 
-The engine's thread takes one entry of its queue at a time. An entry is either an event (a function call of a route) or
-a step. When a step ends, the thread puts the next step into the queue, after the events that arrived during the step.
-Events are therefore handled between two steps, and the scheduler needs no lock. If there is nothing to compute, the
-thread waits for the next event.
+An entry of the queue is either an event (a function call of a route) or a step. When a step ends, the thread puts the
+next step into the queue, after the events that arrived during the step. Events are therefore handled between two steps,
+and the scheduler needs no lock.
 
 **The files.** scheduler.py chooses the sequences of the next step, and model.py computes the step. fast.py is the
 forward pass of the most common architecture. protocol.py translates the bodies of requests and replies.
@@ -33,9 +32,8 @@ forward pass of the most common architecture. protocol.py translates the bodies 
 
 With `--seed`, a request's tokens and logprobs depend only on the request's seed, the prompt and the weights (model.py,
 "Bits"). A weight update without a pause waits until all running sequences have finished. To end a request, a client
-must send /abort_request. Disconnecting does not end the request.
-
-With `--api-key`, every request except /health and /ready needs the header `Authorization: Bearer <key>`.
+must send /abort_request. Disconnecting does not end the request. With `--api-key`, every request except /health and
+/ready needs the header `Authorization: Bearer <key>`.
 
 **Not promised.** The server does not support text prompts, several samples of one prompt, grammars, LoRA or weight
 updates of a mixture of experts.
