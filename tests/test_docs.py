@@ -58,6 +58,7 @@ RAISED_BY = {
     "failures in one line, Ctrl-C": 105,
     "two rules of the doctor that the museum needed": 10,
     "the terminal, the chat": 76,
+    "speed on GPUs": 1,
 }
 
 

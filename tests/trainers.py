@@ -10,6 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from training.actor import FSDPPPOActor
 from training.config import NormConfig, OptimizerConfig, PPOActorConfig
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the device that the actor uses on this machine
+
 
 def make_batch(lengths=(9, 14, 5, 21, 12, 17, 7, 16), seed=0) -> dict[str, Tensor]:
     """Make random rows in groups of two, with three prompt tokens, rewards of 0 and 1, and different temperatures."""
@@ -46,7 +48,7 @@ def make_config(**changes) -> PPOActorConfig:
 
 SHAPE = {
     "vocab_size": 259,
-    "hidden_size": 32,
+    "hidden_size": 64,  # 16 numbers for each head, the fewest that FlexAttention's kernel accepts
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -71,7 +73,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "gpt_neox": {},
-    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 64},
     "qwen3_moe": EXPERTS,
     "mixtral": {"num_local_experts": 4},
     "mistral": {"sliding_window": 4},
@@ -112,6 +114,6 @@ def prepare(actor: FSDPPPOActor, batch: dict[str, Tensor], drift=0.3) -> dict[st
 
 
 def gradients(model) -> dict[str, Tensor]:
-    """Return the full gradient of each parameter of a sharded model."""
+    """Return the full gradient of each parameter of a sharded model, on the CPU."""
     full = {name: p.grad for name, p in model.named_parameters()}
-    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in full.items()}
+    return {name: (g.full_tensor() if hasattr(g, "full_tensor") else g).cpu() for name, g in full.items()}

@@ -44,10 +44,11 @@ def join_ranks() -> bool:
     """
     if dist.is_initialized():
         return False
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # init_device_mesh warns if no device is set
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         dist.init_process_group(backend, timeout=PATIENCE)
         _await_farewells()
     else:

@@ -23,10 +23,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainers import gradients, make_batch, make_config, prepare
 
+from training import ranks
 from training.actor import FSDPPPOActor
 from training.ranks import share
-
-pytestmark = pytest.mark.runs
 
 SGD_STEPS = 5
 LENGTHS = (9, 14, 5, 21, 12, 17, 7)  # seven rows, so that the ranks get different numbers of rows
@@ -110,6 +109,24 @@ def work_wait(model_dir: Path, out: Path) -> None:
 # ---- the tests
 
 
+@pytest.mark.parametrize("torchrun_rank", [None, "3"])
+def test_a_rank_chooses_its_gpu_before_it_joins(monkeypatch: pytest.MonkeyPatch, torchrun_rank: str | None) -> None:
+    """A rank sets its GPU before it makes the process group, because init_device_mesh otherwise warns that it has to
+    guess the GPU. Without torchrun the rank uses the first GPU."""
+    calls: list[Any] = []
+    monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ranks.torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(ranks.dist, "init_process_group", lambda backend, **_: calls.append(backend))
+    monkeypatch.setattr(ranks, "_await_farewells", lambda: None)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+        if torchrun_rank:
+            monkeypatch.setenv(name, torchrun_rank)
+    assert ranks.join_ranks()
+    assert calls == [int(torchrun_rank or 0), "cpu:gloo,cuda:nccl"]
+
+
 @pytest.fixture(scope="module")
 def numbers(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[dict, dict]]:
     """The tensors and metrics of work_numbers, for 1, 2 and 4 ranks."""
@@ -123,6 +140,7 @@ def numbers(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     return found
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("n", [2, 4])
 def test_gradients_and_parameters_are_those_of_one_rank(numbers, n: int) -> None:
     """With n ranks, the gradients, the parameters after 5 SGD steps, the log-probabilities and the metrics are the same
@@ -139,6 +157,7 @@ def test_gradients_and_parameters_are_those_of_one_rank(numbers, n: int) -> None
     assert many_stats == pytest.approx(one_stats, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("tied", [False, True])
 def test_no_rank_but_the_first_reads_the_model(tmp_path: Path, tied: bool) -> None:
     """Only rank 0 reads the model's files, and each parameter is held by exactly one rank."""
@@ -153,6 +172,7 @@ def test_no_rank_but_the_first_reads_the_model(tmp_path: Path, tied: bool) -> No
     assert max(rank["held"] for rank in ranks) < 0.6 * total
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("how", ["killed", "raises"])
 def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> None:
     """If rank 2 of 3 dies while rank 0 waits outside of any collective operation, all processes end and the cause is
@@ -219,6 +239,7 @@ def wait_until_held(nodes: list[subprocess.Popen]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.runs
 def test_two_nodes_train_and_come_back(tmp_path: Path) -> None:
     """If one of two nodes is killed, the second node ends. When both nodes start again, the run resumes from the
     checkpoint."""
@@ -256,6 +277,7 @@ def wait_no_process(word: str, seconds: float = 30) -> bool:
     return False
 
 
+@pytest.mark.runs
 def test_a_mistake_is_said_once_and_ends_all_ranks(tmp_path: Path) -> None:
     """If the configuration has a mistake, only rank 0 prints an error, only once, and all ranks end without a crash."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"]
@@ -284,6 +306,7 @@ print(sorted({row[1][:-5] for row in rows if row[3] == "0A" and f"socket:[{row[9
 """
 
 
+@pytest.mark.runs
 def test_a_single_rank_listens_on_the_loopback_address(tmp_path: Path) -> None:
     """The process group of a single rank listens on 127.0.0.1, and not at the address of the hostname."""
     hosts = tmp_path / "hosts"

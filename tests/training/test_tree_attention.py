@@ -14,6 +14,7 @@ import httpx2
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, free_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from scripted import ScriptedEngine
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 from torch.nn.utils.rnn import pad_sequence
+from trainers import DEVICE
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from calls.client import OpenAIProxyClient
@@ -53,12 +55,13 @@ TREES = given(st.integers(0, 10**6), st.integers(1, 12), st.integers(30, 300))
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """A random Qwen3 with two layers and two query heads for each key head."""
+    """A random Qwen3 with two layers and two query heads for each key head, on the GPU if there is one."""
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
     config = Qwen3Config(vocab_size=40, max_position_embeddings=4096, **shape, **heads)  # type: ignore[arg-type]
-    return Qwen3ForCausalLM(config)
+    made: Any = Qwen3ForCausalLM(config)
+    return made.to(DEVICE)
 
 
 def logp_of(logits: Tensor, ids: Tensor) -> Tensor:
@@ -70,7 +73,7 @@ def separate_logp(model: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return log p of each row's tokens except the first, (length - 1,), with one forward pass per row."""
     found = []
     for row in rows:
-        ids = torch.tensor(row)
+        ids = torch.tensor(row, device=model.device)
         found.append(logp_of(model(input_ids=ids[None], use_cache=False).logits[0, :-1], ids[1:]))
     return found
 
@@ -88,23 +91,25 @@ def tree_logp(model: Any, rows: Sequence[Sequence[int]], max_tokens: int, dense:
     pass uses the N x N mask."""
     found: list[Tensor] = [torch.empty(0)] * len(rows)
     for tree in build_trees(rows, max_tokens):
-        how: dict[str, Any] = {"attention_mask": dense_mask(tree)[None, None]} if dense else {"tree": tree}
+        mask = dense_mask(tree)[None, None].to(model.device)
+        how: dict[str, Any] = {"attention_mask": mask} if dense else {"tree": tree}
+        input_ids, position_ids = tree.input_ids.to(model.device), tree.position_ids.to(model.device)
         model.set_attn_implementation("sdpa" if dense else "tree")
-        logits = model(input_ids=tree.input_ids, position_ids=tree.position_ids, use_cache=False, **how).logits[0]
+        logits = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **how).logits[0]
         model.set_attn_implementation("sdpa")
         for row, path in zip(tree.rows, tree.paths, strict=True):
-            found[row] = logp_of(logits[path[:-1]], tree.input_ids[0, path[1:]])
+            found[row] = logp_of(logits[path[:-1]], input_ids[0, path[1:]])
     return found
 
 
 def learn(model: Any, logp: list[Tensor], seed: int = 0) -> tuple[float, dict[str, Tensor]]:
     """Return a loss with a random advantage for each token of each row, and the gradients of the loss."""
-    flat = torch.cat(logp)
+    flat = torch.cat(logp).cpu()
     weights = torch.randn(len(flat), generator=torch.Generator().manual_seed(seed))
     model.zero_grad()
     loss = (flat * weights).sum() / max(len(flat), 1)
     loss.backward()
-    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), {name: p.grad.cpu().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_same_lesson(ours: tuple[float, dict[str, Tensor]], truth: tuple[float, dict[str, Tensor]]) -> None:
@@ -274,7 +279,7 @@ def listed(counts: Tensor | None, numbers: Tensor | None) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_sees_what_the_blocks_see() -> None:
-    """FlexAttention with the block mask gives the same output as tree_attention on a CPU."""
+    """On a CPU, FlexAttention without its kernel gives the same output with the block mask as tree_attention."""
     [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
     N = len(tree.subtree_end)
     q, k, v = (torch.randn(1, heads, N, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
@@ -283,13 +288,36 @@ def test_flex_attention_sees_what_the_blocks_see() -> None:
     torch.testing.assert_close(ours.transpose(1, 2), flex, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("heads", [4, 6])  # if the number is no power of two, transformers repeats the keys
+def test_output_and_gradients_are_those_of_the_dense_mask(heads: int) -> None:
+    """Output and gradients of tree_attention are those of attention with the N x N mask. On a GPU, tree_attention runs
+    FlexAttention's kernel."""
+    [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
+    made = [
+        torch.randn(1, n, len(tree.subtree_end), 16, generator=torch.Generator().manual_seed(n)) for n in (heads, 2)
+    ]
+    results = []
+    for dense in (False, True):
+        q, k = (x.detach().to("cpu" if dense else DEVICE, torch.float64 if dense else torch.float32) for x in made)
+        leaves: list[Any] = [x.requires_grad_() for x in (q, k, k.detach().flip(2))]
+        q, k, v = leaves
+        if dense:
+            out = F.scaled_dot_product_attention(q, k, v, dense_mask(tree), scale=0.3, enable_gqa=True).transpose(1, 2)
+        else:
+            out, _ = tree_attention(torch.nn.Module().eval(), q, k, v, None, scaling=0.3, tree=tree)
+        (out * torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)).sum().backward()
+        results.append([x.detach().cpu().float() for x in (out, *(leaf.grad for leaf in leaves))])
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact, atol=2e-5, rtol=1e-5)
+
+
 def test_what_tree_attention_cannot_do_is_refused(model: Any) -> None:
     """Tree attention raises an error in a forward pass without a tree, and for a layer with a sliding window."""
     q = torch.randn(1, 2, 3, 8)
     [tree] = build_trees([[1, 2, 3]], 8)
     model.set_attn_implementation("tree")
     with pytest.raises(ValueError, match="no tree reached Qwen3Attention"):
-        model(input_ids=tree.input_ids, use_cache=False)
+        model(input_ids=tree.input_ids.to(DEVICE), use_cache=False)
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="no sliding_window"):
         tree_attention(None, q, q, q, None, tree=tree, sliding_window=2)
