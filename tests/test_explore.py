@@ -1,35 +1,53 @@
-"""The search of tests/explore.py finds no broken property in the real dispatcher, and finds every planted error.
+"""The search of tests/explore finds no broken property in the shipped control plane, and finds every planted error.
 
 A mutant is one of the project's modules with one changed line. Each property has two mutants that break this property.
 """
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-import explore
 import pytest
-from explore import MODES, Bounds, Broken, DispatchMachine
+from explore import dispatcher, sessions
+from explore.dispatcher import MODES, Bounds, DispatchMachine
+from explore.search import Broken, explore, show, walk
+from explore.sessions import SessionBounds, SessionMachine
 
+import calls.sessions
 import rollout.dispatcher
 import staleness
 
-SMALL = (
-    Bounds(eta=1, batch=1, concurrent=2, versions=3, rejections=1),
-    Bounds(eta=0, batch=2, concurrent=3, versions=2, rejections=1),
-    Bounds(eta=1, batch=1, concurrent=2, versions=2, rejections=0, kills=1),
-)
-
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bounds", SMALL, ids=str)
-def test_every_order_of_events_keeps_every_property(mode: str, bounds: Bounds) -> None:
+@pytest.mark.parametrize("bounds", dispatcher.SMALL, ids=str)
+def test_every_order_of_the_dispatchers_events_keeps_every_property(mode: str, bounds: Bounds) -> None:
     """In every order of events, groups keep the age bound, the counters agree, and nothing starves or hangs."""
-    graph = explore.explore(DispatchMachine(mode, bounds))
-    assert any(state.version == bounds.versions for state in graph.states.values())
-    assert len(graph.states) > 30
-    dropped = any(state.state.manager.get_stats().dropped for state in graph.states.values())
+    graph = explore(DispatchMachine(mode, bounds))
+    assert any(state.version == bounds.versions for state in graph.states)
+    assert len(graph) > 30
+    dropped = any(state.state.manager.get_stats().dropped for state in graph.states)
     assert dropped == (mode == "drop" and bounds.eta > 0 and not bounds.kills), "the bounds reach no dropped group"
+
+
+@pytest.mark.parametrize("bounds", sessions.SMALL, ids=str)
+def test_every_order_of_the_sessions_events_keeps_every_property(bounds: SessionBounds) -> None:
+    """In every order of calls, ends, exports and waits, the table holds the right sessions and stops their turns."""
+    assert len(explore(SessionMachine(bounds), keep=False)) > 1000
+
+
+WALKS = [
+    *((DispatchMachine, (mode, bounds)) for bounds in dispatcher.FAR for mode in MODES),
+    *((SessionMachine, (bounds,)) for bounds in sessions.FAR),
+]
+
+
+@pytest.mark.parametrize(("machine", "bounds"), WALKS)
+def test_random_walks_far_beyond_the_bounds_keep_every_property(machine: Callable[..., Any], bounds: Any) -> None:
+    """Random series of events reach sizes that the search cannot reach."""
+    for seed in range(2):
+        assert walk(machine(*bounds), seed, 1000) == 1000
 
 
 def mutant(module: ModuleType, line: str, changed: str) -> ModuleType:
@@ -44,10 +62,20 @@ def mutant(module: ModuleType, line: str, changed: str) -> ModuleType:
     return copy
 
 
+def find_error(machine: Any, name: str) -> str:
+    """Explore a machine with a planted error. Return the story of the error, which must break the property `name`."""
+    with pytest.raises(Broken) as caught:
+        explore(machine, keep=False)
+    assert caught.value.name == name, caught.value
+    assert "\n   1. " in str(caught.value)
+    return str(caught.value)
+
+
 DISPATCHER, STALENESS = rollout.dispatcher, staleness
 # property, mode, module, the code, and the changed code
 MUTANTS = [
-    ("starvation", "wait", STALENESS, "(self.max_staleness + version + 1) *", "(self.max_staleness + version + 2) *"),
+    ("gate", "wait", STALENESS, "(self.max_staleness + version + 1) *", "(self.max_staleness + version + 2) *"),
+    ("gate", "mask", STALENESS, "places - (stat.accepted + stat.running)", "places - stat.accepted"),
     ("age", "drop", STALENESS, "return age <= self.max_staleness", "return age <= self.max_staleness + 1"),
     ("age", "mask", STALENESS, "get_version() - self.max_staleness\n", "get_version() - self.max_staleness - 1\n"),
     ("counters", "wait", DISPATCHER, "            self.manager.on_rollout_rejected(failed)\n", ""),
@@ -63,21 +91,45 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize(("name", "mode", "module", "line", "changed"), MUTANTS)
-def test_a_planted_error_is_found_by_name(name: str, mode: str, module: ModuleType, line: str, changed: str) -> None:
+def test_a_planted_error_of_the_dispatcher_is_found_by_name(
+    name: str, mode: str, module: ModuleType, line: str, changed: str
+) -> None:
     """The search finds each planted error, names the broken property, and tells the events that lead to it."""
     wrong = {"dispatcher": DISPATCHER, "staleness": STALENESS}
     wrong[module.__name__.rpartition(".")[2]] = mutant(module, line, changed)
     kills = int("finished_untrained" in line)
-    with pytest.raises(Broken) as caught:
-        explore.explore(DispatchMachine(mode, Bounds(versions=4, rejections=1 - kills, kills=kills), **wrong))
-    assert caught.value.name == name, caught.value
-    assert "1. start" in str(caught.value)
-    assert "in  version 0" in str(caught.value)
+    story = find_error(DispatchMachine(mode, Bounds(versions=4, rejections=1 - kills, kills=kills), **wrong), name)
+    assert "1. start" in story
+    assert "in  version 0" in story
+
+
+# property, the code of calls/sessions.py, and the changed code
+SESSION_MUTANTS = [
+    ("grants", "self._grants[0] <= self.clock()", "self._grants[0] < self.clock()"),
+    ("grants", "        self._grants.popleft()\n        self.expire()\n", "        self.expire()\n"),
+    ("expiry", "last_used >= self.timeout", "last_used > self.timeout"),
+    ("expiry", "(self.touch if oldest.running else self.forget)", "self.forget"),
+    ("expiry", "            self.move_to_end(session.session_id)\n", "            pass\n"),
+    ("ended", "        session.ended = True\n", ""),
+    ("ended", "        if session.ended:\n", "        if session.running and session.ended:\n"),
+    ("stopped", "            turn.end_with_session()\n", "            pass\n"),
+    ("stopped", "        self.end(session)\n        self.pop", "        session.ended = True\n        self.pop"),
+    ("access", "self.get(session_id)", "self.get(session_id) and next(iter(self.values()))"),
+    ("access", "secrets.token_urlsafe(16), task_id", "task_id[:4], task_id"),
+    ("limit", "if answers > self.answers", "if answers > self.answers + 1"),
+    ("limit", "sum(len(turn.ids) for turn in session.running)", "len(session.running)"),
+]
+
+
+@pytest.mark.parametrize(("name", "line", "changed"), SESSION_MUTANTS)
+def test_a_planted_error_of_the_sessions_is_found_by_name(name: str, line: str, changed: str) -> None:
+    """The search finds each planted error of the session table, and names the broken property."""
+    find_error(SessionMachine(SessionBounds(), mutant(calls.sessions, line, changed)), name)
 
 
 def test_equal_situations_are_visited_once() -> None:
     """Two orders of events that lead to the same situation end in one state. The drawing shows each state once."""
-    graph = explore.explore(DispatchMachine("wait", explore.SMALLEST))
-    drawn = explore.show(graph)
+    graph = explore(DispatchMachine("wait", dispatcher.SMALLEST))
+    drawn = show(graph)
     assert drawn.count("fail 0 -> 3") == drawn.count("reject 0 -> 3") == 1
-    assert len([line for line in drawn.splitlines() if "->" not in line]) == len(graph.states) == 10
+    assert len([line for line in drawn.splitlines() if "->" not in line]) == len(graph) == 10

@@ -1,21 +1,11 @@
-"""Explore every order of events of a small system, and check each state that the system can reach.
+"""The machine of the dispatcher: DispatchState (rollout/dispatcher.py) and StalenessManager (staleness.py).
 
-    python -m tests.explore           explore the dispatcher at large bounds; print the states and the seconds
-    python -m tests.explore --show    draw every state of the smallest case as text
-
-A **machine** describes a system: its initial states, the events that are possible in a state, and the properties that
-every state must have. `explore` visits all states, breadth first. Two states with the same key count as one state. So
-if two orders of events lead to the same situation, the search continues from there only once. If a property is broken,
-the error shows the shortest series of events that breaks the property. After the search, `explore` checks that a goal
-can be reached from every state. If no goal can be reached from a state, the state is a deadlock or part of a loop
-without a way out.
-
-**DispatchMachine** explores the real classes DispatchState (rollout/dispatcher.py) and StalenessManager (staleness.py),
-not a model of them. Groups start, end, fail and are rejected in every order. The trainer consumes batches and makes new
-versions, with or without a checkpoint, and the process may be killed. A group has tokens of every version between its
-start and its end. The properties:
+DispatchMachine explores the real classes, not a model of them. Groups start, end, fail and are rejected in every order.
+The trainer consumes batches and makes new versions, with or without a checkpoint, and the process may be killed. A
+group has tokens of every version between its start and its end. The properties:
 
     age          no trained token is older than eta
+    gate         when a group starts, accepted + running <= (eta + version + 1) * B
     counters     submitted = enqueued + running + accepted + rejected + dropped, and each counter is right
     starvation   no group waits longer than eta versions: mode wait: after its start; modes mask, drop: after its end
     lost         modes wait and mask drop no group
@@ -26,139 +16,16 @@ rejected group and one kill.
 """
 
 import copy
-import sys
-import time
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import rollout.dispatcher
 import staleness
 from rollout.runner import TimedResult
 
-S = TypeVar("S")
-Event = tuple[Any, ...]  # the name of an event and its arguments
-
-
-# ---------------------------------------------------------------- the search
-
-
-class Machine(Protocol[S]):
-    """A system whose states `explore` visits."""
-
-    def initial(self) -> Iterable[S]: ...
-
-    def events(self, state: S) -> Iterable[Event]:
-        """Return the events that are possible in this state."""
-        ...
-
-    def apply(self, state: S, event: Event) -> S:
-        """Return the state after an event, and leave `state` as it is. May raise Broken."""
-        ...
-
-    def key(self, state: S) -> Hashable:
-        """Return what distinguishes this state from others."""
-        ...
-
-    def check(self, state: S) -> None:
-        """Raise Broken if the state lacks a property."""
-        ...
-
-    def is_goal(self, state: S) -> bool:
-        """Return whether this state is a goal. From every state the system must be able to reach a goal."""
-        ...
-
-
-class Broken(AssertionError):
-    """A property does not hold. `name` is the property."""
-
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"{name}: {why}")
-        self.name, self.why = name, why
-
-
-class Graph(NamedTuple):
-    """All states that were reached, and the transitions between them."""
-
-    states: dict[Hashable, Any]  # the first state found with each key, in the order of the search
-    edges: dict[Hashable, list[tuple[Event, Hashable]]]  # the events of each state and the keys that they lead to
-    came_by: dict[Hashable, tuple[Hashable, Event] | None]  # the shortest way to each state; None: initial
-    seconds: float
-
-
-def explore(machine: Machine[S]) -> Graph:
-    """Visit all states of a machine. If a property does not hold, raise Broken with the shortest series of events that
-    breaks it."""
-    began, graph = time.monotonic(), Graph({}, {}, {}, 0.0)
-    queue: deque[Hashable] = deque()
-
-    def visit(state: S, way: tuple[Hashable, Event] | None) -> Hashable:
-        key = machine.key(state)
-        if key not in graph.states:
-            graph.states[key], graph.came_by[key] = state, way
-            machine.check(state)
-            queue.append(key)
-        return key
-
-    here: Hashable = None
-    event: Event = ()
-    try:
-        for first in machine.initial():
-            visit(first, None)
-        while queue:
-            here = queue.popleft()
-            state, graph.edges[here] = graph.states[here], []
-            for event in machine.events(state):
-                graph.edges[here].append((event, visit(machine.apply(state, event), (here, event))))
-    except Broken as broken:
-        raise Broken(broken.name, f"{broken.why}\n{story(graph, (here, event))}") from broken
-    if lost := stuck(machine, graph):
-        ends = [key for key in lost if all(after == key for _, after in graph.edges[key])]
-        key = (ends or lost)[0]  # a state where nothing more happens explains a deadlock best
-        why = f"no goal can be reached from here: {graph.states[key]}"
-        raise Broken("deadlock", f"{why}\n{story(graph, graph.came_by[key])}")
-    return graph._replace(seconds=time.monotonic() - began)
-
-
-def stuck(machine: Machine[S], graph: Graph) -> list[Hashable]:
-    """Return the states from which no goal can be reached, in the order of the search."""
-    before: dict[Hashable, list[Hashable]] = {}
-    for key, edges in graph.edges.items():
-        for _, after in edges:
-            before.setdefault(after, []).append(key)
-    alive = {key for key, state in graph.states.items() if machine.is_goal(state)}
-    queue = [*alive]
-    while queue:
-        for key in before.get(queue.pop(), []):
-            if key not in alive:
-                alive.add(key)
-                queue.append(key)
-    return [key for key in graph.states if key not in alive]
-
-
-def story(graph: Graph, way: tuple[Hashable, Event] | None) -> str:
-    """Return the events that lead to a state, one on each line, with the state before each event."""
-    events: list[str] = []
-    while way is not None:
-        before, event = way
-        events.append(f"{' '.join(map(str, event)):<20} in  {graph.states.get(before, 'the beginning')}")
-        way = graph.came_by.get(before)
-    return "\n".join(f"{number:>4}. {line}" for number, line in enumerate(reversed(events), start=1))
-
-
-def show(graph: Graph) -> str:
-    """Return all states and transitions as text."""
-    number = {key: i for i, key in enumerate(graph.states)}
-    lines = []
-    for key, state in graph.states.items():
-        lines.append(f"{number[key]:>3}  {state}")
-        lines += [f"       {' '.join(map(str, event))} -> {number[after]}" for event, after in graph.edges[key]]
-    return "\n".join(lines)
-
-
-# ---------------------------------------------------------------- the dispatcher
+from .search import Broken, Event
 
 
 @dataclass(frozen=True)
@@ -279,6 +146,9 @@ class DispatchMachine:
         world.next_id += 1
         for task in world.state.start():
             world.started[task.task_id] = world.version
+            stat, b = world.state.manager.get_stats(), self.bounds
+            if stat.accepted + stat.running > (b.eta + world.version + 1) * b.batch:
+                raise Broken("gate", f"a group starts at version {world.version}: {stat}")
 
     def other(self, world: World, name: str, task_id: int = -1) -> None:
         if name.startswith("version"):
@@ -364,6 +234,11 @@ class DispatchMachine:
 
 MODES = ("wait", "mask", "drop")
 SMALLEST = Bounds(eta=0, batch=1, concurrent=1, versions=1, rejections=1)
+SMALL = (
+    Bounds(eta=1, batch=1, concurrent=2, versions=3, rejections=1),
+    Bounds(eta=0, batch=2, concurrent=3, versions=2, rejections=1),
+    Bounds(eta=1, batch=1, concurrent=2, versions=2, rejections=0, kills=1),
+)
 LARGE = (
     Bounds(eta=1, batch=2, concurrent=3, versions=3, rejections=1),
     Bounds(eta=2, batch=1, concurrent=3, versions=4, rejections=2),
@@ -371,21 +246,7 @@ LARGE = (
     Bounds(eta=1, batch=2, concurrent=4, versions=4, rejections=0),
     Bounds(eta=2, batch=2, concurrent=4, versions=4, rejections=1),
 )
-
-
-def main(argv: list[str]) -> None:
-    if "--show" in argv:
-        for mode in MODES:
-            print(f"rollout.stale={mode}, {SMALLEST}\n{show(explore(DispatchMachine(mode, SMALLEST)))}\n")
-        return
-    for bounds in LARGE:
-        for mode in MODES:
-            graph = explore(DispatchMachine(mode, bounds))
-            events = sum(map(len, graph.edges.values()))
-            print(
-                f"{mode}  {bounds}: {len(graph.states):,} states, {events:,} events, {graph.seconds:.1f} s", flush=True
-            )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+FAR = (
+    Bounds(eta=3, batch=4, concurrent=9, versions=10**6, rejections=10**6),
+    Bounds(eta=2, batch=2, concurrent=5, versions=10**6, rejections=10**6, kills=10**6),
+)

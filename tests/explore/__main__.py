@@ -1,0 +1,62 @@
+"""The commands of tests/explore/__init__.py."""
+
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from . import dispatcher, sessions
+from .search import explore, show, walk
+
+MODES = dispatcher.MODES
+CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [  # the longest cases first
+    *(("dispatcher", dispatcher.DispatchMachine, (mode, b)) for b in dispatcher.LARGE for mode in reversed(MODES)),
+    *(("sessions", sessions.SessionMachine, (b,)) for b in sessions.LARGE),
+]
+WALKS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
+    *(("dispatcher", dispatcher.DispatchMachine, (mode, b)) for b in dispatcher.FAR for mode in MODES),
+    *(("sessions", sessions.SessionMachine, (b,)) for b in sessions.FAR),
+]
+SEEDS, LENGTH = range(20), 2000  # random walks of each machine, and events of each walk
+
+
+def search(case: int) -> tuple[int, str]:
+    """Explore one case. Return the number of states, and a line of the table."""
+    name, machine, bounds = CASES[case]
+    graph = explore(machine(*bounds), keep=False)
+    described = ", ".join(map(str, bounds))
+    line = f"{name:<10}  {described}: {len(graph):,} states, {len(graph.sources):,} events, {graph.seconds:.0f} s"
+    return len(graph), line
+
+
+def stroll(case: int) -> tuple[int, str]:
+    """Walk through one machine with each seed. Return the number of events, and a line of the table."""
+    name, machine, bounds = WALKS[case]
+    began = time.monotonic()
+    events = sum(walk(machine(*bounds), seed, LENGTH) for seed in SEEDS)
+    described = ", ".join(map(str, bounds))
+    seconds = time.monotonic() - began
+    return events, f"{name:<10}  {described}: {len(SEEDS)} walks, {events:,} events, {seconds:.0f} s"
+
+
+def main(argv: list[str]) -> None:
+    if argv == ["--show"]:
+        for mode in MODES:
+            graph = explore(dispatcher.DispatchMachine(mode, dispatcher.SMALLEST))
+            print(f"rollout.stale={mode}, {dispatcher.SMALLEST}\n{show(graph)}\n")
+        return
+    if argv not in (["--large"], ["--walk"]):
+        raise SystemExit("python -m tests.explore --show, --large or --walk")
+    began, total = time.monotonic(), 0
+    with ProcessPoolExecutor(2) as pool:
+        jobs = pool.map(search, range(len(CASES))) if argv == ["--large"] else pool.map(stroll, range(len(WALKS)))
+        for count, line in jobs:
+            total += count
+            print(line, flush=True)
+    unit = "states" if argv == ["--large"] else "events"
+    print(f"{total:,} {unit} in {time.monotonic() - began:.0f} s on two cores; every property holds")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,174 @@
+"""Visit every state of a machine, and check each state.
+
+A **machine** describes a system: its initial states, the events that are possible in a state, and the properties that
+every state must have. `explore` visits all states, breadth first. Two states with the same key count as one state. So
+if two orders of events lead to the same situation, the search continues from there only once. If a property is broken,
+the error shows the shortest series of events that breaks the property. After the search, `explore` checks that a goal
+can be reached from every state. If no goal can be reached from a state, the state is a deadlock or part of a loop
+without a way out.
+
+`walk` goes further than `explore` can: it follows one random series of events and checks each state on its way.
+"""
+
+import random
+import time
+from array import array
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+S = TypeVar("S")
+Event = tuple[Any, ...]  # the name of an event and its arguments
+Way = tuple[int, Event] | None  # the number of the state before, and the event; None: an initial state
+
+
+class Machine(Protocol[S]):
+    """A system whose states `explore` visits."""
+
+    def initial(self) -> Iterable[S]: ...
+
+    def events(self, state: S) -> Iterable[Event]:
+        """Return the events that are possible in this state."""
+        ...
+
+    def apply(self, state: S, event: Event) -> S:
+        """Return the state after an event, and leave `state` as it is. May raise Broken."""
+        ...
+
+    def key(self, state: S) -> Hashable:
+        """Return what distinguishes this state from others."""
+        ...
+
+    def check(self, state: S) -> None:
+        """Raise Broken if the state lacks a property."""
+        ...
+
+    def is_goal(self, state: S) -> bool:
+        """Return whether this state is a goal. From every state the system must be able to reach a goal."""
+        ...
+
+
+class Broken(AssertionError):
+    """A property does not hold. `name` is the property."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name}: {why}")
+        self.name, self.why = name, why
+
+
+@dataclass
+class Graph:
+    """All states that were reached, and the transitions between them. States have numbers in the order of the search.
+
+    If the search does not keep the states, `states` and `events` are empty.
+    """
+
+    states: list[Any] = field(default_factory=list)  # the first state found with each key
+    events: list[Event] = field(default_factory=list)  # the event of each transition
+    came_by: list[Way] = field(default_factory=list)  # the shortest way to each state
+    sources: array = field(default_factory=lambda: array("I"))  # number of the state before each transition
+    targets: array = field(default_factory=lambda: array("I"))  # number of the state after each transition
+    goals: bytearray = field(default_factory=bytearray)  # 1 for each goal, 0 for each other state
+    seconds: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.came_by)
+
+
+def explore(machine: Machine[S], keep: bool = True) -> Graph:
+    """Visit all states of a machine. If a property does not hold, raise Broken with the shortest series of events that
+    breaks it."""
+    began, graph = time.monotonic(), Graph()
+    numbers: dict[Hashable, int] = {}  # the number of each key
+    queue: deque[tuple[int, S]] = deque()
+
+    def visit(state: S, way: Way) -> int:
+        key = machine.key(state)
+        if key not in numbers:
+            number = numbers[key] = len(numbers)
+            graph.came_by.append(way)
+            machine.check(state)
+            graph.goals.append(machine.is_goal(state))
+            queue.append((number, state))
+            if keep:
+                graph.states.append(state)
+        return numbers[key]
+
+    way: Way = None
+    try:
+        for first in machine.initial():
+            visit(first, None)
+        while queue:
+            here, state = queue.popleft()
+            for event in machine.events(state):
+                way = here, event
+                graph.targets.append(visit(machine.apply(state, event), way))
+                graph.sources.append(here)
+                if keep:
+                    graph.events.append(event)
+    except Broken as broken:
+        raise Broken(broken.name, f"{broken.why}\n{story(machine, events_to(graph, way))}") from broken
+    if lost := stuck(graph):
+        moves = {source for source, target in zip(graph.sources, graph.targets) if source != target}
+        ends = [number for number in lost if number not in moves]
+        events = events_to(graph, graph.came_by[(ends or lost)[0]])  # an end where nothing happens explains it best
+        raise Broken("deadlock", f"no goal can be reached after these events:\n{story(machine, events)}")
+    graph.seconds = time.monotonic() - began
+    return graph
+
+
+def stuck(graph: Graph) -> list[int]:
+    """Return the states from which no goal can be reached, in the order of the search."""
+    alive, before = bytearray(graph.goals), -1
+    while before != (before := sum(alive)):
+        for k in range(len(graph.sources) - 1, -1, -1):  # backward, because later states are nearer to a goal
+            if alive[graph.targets[k]]:
+                alive[graph.sources[k]] = 1
+    return [number for number in range(len(graph)) if not alive[number]]
+
+
+def events_to(graph: Graph, way: Way) -> list[Event]:
+    """Return the events from an initial state along `way`. Machines have one initial state if a story is told."""
+    events: list[Event] = []
+    while way is not None:
+        events.append(way[1])
+        way = graph.came_by[way[0]]
+    return events[::-1]
+
+
+def story(machine: Machine[Any], events: Sequence[Event]) -> str:
+    """Return the events as text, one on each line, with the state before each event."""
+    state, lines = next(iter(machine.initial())), []
+    for number, event in enumerate(events, start=1):
+        lines.append(f"{number:>4}. {' '.join(map(str, event)):<24} in  {state}")
+        try:
+            state = machine.apply(state, event)
+        except Broken:
+            break
+    return "\n".join(lines)
+
+
+def show(graph: Graph) -> str:
+    """Return all states and transitions as text."""
+    lines = [[f"{number:>3}  {state}"] for number, state in enumerate(graph.states)]
+    for source, event, target in zip(graph.sources, graph.events, graph.targets):
+        lines[source].append(f"       {' '.join(map(str, event))} -> {target}")
+    return "\n".join(line for of_state in lines for line in of_state)
+
+
+def walk(machine: Machine[Any], seed: int, length: int) -> int:
+    """Follow a random series of at most `length` events, check each state, and return the number of events.
+
+    The walk ends early in a state without events. Raises Broken with all events of the walk.
+    """
+    rng, events = random.Random(seed), list[Event]()
+    state = next(iter(machine.initial()))
+    try:
+        while len(events) < length and (possible := list(machine.events(state))):
+            events.append(rng.choice(possible))
+            state = machine.apply(state, events[-1])
+            machine.check(state)
+    except Broken as broken:
+        raise Broken(broken.name, f"{broken.why}, seed {seed}\n{story(machine, events)}") from broken
+    return len(events)
