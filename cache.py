@@ -13,7 +13,8 @@ the parent. An interaction without a parent is a root. Clients reorder keys and 
 meaning count as one edge (calls/messages.py, `canonical`).
 
 Most calls continue the call that finished last. The cache therefore first checks whether a request begins with the
-whole conversation of that call. If so, the cache follows only the messages after this conversation.
+whole conversation of that call. If so, the cache follows only the messages after this conversation. This check uses
+Python's `==`, for which `True` equals 1. The canonical forms of tool calls with true, false, 0 or 1 are compared, too.
 
 Rewards. The final reward R of a turn i is computed from the leaves to the roots:
 
@@ -36,6 +37,7 @@ two turns have identical messages and outputs, the next call becomes a child of 
 """
 
 import copy
+import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
@@ -47,6 +49,7 @@ from calls.side_conversations import PATTERNS, find_side_conversations
 from inference.io_struct import ModelResponse
 from rollout.rows import is_left_out, make_row, row_to_tensors
 
+TRUE_OR_ONE = re.compile(r"\b(true|false|[01])\b")  # values in JSON that Python's == confuses: True == 1, False == 0
 LARGEST_REWARD = 1e30  # maximum absolute value of a reward, so that a sum of many rewards fits into a float32
 
 
@@ -141,6 +144,8 @@ class Node:
 
     edges: dict[Hashable, "Node"] = field(default_factory=dict)  # canonical message -> the node after this message
     ended: list[Interaction] = field(default_factory=list)  # finished interactions that end at this node, oldest first
+    # position and canonical form of each message on the path whose tool calls contain a match of TRUE_OR_ONE
+    doubtful: tuple[tuple[int, tuple], ...] = ()
 
 
 class InteractionCache(OrderedDict[str, Interaction]):
@@ -190,8 +195,10 @@ class InteractionCache(OrderedDict[str, Interaction]):
         interaction = self[interaction_id]
         interaction.model_response, interaction.output_message_list = response, output
         node, rest = self._unfinished.pop(interaction_id)
-        for message in rest + output:
-            node = node.edges.setdefault(canonical(message), Node())
+        for k, message in enumerate(rest + output, len(interaction.messages) - len(rest)):
+            edge = canonical(message)
+            doubtful = (*node.doubtful, (k, edge)) if TRUE_OR_ONE.search(edge[2]) else node.doubtful
+            node = node.edges.setdefault(edge, Node(doubtful=doubtful))
         node.ended.append(interaction)
         self._newest = interaction.conversation, node
 
@@ -219,7 +226,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         """
         conversation, node = self._newest
         known = len(conversation)
-        if messages[:known] != conversation:
+        if messages[:known] != conversation or any(canonical(messages[k]) != edge for k, edge in node.doubtful):
             node, known = self._root, 0
         parent = node.ended[-1] if node.ended else None
         for message in messages[known:]:

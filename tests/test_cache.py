@@ -30,6 +30,12 @@ def said(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
+def called(a: Any) -> dict[str, Any]:
+    """Return an assistant's message that calls the tool f with the argument a."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": a}}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 def turn(
     messages: Messages,
     output: str = "ok",
@@ -66,7 +72,7 @@ class Call:
 
     goes_on_from: int | None
     question: str
-    answer: str
+    answer: str | bool | int  # the text of the answer, or the argument of its tool call
     reward: float | None
     drifts: bool  # true if the prompt does not begin with the parent's tokens
     finishes: bool
@@ -78,7 +84,7 @@ calls = st.lists(
         Call,
         goes_on_from=st.none() | st.integers(0, 6),
         question=st.sampled_from("ab"),
-        answer=st.sampled_from("xy"),
+        answer=st.sampled_from(["x", True, 1]),
         reward=st.none() | st.integers(-4, 4).map(float),
         drifts=st.integers(0, 5).map(lambda n: n == 0),
         finishes=st.integers(0, 5).map(bool),
@@ -104,7 +110,8 @@ def play(session: list[Call]) -> InteractionCache:
         response = ModelResponse(
             [*ids, next(fresh)], output, [-float(t) for t in output], [t % 5 for t in output], "stop", 0.5 + k
         )
-        cache.finish(str(k), response, [said(call.answer)])
+        output_message = said(call.answer) if isinstance(call.answer, str) else called(call.answer)
+        cache.finish(str(k), response, [output_message])
         if call.reward is not None:
             cache.set_reward(str(k), call.reward)
     return cache
@@ -240,6 +247,21 @@ def test_an_unfinished_call_is_never_a_parent() -> None:
     cache.discard("a")
     cache.discard("b")
     assert list(cache) == ["b"]  # a finished interaction stays
+
+
+@pytest.mark.parametrize(("sampled", "echoed"), [(True, 1), (1, True), (False, 0), ([0, "x"], [False, "x"])])
+def test_true_is_not_1(sampled: Any, echoed: Any) -> None:
+    """A client may change `true` in a tool call to 1. The cache then compares a different conversation, although
+    `True == 1` in Python. A history without this change is still a continuation."""
+    for a in (echoed, sampled):
+        cache = InteractionCache()
+        first = turn([user("hi")])
+        first.output_message_list = [called(sampled)]
+        cache.enter("first", first)
+        cache.enter("second", turn([user("hi"), called(a), user("more")]))
+        cache.enter("third", turn([user("hi"), called(sampled), user("more"), said("ok"), user("and more")]))
+        assert cache["second"].parent is (cache["first"] if a is sampled else None)
+        assert cache["third"].parent is cache["second" if a is sampled else "first"]
 
 
 class Counted(dict):

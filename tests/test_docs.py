@@ -59,6 +59,7 @@ RAISED_BY = {
     "two rules of the doctor that the museum needed": 10,
     "the terminal, the chat": 76,
     "speed on GPUs": 1,
+    "true is not 1 in the conversation tree": 5,
 }
 
 

@@ -166,22 +166,29 @@ def test_destroy_twice_is_once(runner):
         runner.submit(value, 1, task_id=0)
 
 
-def test_a_task_that_ignores_its_cancellation_is_named(runner, caplog):
-    """destroy() stops waiting after its timeout, and logs the ids of the tasks that ignored their cancellation."""
-    began = threading.Event()
+@pytest.mark.parametrize("count", [1, 2000])
+def test_tasks_that_ignore_their_cancellation_are_named(caplog, count):
+    """destroy() stops waiting after its timeout. One short line of the log then gives the number of tasks that ignored
+    their cancellation, and the ids of the first five."""
+    runner = AsyncTaskRunner(max_queue_size=count)
+    began = threading.Semaphore(0)
     release: Future = Future()
 
     async def stubborn() -> None:
-        began.set()
+        began.release()
         try:
             await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
             await asyncio.wrap_future(release)
 
-    runner.submit(stubborn, task_id=7)
-    assert began.wait(DEADLINE)
+    for task_id in range(count):
+        runner.submit(stubborn, task_id=task_id)
+    for _ in range(count):
+        assert began.acquire(timeout=DEADLINE)
     runner.destroy(timeout=0)
-    assert "1 tasks, such as [7], ignored their cancellation for 0 s" in caplog.text
+    (record,) = [record for record in caplog.records if record.name == "nano_areal.runner"]
+    ids = list(range(count))[:5]
+    assert record.message == f"{count} tasks, such as {ids}, ignored their cancellation for 0 s"
     release.set_result(None)
     runner.destroy()
     assert not runner._thread.is_alive()
