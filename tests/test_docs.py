@@ -54,7 +54,7 @@ RAISED_BY = {
     "input items of a response": 31,
     "keys that need another key": 42,
     "the tour": 57,
-    "a single rank listens on the loopback address": 12,
+    "a single rank listens on the loopback address; no thread outlives the process group": 14,
     "failures in one line, Ctrl-C": 105,
     "two rules of the doctor that the museum needed": 10,
     "the terminal, the chat": 76,

@@ -74,11 +74,13 @@ def leave_ranks() -> None:
 
     The function returns when all peers have called the function too.
     """
+    global _group
     for peer in _waiting:
         dist.send(torch.zeros(1), peer, _group)
     for thread in _waiting.values():
         thread.join()
     _waiting.clear()
+    _group = None  # the last reference: the group's threads end here, and not while the interpreter ends
     dist.destroy_process_group()
 
 

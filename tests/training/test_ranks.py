@@ -172,6 +172,28 @@ def test_no_rank_but_the_first_reads_the_model(tmp_path: Path, tied: bool) -> No
     assert max(rank["held"] for rank in ranks) < 0.6 * total
 
 
+LEAVING = """
+import os, torch, torch.distributed as dist
+from training import ranks
+before = set(os.listdir("/proc/self/task"))
+ranks.join_ranks()
+dist.all_reduce(torch.ones(1))
+ranks.leave_ranks()
+print("left over:", len(set(os.listdir("/proc/self/task")) - before), flush=True)
+"""
+
+
+@pytest.mark.runs
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists the threads of a process")
+def test_no_thread_outlives_the_process_group(tmp_path: Path) -> None:
+    """After leave_ranks a rank has no thread of gloo. Such a thread could abort the rank while the interpreter ends."""
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    process = start(2, str(tmp_path / "leaving.py"))
+    output = rest_of(process, 120)
+    assert process.returncode == 0, output
+    assert re.findall(r"left over: (\d+)", output) == ["0", "0"], output
+
+
 @pytest.mark.runs
 @pytest.mark.parametrize("how", ["killed", "raises"])
 def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> None:
