@@ -137,7 +137,8 @@ class Proxy:
         raw = await self.read_body(request)
         key = hashlib.blake2b(raw + protocol.id_prefix.encode()).digest()
         says_so = request.headers.get("x-stainless-retry-count", "0") != "0"
-        turn = earlier_turn(session, key, says_so) or await self.begin(protocol, session, raw, key)
+        async with session.beginning:  # a retry may arrive while a thread reads the first request
+            turn = earlier_turn(session, key, says_so) or await self.begin(protocol, session, raw, key)
         if not turn.ask.stream:
             return reply(await turn.reply(request))
         frames = turn.events(request)

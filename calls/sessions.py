@@ -72,6 +72,7 @@ class Session:
     running: set[Any] = field(default_factory=set)  # turns (turn.py) that are being generated
     turns: dict[bytes, list[Any]] = field(default_factory=dict)  # hash of a request's body -> turns with this body
     ended: bool = False  # whether the session refuses calls
+    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a call looks for its turn, or begins it
 
     @property
     def rewarded_count(self) -> int:

@@ -60,6 +60,7 @@ RAISED_BY = {
     "the terminal, the chat": 76,
     "speed on GPUs": 1,
     "true is not 1 in the conversation tree": 5,
+    "retries of a long call": 2,
 }
 
 

@@ -10,12 +10,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from explore import dispatcher, sessions
+from explore import dispatcher, sessions, turns
 from explore.dispatcher import MODES, Bounds, DispatchMachine
 from explore.search import Broken, explore, show, walk
 from explore.sessions import SessionBounds, SessionMachine
+from explore.turns import TurnBounds, TurnMachine
 
+import cache
 import calls.sessions
+import calls.turn
+import proxy
 import rollout.dispatcher
 import staleness
 
@@ -37,9 +41,20 @@ def test_every_order_of_the_sessions_events_keeps_every_property(bounds: Session
     assert len(explore(SessionMachine(bounds), keep=False)) > 1000
 
 
+@pytest.mark.parametrize("bounds", turns.SMALL, ids=str)
+def test_every_order_of_a_calls_events_keeps_every_property(bounds: TurnBounds) -> None:
+    """In every order of calls, hang-ups, retries, failures and ends, each call is trained once and nothing runs on."""
+    graph = explore(TurnMachine(bounds))
+    assert len(graph) > 300
+    reached = {name for state in graph.states for name, *_ in state.seen[2]}
+    assert reached >= {"RUNNING", "FINISHED", "FAILED", "ABANDONED", "REPLACED"}
+    assert "UNREAD" in reached or bounds != turns.SMALL[0]
+
+
 WALKS = [
     *((DispatchMachine, (mode, bounds)) for bounds in dispatcher.FAR for mode in MODES),
     *((SessionMachine, (bounds,)) for bounds in sessions.FAR),
+    *((TurnMachine, (bounds,)) for bounds in turns.FAR),
 ]
 
 
@@ -47,14 +62,14 @@ WALKS = [
 def test_random_walks_far_beyond_the_bounds_keep_every_property(machine: Callable[..., Any], bounds: Any) -> None:
     """Random series of events reach sizes that the search cannot reach."""
     for seed in range(2):
-        assert walk(machine(*bounds), seed, 1000) == 1000
+        assert walk(machine(*bounds), seed, 300) > 50
 
 
-def mutant(module: ModuleType, line: str, changed: str) -> ModuleType:
+def mutant(module: ModuleType, line: str = "", changed: str = "") -> ModuleType:
     """Return a copy of a module in which one piece of code is changed."""
     assert module.__file__ is not None
     source = Path(module.__file__).read_text()
-    assert source.count(line) == 1, f"{line!r} is not in {module.__name__} one time"
+    assert not line or source.count(line) == 1, f"{line!r} is not in {module.__name__} one time"
     spec = importlib.util.spec_from_loader(module.__name__, loader=None)
     assert spec is not None
     copy = importlib.util.module_from_spec(spec)
@@ -125,6 +140,49 @@ SESSION_MUTANTS = [
 def test_a_planted_error_of_the_sessions_is_found_by_name(name: str, line: str, changed: str) -> None:
     """The search finds each planted error of the session table, and names the broken property."""
     find_error(SessionMachine(SessionBounds(), mutant(calls.sessions, line, changed)), name)
+
+
+# property, bounds, module, the code, and the changed code
+X, Y, WX = TurnBounds("x", 2, 0), TurnBounds("y", 2, 0), TurnBounds("wx", 2, 0)
+XZ, LONG = TurnBounds("xz", 2, 0, rewards=True), TurnBounds("x", 2, 0, threads=True)
+TURN_MUTANTS = [
+    ("once", X, calls.turn, "if not equal or not says_so:", "if not equal or says_so:"),
+    ("once", LONG, proxy, "async with session.beginning:", "if True:"),
+    ("read", X, calls.turn, "            self.state = State.FINISHED\n            return", "            return"),
+    ("read", X, calls.turn, "cache.discard(name)", "cache.pop(name, None)"),
+    ("mixed", WX, proxy, "hashlib.blake2b(raw + ", "hashlib.blake2b("),
+    ("mixed", WX, calls.turn, "setdefault(body, [])", "setdefault(body, []) or sum(session.turns.values(), [])"),
+    ("stopped", X, calls.turn, "if self.task.cancel():", "if False:"),
+    ("stopped", X, calls.turn, "= State.FAILED\n        self.task.cancel()", "= State.FAILED"),
+    ("answered", X, calls.turn, "asyncio.wait({self.task, hangup}", "asyncio.wait({hangup}"),
+    ("answered", Y, calls.turn, "asyncio.wait({self.task, *others}", "asyncio.wait({*others}"),
+    ("tree", X, calls.turn, "        self.forget()\n", ""),
+    ("tree", LONG, proxy, "            turn.forget()\n", ""),
+    ("rewards", XZ, cache, "(interaction.reward or 0.0) + gamma *", "(interaction.reward or 0.0) + "),
+    ("rewards", XZ, cache, "child_rewards[interaction.parent].append", "child_rewards[interaction].append"),
+    ("deadlock", X, proxy, "self.sessions.forget(session)\n        interactions", "interactions"),
+    ("deadlock", X, calls.sessions, "        session.ended = True\n", ""),
+]
+
+
+def with_mutant(module: ModuleType, line: str, changed: str) -> ModuleType:
+    """Return a copy of proxy.py that uses a mutant of one of its modules."""
+    copies: dict[ModuleType, ModuleType] = {}
+    for original in (cache, calls.sessions, calls.turn, proxy):
+        copies[original] = copy = mutant(original, line, changed) if original is module else mutant(original)
+        for before, twin in copies.items():
+            for name in vars(copy).keys() & vars(before).keys():
+                if vars(copy)[name] is vars(before)[name]:
+                    setattr(copy, name, vars(twin)[name])
+    return copies[proxy]
+
+
+@pytest.mark.parametrize(("name", "bounds", "module", "line", "changed"), TURN_MUTANTS)
+def test_a_planted_error_of_a_call_is_found_by_name(
+    name: str, bounds: TurnBounds, module: ModuleType, line: str, changed: str
+) -> None:
+    """The search finds each planted error of the proxy, its turns and its tree, and names the broken property."""
+    find_error(TurnMachine(bounds, with_mutant(module, line, changed)), name)
 
 
 def test_equal_situations_are_visited_once() -> None:

@@ -16,6 +16,7 @@ import pytest
 from conftest import ROOT, idle_connections
 from harness import ADMIN, HELLO, Clock, Connection, Harness, claude, reply_message, sdk
 
+import proxy
 from calls.tools import OutputParser
 from calls.turn import PING_SECONDS, State, match_retry
 from engine import EngineError, RemoteInfEngine
@@ -456,6 +457,19 @@ async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
     assert await second.status() == 200
     assert b'"one"' in await second.rest()
     assert len(harness.engine.requests) == 1
+    assert len(await harness.export(session)) == 1
+
+
+async def test_a_retry_of_a_call_that_a_thread_reads_gets_the_same_turn(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread reads a long body. If the client hangs up and retries during this time, the call still has one turn."""
+    monkeypatch.setattr(proxy, "LONG_BODY", 0)
+    harness = start("one", "two")
+    session = await harness.start()
+    path = f"/{session}/v1/chat/completions"
+    first, second = await asyncio.gather(harness.post(path, CHAT), harness.post(path, CHAT, headers=RETRY))
+    assert first.json() == second.json()
     assert len(await harness.export(session)) == 1
 
 

@@ -6,17 +6,19 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from . import dispatcher, sessions
+from . import dispatcher, sessions, turns
 from .search import explore, show, walk
 
 MODES = dispatcher.MODES
 CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [  # the longest cases first
     *(("dispatcher", dispatcher.DispatchMachine, (mode, b)) for b in dispatcher.LARGE for mode in reversed(MODES)),
+    *(("turns", turns.TurnMachine, (b,)) for b in turns.LARGE),
     *(("sessions", sessions.SessionMachine, (b,)) for b in sessions.LARGE),
 ]
 WALKS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     *(("dispatcher", dispatcher.DispatchMachine, (mode, b)) for b in dispatcher.FAR for mode in MODES),
     *(("sessions", sessions.SessionMachine, (b,)) for b in sessions.FAR),
+    *(("turns", turns.TurnMachine, (b,)) for b in turns.FAR),
 ]
 SEEDS, LENGTH = range(20), 2000  # random walks of each machine, and events of each walk
 
@@ -34,10 +36,11 @@ def stroll(case: int) -> tuple[int, str]:
     """Walk through one machine with each seed. Return the number of events, and a line of the table."""
     name, machine, bounds = WALKS[case]
     began = time.monotonic()
-    events = sum(walk(machine(*bounds), seed, LENGTH) for seed in SEEDS)
+    states = sum(walk(machine(*bounds), seed, LENGTH) for seed in SEEDS)
     described = ", ".join(map(str, bounds))
     seconds = time.monotonic() - began
-    return events, f"{name:<10}  {described}: {len(SEEDS)} walks, {events:,} events, {seconds:.0f} s"
+    events = len(SEEDS) * LENGTH
+    return events, f"{name:<10}  {described}: {events:,} events, {states:,} states, {seconds:.0f} s"
 
 
 def main(argv: list[str]) -> None:

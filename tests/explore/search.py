@@ -7,7 +7,7 @@ the error shows the shortest series of events that breaks the property. After th
 can be reached from every state. If no goal can be reached from a state, the state is a deadlock or part of a loop
 without a way out.
 
-`walk` goes further than `explore` can: it follows one random series of events and checks each state on its way.
+`walk` goes further than `explore` can: it follows random events and checks each state on its way.
 """
 
 import random
@@ -158,17 +158,21 @@ def show(graph: Graph) -> str:
 
 
 def walk(machine: Machine[Any], seed: int, length: int) -> int:
-    """Follow a random series of at most `length` events, check each state, and return the number of events.
+    """Follow `length` random events, check each state, and return the number of different states.
 
-    The walk ends early in a state without events. Raises Broken with all events of the walk.
+    In a state without events, the walk begins again. Raises Broken with the events since this beginning.
     """
-    rng, events = random.Random(seed), list[Event]()
-    state = next(iter(machine.initial()))
+    rng, seen = random.Random(seed), set[Hashable]()
+    state, events = next(iter(machine.initial())), list[Event]()
     try:
-        while len(events) < length and (possible := list(machine.events(state))):
+        for _ in range(length):
+            if not (possible := list(machine.events(state))):
+                state, events = next(iter(machine.initial())), []
+                possible = list(machine.events(state))
             events.append(rng.choice(possible))
             state = machine.apply(state, events[-1])
             machine.check(state)
+            seen.add(machine.key(state))
     except Broken as broken:
         raise Broken(broken.name, f"{broken.why}, seed {seed}\n{story(machine, events)}") from broken
-    return len(events)
+    return len(seen)

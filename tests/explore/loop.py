@@ -1,0 +1,61 @@
+"""An event loop without sockets, threads and waiting. A machine decides when something happens.
+
+`run` calls everything that is ready and returns when nothing more can happen by itself. A function for a thread waits
+in `threads` until the machine calls `run_thread`. The clock stands still, so no timer ever ends.
+"""
+
+import asyncio
+from asyncio import events
+from collections.abc import Callable
+from typing import Any
+
+
+class StillLoop(asyncio.BaseEventLoop):
+    """An event loop that a machine drives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._selector = self
+        self.threads: list[tuple[asyncio.Future, Callable[[], Any]]] = []  # functions that wait for a thread
+
+    def select(self, timeout: float | None) -> list[Any]:
+        return []
+
+    def _process_events(self, event_list: list[Any]) -> None: ...
+
+    def _write_to_self(self) -> None: ...
+
+    def time(self) -> float:
+        return 0.0
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future:  # type: ignore[override]
+        future = self.create_future()
+        self.threads.append((future, lambda: func(*args)))
+        return future
+
+    def run_thread(self) -> None:
+        """Call the function that waits longest for a thread."""
+        future, function = self.threads.pop(0)
+        if not future.done():
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+    def run(self) -> None:
+        """Run everything that is ready."""
+        outer = events._get_running_loop()
+        events._set_running_loop(self)
+        try:
+            while self._ready:  # type: ignore[attr-defined]
+                self._run_once()  # type: ignore[attr-defined]
+        finally:
+            events._set_running_loop(outer)
+
+    def end(self) -> None:
+        """Cancel all tasks and close the loop."""
+        while tasks := asyncio.all_tasks(self):
+            for task in tasks:
+                task.cancel()
+            self.run()
+        self.close()
