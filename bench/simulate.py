@@ -1,22 +1,22 @@
-"""Claim: the simulation agrees with finished runs within 10 %; if a few groups are very long, order of start is costly.
+"""Claim: the simulation agrees with finished runs within 10 %.
 
-    python bench/simulate.py                        the tables of docs/simulate.md
-    python bench/simulate.py --cluster              tables and a figure (simulate.png) of clusters, in some minutes
-    python bench/simulate.py --check RUN ...        compare the simulation with finished runs of train.py
-    python bench/simulate.py --record RUN ...       keep the times of finished runs in docs/simulate.json, then compare
+    python bench/simulate.py                        compare with the runs of docs/simulate.json, and write the table
+    python bench/simulate.py --check RUN ...        compare the simulation with other finished runs of train.py
+    python bench/simulate.py --record RUN ...       keep the times of finished runs in docs/simulate.json
 
 This is a discrete-event simulation in virtual time. A queue holds the next event of each server and of the trainer, and
 the clock jumps from event to event. The shipped classes make all decisions. StalenessManager (staleness.py) says how
 many groups may start. DispatchState (rollout/dispatcher.py) chooses the groups that start, forms the batches and
-decides about old tokens. Only time is simulated. docs/simulate.md explains the results.
+decides about old tokens. Only time is simulated. bench/clusters.py simulates clusters and the price of each order.
+docs/simulate.md explains the results.
 
 **Servers.** A server generates one token for each of its n running sequences in `a + b n` seconds. At most `slots`
 sequences run on a server, and the other sequences wait in order of arrival. A sequence has a length in tokens. A group
 is finished when all its sequences are finished.
 
-**Trainer.** A step waits for B groups, trains for some seconds, and updates the weights. With `interrupt`, the update
-stops all servers for `update` seconds, and each running sequence then goes on. Without `interrupt`, each server lets
-its running sequences finish, starts no new ones, and then loads the weights.
+**Trainer.** A step waits for B groups, trains for some seconds, and updates the weights. With `interrupt`, each server
+stops for `update` seconds, and its running sequences then go on. Without `interrupt`, each server lets its running
+sequences finish, starts no new ones, and then loads the weights. The step ends after the last server.
 
 **A finished run** gives its own distributions. A server then has a = 1, b = 0 and no limit, so a length is a number of
 seconds. The length of group k is drawn from the lengths of groups near k, because lengths change during a run. The same
@@ -32,7 +32,8 @@ import sys
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import count, cycle, islice
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -44,8 +45,9 @@ from rollout.dispatcher import DispatchState  # noqa: E402
 from rollout.runner import TimedResult  # noqa: E402
 from staleness import StalenessManager  # noqa: E402
 
-PAGE, RUNS, FIGURE = ROOT / "docs" / "simulate.md", ROOT / "docs" / "simulate.json", ROOT / "runs" / "simulate.png"
+PAGE, RUNS = ROOT / "docs" / "simulate.md", ROOT / "docs" / "simulate.json"
 Versions = Counter[int]  # version -> tokens of a finished group
+Draw = Callable[[random.Random, int], float]  # draws a value for group or step k
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,10 @@ class Setup:
     """Everything that a simulation needs. Times are seconds."""
 
     batch: int  # prompt groups in a batch (B)
-    length: Callable[[random.Random, int], float]  # tokens of a sequence of group k
+    length: Draw  # tokens of a sequence of group k
     train: Callable[[random.Random, int, float], float]  # seconds to train in step k on so many tokens
-    update: Callable[
-        [random.Random, int, int], float
-    ]  # seconds to update, in step k, a server with n running sequences
-    rest: Callable[[random.Random, int], float] = lambda rng, step: 0.0  # seconds between an update and the next step
+    update: Callable[[random.Random, int, int], float]  # seconds of step k's update of a server with n sequences
+    rest: Draw = lambda rng, step: 0.0  # seconds between an update and the next step
     eta: int = 0
     members: int = 1  # sequences of a group
     servers: int = 1
@@ -82,16 +82,49 @@ class Task:
 class Server:
     """A server. `ticks` counts the tokens that each running sequence has generated since the beginning."""
 
-    def __init__(self) -> None:
+    def __init__(self, setup: Setup) -> None:
+        self.s = setup
         self.ticks, self.since = 0.0, 0.0  # ticks at the time `since`
         self.running: list[tuple[float, int, float, Task]] = []  # heap: (last tick, number, first tick, group)
-        self.waiting: deque[tuple[Task, float]] = deque()  # (group, length)
-        self.updates: list[tuple[float, int]] = [(0.0, 0)]  # (tick, version) of each weight update
-        self.stopped = self.draining = False
+        self.waiting: deque[tuple[int, float, Task]] = deque()  # (number, length, group)
+        self.begins = [0.0]  # the tick at which each version begins
+        self.stopped = self.draining = False  # stopped: loads weights; draining: will do so after its sequences
         self.busy = 0.0  # seconds with a running sequence
-        self.stamp = 0  # number of the last planned event; older events are ignored
+        self.stamp = 0  # number of planned events; only the last of them counts
+
+    def advance(self, now: float) -> None:
+        """Move the tick counter to the present."""
+        if self.running and not self.stopped:
+            self.ticks += (now - self.since) / (self.s.a + self.s.b * len(self.running))
+            self.busy += now - self.since
+        self.since = now
+
+    def admit(self) -> float:
+        """Admit waiting sequences, and return the seconds until the next sequence finishes (infinite if none runs)."""
+        while self.waiting and len(self.running) < self.s.slots and not self.stopped and not self.draining:
+            number, length, task = self.waiting.popleft()
+            heapq.heappush(self.running, (self.ticks + length, number, self.ticks, task))
+        if not self.running or self.stopped:
+            return math.inf
+        return max(0.0, self.running[0][0] - self.ticks) * (self.s.a + self.s.b * len(self.running))
+
+    def finish(self) -> list[Task]:
+        """Finish the sequences that have reached their last tick, and return the groups that are then complete."""
+        complete = []
+        while self.running and self.running[0][0] <= self.ticks + 1e-6:  # for rounding
+            last, _, first, task = heapq.heappop(self.running)
+            v = bisect_right(self.begins, first) - 1
+            while v < len(self.begins) and self.begins[v] < last:
+                end = self.begins[v + 1] if v + 1 < len(self.begins) else last
+                task.tokens[v] += min(end, last) - max(self.begins[v], first)  # type: ignore[assignment]
+                v += 1
+            task.left -= 1
+            if not task.left:
+                complete.append(task)
+        return complete
 
 
+@dataclass(eq=False)
 class WindowState(DispatchState[Task, Versions]):
     """Order of start with slack: a group that has not finished may be overtaken, as long as its deadline allows it.
 
@@ -99,14 +132,20 @@ class WindowState(DispatchState[Task, Versions]):
     It may take them only if, for each D, at most (D - v) B groups with a deadline up to D are left afterwards.
     """
 
-    deadlines: dict[int, int]
-    window_version: Callable[[], int]
+    slack: int = 0  # versions by which the gate is stricter than eta
+    deadlines: dict[int, int] = field(default_factory=dict)
+
+    def start(self) -> list[Task]:
+        started = super().start()
+        deadline = self.manager.version_provider.get_version() + self.manager.max_staleness + self.slack
+        self.deadlines.update((task.task_id, deadline) for task in started)
+        return started
 
     def next_groups(self, count: int) -> dict[int, Versions]:
-        finished = {task_id: data for task_id, data in self.order.items() if data is not None}
-        batch = dict(list(finished.items())[:count])
+        finished = ((task_id, data) for task_id, data in self.order.items() if data is not None)
+        batch = dict(islice(finished, count))
         left = sorted(self.deadlines[task_id] for task_id in self.order if task_id not in batch)
-        v = self.window_version()
+        v = self.manager.version_provider.get_version()
         feasible = all(k < (deadline - v) * count for k, deadline in enumerate(left))
         return batch if len(batch) == count and feasible else {}
 
@@ -115,17 +154,31 @@ class WindowState(DispatchState[Task, Versions]):
 class Result:
     """What a simulation measures."""
 
-    step_ends: list[float] = field(default_factory=list)  # time of each step's end
-    lags: list[tuple[float, int]] = field(default_factory=list)  # mean and largest lag of each step's trained tokens
-    waited: float = 0.0  # seconds that the trainer waited
-    trained: float = 0.0  # tokens trained
-    made: float = 0.0  # tokens generated in consumed and dropped groups
+    # Each step waits from the first time on, trains from the second, and updates from the third to the fourth.
+    steps: list[list[float]] = field(default_factory=list)
+    batches: list[Versions] = field(default_factory=list)  # trained tokens of each step
+    groups: dict[int, list[float]] = field(default_factory=dict)  # when each group starts and finishes
+    masked: float = 0.0  # tokens that mask took out of the loss
     dropped: int = 0
     busy: float = 0.0  # mean share of the time in which a server generates
 
-    def seconds(self, skipped: int = 0) -> float:
-        """Return the seconds of the steps after the first `skipped` steps."""
-        return self.step_ends[-1] - (self.step_ends[skipped - 1] if skipped else 0.0)
+    @property
+    def ends(self) -> list[float]:
+        """When each step ends."""
+        return [times[3] for times in self.steps if len(times) == 4]
+
+    @property
+    def waited(self) -> float:
+        """The seconds that the trainer waited."""
+        return sum(times[1] - times[0] for times in self.steps)
+
+    @property
+    def lags(self) -> list[tuple[float, int]]:
+        """The mean and the largest lag of each step's trained tokens."""
+        return [
+            (sum((step - v) * n for v, n in batch.items()) / sum(batch.values()), step - min(batch))
+            for step, batch in enumerate(self.batches)
+        ]
 
 
 class Simulation:
@@ -133,169 +186,126 @@ class Simulation:
 
     def __init__(self, setup: Setup, seed: int = 0) -> None:
         self.s, self.rng, self.now, self.version = setup, random.Random(seed), 0.0, 0
-        s, w = setup, setup.eta // 2 if setup.stale == "window" else 0
-        concurrent = s.concurrent or (s.eta + 1) * s.batch
-        self.manager = StalenessManager(self, concurrent, s.batch, s.eta - w)
-        options: dict[str, Any] = {"stale": {"unbounded": "drop", "window": "wait"}.get(s.stale, s.stale)}
-        kind: Any = WindowState if s.stale == "window" else DispatchState
-        self.state: DispatchState[Task, Versions] = kind(
-            self.manager,
-            lambda tokens: None if s.stale == "unbounded" else min(min(tokens) + w, self.version),
-            16 * concurrent,
-            without_older=lambda tokens, oldest: Versions({v: n for v, n in tokens.items() if v >= oldest}) or None,
-            **options,
-        )
-        if isinstance(self.state, WindowState):
-            self.state.deadlines, self.state.window_version = {}, self.get_version
-        self.servers = [Server() for _ in range(s.servers)]
-        self.tasks: dict[int, Task] = {}
+        self.manager, self.state = self.make_gate(setup)
+        self.servers = [Server(setup) for _ in range(setup.servers)]
+        self.next_server = cycle(self.servers)
+        self.numbers, self.task_ids = count(), count()
         self.events: list[tuple[float, int, Any, int]] = []  # (time, number, server or action, stamp)
-        self.numbers = iter(range(10**12))
-        self.next_task, self.sequences, self.training, self.changed, self.idle_since = 0, 0, False, False, 0.0
-        self.outdated: set[int] = set()
-        self.result = Result()
+        self.outdated: set[Server] = set()  # servers without the newest weights
+        self.training, self.changed = False, False
+        self.result = Result(steps=[[0.0]])
+
+    def make_gate(self, s: Setup) -> tuple[StalenessManager, DispatchState[Task, Versions]]:
+        """Return the shipped gate and the shipped decisions; only window and unbounded change them."""
+        slack = s.eta // 2 if s.stale == "window" else 0
+        concurrent = s.concurrent or (s.eta + 1) * s.batch
+        manager = StalenessManager(self, concurrent, s.batch, s.eta - slack)
+
+        def head_version(tokens: Versions) -> int | None:
+            return None if s.stale == "unbounded" else min(min(tokens) + slack, self.version)
+
+        def without_older(tokens: Versions, oldest: int) -> Versions | None:
+            kept = Versions({v: n for v, n in tokens.items() if v >= oldest})
+            self.result.masked += sum(tokens.values()) - sum(kept.values())
+            return kept or None
+
+        def trace(event: str, task_id: int) -> None:
+            if event in ("start", "finish"):
+                self.result.groups.setdefault(task_id, []).append(self.now)
+
+        options: dict[str, Any] = {"max_queue_size": 16 * concurrent, "without_older": without_older, "trace": trace}
+        if s.stale == "window":
+            return manager, WindowState(manager, head_version, stale="wait", slack=slack, **options)
+        stale: Any = "drop" if s.stale == "unbounded" else s.stale
+        return manager, DispatchState(manager, head_version, stale=stale, **options)
 
     def get_version(self) -> int:
         return self.version
-
-    # ---- servers
-
-    def advance(self, server: Server) -> None:
-        """Move a server's tick counter to the present."""
-        n = len(server.running)
-        if n and not server.stopped:
-            server.ticks += (self.now - server.since) / (self.s.a + self.s.b * n)
-            server.busy += self.now - server.since
-        server.since = self.now
-
-    def plan(self, server: Server) -> None:
-        """Admit waiting sequences, and plan the event at which the server's next sequence finishes."""
-        while server.waiting and len(server.running) < self.s.slots and not server.stopped and not server.draining:
-            task, length = server.waiting.popleft()
-            item = (server.ticks + length, next(self.numbers), server.ticks, task)
-            heapq.heappush(server.running, item)
-        server.stamp += 1
-        if server.running and not server.stopped:
-            pace = self.s.a + self.s.b * len(server.running)
-            at = self.now + max(0.0, server.running[0][0] - server.ticks) * pace
-            heapq.heappush(self.events, (at, next(self.numbers), server, server.stamp))
-
-    def finish_sequences(self, server: Server) -> None:
-        """Finish the sequences that have reached their last tick, and the groups that are then complete."""
-        while server.running and server.running[0][0] <= server.ticks + 1e-6:  # for rounding
-            last, _, first, task = heapq.heappop(server.running)
-            k = bisect_right(server.updates, first, key=lambda update: update[0]) - 1
-            while first < last:
-                end = server.updates[k + 1][0] if k + 1 < len(server.updates) else last
-                task.tokens[server.updates[k][1]] += min(end, last) - first  # type: ignore[assignment]
-                first, k = max(first, min(end, last)), k + 1
-                if k == len(server.updates):
-                    break
-            task.left -= 1
-            if not task.left:
-                self.state.finish(TimedResult(task.task_id, 0, task.tokens))
-                self.changed = True
 
     # ---- groups and steps
 
     def start_groups(self) -> None:
         """Start the groups that the gate admits. Successive sequences go to successive servers."""
-        s, touched = self.s, dict[int, Server]()
+        touched = dict[Server, None]()
         for _ in range(self.manager.get_pending_limit() - len(self.state.pending)):
-            self.state.enqueue(Task(self.next_task, s.members))
-            self.next_task += 1
+            self.state.enqueue(Task(next(self.task_ids), self.s.members))
         for task in self.state.start():
-            if isinstance(self.state, WindowState):
-                self.state.deadlines[task.task_id] = self.version + s.eta
-            for _ in range(s.members):
-                server = self.servers[self.sequences % s.servers]
-                self.sequences += 1
-                self.advance(server)
-                server.waiting.append((task, s.length(self.rng, task.task_id)))
-                touched[id(server)] = server
-        for server in touched.values():
+            for server in islice(self.next_server, self.s.members):
+                server.waiting.append((next(self.numbers), self.s.length(self.rng, task.task_id), task))
+                touched[server] = None
+        for server in touched:
             self.plan(server)
 
     def take_batch(self) -> None:
-        """If a batch is ready, start a training step.
-
-        The first lines only save time. If fewer than B groups have finished, or if the group that wait needs has not
-        finished, `take` would return no batch anyway.
-        """
+        """If a batch is ready, start a training step. The first lines only save the time of a vain `take`."""
         finished = self.manager.get_stats().accepted - self.version * self.s.batch
-        first = next(iter(self.state.order.values()), None)
-        if finished < self.s.batch or (self.s.stale == "wait" and first is None):
+        head = next(iter(self.state.order.values()), None)
+        if finished < self.s.batch or (self.s.stale == "wait" and head is None):
             return
-        taken = self.state.take(self.s.batch)
-        if not taken:
-            return
-        trained = Versions()
-        for tokens in taken:
-            trained.update(tokens)
-        total = sum(trained.values())
-        mean = sum((self.version - v) * n for v, n in trained.items()) / total
-        self.result.lags.append((mean, self.version - min(trained)))
-        self.result.trained += total
-        self.result.waited += self.now - self.idle_since
-        self.training = True
-        self.at(self.s.train(self.rng, self.version, total), self.end_training)
+        if taken := self.state.take(self.s.batch):
+            batch = sum(taken, Versions())
+            self.result.batches.append(batch)
+            self.result.steps[-1].append(self.now)
+            self.training = True
+            self.at(self.s.train(self.rng, self.version, sum(batch.values())), self.end_training)
 
     def end_training(self) -> None:
         """Begin the weight update: stop all servers, or let the running sequences of each server finish."""
-        self.outdated = set(map(id, self.servers))
+        self.result.steps[-1].append(self.now)
+        self.outdated = set(self.servers)
         for server in self.servers:
-            self.advance(server)
-            server.draining = not self.s.interrupt
-            server.stopped = self.s.interrupt
-            self.plan(server)
-        if self.s.interrupt:
-            most = max(len(server.running) for server in self.servers)
-            self.at(self.s.update(self.rng, self.version, most), self.end_update)
-        else:
-            self.load_drained()
+            server.draining = True
+            if self.s.interrupt or not server.running:
+                self.load(server)
 
-    def load_drained(self) -> None:
-        """Without interruption: let each server without running sequences load the new weights."""
-        for server in self.servers:
-            if server.draining and not server.running:
-                server.draining, server.stopped = False, True
-                self.at(self.s.update(self.rng, self.version, 0), lambda server=server: self.loaded(server))
+    def load(self, server: Server) -> None:
+        """Stop a server, and let it load the new weights."""
+        server.advance(self.now)
+        server.draining, server.stopped = False, True
+        server.stamp += 1  # no sequence finishes in the meantime
+        self.at(self.s.update(self.rng, self.version, len(server.running)), lambda: self.loaded(server))
 
     def loaded(self, server: Server) -> None:
-        """Let one server go on with the new weights. After the last server the update has ended."""
-        self.advance(server)
+        """Let one server go on with the new weights. The step ends after the last server: the gate may open."""
+        server.advance(self.now)
         server.stopped = False
-        server.updates.append((server.ticks, self.version + 1))
+        server.begins.append(server.ticks)
         self.plan(server)
-        self.outdated.discard(id(server))
+        self.outdated.discard(server)
         if not self.outdated:
-            self.end_step()
-
-    def end_update(self) -> None:
-        """Let all servers go on with the new weights."""
-        for server in self.servers:
-            self.advance(server)
-            server.stopped = False
-            server.updates.append((server.ticks, self.version + 1))
-            self.plan(server)
-        self.end_step()
-
-    def end_step(self) -> None:
-        """Count the version, which may open the gate. The trainer still has to write its logs."""
-        self.version += 1
-        self.changed = True
-        self.result.step_ends.append(self.now)
-        self.at(self.s.rest(self.rng, self.version), self.end_rest)
+            self.version += 1
+            self.changed = True
+            self.result.steps[-1].append(self.now)
+            self.at(self.s.rest(self.rng, self.version), self.end_rest)
 
     def end_rest(self) -> None:
         """Let the trainer wait for the next batch."""
-        self.training, self.changed, self.idle_since = False, True, self.now
+        self.training, self.changed = False, True
+        self.result.steps.append([self.now])
 
     # ---- the clock
 
     def at(self, seconds: float, action: Callable[[], None]) -> None:
         """Plan an action of the trainer."""
         heapq.heappush(self.events, (self.now + seconds, next(self.numbers), action, 0))
+
+    def plan(self, server: Server) -> None:
+        """Admit waiting sequences, and plan the event at which the server's next sequence finishes."""
+        server.advance(self.now)
+        server.stamp += 1
+        if (seconds := server.admit()) < math.inf:
+            heapq.heappush(self.events, (self.now + seconds, next(self.numbers), server, server.stamp))
+
+    def finish_sequences(self, server: Server) -> None:
+        """Finish a server's sequences whose time has come."""
+        server.advance(self.now)
+        for task in server.finish():
+            self.state.finish(TimedResult(task.task_id, 0, task.tokens))
+            self.changed = True
+        if server.draining and not server.running:
+            self.load(server)
+        else:
+            self.plan(server)
 
     def run(self) -> Result:
         """Simulate all steps."""
@@ -305,98 +315,41 @@ class Simulation:
             if not isinstance(subject, Server):
                 subject()
             elif stamp == subject.stamp:
-                self.advance(subject)
                 self.finish_sequences(subject)
-                self.plan(subject)
-                if subject.draining:
-                    self.load_drained()
             if self.changed:  # a group or a step has ended
                 self.changed = False
                 if not self.training:
                     self.take_batch()
                 self.start_groups()
         for server in self.servers:
-            self.advance(server)
+            server.advance(self.now)
         self.result.busy = fmean(server.busy for server in self.servers) / self.now
         self.result.dropped = self.manager.get_stats().dropped
         return self.result
 
 
-# ---------------------------------------------------------------- setups
-
-
-def lognormal(mean: float, sigma: float, most: float = math.inf) -> Callable[[random.Random, int], float]:
-    """Return a function that draws lengths: lognormal with this mean and this sigma of the logarithm, cut at `most`."""
-    mu = math.log(mean) - sigma**2 / 2
-    return lambda rng, _: min(rng.lognormvariate(mu, sigma), most)
-
-
-def small(sigma: float, eta: int, stale: str) -> Setup:
-    """Return the setup of the table about the order: 8 groups of one sequence, and no limit of concurrency."""
-    times = {"train": lambda rng, step, tokens: 0.8, "update": lambda rng, step, n: 0.02}
-    return Setup(8, lognormal(2.0, sigma), **times, eta=eta, stale=stale, concurrent=10**6)
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model on a GPU with 80 GB and 3.35 TB/s. docs/simulate.md derives the numbers."""
-
-    parameters: float
-    a: float  # seconds of a decoding step: reading the weights, and overhead
-    b: float  # seconds that each running sequence adds: reading 5,000 tokens of KV cache
-    slots: int  # sequences whose KV cache fits into the memory
-
-
-SMALL, LARGE = Model(1.5e9, 4e-3, 4.2e-5, 256), Model(7e9, 8e-3, 8.5e-5, 192)
-TRAIN_FLOPS, PREFILL_FLOPS = 3e14, 4e14  # useful operations in a second on one GPU, of training and of prefill
-
-
-def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMALL, interrupt: bool = True) -> Setup:
-    """Return the setup of a cluster. eta None is synchronous training: every GPU first generates, then trains.
-
-    Asynchronous training has three quarters of the GPUs for generation, and one quarter for training. After an
-    interruption, a server computes the KV cache of its running sequences again.
-    """
-    share = 1.0 if eta is None else 0.75
-    servers, trainers = max(1, round(share * gpus)), gpus * (1 - share) or gpus
-    slow = servers / (share * gpus)  # above 1 if generation has only a part of one GPU
-    again = 5000 * 2 * model.parameters / PREFILL_FLOPS  # seconds for the KV cache of one sequence
-    return Setup(
-        batch=512,
-        members=16,
-        length=lognormal(6000, 1.0, most=27_000),
-        train=lambda rng, step, tokens: 8 * model.parameters * tokens / (TRAIN_FLOPS * trainers),
-        update=lambda rng, step, n: 1.0 + n * again,
-        eta=eta or 0,
-        servers=servers,
-        slots=model.slots,
-        a=model.a * slow,
-        b=model.b * slow,
-        stale=stale,
-        interrupt=interrupt,
-        steps=(eta or 0) + 8,
-        skipped=(eta or 0) + 3,
-    )
-
-
 def simulate(make: Callable[..., Setup], *args: Any, seeds: Iterable[int] = (0,)) -> dict[str, float]:
     """Simulate the setup `make(*args)` with each seed, and return medians over the seeds.
 
-    step_s, total_s: seconds of a step, and of all steps; servers_busy, trainer_waits: shares of the time; lag_mean,
-    lag_max: of the trained tokens; dropped: groups; tokens: trained tokens.
+    step_s, total_s: seconds of a step, and of all steps; tokens_s: trained tokens a second; servers_busy, trainer_busy:
+    shares of the time; lag_mean, lag_max: of the trained tokens; masked: share of the tokens; dropped: groups.
     """
     setup = make(*args)
     results = [Simulation(make(*args), seed).run() for seed in seeds]
+    begins = [r.ends[setup.skipped - 1] if setup.skipped else 0.0 for r in results]
     counted = setup.steps - setup.skipped
+    step_s = median((r.ends[-1] - begin) / counted for r, begin in zip(results, begins))
+    trained = [sum(sum(batch.values()) for batch in r.batches) for r in results]
     return {
-        "step_s": median(r.seconds(setup.skipped) / counted for r in results),
-        "total_s": median(r.seconds() for r in results),
+        "step_s": step_s,
+        "total_s": median(r.ends[-1] for r in results),
+        "tokens_s": median(trained) / setup.steps / step_s,
         "servers_busy": median(r.busy for r in results),
-        "trainer_waits": median(r.waited / r.step_ends[-1] for r in results),
+        "trainer_busy": median(1 - r.waited / r.ends[-1] for r in results),
         "lag_mean": median(fmean(mean for mean, _ in r.lags[setup.skipped :]) for r in results),
         "lag_max": max(largest for r in results for _, largest in r.lags),
+        "masked": median(r.masked / (r.masked + all_) for r, all_ in zip(results, trained)),
         "dropped": median(r.dropped for r in results),
-        "tokens": median(r.trained for r in results),
     }
 
 
@@ -411,7 +364,7 @@ def record(folder: Path) -> dict[str, Any]:
 
     config = yaml.safe_load((folder / "config.yaml").read_text())
     trace, lines = read_records(folder / "trace.json"), read_records(folder / "metrics.jsonl")
-    spans = {name: [s for s in trace if s.get("name") == name] for name in ("rollout_wait", "train", "sync")}
+    spans = {name: [s for s in trace if s.get("name") == name] for name in ("rollout_wait", "sync")}
     ends = {name: [(s["ts"] + s["dur"]) / 1e6 for s in found] for name, found in spans.items()}
     begins = {name: [s["ts"] / 1e6 for s in found] for name, found in spans.items()}
     groups: dict[str, list[float]] = {}
@@ -441,7 +394,7 @@ def record(folder: Path) -> dict[str, Any]:
     }
 
 
-def blocks(values: list[float], size: int, width: int = 2) -> Callable[[random.Random, int], float]:
+def blocks(values: list[float], size: int, width: int = 2) -> Draw:
     """Return a function that draws whole blocks of `size` values, each from at most `width` blocks away.
 
     The groups of one batch run at the same time on the same machine, so their times are alike. The slowest of B
@@ -459,7 +412,7 @@ def blocks(values: list[float], size: int, width: int = 2) -> Callable[[random.R
     return draw
 
 
-def replay(run: dict[str, Any], eta: int | None = None, stale: str = "wait") -> Setup:
+def replay(run: dict[str, Any]) -> Setup:
     """Return the setup with the distributions of a finished run."""
     train, update = blocks(run["train"], 1), blocks(run["update"], 1)
     return Setup(
@@ -468,162 +421,38 @@ def replay(run: dict[str, Any], eta: int | None = None, stale: str = "wait") -> 
         train=lambda rng, step, tokens: train(rng, step),
         update=lambda rng, step, n: update(rng, step),
         rest=blocks(run["rest"], 1),
-        eta=run["eta"] if eta is None else eta,
-        concurrent=run["concurrent"] if eta is None else None,
-        stale=stale,
+        eta=run["eta"],
+        concurrent=run["concurrent"],
         steps=len(run["update"]),
     )
 
 
-def check(runs: list[dict[str, Any]]) -> list[str]:
-    """Return a table that compares the simulation with finished runs."""
-    lines = [
-        "| run | steps | | samples/s | waiting of the trainer | mean lag | largest lag |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for run in runs:
-        found, steps = simulate(replay, run, seeds=range(9)), len(run["update"])
-        samples = steps * run["batch"] * run["members"]
-        real = samples / run["seconds"], run["waited"] / run["seconds"], run["lag_mean"], run["lag_max"]
-        ours = samples / found["total_s"], found["trainer_waits"], found["lag_mean"], found["lag_max"]
-        for who, (rate, waiting, mean, most) in (("measured", real), ("simulated", ours)):
-            name = f"{run['name']} | {steps}" if who == "measured" else " | "
-            lines.append(
-                f"| {name} | {who} | {rate:.2f} | {waiting:.0%} | {mean:.2f} | {most:.0f} |".replace("%", " %")
-            )
-        lines.append(f"| | | ratio | {ours[0] / real[0]:.3f} | | {ours[2] - real[2]:+.2f} | |")
-    return lines
-
-
-# ---------------------------------------------------------------- tables and figure
-
-GPUS, ETAS = (1, 8, 32, 128, 512, 1024), (0, 1, 2, 4, 8, 16)
-ORDERS = ("wait", "window", "drop", "mask", "unbounded")
-Table = list[str]
-
-
 def row(*cells: Any) -> str:
     """Return a row of a Markdown table."""
-    return "| " + " | ".join(map(str, cells)) + " |"
+    return "| " + " | ".join(str(cell).replace("%", " %") for cell in cells) + " |"
 
 
-def head(*cells: Any) -> Table:
+def head(*cells: Any) -> list[str]:
     """Return the first two lines of a Markdown table."""
     return [row(*cells), "|---" * len(cells) + "|"]
 
 
-def order_table() -> Table:
-    """Return the seconds of 24 steps for each order, tail and eta. The ideal is 20 s."""
-    lines = head("sigma", "eta", *ORDERS, "mean lag, wait", "mean lag, mask")
-    for sigma in (0.5, 1.0, 1.5):
-        for eta in ETAS[1:]:
-            found = {order: simulate(small, sigma, eta, order, seeds=range(9)) for order in ORDERS}
-            cells = [f"{r['total_s']:.0f}" for r in found.values()]
-            cells[2] += f" ({found['drop']['dropped']:.0f} dropped)"
-            cells[4] += f" (lag {found['unbounded']['lag_max']:.0f})"
-            lines.append(row(sigma, eta, *cells, *(f"{found[o]['lag_mean']:.1f}" for o in ("wait", "mask"))))
+def check(runs: list[dict[str, Any]]) -> list[str]:
+    """Return a table that compares the simulation with finished runs."""
+    lines = head("run", "steps", "", "samples/s", "waiting of the trainer", "mean lag", "largest lag")
+    for run in runs:
+        found, steps = simulate(replay, run, seeds=range(9)), len(run["update"])
+        samples = steps * run["batch"] * run["members"]
+        real = samples / run["seconds"], run["waited"] / run["seconds"], run["lag_mean"], run["lag_max"]
+        ours = samples / found["total_s"], 1 - found["trainer_busy"], found["lag_mean"], found["lag_max"]
+        for who, (rate, waiting, mean, most) in (("measured", real), ("simulated", ours)):
+            name = (run["name"], steps) if who == "measured" else ("", "")
+            lines.append(row(*name, who, f"{rate:.2f}", f"{waiting:.0%}", f"{mean:.2f}", f"{most:.0f}"))
+        lines.append(row("", "", "ratio", f"{ours[0] / real[0]:.3f}", "", f"{ours[2] - real[2]:+.2f}", ""))
     return lines
 
 
-def cluster_runs() -> dict[tuple[int, int | None, str], dict[str, float]]:
-    """Simulate every size of the cluster: synchronous, and asynchronous with each eta and two orders."""
-    found = {}
-    for gpus in GPUS:
-        found[gpus, None, "wait"] = simulate(cluster, gpus, None)
-        for eta in ETAS:
-            for stale in ("wait", "mask"):
-                found[gpus, eta, stale] = simulate(cluster, gpus, eta, stale)
-        print(f"{gpus} GPUs", file=sys.stderr, flush=True)
-    return found
-
-
-def cluster_tables(found: dict[tuple[int, int | None, str], dict[str, float]]) -> dict[str, Table]:
-    """Return the tables of the speed, and of the utilisation and the lag."""
-    speed = head("GPUs", "synchronous, s a step", *(f"eta {eta}" for eta in ETAS))
-    for gpus in GPUS:
-        sync = found[gpus, None, "wait"]["step_s"]
-        ratios = [" / ".join(f"{sync / found[gpus, eta, o]['step_s']:.2f}" for o in ("wait", "mask")) for eta in ETAS]
-        speed.append(row(f"{gpus:,}", f"{sync:,.0f}", *ratios))
-    use = head("GPUs", "eta", "servers generate", "trainer trains or updates", "mean lag", "largest lag")
-    for gpus in (32, 128, 512):
-        for eta in ETAS:
-            pair = [found[gpus, eta, order] for order in ("wait", "mask")]
-            shares = [[f"{r['servers_busy']:.0%}", f"{1 - r['trainer_waits']:.0%}"] for r in pair]
-            lags = [[f"{r['lag_mean']:.1f}", f"{r['lag_max']:.0f}"] for r in pair]
-            cells = [" / ".join(column).replace("%", " %") for column in zip(*map(list.__add__, shares, lags))]
-            use.append(row(gpus, eta, *cells))
-    return {"speed": speed, "use": use}
-
-
-def faster_training(factor: float, *args: Any) -> Setup:
-    """Return a cluster whose training takes `factor` times as long, so that generation limits the run."""
-    setup = cluster(*args)
-    return replace(setup, train=lambda rng, step, tokens: factor * setup.train(rng, step, tokens))
-
-
-def paper_table(found: dict[tuple[int, int | None, str], dict[str, float]]) -> Table:
-    """Return the paper's figures beside the simulation's."""
-    lines = head("what", "paper", "simulated, wait", "simulated, mask")
-    sync, pair = found[128, None, "wait"], [found[128, 4, order] for order in ("wait", "mask")]
-    lines.append(row("1.5 B, 128 GPUs: seconds of a synchronous step", 148, f"{sync['step_s']:.0f}", "as wait"))
-    lines.append(row("asynchronous step, eta 4", 53, *(f"{r['step_s']:.0f}" for r in pair)))
-    lines.append(row("ratio", 2.77, *(f"{sync['step_s'] / r['step_s']:.2f}" for r in pair)))
-    sync = simulate(cluster, 192, None, "wait", LARGE)
-    pair = [simulate(cluster, 192, 4, order, LARGE) for order in ("wait", "mask")]
-    lines.append(row("7 B, 192 GPUs: ratio", 2.27, *(f"{sync['step_s'] / r['step_s']:.2f}" for r in pair)))
-    for name, model, paper in (("1.5 B", SMALL, "+12 %"), ("7 B", LARGE, "+17 %")):
-        cells = []
-        for order in ("wait", "mask"):
-            runs = [simulate(faster_training, 0.3, 32, 4, order, model, cut)["step_s"] for cut in (False, True)]
-            cells.append(f"{runs[0] / runs[1] - 1:+.0%}".replace("%", " %"))
-        lines.append(row(f"{name}, 32 GPUs: generation with interruption", paper, *cells))
-    gain = [found[128, 4, order]["step_s"] / found[512, 4, order]["step_s"] for order in ("wait", "mask")]
-    lines.append(row("1.5 B, eta 4: 512 GPUs over 128", "near linear (4)", *(f"{x:.1f}" for x in gain)))
-    gain = found[128, None, "wait"]["step_s"] / found[512, None, "wait"]["step_s"]
-    lines.append(row("the same, synchronous", "", f"{gain:.1f}", "as wait"))
-    return lines
-
-
-def draw(found: dict[tuple[int, int | None, str], dict[str, float]]) -> None:
-    """Draw the cost of the order (left), and for each number of GPUs the gain over synchronous training (right)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
-    colors = dict(zip(ORDERS, ("tab:blue", "tab:cyan", "tab:red", "tab:green", "tab:gray")))
-    labels = {"wait": "wait: order of start", "window": "order of start with slack", "drop": "drop", "mask": "mask"}
-    for order, color in colors.items():
-        seconds = [simulate(small, 1.0, eta, order, seeds=range(9))["total_s"] for eta in ETAS[1:]]
-        dashed = "--" if order in ("window", "unbounded") else "-"
-        left.plot(
-            ETAS[1:], seconds, dashed, marker=".", color=color, label=labels.get(order, "finished first, no bound")
-        )
-    left.axhline(24 * 0.82, color="black", linewidth=0.8)
-    left.annotate("the trainer never waits", (1, 24 * 0.82 - 1), va="top", fontsize=8)
-    left.set_xscale("log", base=2)
-    left.set(xlabel="eta", ylabel="seconds of 24 steps", title="8 groups a step, lognormal lengths, sigma 1", ylim=0)
-    left.set_xticks(ETAS[1:], [str(eta) for eta in ETAS[1:]])
-    for eta, color in zip((1, 2, 4, 16), ("tab:olive", "tab:orange", "tab:red", "tab:purple")):
-        for order, dashed in (("wait", "-"), ("mask", "--")):
-            speed = [found[g, None, "wait"]["step_s"] / found[g, eta, order]["step_s"] for g in GPUS]
-            right.plot(GPUS, speed, dashed, marker=".", color=color, label=f"eta {eta}, {order}")
-    right.plot([128], [2.77], "k*", markersize=10, label="paper, 1.5 B")
-    right.axhline(1, color="black", linewidth=0.8)
-    right.set_xscale("log", base=2)
-    right.set_xticks(GPUS, [str(g) for g in GPUS], fontsize=8)
-    right.set(
-        xlabel="GPUs", ylabel="asynchronous over synchronous", title="1.5 B parameters, 8,192 answers a step", ylim=0
-    )
-    for axes in (left, right):
-        axes.legend(fontsize=8, ncols=2)
-        axes.grid(alpha=0.3)
-    FIGURE.parent.mkdir(exist_ok=True)
-    figure.savefig(FIGURE, dpi=110)
-
-
-def write(tables: dict[str, Table]) -> None:
+def write(tables: dict[str, list[str]]) -> None:
     """Replace the tables of docs/simulate.md, each of which follows a comment with its name."""
     page = PAGE.read_text()
     for name, lines in tables.items():
@@ -634,24 +463,16 @@ def write(tables: dict[str, Table]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", type=Path, nargs="+", metavar="RUN", help="only compare with these finished runs")
+    parser.add_argument("--check", type=Path, nargs="+", metavar="RUN", help="compare with these finished runs")
     parser.add_argument("--record", type=Path, nargs="+", metavar="RUN", help="keep the times of these finished runs")
-    parser.add_argument("--cluster", action="store_true", help="only simulate clusters, and draw FIGURE")
     args = parser.parse_args()
-    if args.check:
-        print("\n".join(check([record(folder) for folder in args.check])))
-        return
     if args.record:
         RUNS.write_text("[\n" + ",\n".join(json.dumps(record(folder)) for folder in args.record) + "\n]\n")
-    tables = {"check": check(json.loads(RUNS.read_text()))}
-    if args.cluster:
-        found = cluster_runs()
-        tables = {"paper": paper_table(found), **cluster_tables(found)}
-        draw(found)
-    else:
-        tables["order"] = order_table()
-        write(tables)
-    print("\n\n".join("\n".join(lines) for lines in tables.values()))
+    runs = [record(folder) for folder in args.check] if args.check else json.loads(RUNS.read_text())
+    table = check(runs)
+    if not args.check:
+        write({"check": table})
+    print("\n".join(table))
 
 
 if __name__ == "__main__":

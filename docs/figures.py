@@ -1,29 +1,75 @@
-"""Draw docs/straddle.svg, answers of a finished run that weight updates interrupted.
+"""Draw the figures of the pages, docs/*.svg, from numbers that the repository keeps.
 
-    python docs/figures.py RUN
+    python docs/figures.py                  draw every figure again
+    python docs/figures.py --run RUN        read the times of the first steps of a finished run, then draw
+    python docs/figures.py --answers RUN    read the answers of a finished run that updates interrupted, then draw
 
-RUN is the folder of a run of configs/maze.yaml. Each row of the picture is one answer, and each square is one token.
-The colour of a square shows which version sampled the token. A line marks a weight update in the middle of the answer.
+RUN is the folder of a run of configs/maze.yaml. docs/figures.json keeps what is read. The two timelines beside each
+other come from bench/simulate.py with the times of a finished run, the tree from the shipped InteractionCache, and the
+charts from docs/clusters.csv. Two more figures have their own commands (docs/structure.py, docs/terminal.py).
+
+The colour of a version is the same in all figures. Each figure has a light and a dark form, and the browser chooses.
 """
 
+import csv
+import json
+import math
 import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
-from safetensors.torch import load_file  # noqa: E402
-
 COLOURS = "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377"  # Paul Tol's colours, safe for all eyes
-WIDTH, SIDE, LINE, LABEL = 720, 5, 26, 150  # pixels: the picture, a token, a row, and the labels of the rows
-STYLE = """.paper { fill: #ffffff } text { font: 13px system-ui, sans-serif; fill: #1f2328 }
-@media (prefers-color-scheme: dark) { .paper { fill: #0d1117 } text { fill: #e6edf3 } }"""
+STYLE = """text { font: 15px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 12px } .faint { fill: #59636e }
+.paper { fill: #ffffff } .box { fill: #f6f8fa; stroke: #818b98 } .line { stroke: #818b98; fill: none }
+.wait { fill: none; stroke: #818b98; stroke-dasharray: 3 3 }
+.tip { fill: #cc3311 } .back { stroke: #cc3311; fill: none; stroke-width: 2 } .reward { fill: #b02a0c; font-weight: 600 }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .faint { fill: #9198a1 } .paper { fill: #0d1117 }
+.box { fill: #151b23; stroke: #656c76 } .line, .wait { stroke: #656c76 } .reward { fill: #ff9d76 }
+.tip { fill: #ff7b54 } .back { stroke: #ff7b54 } }"""
+Run = dict[str, Any]  # a run in docs/figures.json
+Parts = list[str]  # SVG elements
 
 
-def answers(run: Path, count: int) -> list[tuple[int, list[int], float]]:
-    """Return (step, versions of the tokens, reward) of the answers with the most versions, at most one per step."""
+def svg(width: int, height: float, title: str, parts: Iterable[str]) -> str:
+    """Return a picture of these elements."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" width="{width}" role="img">'
+    paper = f'<rect class="paper" width="{width}" height="{height:g}"/>'
+    return (
+        "\n".join([head, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", paper, *parts, "</svg>"]) + "\n"
+    )
+
+
+def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
+    """Return a text. `kind` names its classes."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def bar(x: float, y: float, width: float, height: float, look: str, hint: str = "") -> str:
+    """Return a rectangle. `look` holds its attributes, and `hint` is shown under the mouse."""
+    title = f"<title>{escape(hint)}</title>" if hint else ""
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:g}" {look}>{title}</rect>'
+
+
+def colour(version: int) -> str:
+    """Return the attribute that colours a version."""
+    return f'fill="{COLOURS[version % len(COLOURS)]}"'
+
+
+# ---------------------------------------------------------------- finished runs
+
+
+def read_answers(run: Path, count: int) -> list[list[Any]]:
+    """Return [step, [[version, tokens], ...], reward] of the answers with the most versions, at most one per step."""
+    from safetensors.torch import load_file
+
     found = []
     for path in sorted((run / "tokens").glob("*.safetensors")):
         batch = load_file(path)
@@ -32,31 +78,310 @@ def answers(run: Path, count: int) -> list[tuple[int, list[int], float]]:
             sampled = versions[turns >= 0].tolist()
             rows.append((len(set(sampled)), -abs(len(sampled) - 90), sampled, reward))
         most, _, sampled, reward = max(rows)
-        if most > 1 and len(sampled) * SIDE <= WIDTH - LABEL - 10:
-            found.append((most, int(path.stem), sampled, reward))
-    best = sorted(found, key=lambda item: (-item[0], item[1]))[:count]
-    return [(step, sampled, reward) for _, step, sampled, reward in sorted(best, key=lambda item: item[1])]
+        if most > 1 and len(sampled) <= 110:
+            pieces = [[version, len(list(tokens))] for version, tokens in groupby(sampled)]
+            found.append((most, [int(path.stem), pieces, round(reward, 2)]))
+    best = sorted(found, key=lambda item: (-item[0], item[1][0]))[:count]
+    return sorted(row for _, row in best)
 
 
-def draw(rows: list[tuple[int, list[int], float]]) -> str:
-    """Return the picture as SVG."""
-    height = LINE * (len(rows) + 1) + 8
-    parts: list[Any] = [f'<rect class="paper" width="{WIDTH}" height="{height}"/>']
-    for k, (step, versions, reward) in enumerate(rows):
-        top = 8 + LINE * k
-        parts.append(f'<text x="4" y="{top + 13}">step {step}, reward {escape(f"{reward:.2f}")}</text>')
-        for i, version in enumerate(versions):
-            x = LABEL + SIDE * i
-            if i and versions[i - 1] != version:
-                parts.append(f'<text x="{x - 3}" y="{top + 24}" style="font-size: 9px">v{version}</text>')
-            colour = COLOURS[version % len(COLOURS)]
-            parts.append(f'<rect x="{x}" y="{top + 2}" width="{SIDE - 1}" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{LABEL - 0}" y="{top + 24}" style="font-size: 9px">v{versions[0]}</text>')
-    parts.append(f'<text x="{LABEL}" y="{height - 10}">each square is one token; its colour is the version</text>')
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">'
-    title = "<title>Answers of the maze, each token coloured by the version that sampled it</title>"
-    return "\n".join([head, title, f"<style>{STYLE}</style>", *parts, "</svg>"]) + "\n"
+def read_run(run: Path, steps: int) -> Run:
+    """Return the times of the first steps of a finished run, in seconds after the start of the first group.
+
+    groups: [begin, end] of each prompt group. updates: begin and end of each weight update. waits and trains: of each
+    step. trained: for each step {version: trained tokens}.
+    """
+    from safetensors.torch import load_file
+
+    from run.report import read_records
+
+    trace = read_records(run / "trace.json")
+    zero = min(event["ts"] for event in trace if event["ph"] == "b")
+
+    def seconds(ts: float) -> float:
+        return round((ts - zero) / 1e6, 3)
+
+    spans = {
+        name: [[seconds(e["ts"]), seconds(e["ts"] + e["dur"])] for e in trace if e.get("name") == name][:steps]
+        for name in ("rollout_wait", "train", "sync")
+    }
+    groups: dict[str, list[float]] = {}
+    for event in trace:
+        if event["ph"] in ("b", "e"):
+            groups.setdefault(event["id"], []).append(seconds(event["ts"]))
+    end = spans["sync"][-1][1]
+    trained = []
+    for step in range(1, steps + 1):
+        batch = load_file(next((run / "tokens").glob(f"{step:05}.safetensors")))
+        trained.append(dict(Counter(batch["versions"][batch["turn_ids"] >= 0].tolist())))
+    return {
+        "groups": sorted(times for times in groups.values() if len(times) == 2 and times[0] < end),
+        "waits": spans["rollout_wait"],
+        "trains": spans["train"],
+        "updates": spans["sync"],
+        "trained": trained,
+    }
+
+
+# ---------------------------------------------------------------- timelines
+
+
+def lanes(groups: list[list[float]]) -> list[tuple[int, float, float]]:
+    """Return (lane, begin, end) of each group. A lane holds groups that do not overlap."""
+    free: list[float] = []  # the end of each lane's last group
+    placed = []
+    for begin, end in groups:
+        lane = next((k for k, last in enumerate(free) if last <= begin + 1e-3), len(free))
+        free[lane:] = [end, *free[lane + 1 :]]
+        placed.append((lane, begin, end))
+    return placed
+
+
+def draw_panel(run: Run, top: float, scale: Callable[[float], float], until: float) -> tuple[Parts, float]:
+    """Draw the groups and the trainer of a run, and return the elements and the bottom."""
+    parts: Parts = []
+    placed = [item for item in lanes(run["groups"]) if item[1] < until]
+    base = top + 22 * (1 + max(lane for lane, _, _ in placed)) + 8  # y of the trainer
+    starts = [0.0, *(end for _, end in run["updates"])]  # from this time on, the servers have the version
+    for lane, begin, end in placed:
+        for version, (since, to) in enumerate(zip(starts, [*starts[1:], math.inf])):
+            if since < min(end, until) and to > begin:
+                a, b = scale(max(since, begin)), scale(min(to, end, until))
+                gap = 1.5 if to >= end else 0  # a group that goes on with a new version has no gap
+                parts.append(bar(a, top + 22 * lane, b - a - gap, 19, colour(version), f"version {version}"))
+    parts.append(text(4, top + 14, "groups", "small"))
+    parts.append(text(4, base + 22, "trainer", "small"))
+    for begin, end in run["waits"]:
+        if begin < until:
+            a, b = scale(max(begin, 0.0)), scale(min(end, until))
+            parts.append(bar(a, base + 3, b - a, 30, 'class="wait"', "the trainer waits"))
+    for step, (begin, end) in enumerate(run["trains"]):
+        total, low = sum(run["trained"][step].values()), base + 36.0
+        for version, tokens in sorted(run["trained"][step].items(), key=lambda item: int(item[0])):
+            if begin >= until:
+                break
+            height = 36 * tokens / total
+            low -= height
+            a, b = scale(begin), scale(min(end, until))
+            hint = f"step {step + 1} trains {tokens} tokens of version {version}"
+            parts.append(bar(a, low, b - a, round(height, 1), colour(int(version)), hint))
+    for version, (_, end) in enumerate(run["updates"], 1):
+        if end < until:
+            x = scale(end)
+            parts.append(f'<path class="line" d="M{x:.1f} {top - 3:g}V{base + 39:g}"/>')
+            parts.append(text(x, base + 52, f"v{version}", "small faint", "middle"))
+    return parts, base + 58
+
+
+def draw_axis(top: float, scale: Callable[[float], float], until: float) -> Parts:
+    """Draw the seconds below a timeline."""
+    ticks = range(0, int(until) + 1, max(1, round(until / 6)))
+    return [text(scale(s), top + 14, f"{s} s", "small faint", "middle" if s else "start") for s in ticks]
+
+
+def draw_front(data: dict[str, Any]) -> str:
+    """Draw a part of the asynchronous run: each group in the colours of the versions that sampled it."""
+    run, until = data["run"], data["run"]["updates"][7][1] + 0.4
+    scale = lambda s: 64 + (640 - 72) * s / until  # noqa: E731
+    parts, bottom = draw_panel(run, 44, scale, until)
+    words = "A bar is a prompt group. Its colour is the policy version that samples."
+    more = "A training step has the colours of the tokens that it trains on."
+    title = "The first steps of an asynchronous run of the maze, coloured by policy version"
+    head = [text(4, 16, words, "small"), text(4, 33, more, "small")]
+    return svg(640, bottom + 20, title, [*head, *parts, *draw_axis(bottom, scale, until)])
+
+
+def simulate_run(eta: int) -> Run:
+    """Simulate the first steps of the maze with the times of a finished run (docs/simulate.json)."""
+    from bench.simulate import RUNS, Simulation, replay
+
+    recorded = next(run for run in json.loads(RUNS.read_text()) if run["name"].startswith("maze"))
+    found = Simulation(replace(replay(recorded), eta=eta, steps=12)).run()
+    steps = [times for times in found.steps if len(times) == 4]
+    groups = [[*times, math.inf][:2] for times in found.groups.values()]
+    return {
+        "groups": sorted(groups),
+        "waits": [[idle, begin] for idle, begin, _, _ in steps],
+        "trains": [[begin, end] for _, begin, end, _ in steps],
+        "updates": [[begin, end] for _, _, begin, end in steps],
+        "trained": found.batches,
+    }
+
+
+def draw_timelines() -> str:
+    """Draw the first steps of an asynchronous and of a synchronous run on one axis."""
+    runs = [("asynchronous, eta 2", simulate_run(2)), ("synchronous, eta 0", simulate_run(0))]
+    until = runs[1][1]["updates"][4][1] + 0.2
+    scale = lambda s: 64 + (640 - 72) * s / until  # noqa: E731
+    parts, bottom = [], 0.0
+    for words, run in runs:
+        done = sum(end <= until for _, end in run["updates"])
+        parts.append(text(4, bottom + 18, f"{words}: {done} steps in {until:.0f} s"))
+        panel, bottom = draw_panel(run, bottom + 30, scale, until)
+        parts += panel
+    title = "An asynchronous and a synchronous run of the maze beside each other"
+    return svg(640, bottom + 20, title, [*parts, *draw_axis(bottom, scale, until)])
+
+
+def draw_straddle(data: dict[str, Any]) -> str:
+    """Draw answers that weight updates interrupted: a square for each token, in the colour of its version."""
+    side, line, label, rows = 4.5, 40, 140, data["answers"]
+    parts = [text(4, 18, "A square is a token; its colour is the version that sampled it.", "small")]
+    for k, (step, pieces, reward) in enumerate(rows):
+        top, x = 34 + line * k, float(label)
+        parts.append(text(4, top + 11, f"step {step}, reward {reward:.2f}", "small"))
+        for version, tokens in pieces:
+            parts.append(text(x, top + 25, f"v{version}", "small faint"))
+            for _ in range(tokens):
+                parts.append(bar(x, top, side - 0.8, 12, colour(version)))
+                x += side
+    title = "Answers of the maze, each token coloured by the version that sampled it"
+    return svg(640, 34 + line * len(rows), title, parts)
+
+
+# ---------------------------------------------------------------- the tree
+
+GAMMA = 0.5
+CALLS = {  # name: (parent, the new message, the answer, the turn's own reward, x, y)
+    "A": ("", "user: who wrote it?", "I will search", 0.0, 240, 40),
+    "B": ("A", "tool: page 1", "it was Ada", 0.0, 160, 170),
+    "C": ("A", "tool: page 2", "I do not know", 0.5, 380, 170),
+    "D": ("B", "user: check it", "yes, it was Ada", 1.0, 82, 300),
+    "E": ("B", "user: give the page", "page 9", 0.0, 246, 300),
+}
+
+
+def compute_rewards() -> dict[str, float]:
+    """Return the final reward of each call in CALLS. The shipped InteractionCache finds the parents and computes it."""
+    from cache import InteractionCache, InteractionWithTokenLogpReward
+    from inference.io_struct import ModelResponse
+
+    cache, conversations = InteractionCache(), {"": list[dict[str, Any]]()}
+    for name, (parent, message, answer, _, _, _) in CALLS.items():
+        role, _, content = message.partition(": ")
+        messages = [*conversations[parent], {"role": role, "content": content}]
+        output = [{"role": "assistant", "content": answer}]
+        conversations[name] = messages + output
+        response = ModelResponse([1], [2], [-0.5], [0], "stop")
+        call = InteractionWithTokenLogpReward(messages, model_response=response, output_message_list=output)
+        found = cache.enter(name, call).parent
+        assert (found.interaction_id if found else "") == parent
+    for name, (_, _, _, own, _, _) in CALLS.items():
+        cache.set_reward(name, own)
+    cache.apply_reward_discount(GAMMA)
+    return {name: cache[name].reward or 0.0 for name in CALLS}
+
+
+def draw_tree() -> str:
+    """Draw a conversation tree, and how the rewards flow back to the parents."""
+    parts = [
+        '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="6" refY="4" orient="auto" markerUnits="userSpaceOnUse">'
+    ]
+    parts.append('<path d="M0 0L8 4L0 8z" class="tip"/></marker></defs>')
+    final = compute_rewards()
+    for name, (parent, message, answer, own, x, y) in CALLS.items():
+        if parent:
+            up, down = CALLS[parent][4] + (34 if x > CALLS[parent][4] else -34), CALLS[parent][5] + 64
+            parts.append(f'<path class="line" d="M{up - 7} {down}L{x - 7} {y}"/>')
+            parts.append(f'<path class="back" d="M{x + 7} {y - 1}L{up + 7} {down + 5}" marker-end="url(#tip)"/>')
+        parts.append(bar(x - 76, y, 152, 64, 'class="box" rx="6"'))
+        parts.append(text(x, y + 17, message, "small faint", "middle"))
+        parts.append(text(x, y + 36, f"{name}: {answer}", "", "middle"))
+        parts.append(text(x, y + 55, f"r = {own:g}, R = {final[name]:g}", "small reward", "middle"))
+    parts.append(text(240, 22, f"R = r + {GAMMA:g} x mean of the children's R", "", "middle"))
+    return svg(480, 376, "A conversation tree; rewards flow from the leaves to the root", parts)
+
+
+# ---------------------------------------------------------------- charts
+
+Line = tuple[str, str, bool, list[float]]  # name, colour, dashed, values
+
+
+def draw_chart(title: str, ticks: list[str], lines: list[Line], top: float, below: str, beside: str) -> str:
+    """Draw lines over equally spaced ticks. The largest value of the vertical axis is `top`."""
+    width, height, left, roof = 640, 380, 44, 52
+    right, floor = width - 150, height - 52
+    x = lambda k: left + 14 + (right - left - 28) * k / (len(ticks) - 1)  # noqa: E731
+    y = lambda value: floor - (floor - roof) * min(value, top) / top  # noqa: E731
+    parts = [text(4, 18, title), text(4, 38, beside, "small faint")]
+    for k in range(5):
+        value = top * k / 4
+        parts.append(f'<path class="line" d="M{left} {y(value):.1f}H{right}" style="opacity: 0.35"/>')
+        parts.append(text(left - 6, y(value) + 4, f"{value:g}", "small faint", "end"))
+    parts += [text(x(k), floor + 18, tick, "small", "middle") for k, tick in enumerate(ticks)]
+    parts.append(text((left + right) / 2, height - 12, below, "small faint", "middle"))
+    labels: list[tuple[float, str, str]] = []
+    for name, tint, dashed, values in lines:
+        path = "M" + "L".join(f"{x(k):.1f} {y(value):.1f}" for k, value in enumerate(values))
+        dash = ' stroke-dasharray="5 4"' if dashed else ""
+        parts.append(f'<path d="{path}" fill="none" stroke="{tint}" stroke-width="2.5"{dash}/>')
+        labels.append((y(values[-1]) + 4, name, tint))
+    last = -math.inf
+    for at, name, tint in sorted(labels):
+        last = max(at, last + 15)
+        parts.append(bar(right + 4, last - 9, 10, 10, f'fill="{tint}"'))
+        parts.append(text(right + 19, last, name, "small"))
+    return svg(width, height, title, parts)
+
+
+def read_clusters() -> dict[tuple[str, str, str, str], dict[str, str]]:
+    """Return docs/clusters.csv as {(what, gpus or sigma, eta, order): results}."""
+    lines = csv.DictReader((DOCS / "clusters.csv").read_text().splitlines())
+    return {(r["what"], r["gpus"] or r["sigma"], r["eta"], r["order"]): r for r in lines}
+
+
+def draw_orders(sigma: str = "1.0") -> str:
+    """Draw the seconds of 24 steps with each order."""
+    rows, etas = read_clusters(), ["1", "2", "4", "8", "16"]
+    names = {"wait": "wait", "window": "window", "drop": "drop", "mask": "mask"}
+    lines = [
+        (name, COLOURS[k], False, [float(rows["order", sigma, eta, order]["total_s"]) for eta in etas])
+        for k, (order, name) in enumerate(names.items())
+    ]
+    lines.append(("trainer never waits", "#808080", True, [24 * 0.82] * len(etas)))
+    return draw_chart(f"What order of start costs, sigma {sigma}", etas, lines, 100, "eta", "seconds of 24 steps")
+
+
+def draw_clusters() -> str:
+    """Draw how many times as fast as synchronous training each cluster is."""
+    rows = read_clusters()
+    gpus = list(dict.fromkeys(key[1] for key in rows if key[0] == "1.5B"))
+    step = {key: float(found["step_s"]) for key, found in rows.items()}
+    lines = []
+    for k, eta in enumerate(("1", "4", "16")):
+        for order in ("wait", "mask"):
+            speed = [step["1.5B", g, "sync", "wait"] / step["1.5B", g, eta, order] for g in gpus]
+            lines.append((f"eta {eta}, {order}", COLOURS[k], order == "mask", speed))
+    title = "Asynchronous over synchronous speed, 1.5 B parameters"
+    top = math.ceil(max(max(values) for _, _, _, values in lines))
+    return draw_chart(title, [f"{int(g):,}" for g in gpus], lines, top, "GPUs", "times as fast as synchronous")
+
+
+# ---------------------------------------------------------------- the command
+
+
+def draw_all() -> dict[str, str]:
+    """Return {file name: picture}."""
+    data = json.loads((DOCS / "figures.json").read_text())
+    return {
+        "front.svg": draw_front(data),
+        "timelines.svg": draw_timelines(),
+        "straddle.svg": draw_straddle(data),
+        "rewards.svg": draw_tree(),
+    }
+
+
+def main(words: list[str]) -> None:
+    kept = DOCS / "figures.json"
+    data = json.loads(kept.read_text())
+    if words[:1] == ["--run"]:
+        data["run"] = read_run(Path(words[1]), 12)
+    elif words[:1] == ["--answers"]:
+        data["answers"] = read_answers(Path(words[1]), 8)
+    kept.write_text("{" + ",\n".join(f"{json.dumps(name)}: {json.dumps(data[name])}" for name in data) + "}\n")
+    for name, picture in draw_all().items():
+        (DOCS / name).write_text(picture)
 
 
 if __name__ == "__main__":
-    (DOCS / "straddle.svg").write_text(draw(answers(Path(sys.argv[1]), count=8)))
+    main(sys.argv[1:])

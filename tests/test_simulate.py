@@ -1,4 +1,5 @@
-"""These tests check the simulation in bench/simulate.py: its clock, its decisions, and its agreement with real runs."""
+"""These tests check bench/simulate.py and bench/clusters.py: the clock, the decisions, the agreement with real runs,
+and the tables of docs/simulate.md."""
 
 import json
 import math
@@ -11,6 +12,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
 
+import clusters  # type: ignore[import-not-found]
 import simulate  # type: ignore[import-not-found]
 
 from staleness import StalenessError, StalenessManager
@@ -27,14 +29,14 @@ def constant(eta: int, **changes: object) -> simulate.Setup:
 def test_synchronous_steps_take_the_sum_of_their_parts() -> None:
     """With eta = 0 a step takes the time of generation, training and update, and no token has a lag."""
     result = simulate.Simulation(constant(0)).run()
-    assert result.step_ends == pytest.approx([3.5 * k for k in range(1, 11)])
+    assert result.ends == pytest.approx([3.5 * k for k in range(1, 11)])
     assert set(result.lags) == {(0.0, 0)}
 
 
 def test_asynchronous_training_hides_generation() -> None:
     """With eta = 2 the trainer waits only for the first batch."""
     result = simulate.Simulation(constant(2)).run()
-    assert result.step_ends == pytest.approx([2 + 1.5 * k for k in range(1, 11)])
+    assert result.ends == pytest.approx([2 + 1.5 * k for k in range(1, 11)])
     assert result.waited == pytest.approx(2.0)
 
 
@@ -42,21 +44,21 @@ def test_a_server_shares_its_time() -> None:
     """Four sequences of two tokens on one server need 2 (a + 4 b) seconds; with two slots they need 4 (a + 2 b)."""
     for slots, seconds in ((math.inf, 2 * (1 + 4 * 0.5)), (2, 4 * (1 + 2 * 0.5))):
         result = simulate.Simulation(constant(0, a=1.0, b=0.5, slots=slots, steps=1)).run()
-        assert result.step_ends == pytest.approx([seconds + 1.5])
+        assert result.ends == pytest.approx([seconds + 1.5])
 
 
 def test_an_update_without_interruption_waits_for_the_longest_answer() -> None:
     """If an update waits for the running answers instead of interrupting them, the steps take longer."""
     lengths = lambda rng, k: rng.choice([1.0, 9.0])  # noqa: E731
     cut, whole = (simulate.Simulation(constant(2, length=lengths, interrupt=i)).run() for i in (True, False))
-    assert whole.step_ends[-1] > cut.step_ends[-1]
+    assert whole.ends[-1] > cut.ends[-1]
 
 
 @pytest.mark.parametrize("order", ["wait", "window", "drop", "mask"])
 def test_the_bound_holds_for_every_order(order: str) -> None:
     """With the bound eta no trained token is older than eta. Without a bound some tokens are older."""
     eta = 2
-    bounded, unbounded = (simulate.simulate(simulate.small, 1.0, eta, o, seeds=range(3)) for o in (order, "unbounded"))
+    bounded, unbounded = (simulate.simulate(clusters.small, 1.0, eta, o, seeds=range(3)) for o in (order, "unbounded"))
     assert bounded["lag_max"] <= eta < unbounded["lag_max"]
     assert bounded["total_s"] >= unbounded["total_s"] * 0.99
 
@@ -66,7 +68,7 @@ def test_the_gate_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = StalenessManager.get_capacity
     monkeypatch.setattr(StalenessManager, "get_capacity", lambda self: shipped(self) + 16)
     with pytest.raises(StalenessError):
-        simulate.Simulation(simulate.small(1.0, 1, "wait")).run()
+        simulate.Simulation(clusters.small(1.0, 1, "wait")).run()
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run["name"])
@@ -81,3 +83,10 @@ def test_the_simulation_agrees_with_real_runs(run: dict) -> None:
 def test_the_page_shows_the_comparison() -> None:
     """docs/simulate.md contains the table that the simulation computes from docs/simulate.json."""
     assert "\n".join(simulate.check(RUNS)) in Path(simulate.PAGE).read_text()
+
+
+def test_a_wait_for_a_long_answer_costs_less_with_mask() -> None:
+    """With long tails, mask takes the oldest tokens out of the loss and needs fewer seconds than wait."""
+    wait, mask = (simulate.simulate(clusters.small, 1.5, 4, order) for order in ("wait", "mask"))
+    assert mask["total_s"] < wait["total_s"] / 2
+    assert wait["masked"] == 0 < mask["masked"]

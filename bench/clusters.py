@@ -1,0 +1,213 @@
+"""Claim: order of start costs time if a few answers are very long; asynchronous training gains most on large clusters.
+
+    python bench/clusters.py             simulate everything, and write docs/clusters.csv and the tables, in minutes
+    python bench/clusters.py --tables    write the tables of docs/simulate.md from docs/clusters.csv
+
+The simulation of bench/simulate.py drives the shipped gate and the shipped dispatcher in virtual time. Here its lengths
+and times are given, not measured. docs/simulate.md derives them, shows the tables, and says what the simulation cannot
+show. docs/figures.py draws the figures from docs/clusters.csv.
+
+**The price of an order.** 8 groups of one sequence train in each step. A group takes a lognormal time with a mean of
+2 s, and any number of groups may run. A step takes 0.8 s and a weight update 0.02 s.
+
+**Clusters.** 512 groups of 16 answers train in each step. Synchronous training uses every GPU first for generation and
+then for training. Asynchronous training has three quarters of the GPUs for generation and one quarter for training.
+"""
+
+import csv
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from simulate import ROOT, Draw, Setup, head, row, simulate, write
+
+TABLE = ROOT / "docs" / "clusters.csv"
+GPUS, ETAS, SIGMAS = (1, 8, 32, 128, 512, 1024), (0, 1, 2, 4, 8, 16), (0.5, 1.0, 1.5)
+ORDERS = ("wait", "window", "drop", "mask", "unbounded")
+PAIR = ("wait", "mask")
+Rows = dict[tuple[str, ...], dict[str, float]]  # docs/clusters.csv as {(what, gpus or sigma, eta, order): results}
+
+
+# ---------------------------------------------------------------- setups
+
+
+def lognormal(mean: float, sigma: float, most: float = math.inf) -> Draw:
+    """Return a function that draws lengths: lognormal with this mean and this sigma of the logarithm, cut at `most`."""
+    mu = math.log(mean) - sigma**2 / 2
+    return lambda rng, _: min(rng.lognormvariate(mu, sigma), most)
+
+
+def small(sigma: float, eta: int, stale: str) -> Setup:
+    """Return the setup of the table about the order: 8 groups of one sequence, and no limit of concurrency."""
+    times = {"train": lambda rng, step, tokens: 0.8, "update": lambda rng, step, n: 0.02}
+    return Setup(8, lognormal(2.0, sigma), **times, eta=eta, stale=stale, concurrent=10**6)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model on a GPU with 80 GB and 3.35 TB/s. docs/simulate.md derives the numbers."""
+
+    parameters: float
+    a: float  # seconds of a decoding step: reading the weights, and overhead
+    b: float  # seconds that each running sequence adds: reading 5,000 tokens of KV cache
+    slots: int  # sequences whose KV cache fits into the memory
+
+
+SMALL, LARGE = Model(1.5e9, 4e-3, 4.2e-5, 256), Model(7e9, 8e-3, 8.5e-5, 192)
+TRAIN_FLOPS, PREFILL_FLOPS = 3e14, 4e14  # useful operations in a second on one GPU, of training and of prefill
+
+
+def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMALL, interrupt: bool = True) -> Setup:
+    """Return the setup of a cluster. eta None is synchronous training: every GPU first generates, then trains.
+
+    After an interruption, a server computes the KV cache of its running sequences again.
+    """
+    share = 1.0 if eta is None else 0.75
+    servers, trainers = max(1, round(share * gpus)), gpus * (1 - share) or gpus
+    slow = servers / (share * gpus)  # above 1 if generation has only a part of one GPU
+    again = 5000 * 2 * model.parameters / PREFILL_FLOPS  # seconds for the KV cache of one sequence
+    return Setup(
+        batch=512,
+        members=16,
+        length=lognormal(6000, 1.0, most=27_000),
+        train=lambda rng, step, tokens: 8 * model.parameters * tokens / (TRAIN_FLOPS * trainers),
+        update=lambda rng, step, n: 1.0 + n * again,
+        eta=eta or 0,
+        servers=servers,
+        slots=model.slots,
+        a=model.a * slow,
+        b=model.b * slow,
+        stale=stale,
+        interrupt=interrupt,
+        steps=(eta or 0) + 8,
+        skipped=(eta or 0) + 3,
+    )
+
+
+def faster_training(factor: float, *args: Any) -> Setup:
+    """Return a cluster whose training takes `factor` times as long, so that generation limits the run."""
+    setup = cluster(*args)
+    return replace(setup, train=lambda rng, step, tokens: factor * setup.train(rng, step, tokens))
+
+
+def simulate_all() -> Iterator[dict[str, Any]]:
+    """Simulate each order with each tail, each cluster, and the settings of the paper."""
+    for sigma in SIGMAS:
+        for eta in ETAS[1:]:
+            for order in ORDERS:
+                found = simulate(small, sigma, eta, order, seeds=range(9))
+                yield {"what": "order", "sigma": sigma, "eta": eta, "order": order} | found
+    for gpus in GPUS:
+        yield {"what": "1.5B", "gpus": gpus, "eta": "sync", "order": "wait"} | simulate(cluster, gpus, None)
+        for eta in ETAS:
+            for order in PAIR:
+                found = simulate(cluster, gpus, eta, order)
+                yield {"what": "1.5B", "gpus": gpus, "eta": eta, "order": order} | found
+    yield {"what": "7B", "gpus": 192, "eta": "sync", "order": "wait"} | simulate(cluster, 192, None, "wait", LARGE)
+    for order in PAIR:
+        yield {"what": "7B", "gpus": 192, "eta": 4, "order": order} | simulate(cluster, 192, 4, order, LARGE)
+        for name, model in (("1.5B", SMALL), ("7B", LARGE)):
+            for cut in (False, True):
+                found = simulate(faster_training, 0.3, 32, 4, order, model, cut)
+                kind = "interrupted" if cut else "finished"
+                yield {"what": f"{name} {kind}", "gpus": 32, "eta": 4, "order": order} | found
+
+
+# ---------------------------------------------------------------- tables
+
+
+def read_rows() -> Rows:
+    """Read docs/clusters.csv. An order has a sigma and no number of GPUs, and a cluster has no sigma."""
+    rows = {}
+    for line in csv.DictReader(TABLE.read_text().splitlines()):
+        key = tuple(line.pop(name) for name in ("what", "gpus", "sigma", "eta", "order"))
+        rows[tuple(filter(None, key))] = {name: float(value) for name, value in line.items()}
+    return rows
+
+
+def order_table(rows: Rows) -> list[str]:
+    """Return the seconds of 24 steps for each order, tail and eta."""
+    lines = head("sigma", "eta", *ORDERS, "masked tokens", "mean lag, wait", "mean lag, mask")
+    for sigma in SIGMAS:
+        for eta in ETAS[1:]:
+            found = {order: rows["order", str(sigma), str(eta), order] for order in ORDERS}
+            cells = {order: f"{r['total_s']:.0f}" for order, r in found.items()}
+            cells["drop"] += f" ({found['drop']['dropped']:.0f} dropped)"
+            cells["unbounded"] += f" (lag {found['unbounded']['lag_max']:.0f})"
+            lags = (f"{found[order]['lag_mean']:.1f}" for order in PAIR)
+            lines.append(row(sigma, eta, *cells.values(), f"{found['mask']['masked']:.0%}", *lags))
+    return lines
+
+
+def speed_table(rows: Rows) -> list[str]:
+    """Return how many times as fast as synchronous training each cluster is, with wait and with mask."""
+    lines = head("GPUs", "synchronous, s a step", *(f"eta {eta}" for eta in ETAS))
+    for gpus in GPUS:
+        sync = rows["1.5B", str(gpus), "sync", "wait"]["step_s"]
+        cells = ([sync / rows["1.5B", str(gpus), str(eta), order]["step_s"] for order in PAIR] for eta in ETAS)
+        lines.append(row(f"{gpus:,}", f"{sync:,.0f}", *(f"{wait:.2f} / {mask:.2f}" for wait, mask in cells)))
+    return lines
+
+
+def use_table(rows: Rows) -> list[str]:
+    """Return throughput, use and lag of three clusters. Two numbers in a cell belong to wait and to mask."""
+    lines = head("GPUs", "eta", "tokens/s", "servers generate", "trainer works", "mean lag", "largest lag", "masked")
+    formats = {
+        "tokens_s": "{:,.0f}",
+        "servers_busy": "{:.0%}",
+        "trainer_busy": "{:.0%}",
+        "lag_mean": "{:.1f}",
+        "lag_max": "{:.0f}",
+    }
+    for gpus in (8, 128, 1024):
+        for eta in ("sync", *map(str, ETAS)):
+            found = [rows["1.5B", str(gpus), eta, order] for order in (PAIR if eta != "sync" else PAIR[:1])]
+            cells = [" / ".join(text.format(r[name]) for r in found) for name, text in formats.items()]
+            lines.append(row(f"{gpus:,}", eta, *cells, f"{found[-1]['masked']:.0%}"))
+    return lines
+
+
+def paper_table(rows: Rows) -> list[str]:
+    """Return the paper's figures beside the simulation's."""
+    step = {key: found["step_s"] for key, found in rows.items()}
+    sync, pair = step["1.5B", "128", "sync", "wait"], [step["1.5B", "128", "4", order] for order in PAIR]
+    lines = head("what", "paper", "simulated, wait", "simulated, mask")
+    lines.append(row("1.5 B, 128 GPUs: seconds of a synchronous step", 148, f"{sync:.0f}", "as wait"))
+    lines.append(row("the same: seconds of an asynchronous step, eta 4", 53, *(f"{s:.0f}" for s in pair)))
+    lines.append(row("the same: synchronous over asynchronous", "2.77", *(f"{sync / s:.2f}" for s in pair)))
+    large = [step["7B", "192", "sync", "wait"] / step["7B", "192", "4", order] for order in PAIR]
+    lines.append(row("7 B, 192 GPUs: synchronous over asynchronous", "2.27", *(f"{x:.2f}" for x in large)))
+    for name, paper in (("1.5B", "+12%"), ("7B", "+17%")):
+        times = [[step[f"{name} {kind}", "32", "4", order] for kind in ("finished", "interrupted")] for order in PAIR]
+        gains = (f"{whole / cut - 1:+.0%}" for whole, cut in times)
+        lines.append(row(f"{name.replace('B', ' B')}, 32 GPUs: what interruption gains", paper, *gains))
+    gain = [step["1.5B", "128", "4", order] / step["1.5B", "512", "4", order] for order in PAIR]
+    lines.append(row("1.5 B, eta 4: speed of 512 GPUs over 128", "near 4 (linear)", *(f"{x:.1f}" for x in gain)))
+    gain = [sync / step["1.5B", "512", "sync", "wait"]]
+    lines.append(row("1.5 B, synchronous: speed of 512 GPUs over 128", "", f"{gain[0]:.1f}", "as wait"))
+    return lines
+
+
+def make_tables(rows: Rows) -> dict[str, list[str]]:
+    """Return the tables of docs/simulate.md that come from docs/clusters.csv."""
+    return {"order": order_table(rows), "speed": speed_table(rows), "use": use_table(rows), "paper": paper_table(rows)}
+
+
+def main() -> None:
+    if sys.argv[1:] != ["--tables"]:
+        found = [{name: f"{v:.5g}" if isinstance(v, float) else v for name, v in r.items()} for r in simulate_all()]
+        with TABLE.open("w", newline="") as file:
+            names = ["what", "gpus", "sigma", "eta", "order", *list(found[0])[4:]]
+            writer = csv.DictWriter(file, names, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(found)
+    write(make_tables(read_rows()))
+
+
+if __name__ == "__main__":
+    main()
