@@ -285,6 +285,7 @@ def row(name: str, result: dict[str, Any], folder: Path) -> list[str]:
         numbers = json.loads(last)
         if "tokens_s" in numbers:
             times = [f"{numbers['train_s']:.2f}", "-", f"{numbers['peak_gib']:.1f}", "-"]
+            ok = f"{ok}, {numbers['tflops']:.3g} TFLOP/s"
             return [name, ok, seconds, f"{numbers['tokens_s']:.0f}", *times]
         return [name, f"{ok}; " + ", ".join(f"{key} {value}" for key, value in numbers.items()), seconds, *empty]
     return [name, f"{ok}; {last.strip('= ')[:80]}" if name.startswith("test") else ok, seconds, *empty]
@@ -301,10 +302,11 @@ def page(results: dict[str, dict[str, Any]], work: Path, head: str) -> str:
             head,
             "",
             "Every cell uses a model with random weights. tokens/s: in cells run-... the trained tokens of a step, divided",
-            "by the time of the step; in cells train-... all tokens of the rows, divided by the time of a training step. The",
-            "peak is the memory in use on the fullest GPU; in cells train-... the memory of the trainer's tensors. The",
-            "mismatch is the largest difference between the log-probabilities of a token that server and trainer compute",
-            "under the same weights, in nats.",
+            "by the time of the step; in cells train-... all tokens of the rows, divided by the time of a training step.",
+            "TFLOP/s: the FLOPs of the rows without padding (bench/roofline.py), divided by this time. The peak is the",
+            "memory in use on the fullest GPU; in cells train-... the memory of the trainer's tensors. The mismatch is the",
+            "largest difference between the log-probabilities of a token that server and trainer compute under the same",
+            "weights, in nats.",
             "",
             *("| " + " | ".join(line) + " |" for line in rows),
             "",
@@ -463,6 +465,7 @@ def make_rows(n: int, longest: int, vocabulary: int) -> dict[str, Any]:
 def trainer(path: Path, shape: str, layout: str, is_long: bool) -> dict[str, Any]:
     """Train for a few steps on random rows. Return the speed and the peak memory of the last steps."""
     import torch
+    from roofline import Work, flops, shape_of, step_parts
 
     from training.actor import FSDPPPOActor
     from training.config import PPOActorConfig
@@ -495,7 +498,12 @@ def trainer(path: Path, shape: str, layout: str, is_long: bool) -> dict[str, Any
     actor.destroy()
     mean = sum(seconds[1:]) / len(seconds[1:])
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
-    return {"tokens_s": int(batch["attention_mask"].sum()) / mean, "train_s": mean, "peak_gib": peak}
+    tokens, prompt = int(batch["attention_mask"].sum()), longest // 4
+    # The FLOPs of the rows without padding, and without what gradient checkpointing computes again.
+    work = Work(n, prompt, round(tokens / n) - prompt, config.ppo_n_minibatches, config.mb_tokens, checkpointing=False)
+    parts = step_parts(shape_of(make_config(shape, 0, 0)), work).items()
+    useful = sum(flops(part) for name, part in parts if not name.startswith("generation"))
+    return {"tokens_s": tokens / mean, "train_s": mean, "peak_gib": peak, "tflops": useful / mean / 1e12}
 
 
 # The command line

@@ -162,7 +162,7 @@ def test_the_script_goes_through_all_its_cells(tmp_path: Path) -> None:
     assert "no GPU" in page
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith(("| run", "| train"))]
     assert len(rows) == len(names) - 2
-    assert all(row[1] == "ok" and float(row[3]) > 0 for row in rows), page
+    assert all(row[1].startswith("ok") and float(row[3]) > 0 for row in rows), page
 
 
 def test_the_page_claims_nothing_that_was_not_measured() -> None:

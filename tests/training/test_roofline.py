@@ -1,0 +1,77 @@
+"""bench/roofline.py counts the FLOPs that PyTorch counts in a real training step."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from trainers import make_batch, make_config
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from training.actor import FSDPPPOActor
+
+sys.path.append(str(ROOT / "bench"))
+import roofline  # type: ignore[import-not-found]
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2": {"hidden_size": 64, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 1},
+    "qwen3": {
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+    "llama": {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 8, "num_key_value_heads": 8},
+}
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+# PyTorch counts the FLOPs of its attention kernels for GPUs. These are its formulas, for its kernel for CPUs.
+ON_A_CPU = {
+    ATTENTION: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
+        sdpa_backward_flop_count(grad, q, k, v)
+    ),
+}
+
+
+def test_the_table_on_the_page() -> None:
+    """docs/gpu.md shows the roofline of the recipe gsm8k on one H100, and says that it is no measurement."""
+    peak, bandwidth = roofline.DEVICES["h100"]
+    text = roofline.describe(roofline.SHAPES["1.5b"], roofline.Work(), 1e12 * peak, 1e9 * bandwidth)
+    page = (ROOT / "docs/gpu.md").read_text()
+    print(text)  # to be copied to the page
+    assert text.partition("\n\n")[0] in page
+    assert "**This section is a roofline, and not a measurement.**" in page
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", SHAPES)
+def test_the_flops_of_a_step_are_those_that_pytorch_counts(family: str, checkpointing: bool, tmp_path: Path) -> None:
+    """The FLOPs of compute_logp and of ppo_update are exactly those that FlopCounterMode counts, for three
+    architectures, with two mini-batches."""
+    config = AutoConfig.for_model(family, num_hidden_layers=3, vocab_size=300, pad_token_id=0, **SHAPES[family])
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    rows, length, prompt = 8, 40, 3
+    actor = FSDPPPOActor(make_config(gradient_checkpointing=checkpointing, ppo_n_minibatches=2), tmp_path)
+    actor.create_process_group()
+    try:
+        actor.initialize(max_steps=1)
+        batch = make_batch((length,) * rows)
+        with FlopCounterMode(display=False, custom_mapping=ON_A_CPU) as prox:
+            batch["prox_logp"] = actor.compute_logp(batch)
+        actor.compute_advantages(batch)
+        with FlopCounterMode(display=False, custom_mapping=ON_A_CPU) as update:
+            actor.ppo_update(batch)
+    finally:
+        actor.destroy()
+    work = roofline.Work(rows, prompt, length - prompt, minibatches=2, checkpointing=checkpointing)
+    parts = roofline.step_parts(roofline.shape_of(config), work)
+
+    def ours(*names: str) -> float:
+        return sum(roofline.flops(part) for name, part in parts.items() if name.startswith(names))
+
+    assert ours("pi_prox") == prox.get_total_flops()
+    assert ours("forward", "recomputation", "backward") == update.get_total_flops()
