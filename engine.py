@@ -34,8 +34,7 @@ again.
 **Checks.** A token id outside the vocabulary would crash an SGLang server, so the engine checks all ids before sending.
 
 **Not promised.** In mode `abort`, no server finds a stop string that begins in one segment and ends in the next.
-Frequency and presence penalties count the tokens of each segment separately. An interrupted completion with a seed may
-differ from an uninterrupted completion with the same seed.
+Frequency and presence penalties count the tokens of each segment separately.
 """
 
 import asyncio

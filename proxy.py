@@ -66,9 +66,10 @@ from calls.sessions import Limits, Session, SessionTable
 from calls.side_conversations import PATTERNS
 from calls.tools import OutputParser
 from calls.turn import EventStream, Turn, earlier_turn
-from engine import EngineError, RemoteInfEngine
+from engine import EngineError
 from inference.io_struct import GenerationHyperparameters, ModelRequest, call_seed
 from run.fields import as_object
+from run.schedule import ScheduledEngine
 from run.serve import bearer, check_key, listen, load_tokenizer, read_object, read_secret, reply, serve
 
 LONG_BODY = 2**18  # bytes; a thread reads a longer body, because reading and tokenising a long text take seconds
@@ -154,6 +155,7 @@ class Proxy:
         ask = await in_thread(raw, lambda: protocol.parse(read_object(raw), session.finished))
         self.sessions.limits.check(session, ask)
         gconfigs = [self.gconfig(ask, session, k) for k in range(ask.n)]
+        names = [f"{session.task_id}.{session.calls + k}" for k in range(ask.n)]
         session.calls += ask.n
         turn = Turn(session, protocol, ask, self.parser, self.store)
         try:
@@ -163,7 +165,7 @@ class Proxy:
         except BaseException:
             turn.forget()
             raise
-        calls = [ModelRequest(prompt, gconfig=g, session=session.session_id) for g in gconfigs]
+        calls = [ModelRequest(prompt, gconfig=g, session=session.session_id, call=c) for g, c in zip(gconfigs, names)]
         marks = self.parser.foreign(ask.callable_tools)
         turn.start(self.engine, calls, lambda: TextReader(self.tokenizer, gconfigs[0], opening, marks))
         turn.task.add_done_callback(lambda _: self.sessions.touch(session))
@@ -399,6 +401,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--fixed-sampling", action="append", default=[], help="a field of --sampling that agents cannot change")
     add("--tool-call-parser", help="form of tool calls (calls/tools.py); default: the tokenizer's form, or qwen")
     add("--reasoning-parser", help="form of the reasoning; default: <think> ... </think>")
+    add("--schedule", default=os.devnull, help="file to which each call is recorded (run/schedule.py)")
+    add("--replay", default="", help="folder of the run whose calls are repeated (run/replay.py)")
     add("--exit-with-parent", action="store_true", help="exit when standard input is closed")
     return parser.parse_args(argv)
 
@@ -411,8 +415,8 @@ def main(argv: list[str] | None = None) -> int:
         try:
             listener = stack.enter_context(listen(args.host, args.port, args.admin_key))
             tokenizer = load_tokenizer(args.model_path)
-            patience = {"request_timeout": args.request_timeout, "request_retries": args.request_retries}
-            engine = RemoteInfEngine(args.server, key=args.server_key, **patience)
+            keys = ("request_timeout", "request_retries", "schedule", "replay")
+            engine = ScheduledEngine(args.server, key=args.server_key, **{name: getattr(args, name) for name in keys})
             stack.callback(engine.destroy)
             engine.initialize()
             if engine.context_length:

@@ -64,6 +64,7 @@ from run.evaluate import evaluate
 from run.logger import Logger, describe_batch
 from run.mismatch import Canary, logp_mismatch
 from run.recover import Recovery, save_model
+from run.replay import compare
 from run.start import NoRollout, Run, start_rollout, weights_folder
 from run.summary import summarise
 from training.actor import FSDPEngine, FSDPPPOActor
@@ -89,9 +90,11 @@ class PPOTrainer:
             with run.trace.span("start"):
                 self.start(run)
             with self.logger.live if self.logger else nullcontext(), interruptible(self.rollout.executor, self.save):
-                for step in range(self.step + 1, run.config.max_steps + 1):
+                for step in range(self.step + 1, self.last_step + 1):
                     self.train_step(step)
                     self.step = step
+                    if self.logger and run.config.replay:
+                        compare(run.config, step)
             if self.logger:
                 with run.trace.span("end"):
                     summarise(self.logger, run.inputs.task)
@@ -143,6 +146,8 @@ class PPOTrainer:
         if self.step or config.rollout.server_addrs:
             self.push_weights(self.step)
 
+        self.last_step = config.replay_until or config.max_steps
+
         # 5. Rank 0 writes the run's configuration and its results.
         self.logger = Logger(config, self.rollout.executor, run.trace) if is_first else None
         if self.logger:
@@ -155,7 +160,7 @@ class PPOTrainer:
         config, inputs, trace = self.run.config, self.run.inputs, self.run.trace
         actor, ref = self.actor, self.ref
         begin, seconds = time.monotonic(), dict[str, float]()
-        is_last = step == config.max_steps
+        is_last = step == self.last_step
 
         # 1. Wait for a batch: the next B prompt groups, as N rows. No trained token is older than eta versions.
         #    input_ids, loss_mask, versions, logprobs (log pi_behav) are (N, T); rewards are (N,).

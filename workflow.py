@@ -160,10 +160,11 @@ class RLVRWorkflow(RolloutWorkflow):
 
     async def turn(self, engine: Any, input_ids: list[int], turn: int) -> ModelResponse:
         """Send one request. The request's sampling seed and server depend only on the episode and the turn."""
-        seed = None if self.gconfig.seed is None else call_seed(self.gconfig.seed, _context.get().name, turn)
+        name = _context.get().name
+        seed = None if self.gconfig.seed is None else call_seed(self.gconfig.seed, name, turn)
         gconfig = self.gconfig.new(n_samples=1, seed=seed)
-        request = ModelRequest(input_ids, gconfig=gconfig, tokenizer=self.tokenizer, session=_context.get().name)
-        return await engine.agenerate(request)
+        names = {"session": name, "call": f"{name}.{turn}"}
+        return await engine.agenerate(ModelRequest(input_ids, gconfig=gconfig, tokenizer=self.tokenizer, **names))
 
     async def reward(self, response: ModelResponse, data: dict[str, Any]) -> float:
         """Return the reward of a completion."""

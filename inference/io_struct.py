@@ -76,6 +76,7 @@ class ModelRequest:
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     tokenizer: Any = None
     session: str | None = None
+    call: str = ""  # name in the schedule of the run, such as "7-3.1": task 7, member 3, call 1 (run/schedule.py)
 
     def __post_init__(self) -> None:
         # apply_chat_template of transformers 5 returns a BatchEncoding, whose attribute `input_ids` is the list.
@@ -123,15 +124,6 @@ def call_seed(seed: int, episode: str, call: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def segment_seed(seed: int, offset: int) -> int:
-    """Return the seed (below 2^63) of the segment that starts after `offset` tokens.
-
-    The first segment uses the request's own seed. Each later segment gets a new seed, so that its random numbers differ
-    from those of the first segment.
-    """
-    return call_seed(seed, "resumed", offset) if offset else seed % 2**63  # SGLang accepts at most 63 bits
-
-
 def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict[str, Any]:
     """Return SGLang's sampling parameters for the segment that starts after `offset` tokens."""
     params = {
@@ -146,7 +138,7 @@ def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict
         "stop_token_ids": list(gconfig.stop_token_ids),
         "stop": list(gconfig.stop) or None,  # an empty list is not sent: a server without tokenizer refuses this key
         "json_schema": gconfig.json_schema,
-        "sampling_seed": None if gconfig.seed is None else segment_seed(gconfig.seed, offset),
+        "sampling_seed": None if gconfig.seed is None else gconfig.seed % 2**63,  # SGLang accepts at most 63 bits
     }
     return {name: value for name, value in params.items() if value is not None}
 

@@ -47,6 +47,7 @@ from run.keys import TrainConfig
 from run.launch import Fleet, Planned, ProcessDied, plan_run, revision
 from run.logger import Trace
 from run.recover import claim, newest_checkpoint
+from run.replay import Differs, check_replay
 from run.report import write_report
 from run.start import Run
 from training.ranks import join_ranks, leave_ranks, share
@@ -126,8 +127,10 @@ def read_run(config: TrainConfig, *agent: Any) -> tuple[Inputs, list[Planned], s
 
     `agent` may be a workflow and its arguments, which then replace those of the configuration. Raises ConfigError.
     """
-    if config.trial_name == "auto":
+    if config.trial_name == "auto" or (config.replay and config.run_dir.exists()):  # a replay is a new run
         config.trial_name = time.strftime("%Y%m%d-%H%M%S")
+    if config.replay:
+        check_replay(config)
     can_continue = config.mode == "eval" or (config.recover == "auto" and (config.run_dir / "recover").exists())
     if (config.run_dir / "metrics.jsonl").exists() and not can_continue:
         raise ConfigError(f"{config.run_dir} holds a run that recover=off cannot continue; give another trial_name")
@@ -213,10 +216,10 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
         print("interrupted; every process of the run has ended", file=sys.stderr)
         code = 130
     except Exception as error:
-        is_known = isinstance(error, (ConfigError, ProcessDied, Unhealthy))
+        is_known = isinstance(error, (ConfigError, Differs, ProcessDied, Unhealthy))
         text = report(error, config.run_dir / "logs" / FAILURES) if config and not is_known else error
         print(f"error: {text}", file=sys.stderr)
         code = 2 if isinstance(error, ConfigError) else 1
-    if code not in (0, 2) and config and dist.get_rank() == 0:
+    if code not in (0, 2) and config and not config.replay and dist.get_rank() == 0:
         say_how_to_go_on(config)
     return code

@@ -97,6 +97,7 @@ def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
     Return the given keys that have no effect so far, each with the condition that it needs. Raises ConfigError for an
     unknown key. The message suggests the nearest known key.
     """
+    given.pop("revision", None)  # the config.yaml of a run contains the revision of the code
     known, names = [key.name for key in list_keys()], []
     for name, value in flatten(OmegaConf.to_container(given)).items():
         names.append(name := ALIASES.get(name, name))
@@ -168,7 +169,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises ConfigError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; options are --config FILE, --dry-run, --help and key=value words")
+        raise ConfigError(f"{message}; options are --config FILE, --dry-run, --replay RUN, --help and key=value words")
 
 
 def load(argv: list[str]) -> TrainConfig:
@@ -188,11 +189,14 @@ def load(argv: list[str]) -> TrainConfig:
     parser.add_argument("--dry-run", action="store_true", help="print the plan of the run, and start nothing")
     parser.add_argument("--gpus", type=int, help="with --dry-run: plan for a machine with this number of GPUs")
     parser.add_argument("--gpu-memory", type=float, help="with --gpus: memory of each GPU in GiB; default: 80")
+    parser.add_argument("--replay", type=Path, metavar="RUN", help="repeat the run in this folder, bit by bit")
+    parser.add_argument("--replay-until", type=int, metavar="N", help="with --replay: end after step N")
     parser.add_argument("words", nargs="*", metavar="key=value", help="a key and its value, which win over the recipes")
     args = parser.parse_intermixed_args(argv)
     if bare := [word for word in args.words if "=" not in word]:
         parser.error(f"cannot read {bare[0]!r}")
-    recipes = [p if p.is_file() or p.suffix else DEMO.parent / f"{p}.yaml" for p in args.config or [DEMO]]
+    paths = ([args.replay / "config.yaml"] if args.replay else []) + (args.config or ([] if args.replay else [DEMO]))
+    recipes = [p if p.is_file() or p.suffix else DEMO.parent / f"{p}.yaml" for p in paths]
     if missing := [recipe for recipe in recipes if not recipe.is_file()]:
         raise ConfigError(f"no recipe at {missing[0]}; configs/ holds the ones that come with the project")
     merged, idle = OmegaConf.structured(TrainConfig), dict[str, str]()
@@ -208,7 +212,7 @@ def load(argv: list[str]) -> TrainConfig:
     except (OmegaConfBaseException, YAMLError) as error:
         where = getattr(error, "full_key", None) or source
         raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
-    for name, need in without_effect(config, list(idle)).items():
+    for name, need in without_effect(config, [] if args.replay else list(idle)).items():
         raise ConfigError(f"{name}={attrgetter(name)(config)} has no effect here: omit it, or set {need}")
     resolve(config)
     return config

@@ -179,6 +179,8 @@ class TrainConfig:
     saver: SaverConfig = field(default_factory=SaverConfig)
     weight_update: WeightUpdateConfig = field(default_factory=WeightUpdateConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    replay: str = ""  # folder of the run that this run repeats; set by --replay (run/replay.py)
+    replay_until: Count | None = None  # last step of a replay; set by --replay-until; default: the run's last step
     dry_run: bool = False  # true, or --dry-run: print the plan (processes, GPUs, ports, memory) and start nothing
     gpus: Count | None = None  # with --dry-run: plan as if the machine had this number of GPUs; default: those there
     gpu_memory: Positive = 80.0  # with --dry-run: memory of each of the `gpus`, in GiB

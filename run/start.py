@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import RemoteInfEngine
 from inference.servers import Servers
 from inference.weights import WeightUpdateMeta, label
 from inference.wire import Wire
@@ -31,6 +30,9 @@ from run.inputs import Inputs
 from run.keys import TrainConfig
 from run.launch import HOLD_SECONDS, Child, Fleet, Planned, own_command
 from run.logger import Trace
+from run.recover import newest_checkpoint
+from run.replay import ReplayExecutor, facts
+from run.schedule import EVENTS, FILE, ScheduledEngine
 
 # The keys of rollout.openai that are also command-line options of the proxy.
 PROXY_KEYS = "session_timeout_seconds chat_template_type tool_call_parser reasoning_parser store fixed_sampling"
@@ -61,7 +63,7 @@ class NoRollout:
     def set_version(self, version: int) -> None: ...
 
 
-def start_rollout(run: Run, servers: list[Child], keep: Keep | None = None) -> tuple[RemoteInfEngine, WorkflowExecutor]:
+def start_rollout(run: Run, servers: list[Child], keep: Keep | None = None) -> tuple[ScheduledEngine, WorkflowExecutor]:
     """Start the rollout side. Return the engine (with the training executor in it) and the evaluation executor.
 
     `keep(task_id, group)` saves each accepted group for a restart. After the death of a child process that the run
@@ -72,7 +74,7 @@ def start_rollout(run: Run, servers: list[Child], keep: Keep | None = None) -> t
     addresses = [server.wait_ready() for server in servers] or config.rollout.server_addrs
     print(f"the inference server is up after {time.monotonic() - begin:.0f} s; logs: {run.fleet.log_dir}", flush=True)
     settings = options.pause_mode, options.request_timeout, options.request_retries, options.server_key
-    rollout = RemoteInfEngine(addresses, *settings)
+    rollout = ScheduledEngine(addresses, *settings, schedule=config.run_dir / FILE, replay=config.replay)
     stack.callback(rollout.destroy)
     were_up = config.mode == "train" and bool(config.rollout.server_addrs)
     if were_up:
@@ -89,14 +91,21 @@ def start_rollout(run: Run, servers: list[Child], keep: Keep | None = None) -> t
     if config.mode == "train":
         rollout.proxies = Servers([*proxy.proxy_addr], Wire(key=proxy.admin_key))
         rollout.set_version(0)
-    executor = WorkflowExecutor(
+        rollout.record(run=facts(), step=newest_checkpoint(config.run_dir))
+
+    def trace(event: str, task_id: int, **args: Any) -> None:
+        run.trace.event(event, task_id, **args)
+        if event in EVENTS:
+            rollout.record(**{event: task_id, "version": rollout.get_version()})
+
+    executor = (ReplayExecutor if config.replay else WorkflowExecutor)(
         rollout,
         config.rollout,
         tokenizer=run.inputs.tokenizer,
         gconfig=config.gconfig,
         proxy=proxy,
         dump_dir=config.run_dir,
-        trace=run.trace.event,
+        trace=trace,
         keep=keep,
         hold_failures=HOLD_SECONDS,
     )
@@ -127,6 +136,8 @@ def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> Prox
         "--model-path": config.tokenizer_path,
         "--seed": gconfig.seed,
         "--sampling": json.dumps(asdict(gconfig.new(n_samples=1))),
+        "--schedule": config.run_dir / FILE,
+        "--replay": config.replay,
         "--limits": json.dumps(asdict(openai.limits)),
         "--side-conversations": json.dumps(openai.side_conversations),
     }

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from engine import EngineError, RemoteInfEngine
 from inference import wire
-from inference.io_struct import GenerationHyperparameters, ModelRequest, segment_seed
+from inference.io_struct import GenerationHyperparameters, ModelRequest, sampling_params
 from inference.servers import rank_servers
 from inference.weights import WeightUpdateMeta
 
@@ -187,15 +187,13 @@ async def test_empty_aborts_are_no_storm():
 
 
 @pytest.mark.anyio
-async def test_a_resumed_segment_has_noise_of_its_own():
-    """A segment's seed depends on the position of the segment's first token, so a retried segment gets the same
-    seed."""
+async def test_every_segment_has_the_seed_of_its_request():
+    """All segments of a completion have one seed. A server's random number depends on the seed and the position, so an
+    interrupted completion has the same random numbers as an uninterrupted one."""
     script = Script(generated([5], "abort"), httpx.Response(503), generated([6]))
     await script.engine().agenerate(request(seed=11))
     seeds = [body["sampling_params"]["sampling_seed"] for body in script.sent()]
-    assert seeds == [11, segment_seed(11, 1), segment_seed(11, 1)]
-    assert 0 <= seeds[1] < 2**63
-    assert seeds[1] != 11
+    assert seeds == [11, 11, 11]
 
 
 # Failures
@@ -404,8 +402,8 @@ def test_trains_exactly_means_pure_temperature_sampling():
 @pytest.mark.parametrize("seed", [0, 7, -1, 2**63, 10**30])
 def test_any_seed_is_one_that_servers_take(seed: int):
     """A negative seed or a seed of more than 63 bits is reduced to 63 bits. All other seeds stay unchanged."""
-    assert segment_seed(seed, 0) == seed % 2**63
-    assert 0 <= segment_seed(seed, 5) < 2**63
+    params = sampling_params(GenerationHyperparameters(seed=seed))
+    assert params["sampling_seed"] == seed % 2**63
 
 
 # Several servers

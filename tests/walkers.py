@@ -1,8 +1,10 @@
-"""A workflow that makes every weight update interrupt a completion, on fast and on slow machines."""
+"""Workflows for tests of whole runs: one makes every weight update interrupt a completion, and one is random."""
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
+from tasks.maze import CELLS
 from workflow import EpisodeResult, RLVRWorkflow, workflow_context
 
 
@@ -25,3 +27,20 @@ class WalkUntilUpdated(RLVRWorkflow):
             episode = await super().arun_episode(engine, data)
             if task_id < (engine.get_version() + 1) * self.batch_size:
                 return episode
+
+
+@dataclass(eq=False, repr=False)
+class Moody(RLVRWorkflow):
+    """RLVRWorkflow with one change: the prompts of the episodes of task `moody` are drawn at random."""
+
+    moody: int
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
+        if workflow_context.get().task_id == self.moody:
+            data["messages"] = [{"role": "user", "content": f"from {random.choice([*CELLS])} to a1"}]
+        return await super().arun_episode(engine, data)
+
+
+def has_signal(trajectory: dict[str, Any]) -> bool:
+    """Return whether the rewards of a group differ, so that the group teaches something."""
+    return len(set(trajectory["rewards"].tolist())) > 1

@@ -325,7 +325,7 @@ def test_agents_requests_are_as_patient_as_configured(
 
     monkeypatch.setattr(Fleet, "start", start)
     monkeypatch.setattr(Child, "wait_ready", lambda child: child.url)
-    monkeypatch.setattr(proxy, "RemoteInfEngine", Recorder)
+    monkeypatch.setattr(proxy, "ScheduledEngine", Recorder)
     words = [
         "rollout.request_timeout=7",
         "rollout.request_retries=5",

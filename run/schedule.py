@@ -1,0 +1,163 @@
+"""The schedule of a run: which policy version computed which tokens, and which step consumed which prompt group.
+
+**Why an asynchronous run can be repeated.** Two runs with one configuration and one seed differ, because they depend on
+time: a weight update interrupts a completion at token 57 in one run, and at token 61 in the other. But everything else
+in a run is fixed:
+
+- The seed fixes the order of the prompts, and the number of each task (rollout/executor.py, DataCursor).
+- The seed of a call is a hash of the run's seed, the episode and the number of the call (`call_seed`). The random
+  number that chooses a token is a hash of this seed and of the token's position. No random number depends on time.
+- The small server computes equal bits for every batch (inference/tiny/model.py, "Bits"), and at a weight update it
+  computes all keys and values again. A completion therefore has equal bits, whether it was interrupted or requested in
+  two parts.
+- A training step is a function of the weights and of the batch.
+
+So the schedule is the only nondeterminism. A run writes it to schedule.jsonl, one fact a line, about 200 bytes a call:
+
+    {"run": {"revision": "c0c3d02", "torch": "2.13.0", "ranks": 1}, "step": 0}    the run begins after step 0
+    {"start": 7, "version": 2}                                                    task 7 starts at version 2
+    {"call": "7-3.1", "prompt": "8da1", "spans": [[2, 57, "2e9c"], [3, 120, "f1c4"]], "stop": "stop"}
+    {"call": "7-3.2", "prompt": "51bb", "spans": [], "failed": 503}               the call failed with status 503
+    {"finish": 7, "version": 3}                                                   all episodes of task 7 have ended
+    {"consume": 7, "version": 4}                                                  step 5 consumes the group of task 7
+
+"7-3.1" is call 1 of the episode of task 7 and member 3. A **span** is a part of a completion that one version computed:
+its version, its end, and a hash of all tokens up to its end. Version 2 computed the first 57 tokens of this call, and
+version 3 the next 63.
+
+**Restarts.** If a run is killed and continued, the line "run" cancels all later steps, and the line "start" of a task
+cancels all earlier calls of the task. The schedule then describes a run without an interruption.
+
+**Who writes.** The trainer and the proxies append to one file. Each line is one write, so lines never mix. Every
+process uses a `ScheduledEngine`, which records each call. In a replay (replay.py) this engine also follows the recorded
+schedule: it requests the tokens of a span when the servers have the span's version.
+"""
+
+import asyncio
+import hashlib
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from engine import OnTokens, RemoteInfEngine
+from inference.io_struct import ModelRequest, ModelResponse
+from inference.wire import EngineError
+
+Fact = dict[str, Any]
+FILE = "schedule.jsonl"
+EVENTS = ("start", "finish", "consume")  # the events of a task that a schedule contains
+GONE = 499  # the status of a call whose client has hung up
+POLL = 0.02  # seconds between two looks at a version or a file, which another process changes
+
+
+def digest(ids: list[int]) -> str:
+    """Return a hash of token ids, as 12 hexadecimal digits."""
+    return hashlib.blake2b(str(ids).encode(), digest_size=6).hexdigest()
+
+
+def spans_of(response: ModelResponse) -> list[list[Any]]:
+    """Return [version, end, hash of all tokens up to the end] for each part of a completion with one version."""
+    ends = {version: k + 1 for k, version in enumerate(response.output_versions)}  # versions never fall
+    return [[version, end, digest(response.output_tokens[:end])] for version, end in ends.items()]
+
+
+def task_of(call: str) -> int:
+    """Return the task of a call: 7 for call "7-3.1"."""
+    return int(call.partition("-")[0])
+
+
+@dataclass
+class Schedule:
+    """The facts of a schedule that no restart has cancelled."""
+
+    path: Path | str
+    size: int = 0  # number of bytes that were read
+    runs: list[Fact] = field(default_factory=list)  # the code and the machine, at each start of the run
+    starts: dict[int, int] = field(default_factory=dict)  # task -> the version at which it started
+    calls: dict[int, dict[str, Fact]] = field(default_factory=dict)  # task -> call -> the line of the call
+    ended: set[int] = field(default_factory=set)  # the tasks whose episodes have ended
+    steps: dict[int, list[int]] = field(default_factory=dict)  # version -> the tasks that were consumed at this version
+
+    def read(self) -> "Schedule":
+        """Add the facts of all lines that were written since the last call. Return this object."""
+        with open(self.path, "rb") as file:
+            file.seek(self.size)
+            lines = file.read().rpartition(b"\n")[0]  # an incomplete line is read by a later call
+        self.size += len(lines) + bool(lines)
+        for fact in map(orjson.loads, lines.splitlines()):
+            match fact:
+                case {"run": run, "step": step}:
+                    self.runs.append(run)
+                    self.steps = {version: tasks for version, tasks in self.steps.items() if version < step}
+                case {"start": task, "version": version}:
+                    self.starts[task], self.calls[task] = version, {}
+                case {"call": call}:
+                    self.calls[task_of(call)][call] = fact
+                case {"finish": task}:
+                    self.ended.add(task)
+                case {"consume": task, "version": version}:
+                    self.steps.setdefault(version, []).append(task)
+        return self
+
+
+@dataclass(eq=False)
+class ScheduledEngine(RemoteInfEngine):
+    """An engine that records the calls of training episodes, and in a replay makes the recorded calls again."""
+
+    schedule: Path | str = os.devnull  # file to append to
+    replay: str = ""  # folder of the run to repeat
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.recorded = Schedule(Path(self.replay) / FILE if self.replay else os.devnull).read()
+
+    def record(self, **fact: Any) -> None:
+        """Append one fact to the schedule."""
+        with open(self.schedule, "ab", buffering=0) as file:
+            file.write(orjson.dumps(fact) + b"\n")
+
+    def recorded_call(self, name: str) -> Fact | None:
+        """Return the recorded line of a call, {} if the recorded run did not make it, or None if its task is free."""
+        calls = self.recorded.calls.get(task_of(name)) if name else None
+        return None if calls is None else calls.get(name, {})
+
+    async def agenerate(self, req: ModelRequest, on_tokens: OnTokens | None = None) -> ModelResponse:
+        """Generate a completion. In a replay, refuse a call that the recorded run did not make with this prompt.
+
+        If a call failed in the recorded run, it fails again, with the same status.
+        """
+        if not req.call[:1].isdigit():  # a call of an evaluation, which no weight update interrupts
+            return await super().agenerate(replace(req, call=""), on_tokens)
+        prompt, known = digest(req.input_ids), self.recorded_call(req.call)
+        try:
+            if known is not None and ("failed" in known or known.get("prompt") != prompt):
+                raise EngineError(f"call {req.call} failed in the recorded run, or differs", known.get("failed", 400))
+            return await super().agenerate(req, on_tokens)
+        except BaseException as error:
+            self.record(call=req.call, prompt=prompt, spans=[], failed=getattr(error, "status", GONE))
+            raise
+
+    async def _generate_segment(
+        self, server: str, rid: str, req: ModelRequest, response: ModelResponse, on_tokens: OnTokens | None
+    ) -> None:
+        """Generate one segment, and record the spans of the completion so far.
+
+        In a replay, a segment is a recorded span, and waits until the servers have the version of the span.
+        """
+        known = self.recorded_call(req.call)
+        if known:
+            version, end, _ = next(span for span in known["spans"] if response.output_len < span[1])
+            while self.servers.limit < version:
+                await asyncio.sleep(POLL)
+            req = replace(req, gconfig=req.gconfig.new(max_new_tokens=end))
+        await super()._generate_segment(server, rid, req, response, on_tokens)
+        made = spans_of(response)
+        if known and made == known["spans"][: len(made)]:  # after "abort", agenerate requests the next span
+            response.stop_reason = known["stop"] if made == known["spans"] else "abort"
+        elif known:  # the server computes other bits: the task becomes free
+            self.recorded.calls.pop(task_of(req.call), None)
+        if req.call:
+            self.record(call=req.call, prompt=digest(req.input_ids), spans=made, stop=response.stop_reason)
