@@ -61,6 +61,7 @@ RAISED_BY = {
     "speed on GPUs": 1,
     "true is not 1 in the conversation tree": 5,
     "retries of a long call": 2,
+    "the schedule of a run, and its replay": 200,
 }
 
 

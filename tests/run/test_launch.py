@@ -335,7 +335,8 @@ def test_agents_requests_are_as_patient_as_configured(
     start_proxies(config("DIR", *words), Fleet(tmp_path), ["http://up"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(planned[0].keys)))
     assert proxy.main([*planned[0].command[4:], "--port", "0"]) == 2
-    assert given == {"request_timeout": 7.0, "request_retries": 5, "key": "the server's"}
+    patience = {"request_timeout": 7.0, "request_retries": 5}
+    assert given == {**patience, "key": "the server's", "schedule": "runs/gsm8k/auto/schedule.jsonl", "replay": ""}
 
 
 def test_a_leash_ends_all_that_the_command_started(tmp_path: Path) -> None:
