@@ -4,8 +4,8 @@
     python bench/replay.py --runs 2 --steps 5         a smaller table
     python bench/replay.py --tasks maze
 
-Each run trains 20 steps at eta 4, with another seed, and its replay repeats it. The groups of the maze are smaller than
-in its recipe, so that a run takes less time. Groups without a signal are rejected. A line of the table shows how many
+Each run trains 20 steps at eta 4, with another seed, and its replay repeats it. The batches are smaller than in the
+recipes, so that a run takes less time. Groups without a signal are rejected. A line of the table shows how many
 of the trained rows a weight update has interrupted, how many groups were rejected, and whether the SHA-256 hashes of
 the two models of the last step are equal. The exit code is 1 if two hashes differ.
 """
@@ -20,10 +20,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = {
-    "guess": ["--config", "configs/demo.yaml", "gconfig.n_samples=8", "train_dataset.batch_size=4"],
-    "maze": ["--config", "configs/maze.yaml", "gconfig.n_samples=4", "train_dataset.batch_size=4"],
+    "guess": ["--config", "configs/demo.yaml", "gconfig.n_samples=4"],
+    "maze": ["--config", "configs/maze.yaml", "gconfig.n_samples=2", "gconfig.max_new_tokens=150"],
 }
-FIXED = ["rollout.max_head_offpolicyness=4", "rollout.max_concurrent_rollouts=6", "logger.report_interval=0"]
+FIXED = ["rollout.max_head_offpolicyness=4", "rollout.max_concurrent_rollouts=5", "logger.report_interval=0"]
+FIXED += ["train_dataset.batch_size=3", "actor.ppo_n_minibatches=2", "actor.ppo_epochs=1"]
 FIXED += ["should_accept_fn=bench.replay.has_signal"]
 
 
