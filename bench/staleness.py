@@ -311,7 +311,7 @@ def draw(lines: list[dict[str, Any]], curves_of: str = "16") -> None:
     for i, (method, color) in enumerate(colors.items()):
         at = [k for k, eta in enumerate(ETAS) if (eta, method) in last]
         seeds = [last[ETAS[k], method] for k in at]
-        left.plot(at, [mean(s) for s in seeds], color=color, label=method)
+        left.plot(at, [median(s) for s in seeds], color=color, label=method)
         left.fill_between(at, [min(s) for s in seeds], [max(s) for s in seeds], color=color, alpha=0.15, linewidth=0)
         for k, s in zip(at, seeds):
             left.plot([k + 0.06 * (i - 1)] * len(s), s, ".", color=color, markersize=4)
@@ -319,8 +319,10 @@ def draw(lines: list[dict[str, Any]], curves_of: str = "16") -> None:
         for curve in runs:
             right.plot(range(0, STEPS + 1, EVERY), curve, color=color, alpha=0.35, linewidth=0.8)
         if runs:
-            right.plot(range(0, STEPS + 1, EVERY), [mean(c) for c in zip(*runs)], color=color, label=method)
-    left.set(xlabel="eta (versions of lag)", ylabel="success", title=f"after {STEPS} steps, range over the seeds")
+            right.plot(range(0, STEPS + 1, EVERY), [median(c) for c in zip(*runs)], color=color, label=method)
+    left.set(
+        xlabel="eta (versions of lag)", ylabel="success", title=f"after {STEPS} steps, median and range of the seeds"
+    )
     left.set_xticks(range(len(ETAS)), ["∞" if eta == "inf" else eta for eta in ETAS])
     right.set(xlabel="training step", title=f"on the way, eta = {curves_of}")
     left.legend()
