@@ -457,6 +457,8 @@ def write(tables: dict[str, list[str]]) -> None:
     page = PAGE.read_text()
     for name, lines in tables.items():
         before, mark, rest = page.partition(f"<!-- {name} -->\n")
+        if not mark:  # the page does not show this table
+            continue
         page = before + mark + "\n".join(lines) + "\n\n" + rest.partition("\n\n")[2]
     PAGE.write_text(page.rstrip() + "\n")
 

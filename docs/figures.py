@@ -368,6 +368,7 @@ def draw_all() -> dict[str, str]:
         "timelines.svg": draw_timelines(),
         "straddle.svg": draw_straddle(data),
         "rewards.svg": draw_tree(),
+        "orders.svg": draw_orders(),
     }
 
 

@@ -85,6 +85,17 @@ def test_the_page_shows_the_comparison() -> None:
     assert "\n".join(simulate.check(RUNS)) in Path(simulate.PAGE).read_text()
 
 
+def test_the_page_shows_the_price_of_each_order() -> None:
+    """docs/simulate.md contains the table that bench/clusters.py makes from docs/clusters.csv."""
+    assert "\n".join(clusters.order_table(clusters.read_rows())) in Path(simulate.PAGE).read_text()
+
+
+def test_the_table_is_what_the_simulation_finds() -> None:
+    """docs/clusters.csv holds what the simulation finds."""
+    found = simulate.simulate(clusters.small, 1.0, 4, "wait", seeds=range(9))
+    assert clusters.read_rows()["order", "1.0", "4", "wait"] == pytest.approx(found, rel=1e-3)
+
+
 def test_a_wait_for_a_long_answer_costs_less_with_mask() -> None:
     """With long tails, mask takes the oldest tokens out of the loss and needs fewer seconds than wait."""
     wait, mask = (simulate.simulate(clusters.small, 1.5, 4, order) for order in ("wait", "mask"))
