@@ -155,7 +155,13 @@ async def sdk(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncItera
     """Return an OpenAI client whose base URL is the proxy's URL followed by `path`."""
     transport = httpx2.ASGITransport(harness.app)
     async with openai.DefaultAsyncHttpxClient(transport=transport) as http:
-        yield openai.AsyncOpenAI(base_url=f"http://proxy{path}", api_key=api_key, http_client=http, max_retries=0)
+        yield openai.AsyncOpenAI(
+            base_url=f"http://proxy{path}",
+            api_key=api_key,
+            http_client=http,
+            max_retries=0,
+            _strict_response_validation=True,
+        )
 
 
 @asynccontextmanager
@@ -163,7 +169,13 @@ async def claude(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncIt
     """Return an Anthropic client whose base URL is the proxy's URL followed by `path`."""
     transport = httpx2.ASGITransport(harness.app)
     async with anthropic.DefaultAsyncHttpxClient(transport=transport) as http:
-        yield anthropic.AsyncAnthropic(base_url=f"http://proxy{path}", api_key=api_key, http_client=http, max_retries=0)
+        yield anthropic.AsyncAnthropic(
+            base_url=f"http://proxy{path}",
+            api_key=api_key,
+            http_client=http,
+            max_retries=0,
+            _strict_response_validation=True,
+        )
 
 
 def reply_message(completion: dict[str, Any]) -> dict[str, Any]:
