@@ -205,6 +205,7 @@ class PPOTrainer:
         # 9. Write the step's line of metrics.jsonl, then the checkpoint from which a killed run continues.
         if self.logger:
             metrics |= {"success": inputs.success(batch["rewards"].tolist()), **seconds}
+            metrics |= actor.speed(batch, seconds["train_s"])
             with trace.span("log"):
                 self.logger.log(batch, metrics | {"step_s": time.monotonic() - begin})
         if is_last or is_due(step, config.recover_interval):

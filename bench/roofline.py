@@ -93,7 +93,7 @@ class Work:
     mb_tokens: int = 16384  # tokens of a forward pass
     b: int = 2  # bytes of a number in a forward pass
     checkpointing: bool = True
-    chunk: int = 1 << 25  # logits in a chunk of the last layer
+    chunk: int = 1 << 27  # logits in a chunk of the last layer
     slots: int = 256  # sequences that the server decodes at the same time
     ranks: int = 1
     disk: float = 2e9  # bytes/s of a file that is written or read (weight update of mode disk)
@@ -176,16 +176,16 @@ def layers_backward(s: Shape, rows: float, length: int, b: int, passes: int) -> 
 def head_forward(s: Shape, n: float, b: int, chunk: int) -> Part:
     """Read n tokens through the last layer (training/logprobs.py): logits, softmax and entropy in float32."""
     chunks = ceil(n / max(1, chunk // s.V))
-    # convert, divide, log_softmax (reads twice), exp, multiply, sum
-    softmax = ((b + 4) * (b < 4) + 8 + 12 + 8 + 12 + 4) * n * s.V
+    # logits in float32 instead of b bytes, divide, log_softmax (reads twice), exp, multiply, sum
+    softmax = (4 - b + 8 + 12 + 8 + 12 + 4) * n * s.V
     return [*product(n, s.H, s.V, b, chunks), Kernel(0, softmax)]
 
 
 def head_backward(s: Shape, n: float, b: int, chunk: int) -> Part:
     """Compute the logits again, and the gradients of the hidden states and of the last layer."""
     chunks = ceil(n / max(1, chunk // s.V))
-    # convert, divide, log_softmax, exp, multiply by -g, divide, convert
-    softmax = ((b + 4) * (b < 4) + 8 + 12 + 8 + 8 + 8 + (b + 4) * (b < 4)) * n * s.V
+    # logits in float32, divide, log_softmax, exp, multiply by -g, divide, convert
+    softmax = (4 - b + 8 + 12 + 8 + 8 + 8 + (b + 4) * (b < 4)) * n * s.V
     added = (b + 8) * chunks * s.V * s.H  # each chunk is added to the whole gradient in float32
     return [*(3 * product(n, s.H, s.V, b, chunks)), Kernel(0, softmax + added)]
 

@@ -56,7 +56,7 @@ def saved_bytes(shape: Any, b: int, has_head_norms: bool) -> int:
     return norms + 2 * b * qk + 4 * b * inner
 
 
-def step_bytes(actor: PPOActorConfig, shape: Any, n: int, has_head_norms: bool) -> int:
+def step_bytes(actor: PPOActorConfig, shape: Any, n: int, has_head_norms: bool, device: str = "cpu") -> int:
     """Return how many bytes a step needs in addition to the parameters, gradients and moments that a rank keeps."""
     b, tokens, layers = getattr(torch, actor.dtype).itemsize, actor.mb_tokens, shape.num_hidden_layers
     last = shape.vocab_size * shape.hidden_size  # V H
@@ -65,7 +65,7 @@ def step_bytes(actor: PPOActorConfig, shape: Any, n: int, has_head_norms: bool) 
     one = tokens * saved_bytes(shape, b, has_head_norms)
     is_kept = not actor.gradient_checkpointing
     saved = layers * (one if is_kept else tokens * b * shape.hidden_size)
-    head = b * root + (4 + b) * last + saved + (12 + b) * logprobs.CHUNK_ELEMENTS
+    head = b * root + (4 + b) * last + saved + (12 + b) * logprobs.CHUNK_ELEMENTS[device]
     middle = b * root + b * last + (8 + 3 * b) * layer + saved + (0 if is_kept else one)
     return max(head, middle, 4 * b * last, 8 * root)
 
@@ -84,7 +84,7 @@ def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[flo
     n = sum(p.numel() for p in model.parameters())
     has_head_norms = any("q_norm" in name for name, _ in model.named_parameters())
     kept = 0 if config.actor.offload and on_gpus else (16 if config.ref.path is None else 20) * n / ranks
-    trainer = kept + step_bytes(config.actor, shape, n, has_head_norms)
+    trainer = kept + step_bytes(config.actor, shape, n, has_head_norms, "cuda" if on_gpus else "cpu")
     cache = 2 * attention_widths(shape)[1] * shape.num_hidden_layers * config.server.max_total_tokens  # in numbers
     server = (2 if on_gpus else 4) * (n + cache) / config.server.tp_size
     context = CUDA_BYTES if on_gpus else 0

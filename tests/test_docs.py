@@ -58,7 +58,7 @@ RAISED_BY = {
     "failures in one line, Ctrl-C": 105,
     "two rules of the doctor that the museum needed": 10,
     "the terminal, the chat": 76,
-    "speed on GPUs": 1,
+    "speed on GPUs": 17,
     "true is not 1 in the conversation tree": 5,
     "retries of a long call": 2,
     "the schedule of a run, and its replay": 200,

@@ -395,6 +395,17 @@ class FSDPPPOActor(FSDPEngine):
         """Return the coefficient for this training step. With `anneal` the coefficient falls linearly to 0."""
         return coefficient * (max(1 - self.steps / self.max_steps, 0) if self.config.anneal else 1)
 
+    def speed(self, batch: Batch, seconds: float) -> dict[str, float]:
+        """Return the metrics of a training step that took `seconds`: tokens/s of all ranks, TFLOP/s of this rank."""
+        tokens = int(batch["attention_mask"].sum())
+        # For each parameter and token, a forward pass has 2 FLOPs and a backward pass has 4.
+        per_parameter = 6 * self.config.ppo_epochs + 2 * self.should_compute_prox_logp()
+        flops = per_parameter * sum(p.numel() for p in self.model.parameters()) * tokens
+        found = {"train_tokens_s": tokens / seconds, "train_tflops": flops / dist.get_world_size() / seconds / 1e12}
+        if self.device.type == "cuda":
+            found["peak_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+        return found
+
     def step_lr_scheduler(self) -> None:
         """End a training step: move the schedules of learning rate, entropy bonus and KL penalty by one step."""
         self.steps += 1

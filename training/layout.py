@@ -188,5 +188,6 @@ def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: A
 
 
 AttentionInterface.register("packed", attend_apart)
+torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for every shape, and here nearly every shape is new
 
 LAYOUTS = {"padded": Layout("sdpa", cut_padded), "packed": Layout("packed", cut_packed)}

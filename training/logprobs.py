@@ -30,9 +30,10 @@ Then
 
 where [j = id] is 1 for the sampled token and 0 for all other words.
 
-**Costs and limits.** The logits of a chunk take at most 128 MiB in float32. With V = 151,936 a chunk has 220 tokens.
-The backward pass holds three matrices of this size: log p, p and the gradient. A bfloat16 model also needs the gradient
-in bfloat16. A chunk therefore needs up to 448 MiB. The gradient of W is one whole (V, D) matrix. With N = 4,096,
+**Costs and limits.** On a CPU the logits of a chunk take at most 128 MiB in float32. With V = 151,936 a chunk has 220
+tokens. Chunks on a GPU are four times as large, because each chunk reads and writes the whole gradient of W. The
+backward pass holds three matrices of this size: log p, p and the gradient. A bfloat16 model also needs the gradient in
+bfloat16. A chunk therefore needs up to 448 MiB on a CPU. The gradient of W is one whole (V, D) matrix. With N = 4,096,
 forward and backward need 545 MiB instead of 11,740 MiB (`python bench/loss.py`). The last layer needs four matrix
 products instead of three, because the backward pass repeats the forward product. Some models scale, cap or shift their
 logits. `add_read_hidden` refuses such models.
@@ -46,7 +47,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-CHUNK_ELEMENTS = 1 << 25  # maximum number of logits in one chunk, which is 128 MiB in float32
+CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}  # maximum number of logits in one chunk, on each kind of device
 
 # The configuration keys with which models of transformers cap or scale their logits.
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -60,14 +61,21 @@ def chunks(n: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
-def chunk_log_softmax(hidden: Tensor, weight: Tensor, tau: Tensor) -> Tensor:
-    """Return the (c, V) log-probabilities of the whole vocabulary for one chunk of c tokens.
+def chunk_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return the (c, V) logits of one chunk of c tokens as float32.
 
-    The matrix product is computed in the data type of the weights (often bfloat16), as on the server. The softmax is
-    computed in float32.
+    A GPU multiplies bfloat16 numbers and returns float32 logits, as SGLang does with --enable-fp32-lm-head. A CPU
+    rounds the logits to the data type of the weights.
     """
+    if hidden.is_cuda and weight.dtype == torch.bfloat16:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # (c, D) @ (D, V) -> (c, V)
+    return (hidden @ weight.t()).float()  # (c, D) @ (D, V) -> (c, V)
+
+
+def chunk_log_softmax(hidden: Tensor, weight: Tensor, tau: Tensor) -> Tensor:
+    """Return the (c, V) log-probabilities of the whole vocabulary for one chunk of c tokens, computed in float32."""
     # z = W h / tau
-    z = (hidden @ weight.t()).float().div_(tau[:, None])  # (c, D) @ (D, V) / (c, 1) -> (c, V)
+    z = chunk_logits(hidden, weight).div_(tau[:, None])  # (c, V) / (c, 1) -> (c, V)
     # log p_j = z_j - log sum_k exp z_k
     return torch.log_softmax(z, dim=-1)  # (c, V)
 
@@ -130,7 +138,7 @@ def token_logprobs(
 
     Both results are float32. Gradients flow to `hidden` and `weight`.
     """
-    chunk = chunk or max(1, CHUNK_ELEMENTS // len(weight))
+    chunk = chunk or max(1, CHUNK_ELEMENTS[hidden.device.type] // len(weight))
     tau = torch.where(temperatures > 0, temperatures, 1.0)  # (N,)
     return TokenLogprobs.apply(hidden, weight, ids, tau, chunk)
 

@@ -129,7 +129,7 @@ def test_the_estimate_of_a_training_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The estimate is within 10 % of the memory of all tensors in a real training step with two forward passes."""
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 1 << 18)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {"cpu": 1 << 18, "cuda": 1 << 18})
     shape = AutoConfig.for_model(family, vocab_size=vocabulary, tie_word_embeddings=tied, **SMALL)
     AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(tmp_path)
     config = make_config(dtype=dtype, gradient_checkpointing=checkpointing, mb_tokens=tokens)

@@ -417,6 +417,18 @@ def test_corrections_of_whole_rows_are_the_same_however_a_batch_is_cut(make_acto
         assert 0 < stats[0]["dropped_share"] < 1
 
 
+def test_the_speed_counts_tokens_and_flops(make_actor):
+    """The metrics of the speed count the tokens of all rows. pi_prox needs a forward pass only if it is recomputed."""
+    batch = make_batch()
+    tokens = int(batch["attention_mask"].sum())
+    for method, per_parameter in (("recompute", 14), ("loglinear", 12)):
+        actor = make_actor(prox_logp_method=method, ppo_epochs=2)
+        found = actor.speed(batch, 0.5)
+        n = sum(x.numel() for x in actor.full_state().values())
+        assert found["train_tokens_s"] == 2 * tokens
+        assert found["train_tflops"] == pytest.approx(per_parameter * n * 2 * tokens / 1e12)
+
+
 def test_a_learning_rate_of_0_changes_no_weight(make_actor):
     """With lr=0 an update changes no weight, even with weight decay."""
     actor = make_actor(optimizer=OptimizerConfig(lr=0.0, weight_decay=0.1))

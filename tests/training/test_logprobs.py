@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainers import DEVICE
 
-from training.logprobs import token_logprobs
+from training.logprobs import CHUNK_ELEMENTS, chunk_logits, token_logprobs
 
 
 def make(n=13, width=8, vocabulary=29, seed=0):
@@ -68,9 +71,53 @@ def test_half_precision_weights_get_gradients_of_their_type():
     bfloat16."""
     hidden, weight, ids, temperatures = make()
     expected = plain(hidden, weight, ids, temperatures)[0].float()
-    half_hidden, half_weight = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight))
-    logp, _ = token_logprobs(half_hidden, half_weight, ids, temperatures, 5)
+    half_hidden, half_weight = (x.detach().to(DEVICE, torch.bfloat16).requires_grad_() for x in (hidden, weight))
+    logp, _ = token_logprobs(half_hidden, half_weight, ids.to(DEVICE), temperatures.to(DEVICE), 5)
     logp.sum().backward()
     assert logp.dtype == torch.float32
     assert half_weight.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(logp, expected, atol=0.3, rtol=0.05)
+    torch.testing.assert_close(logp.cpu(), expected, atol=0.3, rtol=0.05)
+
+
+class Products(TorchDispatchMode):
+    """Notes the data type and the rows of the result of each matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[tuple[torch.dtype, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.results.append((out.dtype, len(out)))
+        return out
+
+
+@pytest.mark.parametrize(("device", "logits"), [("cpu", torch.bfloat16), ("cuda", torch.float32)])
+def test_a_gpu_computes_float32_logits(device, logits):
+    """With bfloat16 weights, the matrix product of the logits returns float32 on a GPU. The test uses tensors without
+    values, so it needs no GPU."""
+    with FakeTensorMode(), Products() as products:
+        hidden, weight = (torch.empty(n, 8, device=device, dtype=torch.bfloat16) for n in (5, 29))
+        z = chunk_logits(hidden, weight)
+    assert (z.dtype, z.shape) == (torch.float32, (5, 29))
+    assert products.results == [(logits, 5)]
+
+
+def test_a_chunk_has_at_most_the_logits_of_its_device(monkeypatch):
+    """Without a chunk size, a chunk has as many tokens as fit into CHUNK_ELEMENTS logits of the device."""
+    assert CHUNK_ELEMENTS["cuda"] == 4 * CHUNK_ELEMENTS["cpu"]
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 5 * 29)
+    with Products() as products:
+        token_logprobs(*make())
+    assert [rows for _, rows in products.results] == [5, 5, 3]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_float32_logits_are_exact():
+    """On a GPU, the log-probabilities of bfloat16 weights and hidden states are exact to float32's rounding."""
+    hidden, weight, ids, temperatures = (x.detach() for x in make(width=512, vocabulary=1000))
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    expected = plain(hidden.float(), weight.float(), ids, temperatures)[0]
+    logp, _ = token_logprobs(*(x.to(DEVICE) for x in (hidden, weight, ids, temperatures)))
+    torch.testing.assert_close(logp.cpu().double(), expected, atol=2e-4, rtol=1e-5)
