@@ -14,7 +14,7 @@
     pause                          the servers stop generating (without a pause they would first finish all requests)
     label "7-incomplete"           `send` begins: from now on every engine refuses the tokens of these servers
     disk, distributed or tensor    every server loads the new weights and drops the KV cache of the old weights
-    label "7"                      `send` ends: every server has all weights of version 7
+    label "7"                      `send` ends: every server has all weights (in mode disk, the load sets this label)
     set_version(7)                 the staleness gate admits rollouts that start with version 7
     resume                         the servers continue; if the trainer fails before, `destroy` lets them continue
 
@@ -171,7 +171,8 @@ def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] | 
     # 2. Send the weights. While a server has the label "-incomplete", every engine refuses its tokens.
     label(post_all, f"{meta.version}-incomplete")
     SENDERS[meta.mode](meta, post_all, buckets or ())
-    label(post_all, str(meta.version))
+    if meta.mode != "disk":  # in mode disk the servers change the label with the weights
+        label(post_all, str(meta.version))
 
 
 def label(post_all: PostAll, version: str, abort: bool = False) -> None:
@@ -185,6 +186,7 @@ def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll, _: Iterable[Buck
     If a server fails, no directory is deleted, because another server may still be loading.
     """
     body = {"model_path": str(meta.directory), "abort_all_requests": False, "flush_cache": meta.flush_cache}
+    body["weight_version"] = str(meta.version)  # weights and label in one call, in case a server restarts before it
     post_all("/update_weights_from_disk", body, timeout=LOAD_TIMEOUT)
     for other in meta.directory.parent.glob("v*"):
         if other != meta.directory and other.name[1:].isdecimal():

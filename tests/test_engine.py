@@ -474,7 +474,6 @@ def test_the_order_of_a_weight_update(tmp_path: Path):
         "pause_generation",
         "update_weight_version",
         "update_weights_from_disk",
-        "update_weight_version",
         "executor/on_new_version",
         "continue_generation",
         "executor/resume",

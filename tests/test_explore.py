@@ -4,24 +4,29 @@ A mutant is one of the project's modules with one changed line. Each property ha
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from explore import dispatcher, sessions, turns
+from explore import dispatcher, sessions, turns, updates
 from explore.dispatcher import MODES, Bounds, DispatchMachine
 from explore.search import Broken, explore, show, walk
 from explore.sessions import SessionBounds, SessionMachine
 from explore.turns import TurnBounds, TurnMachine
+from explore.updates import UpdateBounds, UpdateMachine
 
 import cache
 import calls.sessions
 import calls.turn
+import engine
+import inference.servers
+import inference.weights
 import proxy
 import rollout.dispatcher
 import staleness
+import train
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -51,10 +56,26 @@ def test_every_order_of_a_calls_events_keeps_every_property(bounds: TurnBounds) 
     assert "UNREAD" in reached or bounds != turns.SMALL[0]
 
 
+@pytest.mark.parametrize("bounds", updates.SMALL, ids=str)
+def test_every_order_of_an_updates_events_keeps_every_property(bounds: UpdateBounds) -> None:
+    """A request survives each weight update and each fault, and every token has the version that computed it."""
+    assert len(explore(UpdateMachine(bounds), keep=False)) > 900
+
+
+def test_a_server_that_restarts_in_an_update_does_not_claim_the_new_version() -> None:
+    """A server loads version 1, dies and restarts with version 0 before the trainer's next call."""
+    on = (("trainer goes on",),)
+    path = on * 5 + (("dies", 0), ("restarts", 0)) + on * 2
+    state = UpdateMachine(UpdateBounds()).run(path)
+    assert state.broken is None
+    assert "0: weights 0, label 0" in state.text
+
+
 WALKS = [
     *((DispatchMachine, (mode, bounds)) for bounds in dispatcher.FAR for mode in MODES),
     *((SessionMachine, (bounds,)) for bounds in sessions.FAR),
     *((TurnMachine, (bounds,)) for bounds in turns.FAR),
+    *((UpdateMachine, (bounds,)) for bounds in updates.FAR),
 ]
 
 
@@ -165,16 +186,23 @@ TURN_MUTANTS = [
 ]
 
 
-def with_mutant(module: ModuleType, line: str, changed: str) -> ModuleType:
-    """Return a copy of proxy.py that uses a mutant of one of its modules."""
+PROXY = cache, calls.sessions, calls.turn, proxy
+UPDATE = inference.servers, inference.weights, engine, train
+
+
+def with_mutant(modules: Iterable[ModuleType], module: ModuleType, line: str, changed: str) -> list[ModuleType]:
+    """Return copies of some modules that use each other, with a mutant of one of them. Imported modules come first."""
     copies: dict[ModuleType, ModuleType] = {}
-    for original in (cache, calls.sessions, calls.turn, proxy):
+    for original in modules:
         copies[original] = copy = mutant(original, line, changed) if original is module else mutant(original)
         for before, twin in copies.items():
             for name in vars(copy).keys() & vars(before).keys():
                 if vars(copy)[name] is vars(before)[name]:
                     setattr(copy, name, vars(twin)[name])
-    return copies[proxy]
+        for name, value in list(vars(copy).items()):
+            if isinstance(value, ModuleType) and value in copies:
+                setattr(copy, name, copies[value])
+    return list(copies.values())
 
 
 @pytest.mark.parametrize(("name", "bounds", "module", "line", "changed"), TURN_MUTANTS)
@@ -182,7 +210,44 @@ def test_a_planted_error_of_a_call_is_found_by_name(
     name: str, bounds: TurnBounds, module: ModuleType, line: str, changed: str
 ) -> None:
     """The search finds each planted error of the proxy, its turns and its tree, and names the broken property."""
-    find_error(TurnMachine(bounds, with_mutant(module, line, changed)), name)
+    find_error(TurnMachine(bounds, with_mutant(PROXY, module, line, changed)[-1]), name)
+
+
+# property, bounds, module, the code, and the changed code
+SEGMENT = "segment = parse_segment(event, self.vocab_size)"
+ONE, TWO, ABORT = UpdateBounds(), UpdateBounds(servers=2, tokens=1), UpdateBounds(pause_mode="abort")
+UPDATE_MUTANTS = [
+    ("label", ONE, engine, SEGMENT, f"{SEGMENT}; segment.output_versions = [0] * segment.output_len"),
+    ("label", ONE, engine, SEGMENT, f"{SEGMENT}; segment.output_versions = [oldest_allowed] * segment.output_len"),
+    ("falls", ONE, engine, "oldest_allowed = self.servers.newest", "oldest_allowed = 0"),
+    ("falls", ONE, inference.servers, "min(versions) < sent_after", "max(versions) < 0"),
+    ("kept", ONE, engine, SEGMENT, f"{SEGMENT}; segment.output_versions[:-1] = segment.output_versions[1:]"),
+    (
+        "kept",
+        ABORT,
+        engine,
+        "        start = response.output_len\n",
+        "        start = max(response.output_len - 1, 0)\n",
+    ),
+    ("lost", ABORT, engine, 'interrupted = response.stop_reason == "abort" and', "interrupted = False and"),
+    ("lost", ABORT, engine, "response.replace_from(start, segment)", "response.replace_from(0, segment)"),
+    ("lost", ONE, engine, 'self.proxies.post_all("/set_version", {"version": version})', "pass"),
+    ("has", ONE, inference.weights, 'f"{meta.version}-incomplete"', "str(meta.version)"),
+    ("has", ONE, inference.weights, 'body["weight_version"] = str(meta.version)', 'body["weight_version"] = ""'),
+    ("has", ONE, train, "        self.actor.update_weights(meta)\n", ""),
+    ("paused", TWO, engine, "{}, lost=True)\n        self._servers", "{})\n        self._servers"),
+    ("paused", ONE, engine, 'self.servers.post_all("/continue_generation", {}, timeout=5.0, lost=True)', "pass"),
+]
+
+
+@pytest.mark.parametrize(("name", "bounds", "module", "line", "changed"), UPDATE_MUTANTS)
+def test_a_planted_error_of_an_update_is_found_by_name(
+    name: str, bounds: UpdateBounds, module: ModuleType, line: str, changed: str
+) -> None:
+    """The search finds each planted error of the engine, the servers' record and the update's order by name."""
+    servers, _, wrong_engine, wrong_train = with_mutant(UPDATE, module, line, changed)
+    modules = {"servers": servers, "engine": wrong_engine, "train": wrong_train}
+    find_error(UpdateMachine(bounds, modules), name)
 
 
 def test_equal_situations_are_visited_once() -> None:

@@ -5,5 +5,5 @@
     python -m tests.explore --walk     follow random series of events far beyond these bounds
 
 Read search.py first: it explains what a machine is, and how the search works. Each other file holds one machine. A
-machine drives the shipped classes, not a model of them.
+machine drives the shipped classes, not a model of them. docs/protocol.md states what the machines check.
 """

@@ -6,19 +6,21 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from . import dispatcher, sessions, turns
+from . import dispatcher, sessions, turns, updates
 from .search import explore, show, walk
 
 MODES = dispatcher.MODES
 CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [  # the longest cases first
     *(("dispatcher", dispatcher.DispatchMachine, (mode, b)) for b in dispatcher.LARGE for mode in reversed(MODES)),
     *(("turns", turns.TurnMachine, (b,)) for b in turns.LARGE),
+    *(("updates", updates.UpdateMachine, (b,)) for b in updates.LARGE),
     *(("sessions", sessions.SessionMachine, (b,)) for b in sessions.LARGE),
 ]
 WALKS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     *(("dispatcher", dispatcher.DispatchMachine, (mode, b)) for b in dispatcher.FAR for mode in MODES),
     *(("sessions", sessions.SessionMachine, (b,)) for b in sessions.FAR),
     *(("turns", turns.TurnMachine, (b,)) for b in turns.FAR),
+    *(("updates", updates.UpdateMachine, (b,)) for b in updates.FAR),
 ]
 SEEDS, LENGTH = range(20), 2000  # random walks of each machine, and events of each walk
 

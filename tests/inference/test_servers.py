@@ -69,6 +69,8 @@ class Machines:
         if path == "/update_weight_version":
             label = json.loads(request.content)["new_version"]
             self.versions[host] = int(label) if label.isdecimal() else label
+        if path == "/update_weights_from_disk":
+            self.versions[host] = int(json.loads(request.content)["weight_version"])
         if path in CONTROL and host in self.mute:
             self.mute[host] -= 1
             if self.mute[host] < 0:
@@ -142,7 +144,7 @@ def test_an_update_goes_on_without_the_dead(tmp_path: Path) -> None:
         engine.pause()
 
 
-@pytest.mark.parametrize("answers", range(5))
+@pytest.mark.parametrize("answers", range(4))
 def test_a_lost_answer_leaves_no_server_paused(tmp_path: Path, answers: int) -> None:
     """If a server's answer is lost during an update, the server does not stay paused, and tokens of its old weights
     keep the old version.
