@@ -44,7 +44,7 @@ from run.evaluate import evaluate_run
 from run.failures import Failures, report
 from run.inputs import Inputs, load_inputs
 from run.keys import TrainConfig
-from run.launch import Fleet, Planned, ProcessDied, plan_run, revision
+from run.launch import ROOT, Fleet, Planned, ProcessDied, plan_run, revision
 from run.logger import Trace
 from run.recover import claim, newest_checkpoint
 from run.replay import Differs, check_replay
@@ -185,6 +185,7 @@ def record(config: TrainConfig) -> None:
     keys = asdict(config)
     del keys["rollout"]["server_key"]  # the key must not be in any file of the run
     OmegaConf.save({**keys, "revision": revision()}, path)
+    (config.run_dir / "README.md").write_text((ROOT / "run" / "folder.md").read_text())
 
 
 def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) -> int:

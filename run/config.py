@@ -19,9 +19,10 @@ import inspect
 import os
 import re
 import secrets
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -38,12 +39,14 @@ class ConfigError(ValueError):
 
 
 class Key(NamedTuple):
-    """One configuration key as `--help` prints it: full name, default, help text and, for a number, the interval."""
+    """One configuration key as `--help` prints it: full name, default, help text, allowed values and group."""
 
     name: str
     default: Any
     meaning: str
     interval: str | None
+    choices: str  # the words that the key may have, if they are few; else ""
+    group: str  # what the keys with the same prefix configure
 
 
 source_of = functools.cache(inspect.getsource)  # reading the source code of all dataclasses takes a second
@@ -63,7 +66,9 @@ def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
         else:
             options = (hints[name], *get_args(hints[name]))  # the type Count | None has the two options Count and None
             intervals = [option.__metadata__[0] for option in options if get_origin(option) is Annotated]
-            keys.append(Key(prefix + name, default, meanings[name], intervals[0] if intervals else None))
+            words = [", ".join(map(str, get_args(option))) for option in options if get_origin(option) is Literal]
+            interval, choices = "".join(intervals) or None, "".join(words)
+            keys.append(Key(prefix + name, default, meanings[name], interval, choices, f"{prefix[:-1]}: {cls.__doc__}"))
     return keys
 
 
@@ -177,12 +182,12 @@ def load(argv: list[str]) -> TrainConfig:
 
     Raises ConfigError if an argument, a recipe or a value is wrong.
     """
-    keys = (
-        f"  {k.name}={'null' if k.default is None else k.default}\n      {k.meaning}"
-        + (f"; in {k.interval}" if k.interval else "")
-        for k in list_keys()
-    )
-    epilog = "keys, their defaults and meanings:\n" + "\n".join(keys)
+    epilog = "keys, their defaults and meanings:\n"
+    for group, keys in groupby(list_keys(), key=lambda key: key.group):
+        epilog += "\n" + group.partition("\n")[0].removeprefix(": ") + "\n"
+        for k in keys:
+            values = f"; in {k.interval}" if k.interval else f"; one of {k.choices}" if k.choices else ""
+            epilog += f"  {k.name}={'null' if k.default is None else k.default}\n      {k.meaning}{values}\n"
     parser = Parser("python train.py", epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
     meaning = f"YAML recipe, or a name in configs/; may be repeated, and later recipes win; default: {DEMO.stem}"
     parser.add_argument("--config", type=Path, action="append", metavar="FILE", help=meaning)

@@ -62,6 +62,7 @@ RAISED_BY = {
     "true is not 1 in the conversation tree": 5,
     "the schedule of a run, and its replay": 200,
     "retries of a long call, a label that arrives with its weights": 4,
+    "help in groups with choices, the README of a run": 6,
 }
 
 

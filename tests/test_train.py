@@ -57,6 +57,15 @@ def test_guess_staleness(guess_run, eta: int) -> None:
     check_metrics(metrics, eta)
 
 
+def test_the_readme_of_a_run_names_its_files(guess_run) -> None:
+    """A run writes a README to its folder. The README names every file and folder there."""
+    folder, _ = guess_run(0)
+    names = {path.name for path in (folder / "e" / "t").iterdir()} - {"README.md"}
+    text = (folder / "e" / "t" / "README.md").read_text()
+    assert {"metrics.jsonl", "checkpoints"} <= names
+    assert [name for name in names if f"`{name}" not in text] == []
+
+
 @pytest.mark.runs
 @pytest.mark.parametrize("eta", [0, 2])
 def test_maze_staleness(tmp_path: Path, eta: int) -> None:

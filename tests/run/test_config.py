@@ -174,15 +174,18 @@ def test_a_recipe_is_found_by_its_name() -> None:
 
 
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--help` prints each key with its default, its meaning, and the interval of a number."""
+    """`--help` prints each key with its default, its meaning and its allowed values, in groups with a heading."""
     with pytest.raises(SystemExit) as ended:
         load(["--help"])
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert said.startswith("usage: python train.py")
     for k in list_keys():
-        interval = f"; in {k.interval}" if k.interval else ""
-        assert f"  {k.name}={'null' if k.default is None else k.default}\n      {k.meaning}{interval}\n" in said
+        values = f"; in {k.interval}" if k.interval else f"; one of {k.choices}" if k.choices else ""
+        assert f"  {k.name}={'null' if k.default is None else k.default}\n      {k.meaning}{values}\n" in said
+    assert "(staleness.py); one of wait, mask, drop\n" in said
+    assert "\n\nevaluator: The evaluation: one episode per validation prompt" in said
+    assert said.index("\nevaluator: ") < said.index("  evaluator.interval=") < said.index("\nsaver: ")
     assert (
         "  actor.eps_clip=0.2\n      lower bound of the ratio pi_theta / pi_prox is 1 - eps_clip; 0: bound 1; in [0, 1]\n"
         in said
