@@ -106,7 +106,7 @@ def test_named_files_exist(page: Path) -> None:
     for name in re.findall(r"\b((?:[\w.]+/)*\w+\.(?:py|yaml|md|sh|toml))\b", re.sub(r"https?://\S+", "", text)):
         if (
             name == "config.yaml"
-            or name.startswith(("areal/", "runs/"))
+            or name.startswith(("areal/", "runs/", "own/"))
             or "areal/" in text.split(name)[0].splitlines()[-1]
         ):
             continue
