@@ -60,7 +60,8 @@ def test_the_page(project: Path) -> None:
     assert before < 0.5 < 0.9 < after
     assert said[5].splitlines()[-1].split() == ["2", "4", "5"]
     for trial in ("first", "second"):
-        history = [json.loads(line) for line in (project / f"runs/sort/{trial}/metrics.jsonl").open()]
+        lines = (project / f"runs/sort/{trial}/metrics.jsonl").read_text().splitlines()
+        history = [json.loads(line) for line in lines]
         assert len(history) == 30
         assert history[0]["success"] < 0.3
         assert fmean(line["success"] for line in history[-5:]) > 0.9
