@@ -184,9 +184,12 @@ class Doctor:
                     step, before = self.step, executor.stats
                 counts = {k: getattr(executor.stats, k) - getattr(before, k) for k in ("accepted", "rejected")}
                 if counts["rejected"] >= REJECTED_BATCHES * self.config.train_dataset.batch_size:
+                    executor.dispatcher.check_alive()  # the tasks of a run that has ended count as rejected
                     self.report(examine([{"step": step + 1, **counts}] * 3, self.config))
             except Unhealthy as error:
                 return executor.fail(error)
+            except RuntimeError:
+                return None  # the run has ended
 
 
 def main(folders: list[str]) -> int:

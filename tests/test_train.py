@@ -177,6 +177,25 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert_gone(pids)
 
 
+@pytest.mark.runs
+def test_sigterm_of_2000_tasks(tmp_path: Path) -> None:
+    """SIGTERM ends a run that has 2,000 tasks in flight. The run then prints at most three short lines, without a
+    warning of the doctor. No process is left behind."""
+    words = ["max_steps=10000", "rollout.max_concurrent_rollouts=2000", "rollout.max_head_offpolicyness=400"]
+    words += ["gconfig.n_samples=2"]  # 4,000 episodes, so that the open files suffice
+    process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, *words)
+    process.send_signal(signal.SIGTERM)
+    lines = rest_of(process, 60).splitlines()
+    assert process.returncode == 143
+    last = [line for line in lines if not line.startswith("step ")]
+    assert len(last) <= 3, last
+    assert all(len(line) < 300 and "doctor" not in line for line in last), last
+    events = json.loads((tmp_path / "e/t/trace.json").read_text())
+    ended = sum(event["name"] in ("accept", "reject", "fail") for event in events)
+    assert sum(event["name"] == "submit" for event in events) - ended > 1900
+    assert_gone(pids)
+
+
 @pytest.mark.parametrize("victim", ["inference.tiny.server", "proxy"])
 def test_killed_server(tmp_path: Path, victim: str) -> None:
     """If the only server or the proxy dies, the run ends with a message that names the process and the process's exit
