@@ -188,10 +188,14 @@ class PPOTrainer:
             metrics |= actor.ppo_update(batch)
             actor.step_lr_scheduler()
 
-        # 6. Push the new weights into the servers.
+        # 6. Push the new weights into the servers. Then the canary asks: do the servers have the trainer's weights?
+        #    The servers answer during the next step, which reads the answers before its own push.
+        metrics |= self.canary.finish()
         with trace.span("sync", seconds):
             self.push_weights(step)
-        metrics |= self.canary.score(batch)  # do the servers have the trainer's weights?
+        self.canary.start(batch)
+        if is_last:  # there is no next step
+            metrics |= {name: max(x, metrics.get(name, x)) for name, x in self.canary.finish().items()}
 
         # 7. Evaluate: run one episode for each validation prompt.
         if self.evaluation and is_due(step, config.evaluator.interval):

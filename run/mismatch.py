@@ -4,8 +4,11 @@ A server and the trainer should have the same weights. They are different progra
 differ by rounding (about 1e-6 in float32, 0.05 in bfloat16). A larger difference means that they use different weights
 or different masks, so every importance weight of the run is wrong. `logp_mismatch` compares the tokens of a batch.
 After each weight update the canary compares a few fixed tokens on every server. The canary therefore needs no token of
-the current version in the next batch.
+the current version in the next batch. A loaded server scores these tokens only when the requests before them have got a
+slot. The trainer therefore continues meanwhile, and reads the scores before the next update.
 """
+
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -39,25 +42,38 @@ class Canary:
 
     def __init__(self, actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout) -> None:
         self.actor, self.rollout = actor, rollout
+        self.threads = ThreadPoolExecutor(CANARY_ROWS, "canary")  # all rows wait at once
         self.rows: dict[str, Tensor] = {}  # the canary: the first tokens of the first rows of the run's first batch
-        self.before = torch.empty(0)  # the scores after the last update, (1 + servers, L); the first is the trainer's
+        self.trainer = torch.empty(0)  # the trainer's scores after the last update, (L,)
+        self.asked: list[Future[list[list[float]]]] = []  # for each row, the servers' scores after the last update
+        self.before = torch.empty(0)  # the scores after the update before, (1 + servers, L); the first is the trainer's
 
-    def score(self, batch: dict[str, Tensor]) -> dict[str, float]:
-        """Return the metrics of the canary, or {} if a server does not answer. All ranks call this method."""
+    def start(self, batch: dict[str, Tensor]) -> None:
+        """Compute the trainer's scores, and ask every server for its scores in threads. All ranks call this method."""
         if not self.rows:
             first = {key: x[:CANARY_ROWS] for key, x in batch.items()}
             self.rows = {key: x[:, :CANARY_TOKENS] if x.dim() > 1 else x for key, x in first.items()}
             self.rows["temperatures"] = torch.ones_like(self.rows["temperatures"])
         mask = self.rows["attention_mask"]
-        trainer = self.actor.compute_logp(self.rows)[mask]  # (L,)
-        if not isinstance(self.rollout, RemoteInfEngine):
-            return {}
+        self.trainer = self.actor.compute_logp(self.rows)[mask]
+        if isinstance(self.rollout, RemoteInfEngine):
+            rows = [ids[m].tolist() for ids, m in zip(self.rows["input_ids"], mask, strict=True)]
+            self.asked = [self.threads.submit(self.rollout.score, ids) for ids in rows]
+
+    def finish(self) -> dict[str, float]:
+        """Wait for the servers' scores, and return the metrics of the canary, or {} if a server does not answer.
+
+        The result is also {} if `start` was not called since the last call of `finish`.
+        """
+        asked, self.asked = self.asked, []
         try:
-            rows = [self.rollout.score(ids[m].tolist()) for ids, m in zip(self.rows["input_ids"], mask, strict=True)]
+            rows = [answer.result() for answer in asked]
         except EngineError:
             return {}
+        if not rows:
+            return {}
         servers = [torch.cat([torch.tensor(x) for x in of_server]) for of_server in zip(*rows)]  # (L,) of each server
-        before, self.before = self.before, torch.stack([trainer, *servers])
+        before, self.before = self.before, torch.stack([self.trainer, *servers])
         return compare_scores(before, self.before)
 
 

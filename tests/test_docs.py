@@ -63,6 +63,7 @@ RAISED_BY = {
     "the schedule of a run, and its replay": 200,
     "retries of a long call, a label that arrives with its weights": 4,
     "help in groups with choices, the README of a run": 6,
+    "no wait for the canary, sampling that training cannot reproduce": 16,
 }
 
 

@@ -51,10 +51,12 @@ def guess_run(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize("eta", [0, 2])
 def test_guess_staleness(guess_run, eta: int) -> None:
     """In the demo no trained token is older than eta versions. With eta = 0 every trained token has the current
-    version."""
+    version. After each update the servers have the trainer's weights; the next line, or the last, has the canary."""
     _, metrics = guess_run(eta)
     assert len(metrics) == 5
     check_metrics(metrics, eta)
+    assert [line["step"] for line in metrics if line.get("canary_mismatch", 1) < 1e-4] == [2, 3, 4, 5]
+    assert all(line["canary_unchanged"] == 0 for line in metrics[1:])
 
 
 def test_the_readme_of_a_run_names_its_files(guess_run) -> None:

@@ -18,11 +18,16 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from runs import SMALL_GUESS, WITH_TEST_MODULES, command
 
+from engine import RemoteInfEngine
+from inference.servers import Servers
+from inference.wire import Wire
 from rollout.runner import AsyncTaskRunner
 from run.config import load
 from run.doctor import PAGE, RULES, TEXTS, Doctor, Unhealthy, examine, main
 from run.logger import baseline_bias, no_signal_share
-from run.mismatch import compare_scores
+from run.mismatch import Canary, compare_scores
+from training.actor import FSDPPPOActor
+from training.config import PPOActorConfig
 
 CONFIG = load([])  # the demo: eta 1, 20 members, float32
 HEALTHY: dict[str, Any] = {
@@ -288,6 +293,35 @@ def test_scores_of_the_canary() -> None:
     assert compare_scores(torch.empty(0), before)["canary_unchanged"] == 0  # the first update
     broken = torch.tensor([0.0, float("nan")])
     assert compare_scores(before, torch.stack([new, new, broken]))["canary_mismatch"] == float("inf")
+
+
+def test_the_trainer_does_not_wait_for_the_canary(start_tiny_server: Any, tiny_model_dir: Path) -> None:
+    """While a server is paused, Canary.start returns, although the server answers only after the pause. If a server has
+    died, Canary.finish returns {}. If a thread raises any other error, finish raises this error."""
+    actor = FSDPPPOActor(PPOActorConfig(), tiny_model_dir)
+    actor.create_process_group()
+    actor.initialize(max_steps=1)
+    rollout = RemoteInfEngine([start_tiny_server()])
+    canary = Canary(actor, rollout)
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]])
+    batch = {"input_ids": ids, "attention_mask": ids > 0, "temperatures": torch.ones(2, 4)}
+    assert canary.finish() == {}
+    rollout.pause()
+    canary.start(batch)
+    assert [answer.done() for answer in canary.asked] == [False, False]
+    rollout.resume()
+    metrics = canary.finish()
+    assert metrics["canary_mismatch"] < 1e-4
+    assert metrics["canary_unchanged"] == 0
+    assert canary.before.shape == (2, 7)  # the trainer and one server; both rows have 7 tokens together
+    rollout.servers = Servers(["http://127.0.0.1:9"], Wire())
+    canary.start(batch)
+    assert canary.finish() == {}
+    rollout.servers = None  # type: ignore[assignment]
+    canary.start(batch)
+    with pytest.raises(AttributeError):
+        canary.finish()
+    actor.destroy()
 
 
 def test_a_blocked_loop_is_named() -> None:
