@@ -152,6 +152,9 @@ def resolve(config: TrainConfig) -> None:
             "a group of one is its own baseline and learns nothing: raise gconfig.n_samples, or set"
             " actor.adv_norm.mean_level to batch or none"
         )
+    if config.mode == "train" and not gconfig.trains_exactly:
+        given = "top_p, top_k, penalties, json_schema, greedy or temperature 0"
+        raise ConfigError(f"gconfig: training cannot reproduce samples with {given}: omit these keys, or set mode=eval")
     rollout.consumer_batch_size = batch
     rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or (rollout.max_head_offpolicyness + 1) * batch
     rollout.queue_size = rollout.queue_size or 16 * rollout.max_concurrent_rollouts

@@ -49,7 +49,7 @@ class PPOActorConfig:
     layout: Literal["padded", "packed"] = "padded"  # padded: one row per sequence; packed: sequences end to end
     gradient_checkpointing: bool = False  # true: save memory by recomputing layers in the backward pass
     enable_tree_training: bool = False  # true: compute the shared beginning of several rows only once
-    offload: bool = False  # true: keep parameters, gradients and optimizer state in host memory (FSDP2 CPU offload)
+    offload: bool = False  # true: parameters, gradients, optimizer in host memory; a step takes seconds (docs/gpu.md)
     use_decoupled_loss: bool = True  # true: decoupled PPO, which corrects for stale data; false: standard PPO
     recompute_logprob: bool = True  # source of standard PPO's old logprobs; true: a forward pass; false: the server
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"  # how pi_prox is computed
