@@ -36,6 +36,7 @@ schedule: it requests the tokens of a span when the servers have the span's vers
 import asyncio
 import hashlib
 import os
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ from inference.wire import EngineError
 Fact = dict[str, Any]
 FILE = "schedule.jsonl"
 EVENTS = ("start", "finish", "consume")  # the events of a task that a schedule contains
+TRAINING_CALL = re.compile(r"(\d+)(-\d+)?\.\d+")  # call 1 of task 7: "7.1", or "7-3.1" of the group's member 3
 GONE = 499  # the status of a call whose client has hung up
 POLL = 0.02  # seconds between two looks at a version or a file, which another process changes
 
@@ -65,8 +67,8 @@ def spans_of(response: ModelResponse) -> list[list[Any]]:
 
 
 def task_of(call: str) -> int:
-    """Return the task of a call: 7 for call "7-3.1"."""
-    return int(call.partition("-")[0])
+    """Return the task of a call of training: 7 for call "7-3.1"."""
+    return int(re.split(r"[-.]", call)[0])
 
 
 @dataclass
@@ -129,7 +131,7 @@ class ScheduledEngine(RemoteInfEngine):
 
         If a call failed in the recorded run, it fails again, with the same status.
         """
-        if not req.call[:1].isdigit():  # a call of an evaluation, which no weight update interrupts
+        if not TRAINING_CALL.fullmatch(req.call):  # such as a call of an evaluation, which no weight update interrupts
             return await super().agenerate(replace(req, call=""), on_tokens)
         prompt, known = digest(req.input_ids), self.recorded_call(req.call)
         try:

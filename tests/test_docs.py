@@ -60,7 +60,7 @@ RAISED_BY = {
     "the terminal, the chat": 76,
     "speed on GPUs": 17,
     "true is not 1 in the conversation tree": 5,
-    "the schedule of a run, and its replay": 200,
+    "the schedule of a run, and its replay": 202,
     "retries of a long call, a label that arrives with its weights": 4,
     "help in groups with choices, the README of a run": 6,
     "no wait for the canary, sampling that training cannot reproduce": 16,

@@ -168,12 +168,23 @@ async def test_a_failed_call_fails_again(follow: Any) -> None:
 
 
 @pytest.mark.anyio
-async def test_an_evaluation_is_not_recorded(follow: Any) -> None:
-    """A call of an evaluation is generated freely, and leaves no line in the schedule."""
+@pytest.mark.parametrize("name", ["eval-7-0.0", "7b.0", ".0", ""])
+async def test_only_training_is_recorded(follow: Any, name: str) -> None:
+    """A call of an evaluation is generated freely, and leaves no line in the schedule. So does a call of a session
+    whose name is not that of a task."""
     engine, _ = follow(RECORDED)
     before = engine.schedule.read_bytes()
-    assert (await engine.agenerate(request("eval-7-0.0"))).output_len == 50
+    assert (await engine.agenerate(request(name))).output_len == 50
     assert engine.schedule.read_bytes() == before
+
+
+@pytest.mark.anyio
+async def test_a_task_without_a_group_is_recorded(follow: Any) -> None:
+    """If a prompt has one episode, the name of a call has no member: "7.0" is call 0 of task 7."""
+    engine, _ = follow(call("7.0", [], failed=503))
+    with pytest.raises(EngineError):
+        await engine.agenerate(request("7.0"))
+    assert Schedule(engine.schedule).read().calls[7]["7.0"]["failed"] == 503
 
 
 # ---- the comparison
