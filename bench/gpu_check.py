@@ -261,7 +261,7 @@ def try_cell(cell: Cell, folder: Path, deadline: float, prepare: Callable[[Cell]
 
 
 def row(name: str, result: dict[str, Any], folder: Path) -> list[str]:
-    """Return the row of one cell. The means leave out the first step of a run, which is slower."""
+    """Return the row of one cell. The first step of a run is slower, so the means leave it out."""
     log = folder / "log"
     words = [w for w in log.read_text(errors="replace").splitlines() if w.strip()] if log.exists() else []
     last, seconds = (words or ["no output"])[-1], f"{result['seconds']:.0f}"

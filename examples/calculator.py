@@ -50,9 +50,9 @@ def dataset(split: str = "train") -> list[dict]:
 def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[dict]:
     """Return a correct conversation about a sample, as a warm-up example. `shell` is the name of a coding agent's tool.
 
-    The conversation has a system prompt with probability 1/2. A coding agent also has other tools, a message about its
-    environment, and further words around the question and in the results of its tool. Some agents ask for the answer
-    without tools, so half of the other conversations have no tools.
+    The conversation has a system prompt with probability 1/2. The conversation of a coding agent has more: other
+    tools, a message about the agent's environment, and words around the question and around each tool result. Some
+    agents ask for the answer without tools, so half of the other conversations have no tools.
     """
     a, b, c = sample["numbers"]
     calls = CALL.format("add", a, b), CALL.format("multiply", a + b, c)

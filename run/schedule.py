@@ -122,7 +122,7 @@ class ScheduledEngine(RemoteInfEngine):
             file.write(orjson.dumps(fact) + b"\n")
 
     def recorded_call(self, name: str) -> Fact | None:
-        """Return the recorded line of a call, {} if the recorded run did not make it, or None if its task is free."""
+        """Return the recorded line of a call, {} if there is none, or None if the replay generates the task freely."""
         calls = self.recorded.calls.get(task_of(name)) if name else None
         return None if calls is None else calls.get(name, {})
 

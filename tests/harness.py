@@ -150,18 +150,18 @@ class Connection:
         return b"".join(piece.get("body", b"") for piece in pieces)
 
 
+def client_options(path: str, api_key: str) -> dict[str, Any]:
+    """Return the options that both SDKs share: no retries, and an error for a reply that its type does not allow."""
+    base_url = f"http://proxy{path}"
+    return {"base_url": base_url, "api_key": api_key, "max_retries": 0, "_strict_response_validation": True}
+
+
 @asynccontextmanager
 async def sdk(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncIterator[openai.AsyncOpenAI]:
     """Return an OpenAI client whose base URL is the proxy's URL followed by `path`."""
     transport = httpx2.ASGITransport(harness.app)
     async with openai.DefaultAsyncHttpxClient(transport=transport) as http:
-        yield openai.AsyncOpenAI(
-            base_url=f"http://proxy{path}",
-            api_key=api_key,
-            http_client=http,
-            max_retries=0,
-            _strict_response_validation=True,
-        )
+        yield openai.AsyncOpenAI(**client_options(path, api_key), http_client=http)
 
 
 @asynccontextmanager
@@ -169,13 +169,7 @@ async def claude(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncIt
     """Return an Anthropic client whose base URL is the proxy's URL followed by `path`."""
     transport = httpx2.ASGITransport(harness.app)
     async with anthropic.DefaultAsyncHttpxClient(transport=transport) as http:
-        yield anthropic.AsyncAnthropic(
-            base_url=f"http://proxy{path}",
-            api_key=api_key,
-            http_client=http,
-            max_retries=0,
-            _strict_response_validation=True,
-        )
+        yield anthropic.AsyncAnthropic(**client_options(path, api_key), http_client=http)
 
 
 def reply_message(completion: dict[str, Any]) -> dict[str, Any]:

@@ -191,7 +191,7 @@ UPDATE = inference.servers, inference.weights, engine, train
 
 
 def with_mutant(modules: Iterable[ModuleType], module: ModuleType, line: str, changed: str) -> list[ModuleType]:
-    """Return copies of some modules that use each other, with a mutant of one of them. Imported modules come first."""
+    """Return copies of modules that import each other. One copy has a planted error. Imported modules come first."""
     copies: dict[ModuleType, ModuleType] = {}
     for original in modules:
         copies[original] = copy = mutant(original, line, changed) if original is module else mutant(original)

@@ -16,7 +16,7 @@ from array import array
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 S = TypeVar("S")
 Event = tuple[Any, ...]  # the name of an event and its arguments
@@ -55,6 +55,47 @@ class Broken(AssertionError):
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"{name}: {why}")
         self.name, self.why = name, why
+
+
+class State(NamedTuple):
+    """A state: the events that lead to it, and what the machine saw there."""
+
+    path: tuple[Event, ...]
+    seen: Hashable
+    possible: tuple[Event, ...]
+    broken: Broken | None
+    is_goal: bool
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class PathMachine:
+    """A machine whose world cannot be copied. To reach a state, `run` repeats all events that lead to the state."""
+
+    def run(self, path: tuple[Event, ...]) -> State:
+        """Let all events of a path happen in a new world, and return the state after them."""
+        raise NotImplementedError
+
+    def initial(self) -> Iterable[State]:
+        return [self.run(())]
+
+    def events(self, state: State) -> Iterable[Event]:
+        return state.possible
+
+    def apply(self, state: State, event: Event) -> State:
+        return self.run((*state.path, event))
+
+    def key(self, state: State) -> Hashable:
+        return state.seen
+
+    def check(self, state: State) -> None:
+        if state.broken:
+            raise state.broken
+
+    def is_goal(self, state: State) -> bool:
+        return state.is_goal
 
 
 @dataclass

@@ -34,7 +34,7 @@ from inference.io_struct import ModelRequest, ModelResponse
 from inference.wire import EngineError
 
 from .loop import StillLoop
-from .search import Broken, Event
+from .search import Broken, Event, PathMachine, State
 
 ADMIN = {"authorization": "Bearer admin"}
 DISCOUNT = 0.5
@@ -124,20 +124,6 @@ class TurnBounds(NamedTuple):
     tokens: int = 1  # tokens of a generation before its last token
     threads: bool = False  # whether a thread reads a body, as it does with long bodies
     rewards: bool = False
-
-
-class State(NamedTuple):
-    """A state: the events that lead to it, and what the machine saw there."""
-
-    path: tuple[Event, ...]
-    seen: Hashable
-    possible: tuple[Event, ...]
-    broken: Broken | None
-    is_goal: bool
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class World:
@@ -382,7 +368,7 @@ class World:
 
 
 @dataclass
-class TurnMachine:
+class TurnMachine(PathMachine):
     """The proxy's endpoints, with clients, an engine and a trainer around them."""
 
     bounds: TurnBounds
@@ -392,11 +378,8 @@ class TurnMachine:
     def shared(self) -> Any:
         return self.module.Proxy(Engine(), Letters(), "admin")
 
-    def initial(self) -> Iterable[State]:
-        return [self.run(())]
-
     def run(self, path: tuple[Event, ...]) -> State:
-        """Run all events of a path, and return the state after them."""
+        """Let all events of a path happen in a new world, and return the state after them."""
         world = World(self.bounds, self.shared, self.module)
         try:
             for event in path:
@@ -409,22 +392,6 @@ class TurnMachine:
             return State(path, world.key(), tuple(world.possible()), broken, world.is_goal, world.text())
         finally:
             world.loop.end()
-
-    def events(self, state: State) -> Iterable[Event]:
-        return state.possible
-
-    def apply(self, state: State, event: Event) -> State:
-        return self.run((*state.path, event))
-
-    def key(self, state: State) -> Hashable:
-        return state.seen
-
-    def check(self, state: State) -> None:
-        if state.broken:
-            raise state.broken
-
-    def is_goal(self, state: State) -> bool:
-        return state.is_goal
 
 
 SMALL = (

@@ -39,7 +39,7 @@ from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelRe
 from inference.wire import EngineError
 
 from .loop import StillLoop
-from .search import Broken, Event
+from .search import Broken, Event, PathMachine, State
 
 TRAINER = "trainer goes on", "trainer gets no answer", "trainer gets an error"
 
@@ -56,20 +56,6 @@ class UpdateBounds(NamedTuple):
     tokens: int = 2  # tokens of the request
     faults: int = 1  # deaths, restarts, broken connections and lost answers
     pause_mode: str = "retract"
-
-
-class State(NamedTuple):
-    """A state: the events that lead to it, and what the machine saw there."""
-
-    path: tuple[Event, ...]
-    seen: Hashable
-    possible: tuple[Event, ...]
-    broken: Broken | None
-    is_goal: bool
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclass(eq=False)
@@ -408,7 +394,7 @@ class World:
 
 
 @dataclass(eq=False)
-class UpdateMachine:
+class UpdateMachine(PathMachine):
     """The trainer's updates and a proxy's request, with servers around them."""
 
     bounds: UpdateBounds
@@ -423,11 +409,8 @@ class UpdateMachine:
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return folder
 
-    def initial(self) -> Iterable[State]:
-        return [self.run(())]
-
     def run(self, path: tuple[Event, ...]) -> State:
-        """Let all events of a path happen, and return the state after them."""
+        """Let all events of a path happen in a new world, and return the state after them."""
         module: Any = self.modules["servers"]
         replaced = module.run_all, module.time, module.logger.disabled
         world = World(self.bounds, self.modules, self.folder)
@@ -442,22 +425,6 @@ class UpdateMachine:
             world.loop.end()
             module.run_all, module.time, module.logger.disabled = replaced
             engine.logger.disabled = False
-
-    def events(self, state: State) -> Iterable[Event]:
-        return state.possible
-
-    def apply(self, state: State, event: Event) -> State:
-        return self.run((*state.path, event))
-
-    def key(self, state: State) -> Hashable:
-        return state.seen
-
-    def check(self, state: State) -> None:
-        if state.broken:
-            raise state.broken
-
-    def is_goal(self, state: State) -> bool:
-        return state.is_goal
 
 
 SMALL = (UpdateBounds(), UpdateBounds(pause_mode="abort"), UpdateBounds(servers=2, tokens=1))
