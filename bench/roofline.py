@@ -323,6 +323,7 @@ def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, fo
         plain(ids[:, :1], past_key_values=cache)
         cache.crop(-1)
 
+    state, content = actor.full_state(dtype), bytes(b * s.n)
     actions: dict[str, Callable[[], Any]] = {
         "product": lambda: a @ a,
         "copy": lambda: y.copy_(x),
@@ -334,17 +335,24 @@ def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, fo
         "backward: layers": lambda: layers_alone().sum().backward(),
         "backward: last layer": lambda: head().backward(),
         "optimizer": optimize,
+        "file": lambda: (folder / "file").write_bytes(content),
+        "new weights: disk": lambda: write_checkpoint(state, folder / "model", folder / "new"),
     }
-    state, content = actor.full_state(dtype), bytes(b * s.n)
-    actions["file"] = lambda: (folder / "file").write_bytes(content)
-    actions["new weights: disk"] = lambda: write_checkpoint(state, folder / "model", folder / "new")
     found = least(actions)
     actor.destroy()
     for name in ("layers", "last layer"):
         found[f"backward: {name}"] -= found[f"forward: {name}"]
-
-    # 3. Estimate. The server's parts have pointwise kernels here, because this is no SGLang.
     peak, bandwidth, disk = 2 * size**3 / found.pop("product"), 2 * big / found.pop("copy"), b * s.n / found.pop("file")
+    return compare(s, w, found, peak, bandwidth, disk)
+
+
+def compare(s: Shape, w: Work, found: dict[str, float], peak: float, bandwidth: float, disk: float) -> str:
+    """Return a table of the estimated and the measured seconds of each part.
+
+    The server's parts have pointwise kernels here, because the measured server is not SGLang. `peak` is in FLOP/s,
+    `bandwidth` and `disk` are in bytes per second.
+    """
+    b, rows = w.b, w.rows
     parts = step_parts(s, w) | {"new weights: disk": [Kernel(0, b * s.n)]}
     parts["generation: decode"] = divide(parts["generation: decode"], w.answer)  # one step of all slots
     for name, t in {"generation: prefill": rows * w.prompt, "generation: decode": rows}.items():
@@ -356,7 +364,7 @@ def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, fo
         numbers = [f"{flops(parts[name]) / 1e9:.1f}", f"{moved:.2f}", f"{1e3 * estimate:.1f}", f"{1e3 * taken:.1f}"]
         lines.append([name, *numbers, f"{taken / estimate:.2f}"])
     where = f"{peak / 1e9:,.0f} GFLOP/s, memory {bandwidth / 1e9:.1f} GB/s, files {disk / 1e9:.1f} GB/s"
-    size_of = f"{s.n:,} parameters, {rows} rows of {length} tokens"
+    size_of = f"{s.n:,} parameters, {rows} rows of {w.length} tokens"
     return f"measured on this machine: {where}; {size_of}\n\n{table(lines)}"
 
 
