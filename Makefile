@@ -34,11 +34,12 @@ lint: $(VENV)/ready            ## check format, style and types
 structure: $(VENV)/ready       ## draw docs/structure.svg, the picture of the imports between the modules
 	$(BIN)/python docs/structure.py
 
-soak: $(VENV)/ready            ## kill a run 30 times at random, then check the samples that the run trained on
+soak: $(VENV)/ready            ## kill a run 30 times at random and check its samples; then send 200,000 random requests
 	$(BIN)/python bench/soak.py
+	$(BIN)/python bench/fuzz.py
 
 bench: $(VENV)/ready           ## run the benchmarks, one for each claim
-	for b in $(filter-out bench/soak.py bench/gpu_check.py bench/areal_tests.py,$(wildcard bench/*.py)); do $(BIN)/python $$b || exit 1; done
+	for b in $(filter-out bench/soak.py bench/fuzz.py bench/gpu_check.py bench/areal_tests.py bench/step.py,$(wildcard bench/*.py)); do $(BIN)/python $$b || exit 1; done
 
 agents: .venv-agents/ready examples/node/node_modules/ready   ## test the example agents, in a venv of their own
 	AGENTS=1 .venv-agents/bin/python -m pytest -rs tests/test_examples.py

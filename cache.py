@@ -6,15 +6,17 @@ agent sends the whole conversation with every call, so a later call begins with 
     system - user - [A] assistant -+- user  - [B] assistant       The messages of B and C begin with the messages
                                    +- user' - [C] assistant       and the output of A, so A is the parent of both.
 
-The tree. The messages of a session form a prefix tree. An edge is a message. A node stands for the conversation from
-the root to this node. Each finished interaction belongs to the node after its output. To find the parent of a new
-interaction, the cache follows the interaction's messages from the root. The last finished interaction on this path is
-the parent. An interaction without a parent is a root. Clients reorder keys and change spaces, so messages with the same
-meaning count as one edge (calls/messages.py, `canonical`).
+The tree. The messages of a session form a prefix tree. An edge of the prefix tree is a message. A node stands for the
+prefix that consists of the messages on the path to this node; the first node stands for the empty prefix. Each finished
+interaction belongs to the node at the end of its output. To find the parent of a new interaction, the cache follows the
+interaction's messages from the empty prefix. The last finished interaction on this path is the parent. An interaction
+without a parent is a root. Clients reorder keys and change spaces, so messages with the same meaning count as one edge
+(calls/messages.py, `canonical`).
 
 Most calls continue the call that finished last. The cache therefore first checks whether a request begins with the
-whole conversation of that call. If so, the cache follows only the messages after this conversation. This check uses
-Python's `==`, for which `True` equals 1. The canonical forms of tool calls with true, false, 0 or 1 are compared, too.
+whole conversation of the last finished call. If so, the cache follows only the messages after this conversation. This
+check compares messages with `==`, which cannot tell `True` from 1. The cache therefore also compares the canonical
+forms of tool calls that contain true, false, 0 or 1.
 
 Rewards. The final reward R of a turn i is computed from the leaves to the roots:
 
@@ -22,8 +24,8 @@ Rewards. The final reward R of a turn i is computed from the leaves to the roots
 
 (OpenAI-Compatible Workflows, "Reward Backpropagation Process"). For example, let gamma be 0.5 and let the last of three
 turns have the reward 1. The final rewards of the turns are then 0.25, 0.5 and 1 (Agent Workflow, "Reward System"). A
-side conversation is a call that a client makes for its own purposes, for example to get a title. The session's reward
-does not go to such a call (calls/side_conversations.py).
+side conversation is a call that a client makes for its own purposes, for example to get a title. A side conversation
+does not get the session's reward (calls/side_conversations.py).
 
 Export. A row is a sequence of tokens for training. With style "individual" each turn has its own row. With style
 "concat" each leaf has a row, which holds all turns from the root to the leaf. A turn joins its parent's row only if the
@@ -60,19 +62,21 @@ class InteractionWithTokenLogpReward:
     messages: list[Message]
     interaction_id: str = ""
     template_key: str = ""  # the tools and template arguments as one text; they change how messages are rendered
-    unstored: str = ""  # "honour" or "ignore" if the agent sent `store: false`; "honour": the call is not trained
+    unstored: str = ""  # after `store: false`: "honour" leaves the call out of training, "ignore" does not
     tools: list[dict[str, Any]] = field(default_factory=list)  # tools offered to the model, in chat-completions format
     model_response: ModelResponse | None = None
     output_message_list: list[Message] = field(default_factory=list)
     reply: dict[str, Any] | None = None  # the reply as the agent received it
     reward: float | None = None  # the turn's own reward; apply_reward_discount replaces it with the final reward
     parent: "InteractionWithTokenLogpReward | None" = None  # set by InteractionCache, unless the client names a parent
+
     # InteractionCache sets the following fields:
     turn: int = 0  # number of ancestors in the tree
     children: int = 0  # number of interactions that continue this one
     is_side: bool = False  # whether this call is a side conversation
-    # The turns of this interaction's row, each with True if the row trains the turn. An empty list: this turn alone,
-    # trained.
+
+    # The turns of this interaction's row, each with True if the row trains the turn. An empty list means that the row
+    # consists of this turn alone, and that the row trains this turn.
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
 
     @property
@@ -88,8 +92,8 @@ class InteractionWithTokenLogpReward:
 
     @property
     def completion(self) -> Any:
-        """The reply as an object of OpenAI's SDK, or None for a reply of Messages and for an unfinished call."""
-        from openai.types import chat, responses  # not at the top, because the proxy starts faster without the SDK
+        """The reply as an object of OpenAI's SDK. None for an unfinished call, and for a reply of Anthropic's API."""
+        from openai.types import chat, responses  # imported only here: the proxy starts faster without the SDK
 
         kinds: dict[Any, Any] = {"chat.completion": chat.ChatCompletion, "response": responses.Response}
         kind = kinds.get((self.reply or {}).get("object"))
@@ -123,7 +127,7 @@ Interaction = InteractionWithTokenLogpReward  # short for AReaL's name
 
 
 def finite(reward: Any) -> float:
-    """Return `reward` as a float. Raises Refusal, a ValueError, if it is no number or too large."""
+    """Return `reward` as a float. Raises Refusal, a ValueError, if `reward` is no number or is too large."""
     try:
         if abs(reward) <= LARGEST_REWARD:
             return float(reward)
@@ -140,11 +144,12 @@ def check_style(style: Any) -> None:
 
 @dataclass(eq=False)
 class Node:
-    """A node of the prefix tree, which stands for the messages on the path from the root."""
+    """A node of the prefix tree. It stands for a prefix: the list of the messages on the path to the node."""
 
     edges: dict[Hashable, "Node"] = field(default_factory=dict)  # canonical message -> the node after this message
     ended: list[Interaction] = field(default_factory=list)  # finished interactions that end at this node, oldest first
-    # position and canonical form of each message on the path whose tool calls contain a match of TRUE_OR_ONE
+
+    # The messages on the path whose tool calls contain a match of TRUE_OR_ONE: (position, canonical form) of each.
     doubtful: tuple[tuple[int, tuple], ...] = ()
 
 
@@ -157,10 +162,11 @@ class InteractionCache(OrderedDict[str, Interaction]):
     def __init__(self, side_patterns: Collection[str] = PATTERNS) -> None:
         super().__init__()
         self.side_patterns = side_patterns
-        # Together with the dictionary itself, these four attributes are all mutable state:
-        self._root = Node()
-        self._newest: tuple[list[Message], Node] = ([], self._root)  # newest finished conversation, and its last node
-        self._unfinished: dict[str, tuple[Node, list[Message]]] = {}  # id -> last node on its path, messages after it
+        # The cache has no mutable state except the dictionary itself and these four attributes:
+        self._empty_prefix = Node()
+        # The newest finished conversation, and its last node
+        self._newest: tuple[list[Message], Node] = ([], self._empty_prefix)
+        self._unfinished: dict[str, tuple[Node, list[Message]]] = {}  # id -> last node on its path, new messages
         self._discounted = False
 
     # ---- the life of a call
@@ -168,8 +174,8 @@ class InteractionCache(OrderedDict[str, Interaction]):
     def enter(self, interaction_id: str, interaction: Interaction) -> Interaction:
         """Add an interaction, find its parent, and return the interaction.
 
-        An interaction that already has tokens is also finished. Raises ValueError if the interaction has no messages or
-        if the cache already contains the id.
+        The method also finishes an interaction that already has tokens. Raises ValueError if the interaction has no
+        messages or if the cache already contains the id.
         """
         if not interaction.messages:
             raise ValueError(f"interaction {interaction_id!r} has no messages")
@@ -179,7 +185,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         found, node, known = self._follow(interaction.messages)
         self._unfinished[interaction_id] = node, interaction.messages[known:]
         if found:
-            shared = found.conversation  # the same objects, so that the cache holds each message only once
+            shared = found.conversation  # reuse the parent's message objects, to hold each only once
             interaction.messages = shared + interaction.messages[len(shared) :]
         interaction.parent = parent = interaction.parent or found
         if parent:
@@ -212,7 +218,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         interaction = self.get(interaction_id)
         if interaction is not None and interaction.complete and not interaction.children:
             self._follow(interaction.conversation)[1].ended.remove(interaction)
-            self._newest = [], self._root
+            self._newest = [], self._empty_prefix
             self._remove(interaction_id)
 
     def find_parent(self, messages: list[Message]) -> Interaction | None:
@@ -227,7 +233,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         conversation, node = self._newest
         known = len(conversation)
         if messages[:known] != conversation or any(canonical(messages[k]) != edge for k, edge in node.doubtful):
-            node, known = self._root, 0
+            node, known = self._empty_prefix, 0
         parent = node.ended[-1] if node.ended else None
         for message in messages[known:]:
             following = node.edges.get(canonical(message))
@@ -274,7 +280,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
             raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma}")
         self._discounted = True
         self.mark_side_conversations()
-        child_rewards: defaultdict[Any, list[float]] = defaultdict(list)  # parent (None: roots) -> R of its children
+        child_rewards: defaultdict[Any, list[float]] = defaultdict(list)  # parent -> final rewards of its children
         for interaction in reversed(self.finished()):
             if is_left_out(interaction):
                 continue
@@ -298,8 +304,8 @@ class InteractionCache(OrderedDict[str, Interaction]):
         """Return the interactions that become training rows, by id. Raises ValueError for an unknown style.
 
         Style "individual" returns every finished interaction. Style "concat" returns a copy of each leaf. `row_turns`
-        of the copy contains all turns of the row. Let t be the first turn that the copy trains. `parent` of the copy is
-        the row that trains the parent of t.
+        of the copy contains all turns of the row. A row trains only turns that no earlier row trains. Let t be the
+        first turn that the row trains. Then `parent` of the copy is the row that trains t's parent.
         """
         check_style(style)
         self.mark_side_conversations()

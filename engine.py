@@ -2,9 +2,9 @@
 
 The servers generate while the trainer works. When new weights arrive, thousands of completions are unfinished. Waiting
 for the longest completion would leave GPUs idle. Throwing the unfinished completions away would waste work and favour
-short completions. A **partial rollout** (write-up, section 2.1) avoids both costs. A weight update interrupts a
-completion, the completion keeps its tokens, and the new weights compute the next token. The trainer must know which
-weights computed which token, so every token carries a version:
+short completions. A **partial rollout** (write-up, section 2.1) avoids the waiting and the waste. A weight update
+interrupts a completion, the completion keeps its tokens, and the new weights compute the next token. The trainer must
+know which weights computed which token, so every token carries a version:
 
     output_tokens     a     b     c     d     e     f
     output_logprobs  -0.2  -1.1  -0.4  -0.7  -0.1  -2.3     log-probability under the weights that sampled the token
@@ -15,21 +15,23 @@ that one POST /generate produces. The pause mode decides how a weight update int
 
 - `retract` (the default): the server keeps the tokens of a request and drops the request's KV cache. After the update,
   the server computes the KV cache again with the new weights and continues the request. The engine receives one
-  segment, and the server's answer tells which version computed which tokens (`weight_versions`, the spans).
+  segment. The server's answer lists spans (`weight_versions`): a span is a run of tokens that one version computed.
 - `abort`: the server returns the tokens generated so far, with finish reason `abort`. The engine sends a new request
-  with the prompt and these tokens. The new request waits until the update is over and then runs with the new weights.
-- `in_place`: the server continues with the KV cache of the old weights. This mode is the cheapest. The tokens after the
-  update depend on both old and new weights, so these tokens follow neither policy.
+  with the prompt and the generated tokens. The new request waits until the update is over and then runs with the new
+  weights.
+- `in_place`: the server continues with the KV cache of the old weights. The mode `in_place` is the cheapest of the
+  three. With `in_place`, a token after the update depends on both old and new weights, so no single policy gives its
+  probability.
 
 **Versions.** The versions of tokens come from the server's answers. The engine does not label tokens with its own
 version, because this version may change while a request runs. SGLang 0.5.16 to 0.5.18 reports no spans, only the
-version at the end of a segment. For such a server `initialize` changes the pause mode to `abort`, so that every segment
-has one version.
+version at the end of a segment. If a server reports no spans, `initialize` changes the pause mode to `abort`, so that
+every segment has one version.
 
 **Failures.** If a server fails in the middle of a segment, the engine keeps the tokens that the server has streamed.
-The engine waits, and then requests the missing tokens from a server that is alive (inference/servers.py). Each wait is
-about twice as long as the wait before. If a server refuses a request as wrong, the engine does not send the request
-again.
+The engine waits, and then requests the missing tokens from a server that is alive (inference/servers.py). If a request
+fails several times, each wait is about twice as long as the previous wait. If a server refuses a request as wrong, the
+engine does not send the request again.
 
 **Checks.** A token id outside the vocabulary would crash an SGLang server, so the engine checks all ids before sending.
 
@@ -42,6 +44,7 @@ import contextlib
 import itertools
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +55,7 @@ import orjson
 
 from inference import weights
 from inference.io_struct import ModelRequest, ModelResponse, generate_body, parse_segment, probe
-from inference.servers import Servers
+from inference.servers import LOOK_AGAIN, Servers
 from inference.wire import EngineError, Wire
 
 logger = logging.getLogger("nano_areal.engine")
@@ -89,6 +92,7 @@ class RemoteInfEngine:
     request_timeout: float = 3600.0  # longest time, in seconds, that a server may send nothing during a segment
     request_retries: int = 3  # how often a request is repeated after a connection error, a timeout or a 5xx status
     key: str = ""  # key of the servers
+    wait_for_servers: bool = False  # True if lost servers are started again: a request waits until one is alive
     transport: httpx.MockTransport | None = None  # replaces the network in tests
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # replaces waiting in tests
 
@@ -98,7 +102,7 @@ class RemoteInfEngine:
         if self.pause_mode not in ("retract", "abort", "in_place"):
             raise ValueError(f"pause_mode is retract, abort or in_place, not {self.pause_mode!r}")
         self._wire = Wire(self.transport, self.key)
-        # The engine's changing state (`pause_mode` may change too):
+        # During a run the engine changes these attributes, and sometimes `pause_mode`:
         self.servers = Servers(self.addresses, self._wire)
         self.vocab_size: int | None = None  # number of token ids; None if no config.json of the model can be read
         self.context_length: int | None = None  # maximum length of prompt plus completion; None if unknown
@@ -108,6 +112,7 @@ class RemoteInfEngine:
         self._version = 0  # newest policy version that all servers have
         self._sent = -1  # newest version that `update_weights` has sent
         self._servers_paused = False  # True between `pause` and `resume`
+        self._memory_released = False  # True between `release_memory` and `update_weights`
 
     # 1. Generation
 
@@ -117,8 +122,8 @@ class RemoteInfEngine:
         If `on_tokens` is given, the server streams the tokens. Each time tokens arrive, the engine calls `on_tokens`
         with the response so far. A token that `on_tokens` has received is never removed or changed.
 
-        Raises EngineError. The status is 400 if the request is wrong, 502 if a server's answer cannot be read, and 503
-        if requests still fail after all retries.
+        Raises EngineError with status 400 if the request is wrong, with status 502 if a server's answer cannot be read,
+        and with status 503 if requests still fail after all retries.
         """
         # 1. Check the request, and make an empty response. The segments will append their tokens to the response.
         g = req.gconfig.new(max_new_tokens=self._budget(req))
@@ -132,9 +137,9 @@ class RemoteInfEngine:
 
         empty_aborts = 0
         while True:
-            # 2. Generate one segment. All requests of a session go to one server while this server is alive.
+            # 2. Generate one segment. All requests of a prompt group go to one server while this server is alive.
             length_before = response.output_len
-            await self._ask_a_server(req.session or req.rid, generate_segment)
+            await self._ask_a_server(req.affinity, generate_segment)
 
             # 3. Return the completion, unless a weight update interrupted it before `max_new_tokens` was reached.
             interrupted = response.stop_reason == "abort" and response.output_len < g.max_new_tokens
@@ -192,7 +197,8 @@ class RemoteInfEngine:
     async def _abort(self, server: str, rid: str) -> None:
         """Tell a server to stop generating for request `rid`. SGLang does not notice that a client has disconnected.
 
-        A router does not forward aborts, so every worker of the router gets the call. Errors are ignored.
+        A router does not forward aborts, so the engine sends the abort to every worker of the router. Errors are
+        ignored.
         """
         urls = [worker + "/abort_request" for worker in self.servers.workers_of[server]]
         calls = [self._wire.call(url, {"rid": rid}, timeout=5.0) for url in urls]
@@ -201,11 +207,14 @@ class RemoteInfEngine:
     async def _ask_a_server(self, key: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
         """Call `ask` with the server of conversation `key`, and return the result. If the server fails, wait and retry.
 
-        An EngineError with status 503 means that the server failed. Each retry chooses a server that is alive, if there
-        is one. When no retry is left, the last error is raised. An error with a different status is raised at once.
+        An EngineError with status 503 means that the server failed. Each retry chooses a living server, if any server
+        is alive. When no retry is left, the last error is raised. An error with a different status is raised at once.
         """
         for failures in itertools.count(1):
             server = await self.servers.choose(key)
+            while self.wait_for_servers and server in self.servers.lost:
+                await self.sleep(LOOK_AGAIN)
+                server = await self.servers.choose(key)
             try:
                 return await ask(server)
             except EngineError as error:
@@ -245,7 +254,8 @@ class RemoteInfEngine:
             if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
                 raise EngineError(f"token id {token} is outside the vocabulary of {self.vocab_size} tokens", 400)
 
-    # 2. Control. The trainer's main thread calls these methods. A call to the servers waits until all have answered.
+    # 2. Control. The trainer's main thread calls these methods. A call to the servers waits until all servers have
+    #    answered.
 
     def initialize(self) -> None:
         """Read the limits of every server, and test every server by generating one token.
@@ -272,12 +282,32 @@ class RemoteInfEngine:
                 self.pause_mode = "abort"
 
     def pause(self) -> None:
-        """Stop starting rollouts, then pause every server. After this call the weights may change."""
+        """Stop starting rollouts, then pause every server. After this call the weights may change.
+
+        With `wait_for_servers`, the method waits while all servers are lost. The wait ends with RuntimeError if the
+        executor has stopped the run.
+        """
+        if self._memory_released:
+            return
         if self.executor is not None:
             self.executor.pause()
         self._servers_paused = True
-        self.servers.refresh()
-        self.servers.post_all("/pause_generation", {"mode": self.pause_mode})
+        while True:
+            self.servers.refresh()
+            try:
+                self.servers.post_all("/pause_generation", {"mode": self.pause_mode})
+                return
+            except EngineError:
+                if not self.wait_for_servers or self.servers.living():
+                    raise
+            time.sleep(LOOK_AGAIN)
+            self._rollouts().dispatcher.check_alive()
+
+    def release_memory(self) -> None:
+        """Pause every server, and let it free its weights and its KV cache. `update_weights` sends new weights."""
+        self.pause()
+        self.servers.post_all("/release_memory_occupation", {})
+        self._memory_released = True
 
     def update_weights(self, meta: weights.WeightUpdateMeta, buckets: Iterable[weights.Bucket] | None = None) -> None:
         """Send the weights of version `meta.version` to every server, from `buckets` or from disk.
@@ -287,9 +317,16 @@ class RemoteInfEngine:
         """
         if meta.version is None or meta.version <= self._sent:
             raise ValueError(f"version {meta.version} is not newer than {self._sent}; use meta.with_version(the next)")
+        if self._memory_released:  # the weights are lost, so all of them must be sent now
+            self.servers.post_all("/resume_memory_occupation", {})
+            self._memory_released = False
         # In mode in_place the paused requests still need the KV cache.
         weights.send(replace(meta, flush_cache=self.pause_mode != "in_place"), self.servers.post_all, buckets)
         self.servers.newest = self.servers.limit = self._sent = meta.version
+
+    def forget_sent(self) -> None:
+        """Let `update_weights` send the current version a second time, because a server was started again."""
+        self._sent = -1
 
     def set_version(self, version: int) -> None:
         """Record that all servers have `version`, and tell the proxies. The staleness gate may then start rollouts."""
@@ -306,7 +343,7 @@ class RemoteInfEngine:
     def resume(self) -> None:
         """Let every server continue generating, then let rollouts start again.
 
-        Lost servers get the call too, because a lost server may be alive and still paused.
+        The engine also tells lost servers to continue, because a lost server may be alive and still paused.
         """
         self.servers.post_all("/continue_generation", {}, lost=True)
         self._servers_paused = False
@@ -314,8 +351,8 @@ class RemoteInfEngine:
             self.executor.resume()
 
     def destroy(self) -> None:
-        """Let servers that this engine has paused continue, and shut down the executor. A second call is harmless."""
-        if self._servers_paused:
+        """Let servers that this engine has paused continue, and shut down the executor. A second call does nothing."""
+        if self._servers_paused and not self._memory_released:
             self._servers_paused = False
             try:
                 self.servers.post_all("/continue_generation", {}, timeout=5.0, lost=True)
@@ -328,7 +365,7 @@ class RemoteInfEngine:
         """Return one list from each living server: log p(token | tokens before it) of a sequence, at temperature 1.
 
         Each list begins with 0, because no token comes before the first token. If a sequence fills the context window,
-        its last token gets no number, because a server needs room to generate one token.
+        its last token gets no log-probability, because a server needs room to generate one token.
         """
         ids = ids[: self.context_length - 1] if self.context_length else ids
         self._check_ids(ids)

@@ -8,10 +8,10 @@ give a log-probability to every sampled token:
     pi_prox    the proximal policy: the weights at the start of the training step (one more forward pass).
     pi_theta   the current policy: the weights that the optimizer is changing. Only pi_theta receives a gradient.
 
-Standard PPO uses one old policy for two jobs. The old policy corrects for data that older weights sampled. It is also
-the centre of the clip, which limits how far one step moves the policy. If the data is several versions old, such a clip
-pulls the new policy back towards old weights. Decoupled PPO (arXiv 2505.24298, equation 5) uses one policy for each
-job. With u = pi_theta / pi_prox, its objective is
+Standard PPO uses one old policy for two jobs. The old policy corrects for data that older weights sampled. The old
+policy is also the centre of the clip, which limits how far one step moves the policy. If the data is several versions
+old, a clip around the old policy pulls the new policy back towards old weights. Decoupled PPO (arXiv 2505.24298,
+equation 5) clips around pi_prox and corrects with pi_behav. With u = pi_theta / pi_prox, its objective is
 
     J = mean over trained tokens of   pi_prox / pi_behav * min(u A, clip(u, 1 - eps, 1 + eps) A)
                                       behaviour weight     the clip, centred on pi_prox
@@ -34,8 +34,8 @@ A turn is compared with turns of its group. The tensor group_ids names the group
 order.
 
 Limits: the clip does not keep u inside the bounds. A clipped token has no gradient, but gradients of other tokens
-still change its probability. The cap makes the correction biased. There is no critic. Variants are in training/:
-advantages.py, corrections.py and proximal.py. docs/algorithm.md lists each equation.
+still change its probability. The cap of the behaviour weight makes the correction biased. There is no critic. Variants
+are in training/: advantages.py, corrections.py and proximal.py. docs/algorithm.md lists each equation.
 
 Shapes: a batch has B rows, T columns, N trained turns and M trained tokens. Column t of each tensor describes token t.
 """
@@ -122,8 +122,8 @@ def compute_advantages(batch: dict[str, Tensor], config: PPOActorConfig) -> Tens
 
     Reads loss_mask, turn_ids and turn_rewards (B, T) and group_ids (B,). A KL penalty in the reward also needs logprobs
     and ref_logp (B, T). If gamma * gae_lambda is below 1, earlier tokens of a turn get a smaller share of A.
-    Turns without trained tokens get no advantage, and no baseline counts them.
-    Raises ValueError if a trained token belongs to no turn or if its reward is not finite.
+    Turns without trained tokens get no advantage, and baselines do not include these turns. Raises ValueError if a
+    trained token belongs to no turn or if its reward is not finite.
     """
     trained = batch["loss_mask"] > 0  # (B, T)
     turn_ids = batch["turn_ids"][trained].long()  # (M,)
@@ -165,15 +165,15 @@ def aggregation_weights(lengths: Tensor, how: str, constant: int | None) -> Tens
 
         how = "token"       sum_i sum_t L_it / sum_i n_i       every token counts equally
         how = "sequence"    1/S sum_i (1/n_i) sum_t L_it       every sequence counts equally (GRPO)
-        how = "constant"    1/S sum_i (1/C) sum_t L_it         every token counts 1/C in every sequence (Dr. GRPO)
+        how = "constant"    1/S sum_i (1/C) sum_t L_it         every token counts 1/(S C) (Dr. GRPO)
 
-    `lengths` (B,) holds n_i, the number of trained tokens of sequence i. It covers the mini-batch on all ranks. S is
-    the number of sequences with n_i > 0, and C is `constant`. The loss is linear in the advantages, so the caller
-    multiplies the advantages by these weights.
+    `lengths` (B,) holds n_i, the number of trained tokens of sequence i. `lengths` covers the sequences of the
+    mini-batch on all ranks. S is the number of sequences with n_i > 0, and C is `constant`. The loss is linear in the
+    advantages, so the caller multiplies the advantages by these weights.
     """
     if how == "token":
         return torch.ones(lengths.shape)
-    per_sequence = lengths.sum() / torch.count_nonzero(lengths)  # (), sum_i n_i / S
+    per_sequence = lengths.sum() / torch.count_nonzero(lengths)  # the scalar sum_i n_i / S
     if how == "sequence":
         return per_sequence / lengths.clamp(min=1)
     if not constant:
@@ -225,7 +225,7 @@ def token_objectives(
     reject = rejected(log_weight, mask, ids, config)
     weight, dropped = weight.masked_fill(reject, 0.0), (dropped | reject) & mask
     weight = torch.where(mask, weight, 0.0)
-    return weight, objective, clipped & (weight > 0), dropped  # a dropped token is not clipped
+    return weight, objective, clipped & (weight > 0), dropped  # a dropped token does not count as clipped
 
 
 def ppo_actor_loss_fn(
@@ -246,8 +246,9 @@ def ppo_actor_loss_fn(
     old_logp         log pi_behav; in standard PPO the log-probability under the old policy
     loss_mask        1 for trained tokens; values at all other tokens are ignored, even NaN and infinity
     sequence_ids     the row of each token, for ratios of a whole sequence; default: the index of the first axis
-    denominator      the number by which loss and metrics are divided: the trained tokens of the whole mini-batch, so
-                     that the losses of its pieces add up; default: the trained tokens of loss_mask
+    denominator      the number that divides the loss and the metrics; default: the number of trained tokens in
+                     loss_mask. For a piece of a mini-batch, give the number of trained tokens of the whole mini-batch.
+                     The losses of the pieces then add up to the loss of the mini-batch.
     """
     mask = loss_mask.bool()
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator

@@ -5,39 +5,39 @@ long and random, so nobody can guess it. A request marked "admin" needs the admi
 
     POST /grant_capacity (admin)                  let one more session start
     POST /rl/start_session (admin)                use one grant to start a session, and return the session's id;
-                                                  the field `grant: true` adds this grant
+                                                  body: `grant` first adds this grant, `sampling` has default values
     POST /{session_id}/v1/chat/completions        answer one call in the protocol of OpenAI's chat completions
     POST /{session_id}/v1/responses               answer one call in the protocol of OpenAI's Responses
     POST /{session_id}/v1/messages                answer one call in the protocol of Anthropic's Messages
     POST /{session_id}/v1/messages/count_tokens   return the number of prompt tokens for a body of /messages
     GET  /{session_id}/v1/models                  list the only model; /models/{id} returns this model
-    GET  /{session_id}/v1/responses/{id}          return a finished response; /input_items lists what it has read
-    POST /{session_id}/rl/set_reward              set the reward of an interaction (given by id) or of the last one
+    GET  /{session_id}/v1/responses/{id}          return a finished response; with /input_items: list its input
+    POST /{session_id}/rl/set_reward              set the reward of the interaction with this id; no id: of the last
     POST /{session_id}/rl/end_session             end the session: stop its running calls, refuse new calls (410)
     POST /export_trajectories (admin)             return the interactions of an ended session, then forget the session;
-                                                  the field `rewards` first sets rewards and ends the session
+                                                  with `rewards`: first set these rewards and end the session
     POST /set_version (admin)                     set the version of the trainer's newest weights
     GET  /health                                  return the number of sessions and the number of unused grants
 
-How a call becomes a prompt. In the session's first turn the model answered "Hi!". Then this body arrives:
+An example: a call becomes a prompt. In the session's first turn the model answered "Hi!". Then this body arrives:
 
     {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi!"},
                   {"role": "user", "content": "more"}], "temperature": 0.7}
 
     1. calls/messages.py reads three messages and the temperature 0.7 from the body.
     2. calls/turn.py enters the call in the conversation tree (cache.py). The turn with "Hi!" is the call's parent.
-    3. calls/prompts.py takes the parent's tokens and appends \n<|im_start|>user\nmore<|im_end|>\n and further marks.
-    4. `Proxy.gconfig` collects the sampling parameters from the body and the option `sampling`.
+    3. calls/prompts.py adds \n<|im_start|>user\nmore<|im_end|>\n and the start of an answer to the parent's tokens.
+    4. `Proxy.gconfig` collects the sampling parameters from the body, the session and the option `sampling`.
     5. engine.py requests the tokens from a server, and calls/replies.py writes the reply, whole or as a stream.
 
-Sampling. The option `sampling` gives default values. An agent can override these values, except the parameters in the
-option `fixed_sampling`. If an agent sets top_p or a penalty, training cannot reproduce the probabilities, so the turn
-is left out of the loss.
+Sampling. The option `sampling` gives default values of the sampling parameters. An evaluation's session may have other
+default values. An agent can override each default value, unless the option `fixed_sampling` names the parameter. If an
+agent sets top_p or a penalty, training cannot reproduce the probabilities, so the turn is left out of the loss.
 
 Errors. The proxy answers an agent's mistake with a 4xx status and an error in the agent's protocol. SDKs retry a
-request after status 409, 429 or 500, so an agent's mistake never gets 409 or 500. It gets 429 only if a session asks
-for too many answers at once (`Limits.answers`), because a retry may succeed later. Status 503 means that no server
-answered. A call that arrives during a weight update is answered after the update.
+request after status 409, 429 or 500, so an agent's mistake never gets 409 or 500. If a session asks for too many
+answers at once (`Limits.answers`), its request gets 429, because a later retry may succeed. Status 503 means that no
+server answered. A call that arrives during a weight update is answered after the update.
 """
 
 import argparse
@@ -67,12 +67,12 @@ from calls.side_conversations import PATTERNS
 from calls.tools import OutputParser
 from calls.turn import EventStream, Turn, earlier_turn
 from engine import EngineError
-from inference.io_struct import GenerationHyperparameters, ModelRequest, call_seed
+from inference.io_struct import SAMPLING_KEYS, GenerationHyperparameters, ModelRequest, call_seed
 from run.fields import as_object
 from run.schedule import ScheduledEngine
 from run.serve import bearer, check_key, listen, load_tokenizer, read_object, read_secret, reply, serve
 
-LONG_BODY = 2**18  # bytes; a thread reads a longer body, because reading and tokenising a long text take seconds
+LONG_BODY = 2**18  # bytes; a longer body is read in a thread, because a long text takes seconds to read and to tokenise
 
 
 @dataclass(eq=False, repr=False)
@@ -92,7 +92,7 @@ class Proxy:
     chat_template_type: str = "concat"  # "concat" or "hf", which calls/prompts.py explains
     tool_call_parser: str | None = None  # form in which the model writes tool calls (calls/tools.py)
     reasoning_parser: str | None = None  # form in which the model writes reasoning (calls/tools.py)
-    limits: Limits = field(default_factory=Limits)  # what one session may cost
+    limits: Limits = field(default_factory=Limits)  # limits on the requests and answers of one session
     clock: Callable[[], float] = time.monotonic  # function that returns the time in seconds
 
     def __post_init__(self) -> None:
@@ -102,9 +102,8 @@ class Proxy:
         self.sessions = SessionTable(self.session_timeout_seconds, self.clock, self.side_conversations)
         self.sessions.limits = self.limits
         GenerationHyperparameters(**self.sampling)  # raises TypeError for an unknown field
-        if strange := set(self.fixed_sampling) - {f.name for f in fields(GenerationHyperparameters)}:
+        if strange := set(self.fixed_sampling) - SAMPLING_KEYS:
             raise ValueError(f"fixed_sampling: {', '.join(sorted(strange))} is no field of GenerationHyperparameters")
-        self._fixed = {name: self.sampling[name] for name in self.fixed_sampling if name in self.sampling}
         self._stop_token_ids = [self.tokenizer.eos_token_id] if self.tokenizer.eos_token_id is not None else []
 
     # Endpoints that start a session
@@ -115,14 +114,14 @@ class Proxy:
         return reply({"capacity": self.sessions.grant()})
 
     async def start_session(self, request: Request) -> Response:
-        """Use one grant to start a session; {"grant": true} adds this grant. Raises Refusal 429 without a grant."""
+        """Start a session with one grant; {"grant": true} first adds a grant. Raises Refusal 429 without a grant."""
         check_key(request, self.admin_key)
         body = await self.read_json(request)
         if not isinstance(body.get("task_id"), str | int) or body.get("api_key"):
             raise Refusal("task_id: a string is needed; api_key: leave it out, the proxy replies with a key of its own")
         if get(body, "grant", bool):
             self.sessions.grant()
-        session = self.sessions.start(str(body["task_id"]))
+        session = self.sessions.start(str(body["task_id"]), get(body, "sampling", dict))
         return reply({"session_id": session.session_id, "api_key": session.session_id})
 
     def start_own_session(self, task_id: str) -> Session:
@@ -138,7 +137,7 @@ class Proxy:
         raw = await self.read_body(request)
         key = hashlib.blake2b(raw + protocol.id_prefix.encode()).digest()
         says_so = request.headers.get("x-stainless-retry-count", "0") != "0"
-        async with session.beginning:  # a retry may arrive while a thread reads the first request
+        async with session.beginning:  # a retry may arrive while a thread still reads the first request
             turn = earlier_turn(session, key, says_so) or await self.begin(protocol, session, raw, key)
         if not turn.ask.stream:
             return reply(await turn.reply(request))
@@ -178,15 +177,17 @@ class Proxy:
         Raises Refusal if the call is not valid.
         """
         ids = self.prompts.prompt(ask, parent)
-        begun = self.parser.begun(self.tokenizer.decode(ids[-16:]))  # <think> has fewer than 16 tokens
+        begun = self.parser.begun(self.tokenizer.decode(ids[-16:]))  # the last 16 tokens are enough to find <think>
         opening = self.parser.opening(ask.tool_choice, ask.callable_tools, begun)
         return ids + self.prompts.encode(opening), begun + opening
 
     def gconfig(self, ask: AgentRequest, session: Session, k: int) -> GenerationHyperparameters:
         """Return the sampling parameters of a call's k-th answer. The engine limits max_new_tokens to the context."""
-        chosen = self.sampling | ask.sampling | self._fixed
+        defaults = self.sampling | session.sampling
+        own = {name: v for name, v in ask.sampling.items() if name not in defaults.keys() & self.fixed_sampling}
+        chosen = defaults | own
         chosen["stop_token_ids"] = [*self._stop_token_ids, *chosen.get("stop_token_ids", [])]
-        if "seed" in ask.sampling.keys() - self._fixed.keys():
+        if "seed" in own:
             chosen["seed"] += k
         elif self.seed is not None:
             chosen["seed"] = call_seed(self.seed, session.task_id, session.calls + k)
@@ -229,7 +230,7 @@ class Proxy:
         return reply({"object": "list", "data": items[begin:end]} | page)
 
     def finished(self, request: Request) -> Interaction:
-        """Return the finished interaction that the path names. Raises Refusal 404 if there is none."""
+        """Return the finished interaction that the path names, or raise Refusal 404."""
         found = self.sessions.open(session_id_of(request)).finished(request.path_params["response_id"])
         if not found:
             raise Refusal("response_id: this session has no finished response with this id", 404)
@@ -255,7 +256,7 @@ class Proxy:
             raise Refusal(error.args[0]) from error
 
     async def end_session(self, request: Request) -> Response:
-        """End a session. Ending it again is no error. With {"discard": true}, also forget the session at once."""
+        """End a session. An ended session may be ended again. With {"discard": true}, forget the session, too."""
         body = await self.read_json(request)
         session = self.sessions.find(session_id_of(request))
         self.sessions.end(session)
@@ -280,12 +281,11 @@ class Proxy:
         if not session.ended:
             raise Refusal("session_id: the session is still open; POST /{session_id}/rl/end_session first")
         style = body.get("style", "individual")
-        check_style(style)  # checked first, because the discount changes the rewards
-        rewarded = session.rewarded_count  # counted first, because the discount gives rewards to parents
+        check_style(style)  # raises an error before apply_reward_discount changes the rewards
+        rewarded = session.rewarded_count  # counted before apply_reward_discount gives rewards to parents
         session.cache.apply_reward_discount(body.get("discount", 1.0))
-        exported = session.cache.export_interactions(style)
+        interactions = {key: exported_form(i) for key, i in session.cache.export_interactions(style).items()}
         self.sessions.forget(session)
-        interactions = {key: exported_form(i) for key, i in exported.items()}
         return reply({"interactions": interactions, "rewarded_count": rewarded})
 
     async def health(self, request: Request) -> Response:
@@ -294,7 +294,7 @@ class Proxy:
         return reply({"status": "ok", "sessions": len(self.sessions), "capacity": self.sessions.capacity})
 
     async def read_body(self, request: Request) -> bytes:
-        """Return the bytes of a request's body. Raises Refusal 413 for a long body, 408 for a slow body."""
+        """Return the bytes of a request's body, or raise Refusal 413 for a long body and 408 for a slow body."""
         raw, limits = bytearray(), self.sessions.limits
         try:
             async with asyncio.timeout(limits.seconds):
@@ -337,7 +337,7 @@ def session_id_of(request: Request) -> str:
 
 
 async def in_thread(raw: bytes, function: Callable[[], Any]) -> Any:
-    """Return the result of `function`, which reads the body `raw`. A thread calls `function` for a long body."""
+    """Return the result of `function`, which reads the body `raw`. If the body is long, a thread calls `function`."""
     return await asyncio.to_thread(function) if len(raw) > LONG_BODY else function()
 
 
@@ -346,9 +346,8 @@ async def error_reply(request: Request, error: Exception) -> Response:
     status, message = getattr(error, "status", None) or 500, str(error)
     if isinstance(error, HTTPException):  # the web framework found no endpoint for this path and method
         status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}"
-    is_anthropic = request.url.path.endswith(("/messages", "/messages/count_tokens"))
-    body = PROTOCOLS["messages" if is_anthropic else "responses"].error(status, message, getattr(error, "code", ""))
-    return reply(body, status)
+    protocol = "messages" if request.url.path.endswith(("/messages", "/messages/count_tokens")) else "responses"
+    return reply(PROTOCOLS[protocol].error(status, message, getattr(error, "code", "")), status)
 
 
 def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> FastAPI:
@@ -393,6 +392,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--sampling", type=orjson.loads, default={}, help='default parameters as JSON, like {"max_new_tokens": 500}')
     add("--request-timeout", type=float, default=3600.0, help="seconds that one generation may take")
     add("--request-retries", type=int, default=3, help="number of retries after a connection error or a 5xx status")
+    add("--wait-for-servers", action="store_true", help="lost servers are started again: requests wait for them")
     add("--session-timeout-seconds", type=float, default=3600.0, help="seconds until an idle session is forgotten")
     add("--chat-template-type", choices=["concat", "hf"], default="concat", help="hf: render every prompt in full")
     add("--side-conversations", type=orjson.loads, default=PATTERNS, help="JSON list of patterns of unrewarded calls")
@@ -415,7 +415,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             listener = stack.enter_context(listen(args.host, args.port, args.admin_key))
             tokenizer = load_tokenizer(args.model_path)
-            keys = ("request_timeout", "request_retries", "schedule", "replay")
+            keys = ("request_timeout", "request_retries", "wait_for_servers", "schedule", "replay")
             engine = ScheduledEngine(args.server, key=args.server_key, **{name: getattr(args, name) for name in keys})
             stack.callback(engine.destroy)
             engine.initialize()

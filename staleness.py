@@ -1,42 +1,43 @@
 """The staleness gate limits how many prompt groups may start, and checks the age of each group before training.
 
-In asynchronous training a rollout starts under one policy version, and a later version learns from it. The **age** of a
-token is the policy version of the step that trains on the token, minus the version that generated the token. The age of
-a prompt group is the age of its oldest token, and this token's version is the group's head version. The maximum age is
-`max_head_offpolicyness`, called eta here. With eta = 0 training is synchronous.
+In asynchronous training a rollout starts under one policy version, and a later version is trained on it. The **age** of
+a token is the policy version of the step that trains on the token, minus the version that generated the token. The age
+of a prompt group is the age of its oldest token. The version of the oldest token is the group's head version. The
+maximum age is `max_head_offpolicyness`, called eta here. With eta = 0 training is synchronous.
 
-**The unit is one prompt group.** All n_samples episodes of a prompt go through the states below together. B
-(`consumer_batch_size`) and `max_concurrent_rollouts` count groups, not sequences.
+**The unit is one prompt group**: all n_samples episodes of a prompt. A step consumes B groups (`consumer_batch_size`).
 
-**The gate** (write-up, section 1.2). At version v a group may start while fewer than (eta + v + 1) * B groups are
-accepted or running, and fewer than `max_concurrent_rollouts` groups are running. A group goes through these states:
+**The gate** (write-up, section 1.2). At most `max_concurrent_rollouts` groups may run at the same time. The gate also
+counts the groups that run, together with all groups accepted since the run began. At version v this sum may be at most
+(eta + v + 1) * B. A group may start if both limits have room. A group goes through these states:
 
     enqueued -> running -> accepted   (the group keeps its place for ever: every step adds B places to the limit)
                         -> rejected   (the group's place becomes free; a failed group counts as rejected, too)
 
-If a step drops an accepted group, or if wait_for_task fetches it, the place of the group becomes free. The gate cannot
-block forever. At version v the trainer has consumed v * B groups. Suppose that no group runs, and that fewer than B
-finished groups wait for the trainer. The gate then counts fewer than (v + 1) * B groups, and lets another group start.
+If a step drops an accepted group, or if wait_for_task fetches the group, its place becomes free. The gate cannot block
+forever. At version v the trainer has consumed v * B groups. If no group runs and fewer than B finished groups wait for
+the trainer, then the gate counts fewer than (v + 1) * B groups, and another group may start.
 
 **The gate alone does not bound the age.** If each step consumed the groups that finished first, younger groups would
 overtake a slow group. In an example with eta = 1 and B = 2, a slow group reaches age 5 (tests/test_staleness.py).
-`rollout.stale` chooses one of three ways to keep every trained token within eta. Each way has a price:
+`rollout.stale` chooses one of three ways to keep every trained token within eta. Each of the three ways has a price:
 
 - **wait** consumes the groups that started first, so a batch waits for its slowest group. *Proof:* number the groups
   that were not rejected 1, 2, 3, ... in order of start. A group that starts at version s gets a number p <=
-  (eta + s + 1) * B, because the gate counted this group and every group before it. Later rejections only lower p. Step
-  ceil(p / B) consumes group p, at version ceil(p / B) - 1 <= eta + s. No token of the group is older than version s.
-- **mask** consumes the groups that finished first, and takes tokens older than eta out of the loss. The beginnings of
-  long answers are therefore trained less often. No step waits for a slow group. A group is lost only if all its tokens
-  are too old. *Proof:* number the accepted groups in order of finish. A group that finishes at version s gets a number
-  p <= (eta + s + 1) * B. As above, it is consumed at version eta + s or before. The group's last tokens, of version s,
-  are then within eta.
+  (eta + s + 1) * B, because the gate counted this group and every group before it. Later rejections only make p
+  smaller. Step ceil(p / B) consumes group p, at version ceil(p / B) - 1 <= eta + s. No token of group p is older than
+  version s.
+- **mask** consumes the groups that finished first, and takes tokens older than eta out of the loss. The first tokens of
+  a long answer are the oldest, so these tokens are trained less often. No step waits for a slow group. A group is lost
+  only if all its tokens are too old. *Proof:* number the accepted groups in order of finish. A group that finishes at
+  version s gets a number p <= (eta + s + 1) * B. As in the proof for wait, a step consumes this group at version eta +
+  s or before. If the group's last tokens have version s, their age is at most eta.
 - **drop** consumes the groups that finished first, and drops a group older than eta. Long episodes are therefore lost.
 
 **What is not promised.** The proofs assume that a trainer consumes B groups per version, that versions only grow, and
 that set_version is called after the servers have the new weights. With mask, a group is dropped if all its tokens are
-too old, for example because computing its reward took several versions. With each of the three ways, the age check
-raises StalenessError if a token to be trained is older than eta.
+too old, for example because several weight updates happened while the group's reward was computed. With each of the
+three ways, the age check raises StalenessError if a token to be trained is older than eta.
 """
 
 import threading
@@ -106,7 +107,7 @@ class StalenessManager:
         return min(concurrency_capacity, staleness_capacity)
 
     def get_pending_limit(self) -> int:
-        """Return how many prompts to enqueue: the gate admits at most (eta + 1) * B groups between two batches."""
+        """Return (eta + 1) * B, the largest number of groups that the gate admits between two batches."""
         return (self.max_staleness + 1) * self.consumer_batch_size
 
     def get_stats(self) -> RolloutStat:
@@ -121,7 +122,7 @@ class StalenessManager:
     def is_fresh(self, head_version: int | None) -> bool:
         """Return whether a group is young enough to be consumed now. A group without tokens (None) is always fresh.
 
-        Raises StalenessError if the group is newer than the policy, because its version must be wrong.
+        Raises StalenessError if the group's version is newer than the policy, because this version must be wrong.
         """
         age = 0 if head_version is None else self.version_provider.get_version() - head_version
         if age < 0:

@@ -1,7 +1,7 @@
-"""Train a language-model agent with asynchronous reinforcement learning. This file is the loop, step by step.
+"""Train a language-model agent with asynchronous reinforcement learning. This file is the training loop.
 
     python train.py                                   the demo: an agent learns to guess a number
-    python train.py --config configs/maze.yaml        long answers, generation and training overlapped
+    python train.py --config configs/maze.yaml        a maze, with answers so long that weight updates interrupt them
     python train.py seed=2 rollout.max_head_offpolicyness=0      the demo with synchronous training
     python train.py mode=eval model_path=DIR          evaluate the agents without training
     torchrun --nproc-per-node=4 train.py ...          train on four ranks
@@ -21,35 +21,30 @@ The overlap. The server generates the next groups while the trainer trains. An e
     age            | 0                            | 1                            | 1
 
 Step 2 trains the weights of version 1 on groups that started at version 0, so these groups have age 1. With eta = 0
-the gate (staleness.py) starts groups 3 and 4 only after the push, so training is synchronous.
+the gate (staleness.py) starts groups 3 and 4 only after the push. All groups then have age 0, so training is
+synchronous.
 
 Versions count from 0 and steps from 1: step s consumes a batch at version s - 1 and makes version s. A push interrupts
 the running generations. The interrupted generations continue under the new weights, and every token keeps the version
 of the weights that computed it.
 
 Under torchrun every rank runs this loop on the same batch, and the actor divides the work (training/actor.py). Only
-rank 0 runs episodes; the other ranks have an empty rollout side (`NoRollout`). run/command.py reads the command line,
-creates the run's folder and ends every process. The parts of a step follow the write-up, appendix A.1.
+rank 0 runs episodes; the other ranks have an empty rollout side (`NoRollout`). The module run/command.py reads the
+command line, creates the run's folder and ends every process. Appendix A.1 of the write-up describes the parts of a
+step.
 """
 
-import os
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from typing import Any
 
-from run.config import load
 from run.keys import TrainConfig
+from run.terminal import greet
 
-if __name__ == "__main__":  # before the imports below, which take seconds
-    is_first = os.environ.get("RANK", "0") == "0"
-    if {"-h", "--help"} & {*sys.argv}:
-        if is_first:
-            load(["--help"])  # prints the keys and ends this process
-        sys.exit()
-    if is_first and "--dry-run" not in sys.argv:
-        print("nano-areal: importing torch and transformers", flush=True)
+if __name__ == "__main__":  # the imports below take seconds, so --help is answered before them
+    greet(sys.argv)
 
 import torch
 import torch.distributed as dist
@@ -65,9 +60,10 @@ from run.logger import Logger, describe_batch
 from run.mismatch import Canary, logp_mismatch
 from run.recover import Recovery, save_model
 from run.replay import compare
-from run.start import NoRollout, Run, start_rollout, weights_folder
+from run.start import NoRollout, Run, say_ready, start_processes, start_rollout, weights_folder
 from run.summary import summarise
 from training.actor import FSDPEngine, FSDPPPOActor
+from training.ranks import share
 
 
 class PPOTrainer:
@@ -82,7 +78,7 @@ class PPOTrainer:
     def train(self, workflow: Any = None, workflow_kwargs: dict[str, Any] | None = None) -> None:
         """Run a whole training run. All ranks call this method.
 
-        `workflow` replaces the workflow of the configuration. It is an agent or a workflow, in any form that
+        `workflow` replaces the workflow of the configuration. `workflow` is an agent or a workflow, in any form that
         `resolve_workflow` (workflow.py) accepts. `workflow_kwargs` are the arguments of the workflow's class. Raises
         ConfigError if the run cannot work.
         """
@@ -101,14 +97,12 @@ class PPOTrainer:
 
     def start(self, run: Run) -> None:
         """Start every part that training needs. `run.stack` ends these parts in the reverse order."""
-        self.run, config, stack = run, run.config, run.stack
-        is_first = dist.get_rank() == 0
+        self.run, config, stack, is_first = run, run.config, run.stack, dist.get_rank() == 0
         if is_first:
             print(f"the run's folder is {config.run_dir}\n{describe_mode(config.actor)}", flush=True)
-            print("starting the inference server and the proxy", flush=True)
 
-        # 1. Start the inference servers and the trainer. All of them load the model at the same time.
-        servers = [run.fleet.start(planned) for planned in run.servers]
+        # 1. Start the inference servers, the proxies and the trainer. They load at the same time.
+        keys = start_processes(run) if is_first else ()
         assert config.model_path is not None
         self.actor = FSDPPPOActor(config.actor, config.model_path)
         stack.callback(self.actor.destroy)
@@ -119,16 +113,18 @@ class PPOTrainer:
             self.ref = FSDPEngine(config.actor, config.ref.path)
             stack.callback(self.ref.destroy)
             self.ref.initialize()
+        if is_first:
+            say_ready("the trainer's model")
 
         # 2. Rank 0 starts the rollout side: the engine, the proxies, and the executor that runs the episodes.
-        self.recovery = Recovery(config.run_dir, config.recover)
+        self.recovery = stack.enter_context(closing(Recovery(config.run_dir, config.recover)))
         self.rollout: RemoteInfEngine | NoRollout = NoRollout()
         self.evaluation: WorkflowExecutor | None = None
         if is_first:
             keep = self.recovery.groups.write if self.recovery.groups else None
-            self.rollout, self.evaluation = start_rollout(run, servers, keep)
-        keys = asdict(config.weight_update) | {"path": weights_folder(run)}
-        self.actor.connect_engine(self.rollout, WeightUpdateMeta(**keys))
+            self.rollout, self.evaluation = start_rollout(run, keys, keep)
+        meta = asdict(config.weight_update) | {"path": weights_folder(run)}
+        self.actor.connect_engine(self.rollout, WeightUpdateMeta(**meta))
         self.canary = Canary(self.actor, self.rollout)
 
         # 3. Make the data loader, which yields batches of prompts in an order that depends on the seed.
@@ -152,35 +148,35 @@ class PPOTrainer:
         self.logger = Logger(config, self.rollout.executor, run.trace) if is_first else None
         if self.logger:
             self.logger.doctor.watch(self.rollout.executor)
+            if self.logger.tracker:
+                stack.callback(self.logger.tracker.finish)
             record(config)
             print(f"continuing after step {self.step} of {config.run_dir}\n" if self.step else "", end="", flush=True)
 
     def train_step(self, step: int) -> None:
         """Run one training step: consume a batch of prompt groups, and push the weights of version `step`."""
-        config, inputs, trace = self.run.config, self.run.inputs, self.run.trace
-        actor, ref = self.actor, self.ref
-        begin, seconds = time.monotonic(), dict[str, float]()
-        is_last = step == self.last_step
+        config, inputs, trace, actor = self.run.config, self.run.inputs, self.run.trace, self.actor
+        begin, seconds, is_last = time.monotonic(), dict[str, float](), step == self.last_step
 
         # 1. Wait for a batch: the next B prompt groups, as N rows. No trained token is older than eta versions.
         #    input_ids, loss_mask, versions, logprobs (log pi_behav) are (N, T); rewards are (N,).
         with trace.span("rollout_wait", seconds):
-            batch = actor.prepare_batch(
-                self.train_dataloader,
-                workflow=inputs.workflow,
-                should_accept_fn=config.should_accept_fn,
-                group_size=config.rollout.group_size,
-            )
-        version = actor.get_version()
+            version = actor.get_version()
+            options = {"should_accept_fn": config.should_accept_fn, "group_size": config.rollout.group_size}
+            while not (batch := actor.prepare_batch(self.train_dataloader, workflow=inputs.workflow, **options)):
+                self.push_weights(version)  # there is no batch, because a server was started again and needs weights
         metrics: dict[str, Any] = {"step": step, "version": version, **describe_batch(batch, version)}
+        if config.server.release_memory:  # generation pauses until the push at the end of this step
+            metrics |= self.canary.finish()
+            self.rollout.release_memory()
 
         with trace.span("train", seconds):
             # 2. Compute log pi_prox, (N, T). pi_prox is the policy at the start of this step: the clip's centre.
             if actor.should_compute_prox_logp():
                 batch["prox_logp"] = actor.compute_logp(batch)
             # 3. Compute log pi_ref, (N, T). The KL penalty keeps the policy close to pi_ref.
-            if ref is not None:
-                batch["ref_logp"] = ref.compute_logp(batch)
+            if self.ref is not None:
+                batch["ref_logp"] = self.ref.compute_logp(batch)
             metrics["logp_mismatch"] = logp_mismatch(batch, version)
             # 4. Compute the advantages A = (R - mean R of the group) / spread, (N, T).
             actor.compute_advantages(batch)
@@ -188,30 +184,34 @@ class PPOTrainer:
             metrics |= actor.ppo_update(batch)
             actor.step_lr_scheduler()
 
-        # 6. Push the new weights into the servers. Then the canary asks: do the servers have the trainer's weights?
-        #    The servers answer during the next step, which reads the answers before its own push.
+        # 6. Push the new weights into the servers. Then the canary (run/mismatch.py) checks that the servers have the
+        #    trainer's weights. The servers answer during the next step, which reads the answers before its own push.
         metrics |= self.canary.finish()
         with trace.span("sync", seconds):
+            if config.server.release_memory:
+                torch.cuda.empty_cache()  # the servers take their memory back
             self.push_weights(step)
         self.canary.start(batch)
-        if is_last:  # there is no next step
+        if is_last:  # no later step reads the canary's answers
             metrics |= {name: max(x, metrics.get(name, x)) for name, x in self.canary.finish().items()}
 
         # 7. Evaluate: run one episode for each validation prompt.
-        if self.evaluation and is_due(step, config.evaluator.interval):
+        if is_due(step, config.evaluator.interval):
             with trace.span("evaluate"):
-                metrics |= evaluate(self.evaluation, inputs)
+                while not (found := share(evaluate(self.evaluation, inputs) if self.evaluation else None)):
+                    self.push_weights(step)
+                metrics |= found
         # 8. Save the model as a Hugging Face directory.
         if is_last or is_due(step, config.saver.interval):
             with trace.span("save"):
-                save_model(actor, config.run_dir / "checkpoints", step, config.saver.keep)
+                lines = [*self.logger.history, metrics] if self.logger else []
+                save_model(actor, config.run_dir / "checkpoints", step, config.saver.keep, lines)
 
         # 9. Write the step's line of metrics.jsonl, then the checkpoint from which a killed run continues.
         if self.logger:
-            metrics |= {"success": inputs.success(batch["rewards"].tolist()), **seconds}
-            metrics |= actor.speed(batch, seconds["train_s"])
+            metrics |= {"success": inputs.success(batch["rewards"].tolist())} | actor.speed(batch, seconds["train_s"])
             with trace.span("log"):
-                self.logger.log(batch, metrics | {"step_s": time.monotonic() - begin})
+                self.logger.log(batch, metrics | seconds | {"step_s": time.monotonic() - begin})
         if is_last or is_due(step, config.recover_interval):
             self.save(step)
 

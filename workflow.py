@@ -7,7 +7,7 @@ train on. The executor decides when an episode starts and what happens to its re
 - a dict of tensors, which is a trajectory (rollout/trajectory.py);
 - a dict of interactions: the calls of an agent, with their tokens and rewards (cache.py);
 - None, which rejects the sample.
-If a workflow raises an exception, the sample is rejected and also counted as failed.
+If the workflow of a sample raises an exception, the sample's group is rejected and also counted as failed.
 
 **The workflows here:**
 
@@ -25,13 +25,13 @@ its rewards to the proxy over HTTP, it returns None. An episode without any rewa
 **Where agents run** (Agent Workflow, "Execution Modes"). In mode inline all agents run in one event loop. One agent
 object serves many episodes at once, so `run` must keep the state of an episode in local variables. A blocking call (a
 synchronous client, time.sleep) delays every episode. In mode subproc each episode runs alone in a worker process, with
-a copy of the agent (rollout/workers.py). Agents may therefore use synchronous code. The agent must be picklable, and
-each process takes about 50 MB.
+a copy of the agent (rollout/workers.py). In mode subproc an agent may therefore use synchronous code. The agent must be
+picklable, and each process takes about 50 MB.
 
 **Groups** (Rollout Workflow, "Grouped Rollout"). The members of a group run concurrently, each with its own copy of
 `data`. If a member returns None or raises an exception, the group continues without this member. Example: in a group of
-four, one member raises an exception and one returns None. The group then has two rows. If all members raise exceptions,
-the group raises the first one.
+four, one member raises an exception, one returns None, and the other two make one row each. The group then has two
+rows. If all members raise exceptions, the group raises the exception of the first member.
 
 **Seeds.** In a run with a seed, the sampling seed of each request depends only on (seed, task, member, turn). Other
 episodes that run at the same time do not change the seed.
@@ -47,7 +47,7 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import openai
@@ -78,7 +78,7 @@ class WorkflowContext(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The episode's name in the run. Sampling seeds and the choice of the inference server depend on this name."""
+        """The episode's name in the run. The sampling seeds of the episode depend on this name."""
         return f"{'eval-' if self.is_eval else ''}{self.task_id}-{self.sample_idx}"
 
 
@@ -159,7 +159,7 @@ class RLVRWorkflow(RolloutWorkflow):
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
     async def turn(self, engine: Any, input_ids: list[int], turn: int) -> ModelResponse:
-        """Send one request. The request's sampling seed and server depend only on the episode and the turn."""
+        """Send one request. The request's sampling seed depends only on the episode and the turn."""
         name = _context.get().name
         seed = None if self.gconfig.seed is None else call_seed(self.gconfig.seed, name, turn)
         gconfig = self.gconfig.new(n_samples=1, seed=seed)
@@ -204,7 +204,8 @@ class MultiTurnWorkflow(RLVRWorkflow):
             reward = await self.reward(turns[-1], data)
             # The text of the answer is a placeholder, because the next prompt holds the sampled tokens instead.
             answer = [{"role": "assistant", "content": "replaced by the sampled tokens"}]
-            key = AgentRequest(messages).template_key  # same key: the next prompt begins with the parent's tokens
+            # The parent gets the template key of the next call. Only then does the next prompt begin with its tokens.
+            key = AgentRequest(messages).template_key
             parent = Interaction(messages, template_key=key, model_response=turns[-1], output_message_list=answer)
             messages = [*messages, *answer, {"role": "user", "content": self.reflection_message}]
             prompt_ids = self.prompts.prompt(AgentRequest(messages), parent)
@@ -217,14 +218,16 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
     workflow: RolloutWorkflow
     group_size: int
-    on_failures: Callable[[int], Awaitable[None]] | None = None  # gets the number of failed members, unless all failed
+    # `on_failures` is called with the number of failed members, unless all members failed.
+    on_failures: Callable[[int], Awaitable[None]] | None = None
+    on_end: Callable[[], None] = lambda: None  # called after each member
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         members = (self._run_member(i, engine, data) for i in range(self.group_size))
         results = await asyncio.gather(*members, return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         all_failed = len(failures) == self.group_size
-        for failure in failures[all_failed:]:  # the executor logs the failure that is raised below
+        for failure in failures[all_failed:]:  # if all failed, the first is raised below, and the executor logs it
             logger.warning("task %s: a member of the group failed", _context.get().task_id, exc_info=failure)
         if all_failed:
             raise failures[0]
@@ -249,6 +252,8 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
             result = await self.workflow.arun_episode(engine, copy.deepcopy(data))
         except SystemExit as error:  # a SystemExit in a task would end the event loop and every episode
             raise RuntimeError(f"the episode called sys.exit({error.code!r})") from error
+        finally:
+            self.on_end()
         if result is not None and not is_interactions(result):
             check_trajectory_format(result)
         return result
@@ -283,6 +288,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     discount: float = 1.0  # gamma: share of a turn's final reward that its parent receives
     export_style: str = "individual"  # individual: one row per turn; concat: one row per conversation
     episode_timeout: float = 3600.0  # seconds; a longer episode is cancelled and counted as failed
+    sampling: dict[str, Any] = field(default_factory=dict)  # default sampling parameters, if not those of the proxy
 
     def __post_init__(self) -> None:
         remedy = "define its class at the top of a module, clients inside `run`, or set rollout.openai.mode=inline"
@@ -302,7 +308,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     async def _episode(self, run: Callable[..., Coroutine[Any, Any, Any]]) -> EpisodeResult:
         """Open a session, call `run(base_url=..., api_key=...)`, set the rewards, and export the interactions."""
         transport = await _rl_transport.get()
-        client = OpenAIProxyClient(transport, self._choose_proxy(), self.admin_key, _context.get().name, grant=True)
+        where = transport, self._choose_proxy(), self.admin_key, _context.get().name
+        client = OpenAIProxyClient(*where, grant=True, sampling=self.sampling)
         limit = f"{self.episode_timeout:g} s (rollout.openai.episode_timeout_seconds)"
         words = f"the agent of task {_context.get().name} took longer than {limit} and was cancelled"
         async with client:
@@ -315,7 +322,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         return side | interactions if client.rewarded_count else None
 
     def _choose_proxy(self) -> str:
-        """Return the URL of this episode's proxy. Task id plus member index choose the proxy, so the load is even."""
+        """Return the URL of this episode's proxy. Choosing by task id + member index spreads the load evenly."""
         addresses = (self.proxy_addr,) if isinstance(self.proxy_addr, str) else self.proxy_addr
         context = _context.get()
         return addresses[((context.task_id or 0) + context.sample_idx) % len(addresses)]
@@ -356,6 +363,7 @@ def resolve_workflow(
     proxy: dict[str, Any] | None = None,
     defaults: dict[str, Any] | None = None,
     on_failures: Callable[[int], Awaitable[None]] | None = None,
+    on_end: Callable[[], None] = lambda: None,
 ) -> RolloutWorkflow:
     """Return the RolloutWorkflow that runs the given workflow or agent (Rollout Workflow, "Workflow Resolution").
 
@@ -364,7 +372,7 @@ def resolve_workflow(
     group_size: the number of episodes per prompt; above 1 the workflow is wrapped in GroupedRolloutWorkflow.
     proxy: the arguments of OpenAIProxyWorkflow (proxy_addr, admin_key, ...), needed for agents.
     defaults: arguments (gconfig, tokenizer) for a workflow class that accepts them, if workflow_kwargs lack them.
-    on_failures: the argument of GroupedRolloutWorkflow.
+    on_failures, on_end: the arguments of GroupedRolloutWorkflow.
     Raises ImportError, TypeError or ValueError with a message that says what to change.
     """
     resolved = import_string(workflow) if isinstance(workflow, str) else workflow
@@ -381,4 +389,4 @@ def resolve_workflow(
         if proxy is None:
             raise ValueError(f"{cls.__name__} is an agent, and agents need a proxy: give the executor a ProxyAddress")
         resolved = OpenAIProxyWorkflow(resolved, **proxy)
-    return GroupedRolloutWorkflow(resolved, group_size, on_failures) if group_size > 1 else resolved
+    return GroupedRolloutWorkflow(resolved, group_size, on_failures, on_end) if group_size > 1 else resolved

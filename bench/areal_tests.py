@@ -3,11 +3,11 @@
     git clone https://github.com/inclusionAI/AReaL /tmp/AReaL
     python bench/areal_tests.py /tmp/AReaL
 
-The script makes AReaL's import names point to this project's modules. Where the arguments have other names, a small
-adapter in this file translates them. AReaL's tests are read from the checkout, and nothing of AReaL is copied. For each
-file the script prints three numbers: the tests that pass, the tests that fail because of a deliberate difference, and
-the tests that fail for another reason. It also names the differences. A test that fails for another reason makes the
-exit status 1.
+The script makes AReaL's import names point to this project's modules. Where the arguments have other names in this
+project, a small adapter in this file translates the names. AReaL's tests are read from the checkout, and nothing of
+AReaL is copied. For each file the script prints three numbers: the tests that pass, the tests that fail because of a
+deliberate difference, and the tests that fail for another reason. The script also names these differences. A test that
+fails for another reason makes the exit status 1.
 """
 
 import importlib.util
@@ -87,7 +87,8 @@ def compute_prox_logp_approximations(
 
 
 FILES = ("tests/test_staleness_manager.py", "tests/test_functional.py", "tests/test_prox_approx.py")
-# A part of a test's name, or of its error -> the deliberate difference. docs/differences.md explains each.
+# Maps a part of a test's name, or a part of its error, to the deliberate difference. docs/differences.md explains each
+# difference.
 DIFFERENCES = {
     "test_accept_without_submit_is_invalid": "an event that is impossible in the current state raises RuntimeError",
     "absent: sapo_loss_fn": "there is no SAPO",
@@ -127,7 +128,7 @@ def provide(checkout: Path) -> None:
     module("areal.utils.functional", ppo_actor_loss_fn=ppo_actor_loss_fn)
     module("areal.trainer.ppo.actor", compute_prox_logp_approximations=compute_prox_logp_approximations)
     sys.modules["areal.infra.staleness_manager"] = staleness
-    path = checkout / "areal" / "utils" / "constants.py"  # names of methods, read from the checkout
+    path = checkout / "areal" / "utils" / "constants.py"  # names of methods, read from AReaL's checkout
     spec = importlib.util.spec_from_file_location("areal.utils.constants", path)
     assert spec is not None
     assert spec.loader is not None
@@ -137,7 +138,7 @@ def provide(checkout: Path) -> None:
 
 
 class Absent:
-    """A part of AReaL that this project does not have. A test that uses it fails."""
+    """A part of AReaL that this project does not have. A test that uses this part fails."""
 
     def __init__(self, name: str) -> None:
         self.name = name

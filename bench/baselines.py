@@ -5,16 +5,16 @@
 
 `actor.adv_norm.per_turn=true` compares the k-th turn of a game with the k-th turns of the other games in its group.
 Games differ in length, so a later turn may have no other turn to be compared with, or only turns with the same return.
-Such a turn has advantage 0 and teaches nothing. `per_turn=false` compares a turn with all turns of its group. In both
-laptop tasks every turn of a game has the game's reward. The baseline is then the mean reward of the group's games, and
-a game with k turns counts k times.
+A turn without a comparison has advantage 0 and teaches nothing. `per_turn=false` compares a turn with all turns of its
+group. In both laptop tasks every turn of a game has the game's reward. With `per_turn=false` the baseline is therefore
+the mean reward of the group's games, and a game with k turns counts k times.
 
 `train` repeats the runs of bench/staleness.py at eta = 1, as in the demo, and changes only the baseline. `signal` reads
-the batches that a run wrote to its folder tokens/ and computes both kinds of advantages. It counts the turns with
+the batches that a run wrote to its folder tokens/ and computes both kinds of advantages. `signal` counts the turns with
 advantage 0. Groups whose members all have the same reward are left out, because they teach nothing with either
-baseline. The share of turns with advantage 0 depends on the size of the groups. Therefore `signal` also computes this
-share for groups of 4 and 8. For these it uses only the first members of each recorded group. docs/algorithm.md has the
-results.
+baseline. The share of turns with advantage 0 depends on the size of the groups. Therefore `signal` also computes the
+share for groups of 4 and 8. For groups of 4 and 8 `signal` uses only the first members of each recorded group.
+docs/algorithm.md has the results.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from training.config import NormConfig, PPOActorConfig  # noqa: E402
 
 BASELINES = {"per turn": True, "all turns": False}
 STEPS = (16, 32, 64)
-MEMBERS = (4, 8, None)  # None: all members of a group
+MEMBERS = (4, 8, None)  # None means all members of a group
 
 
 def silent_turns(batch: dict[str, Tensor], per_turn: bool) -> tuple[int, int]:

@@ -7,8 +7,9 @@ The first part counts operations in a conversation of 100 turns. Each turn sends
     read       messages that were converted to canonical form
     rendered   messages that were rendered by the chat template and tokenised
 
-Target: both counts depend only on the new messages of the turn. The second part measures processor time. The benchmark
-runs this project's cache and AReaL's cache in turn, three times each, and prints the smallest time of each cache:
+The target is that both counts depend only on the new messages of the turn. The second part measures processor time. The
+benchmark runs this project's cache and AReaL's cache in turn, three times each, and prints the smallest time of each
+cache:
 
     chain      400 turns of one conversation; target: at most 1.2 times AReaL's time
     siblings   800 turns that share 200 messages; target: at most a quarter of AReaL's time

@@ -3,9 +3,9 @@
     python bench/clusters.py             simulate everything, and write docs/clusters.csv and the tables (minutes)
     python bench/clusters.py --tables    write the tables of docs/simulate.md from docs/clusters.csv
 
-The simulation of bench/simulate.py drives the shipped gate and the shipped dispatcher in virtual time. Here its lengths
-and times are given, not measured. docs/simulate.md derives them, shows the tables, and says what the simulation cannot
-show. docs/figures.py draws the figures from docs/clusters.csv.
+The simulation of bench/simulate.py drives the shipped gate and the shipped dispatcher in virtual time. Here the lengths
+and times of the simulation are given, not measured. docs/simulate.md derives the lengths and times, shows the tables,
+and says what the simulation cannot show. docs/figures.py draws the figures from docs/clusters.csv.
 
 **The price of an order.** 8 groups of one sequence train in each step. A group takes a lognormal time with a mean of
 2 s, and any number of groups may run. A step takes 0.8 s and a weight update 0.02 s.
@@ -53,24 +53,24 @@ class Model:
     """A model on a GPU with 80 GB and 3.35 TB/s. docs/simulate.md derives the numbers."""
 
     parameters: float
-    a: float  # seconds of a decoding step: reading the weights, and overhead
+    a: float  # seconds of a decoding step without sequences: reading the weights, and overhead
     b: float  # seconds that each running sequence adds: reading 5,000 tokens of KV cache
     slots: int  # sequences whose KV cache fits into the memory
 
 
 SMALL, LARGE = Model(1.5e9, 4e-3, 4.2e-5, 256), Model(7e9, 8e-3, 8.5e-5, 192)
-TRAIN_FLOPS, PREFILL_FLOPS = 3e14, 4e14  # useful operations in a second on one GPU, of training and of prefill
+TRAIN_FLOPS, PREFILL_FLOPS = 3e14, 4e14  # useful FLOP/s of one GPU in training, and in prefill
 
 
 def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMALL, interrupt: bool = True) -> Setup:
     """Return the setup of a cluster. eta None is synchronous training: every GPU first generates, then trains.
 
-    After an interruption, a server computes the KV cache of its running sequences again. At time 0 eta + 1 batches
-    start at once. The results therefore leave out the first 2 (eta + 1) steps.
+    After an interruption, a server computes the KV cache of its running sequences again. At time 0 a run starts
+    eta + 1 batches at once, which never happens later. The results therefore leave out the first 2 (eta + 1) steps.
     """
     share = 1.0 if eta is None else 0.75
     servers, trainers = max(1, round(share * gpus)), gpus * (1 - share) or gpus
-    slow = servers / (share * gpus)  # above 1 if generation has only a part of one GPU
+    slow = servers / (share * gpus)  # `slow` is above 1 if generation has only a part of one GPU
     again = 5000 * 2 * model.parameters / PREFILL_FLOPS  # seconds for the KV cache of one sequence
     return Setup(
         batch=512,
@@ -91,7 +91,7 @@ def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMAL
 
 
 def faster_training(factor: float, *args: Any) -> Setup:
-    """Return a cluster whose training takes `factor` times as long, so that generation limits the run."""
+    """Return a cluster whose training time is multiplied by `factor` (below 1), so that generation limits the run."""
     setup = cluster(*args)
     return replace(setup, train=lambda rng, step, tokens: factor * setup.train(rng, step, tokens))
 
@@ -123,7 +123,8 @@ def simulate_all() -> Iterator[dict[str, Any]]:
 
 
 def read_rows() -> Rows:
-    """Read docs/clusters.csv. An order has a sigma and no number of GPUs, and a cluster has no sigma."""
+    """Read docs/clusters.csv. A row about an order has a sigma and no number of GPUs, and a row about a cluster has no
+    sigma."""
     rows = {}
     for line in csv.DictReader(TABLE.read_text().splitlines()):
         key = tuple(line.pop(name) for name in ("what", "gpus", "sigma", "eta", "order"))
@@ -179,7 +180,7 @@ def paper_table(rows: Rows) -> list[str]:
     sync, pair = step["1.5B", "128", "sync", "wait"], [step["1.5B", "128", "4", order] for order in PAIR]
     lines = head("what", "paper", "simulated, wait", "simulated, mask")
     lines.append(row("1.5 B, 128 GPUs: seconds of a synchronous step", 148, f"{sync:.0f}", "as wait"))
-    lines.append(row("the same: seconds of an asynchronous step, eta 4", 53, *(f"{s:.0f}" for s in pair)))
+    lines.append(row("1.5 B, 128 GPUs: seconds of an asynchronous step, eta 4", 53, *(f"{s:.0f}" for s in pair)))
     lines.append(row("the same: synchronous over asynchronous", "2.77", *(f"{sync / s:.2f}" for s in pair)))
     large = [step["7B", "192", "sync", "wait"] / step["7B", "192", "4", order] for order in PAIR]
     lines.append(row("7 B, 192 GPUs: synchronous over asynchronous", "2.27", *(f"{x:.2f}" for x in large)))

@@ -2,9 +2,9 @@
 
     python bench/engine.py [--quick]
 
-The benchmark generates 128 new tokens for random prompts of 64 tokens, with 1, 16 and 64 concurrent requests. It
-measures four ways to generate with the same Qwen3 model, in float32 on one thread. The unit is tokens per CPU-second,
-because wall time would also measure other programs on the machine.
+The benchmark generates 128 new tokens for random prompts of 64 tokens, with 1, 16 and 64 concurrent requests. The
+benchmark measures four ways to generate with the same Qwen3 model, in float32 on one thread. The unit is tokens per
+CPU-second, because wall time would also measure other programs on the machine.
 
     generate  model.generate on one batch, sampling at temperature 1
     engine    the scheduler and the slot cache, called in this process; sampling and logprobs for every token
@@ -12,11 +12,12 @@ because wall time would also measure other programs on the machine.
     --seed    the engine in deterministic mode, which keeps the sizes of matrix products within limits
 
 The benchmark repeats the four ways in turn, at least three times, and prints the fastest repetition of each way. Other
-programs can only make a repetition slower, never faster. Targets for engine / generate: for the smallest model at least
-1.9 with 1 and 16 requests and 1.5 with 64 requests, for the second model at least 1.3, and for the largest model at
-least 1.15. The last column, "bits", shows whether deterministic mode works on this machine (inference/tiny/model.py,
-"Bits"). The check computes the logits of a prompt's last token three times: in a prefill of this prompt alone, in a
-prefill of a batch, and in a decode step. "yes" means that the three results are identical, bit for bit.
+programs can only make a repetition slower, never faster. Each target is a smallest ratio engine / generate. For the
+smallest model the target is 1.9 with 1 and 16 requests, and 1.5 with 64 requests. The target is 1.3 for the second
+model and 1.15 for the largest model. The last column, "bits", shows whether deterministic mode works on this machine
+(inference/tiny/model.py, "Bits"). The check computes the logits of a prompt's last token three times: in a prefill of
+this prompt alone, in a prefill of a batch, and in a decode step. The word "yes" means that the three results are
+identical, bit for bit.
 """
 
 import argparse
@@ -44,7 +45,7 @@ from inference.tiny.model import TinyModel, run_step
 from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
 
 PROMPT, NEW = 64, 128
-# number of parameters -> layers, hidden size, vocabulary, heads, key heads, width of the feed-forward layers
+# for each number of parameters: layers, hidden size, vocabulary, heads, key heads, width of feed-forward layers
 MODELS = {"0.13M": (2, 64, 64, 4, 2, 256), "3.3M": (4, 256, 512, 4, 2, 736), "15.7M": (6, 384, 4096, 6, 3, 1440)}
 PORT = 31877
 
@@ -189,7 +190,8 @@ def main() -> None:
                     for k in itertools.count():
                         if k >= rounds and time.monotonic() - start > rounds:
                             break
-                        batch = prompts(rng, n, shape[2])  # new prompts: the server has cached the earlier ones
+                        # Each call has new prompts, because the server has cached the earlier prompts.
+                        batch = prompts(rng, n, shape[2])
                         ways = (
                             by_generate(model, batch, new),
                             by_engine(tiny, batch, new),

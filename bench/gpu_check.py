@@ -13,8 +13,8 @@ A cell is one process with one question, and the page has one row for each cell:
 - `head` measures how precise log-probabilities are if the last layer computes in bfloat16 or in float32.
 - `train-...` trains on random rows without an inference server, so it needs only torch and transformers.
 - `test-...` runs the tests of code that runs differently on a GPU, such as FlexAttention.
-- `run-...` is a whole run of train.py. The server is SGLang if this Python has SGLang. Otherwise it is the small server
-  on the CPU, with a small model.
+- `run-...` is a whole run of train.py. The run's server is SGLang if this Python has SGLang. Without SGLang the server
+  is the small server on the CPU, with a small model.
 
 The models have random weights, so the check tests no learning. A cell that takes longer than its limit is ended with
 all its processes. After a cell that fails, the next cell runs. The page is written after every cell. A second call with
@@ -45,12 +45,12 @@ sys.path.insert(0, str(ROOT))
 SHAPES = {  # layers, width, inner width, heads, key-value heads, width of a head, vocabulary
     "0.6b": (28, 1024, 3072, 16, 8, 128, 151936),  # Qwen3-0.6B
     "1.5b": (28, 1536, 8960, 12, 2, 128, 151936),  # Qwen2.5-1.5B, with Qwen3's norms of queries and keys
-    "tiny": (2, 64, 128, 4, 2, 16, 512),  # for the small server, which computes on the CPU
+    "tiny": (2, 64, 128, 4, 2, 16, 512),  # a model for the small server, which computes on the CPU
 }
 # Largest difference between the log-probabilities of server and trainer, in nats. Near 12 nats, bfloat16 rounds a
 # log-probability to a multiple of 0.06.
 MISMATCH = 0.2
-GRACE_SECONDS = 10.0  # time between SIGTERM and SIGKILL
+GRACE_SECONDS = 10.0  # seconds between SIGTERM and SIGKILL
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -59,7 +59,7 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class Machine:
-    """What the cells depend on."""
+    """The properties of a machine that decide which cells can run."""
 
     gpus: int
     has_sglang: bool
@@ -68,7 +68,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cell:
-    """One process of the check. `words` are the arguments of train.py in a cell run-..."""
+    """One process of the GPU check. `words` are the arguments of train.py in a cell run-..."""
 
     name: str
     command: list[str]
@@ -90,7 +90,7 @@ def list_cells(machine: Machine, work: Path) -> list[Cell]:
     for name, options in {"packed": [], "padded": [], "tree": [], "long": ["--long"]}.items():
         layout = "packed" if name == "long" else name
         cells.append(Cell(f"train-{name}", [*train, "--layout", layout, *options], 300, shape=big))
-    for name in ("test_logprobs", "test_actor", "test_tree_attention"):
+    for name in ("test_logprobs", "test_layout", "test_actor", "test_tree_attention"):
         words = [*("-q", "-m", "not runs", "-p", "no:cacheprovider"), f"tests/training/{name}.py"]
         cells.append(Cell(name.replace("_", "-"), [python, "-m", "pytest", *words], 600))
     return cells + ([] if machine.missing else list_runs(machine, work))
@@ -100,16 +100,17 @@ def list_runs(machine: Machine, work: Path) -> list[Cell]:
     """Return the cells that run train.py. NCCL refuses two processes on one GPU, so such a cell is not listed."""
     long = 8192 if machine.has_sglang else 256
     changes: dict[str, list[str]] = {
-        "async-disk": [],
-        "sync-disk": ["rollout.max_head_offpolicyness=0"],
+        "async-disk": ["weight_update.mode=disk"],
+        "sync-disk": ["weight_update.mode=disk", "rollout.max_head_offpolicyness=0"],
         "async-tensor": ["weight_update.mode=tensor"],
+        "released": ["server.release_memory=true"],
         "packed": ["actor.layout=packed"],
         "tree": ["actor.enable_tree_training=true"],
         "torchrun": [],
         "long": [f"gconfig.max_new_tokens={long}", "gconfig.n_samples=4", "train_dataset.batch_size=4"],
     }
     if machine.has_sglang:
-        changes["fp32-head"] = ["server.args=[--enable-fp32-lm-head]"]
+        changes["bf16-head"] = ["server.fp32_head=false"]
         changes["1.5b"] = []
     if not machine.has_sglang or machine.gpus > 1:
         changes["distributed"] = ["weight_update.mode=distributed"]
@@ -132,7 +133,7 @@ def make_run(name: str, own: list[str], machine: Machine, work: Path) -> Cell:
     else:
         words += ["server.backend=tiny", "gconfig.n_samples=2", "train_dataset.batch_size=2"]
         words += ["gconfig.max_new_tokens=16", "actor.dtype=float32"]
-    words += own  # later words win
+    words += own  # if a key occurs twice, the later word counts.
     # torchrun has one rank for each GPU, or two ranks on a CPU.
     ranks = (machine.gpus or 2) if name == "torchrun" else 1
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if name == "torchrun" else []
@@ -166,7 +167,7 @@ def descendants() -> list[int]:
 
 def end(process: subprocess.Popen[bytes]) -> int:
     """End a cell's process with all its descendants. Return how many processes had to be killed."""
-    process.terminate()  # does nothing if the process has ended
+    process.terminate()  # this call does nothing if the process has ended
     deadline, killed = time.monotonic() + GRACE_SECONDS, set[int]()
     while pids := descendants():
         if time.monotonic() > deadline:
@@ -174,11 +175,12 @@ def end(process: subprocess.Popen[bytes]) -> int:
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        process.poll()  # a process that has ended is no descendant after its parent has asked for its exit code
+        # After `poll`, a child that has ended is no longer in the list of descendants.
+        process.poll()
         time.sleep(0.1)
     process.wait()
     for pid in killed - {process.pid}:
-        with suppress(ChildProcessError):  # its own parent has asked already
+        with suppress(ChildProcessError):  # the process's own parent has waited for it already
             os.waitpid(pid, 0)
     return len(killed)
 
@@ -249,7 +251,7 @@ def try_cell(cell: Cell, folder: Path, deadline: float, prepare: Callable[[Cell]
             prepare(cell)
         if (left := deadline - time.monotonic()) > 0:
             result = run_cell(cell, folder, min(cell.limit, left))
-    except Exception as error:  # the next cell may succeed
+    except Exception as error:  # a cell that fails does not end the check
         (folder / "log").write_text(f"{type(error).__name__}: {error}\n")
         result["code"] = 1
     for name in ("checkpoints", "recover", "weights", "tokens"):
@@ -463,7 +465,7 @@ def make_rows(n: int, longest: int, vocabulary: int) -> dict[str, Any]:
 
 
 def trainer(path: Path, shape: str, layout: str, is_long: bool) -> dict[str, Any]:
-    """Train for a few steps on random rows. Return the speed and the peak memory of the last steps."""
+    """Train the actor for a few steps on random rows. Return the speed and the peak memory of the last steps."""
     import torch
     from roofline import Work, flops, shape_of, step_parts
 
@@ -510,7 +512,7 @@ def trainer(path: Path, shape: str, layout: str, is_long: bool) -> dict[str, Any
 
 
 def find_machine(gpus: int | None) -> Machine:
-    """Return what this machine has. `gpus` replaces the number of its GPUs."""
+    """Return what this machine has. `gpus` replaces the real number of GPUs."""
     if gpus is None:
         import torch
 
@@ -553,7 +555,7 @@ def main() -> int:
             print(f"{cell.name} (at most {cell.limit} s)\n    {shlex.join(cell.command)}")
         return 0
     work.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the running cell, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SIGTERM also ends the running cell
     prepare = lambda cell: make_model(work / f"model-{cell.shape}", cell.shape) if cell.shape else None  # noqa: E731
     failed = check(cells, work, 60 * args.minutes, prepare, describe(machine))
     print(f"{failed} of {len(cells)} cells failed; the page is {work / 'gpu.md'}, the logs are in {work}")

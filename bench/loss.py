@@ -3,8 +3,8 @@
     python bench/loss.py            all three measurements
     python bench/loss.py --small    memory with V = 20,000 and T = 1,024, for a machine with less than 16 GB
 
-**Time of the advantages.** The benchmark computes the advantages of 64 rows of 2,048 tokens. The target is at most a
-tenth of the time that AReaL takes.
+**Time of the advantages.** The benchmark computes the advantages of 64 rows of 2,048 tokens. The target for the
+advantages is at most a tenth of the time that AReaL takes.
 
 **Time of the loss.** The benchmark computes the loss of the same rows and the loss's metrics, without the backward
 pass. The target is at most the time that AReaL's loss takes for the same objective. The printed times of advantages and
@@ -13,8 +13,8 @@ imported, the benchmark prints "peer absent".
 
 **Memory.** The benchmark computes log-probabilities, entropy and the backward pass with T = 4,096 tokens, V = 151,936
 and hidden size 256. The plain way holds all logits; the chunked way holds one chunk of logits at a time. Each way runs
-in a separate process, which measures the rise of its peak resident memory. The target: the chunked way needs at most a
-quarter of the plain way's memory. The printed check sums show that both ways compute the same numbers.
+in a separate process, which measures the rise of its peak resident memory. The target is that the chunked way needs at
+most a quarter of the plain way's memory. The printed check sums show that both ways compute the same numbers.
 """
 
 import argparse
@@ -35,7 +35,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-try:  # areal must be imported before transformers, because otherwise its imports are circular
+try:  # areal must be imported before transformers, or areal's imports are circular
     import areal  # noqa: F401
     from areal.utils.functional import ppo_actor_loss_fn as peer_loss
 except ImportError:

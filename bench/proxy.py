@@ -16,8 +16,8 @@ The benchmark prints:
                        messages, and the next calls render and tokenise only new messages
     streamed           calls/s and CPU ms, with streamed replies
 
-For comparison, the benchmark also sends the calls of `calls/s` to LiteLLM's proxy. That proxy runs on one core, too.
-LiteLLM's proxy returns a constant (mock_response) and does not render, tokenise or store anything.
+For comparison, the benchmark also sends the calls of `calls/s` to LiteLLM's proxy. LiteLLM's proxy runs on one core,
+too. LiteLLM's proxy returns a constant (mock_response) and does not render, tokenise or store anything.
 """
 
 import argparse
@@ -40,8 +40,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import orjson
 
 ROOT = Path(__file__).resolve().parent.parent
-PERMIT = "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"  # allows a proxy without a key, for this benchmark only
-LITELLM = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", PERMIT: "true"}  # LOCAL: do not download a price list
+PERMIT = "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"  # this benchmark alone runs a proxy without a key
+# LITELLM_LOCAL_MODEL_COST_MAP prevents the download of a price list.
+LITELLM = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", PERMIT: "true"}
 ADMIN = "authorization: Bearer admin\r\n"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -70,7 +71,7 @@ def make_tokenizer() -> Any:
 
 
 def serve_proxy(port: int) -> None:
-    """Serve the proxy with an engine that answers at once. For comparison, also serve an empty handler."""
+    """Serve the proxy with an engine that answers at once. For comparison, the server also has an empty handler."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from fastapi import Request, Response
 
@@ -100,7 +101,7 @@ def serve_proxy(port: int) -> None:
     async def cpu(_: Request) -> Response:
         return Response(orjson.dumps(time.process_time()), media_type="application/json")
 
-    app.router.routes.clear()  # the first route that matches a path is used, so the next two come first
+    app.router.routes.clear()  # the first matching route is used, so these two routes must be first
     app.add_route("/empty", empty, methods=["POST"])
     app.add_route("/cpu", cpu, methods=["POST"])
     app.router.routes.extend(create_app(AtOnce(), tokenizer, "admin").router.routes)
@@ -134,7 +135,7 @@ class Raw:
         self.writer.close()
 
     async def post(self, path: str, body: bytes, headers: str = "") -> bytes:
-        """Send a request and return the whole body of the reply, even if it is sent in chunks."""
+        """Send a request and return the whole body of the reply, even if the reply is sent in chunks."""
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{headers}"
         self.writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()

@@ -1,13 +1,13 @@
 """Claim: a replay of an asynchronous run makes the same weights, bit by bit, at every seed and every load.
 
-    python bench/replay.py                            ten runs of each task
-    python bench/replay.py --runs 2 --steps 5         a smaller table
-    python bench/replay.py --tasks maze
+    python bench/replay.py                                         ten runs of each task at eta 4, one of each variant
+    python bench/replay.py --variants eta=4 --tasks maze --runs 2  a smaller table
 
-Each run trains 20 steps at eta 4, with another seed, and its replay repeats it. The batches are smaller than in the
-recipes, so that a run takes less time. Groups without a signal are rejected. A line of the table shows how many
-of the trained rows a weight update has interrupted, how many groups were rejected, and whether the SHA-256 hashes of
-the two models of the last step are equal. The exit code is 1 if two hashes differ.
+Each run trains 20 steps, and a replay then repeats the run. The batches are smaller than in the recipes, so that a run
+takes less time. A group whose members have equal rewards is rejected. A line of the table counts the trained rows that
+a weight update has interrupted, the rejected groups, the dropped groups, and the tokens that were masked because of
+their age. The last column says whether the SHA-256 hashes of the two last models are equal. The exit code is 1 if two
+hashes differ.
 """
 
 import argparse
@@ -23,9 +23,18 @@ RECIPES = {
     "guess": ["--config", "configs/demo.yaml", "gconfig.n_samples=4"],
     "maze": ["--config", "configs/maze.yaml", "gconfig.n_samples=2", "gconfig.max_new_tokens=150"],
 }
-FIXED = ["rollout.max_head_offpolicyness=4", "rollout.max_concurrent_rollouts=5", "logger.report_interval=0"]
-FIXED += ["train_dataset.batch_size=3", "actor.ppo_n_minibatches=2", "actor.ppo_epochs=1"]
-FIXED += ["should_accept_fn=bench.replay.has_signal"]
+FIXED = ["rollout.max_concurrent_rollouts=5", "logger.report_interval=0", "train_dataset.batch_size=3"]
+FIXED += ["actor.ppo_n_minibatches=2", "actor.ppo_epochs=1", "should_accept_fn=bench.replay.has_signal"]
+# With one group in a batch, slow groups become too old at eta 1.
+OVERTAKEN = ["rollout.max_head_offpolicyness=1", "train_dataset.batch_size=1"]
+VARIANTS: dict[str, tuple[int, list[str]]] = {  # the number of ranks, and the keys
+    "eta=4": (1, ["rollout.max_head_offpolicyness=4"]),
+    "eta=0": (1, ["rollout.max_head_offpolicyness=0"]),
+    "eta=2": (1, ["rollout.max_head_offpolicyness=2"]),
+    "two ranks": (2, ["rollout.max_head_offpolicyness=4"]),
+    "stale=mask": (1, [*OVERTAKEN, "rollout.stale=mask"]),
+    "stale=drop": (1, [*OVERTAKEN, "rollout.stale=drop"]),
+}
 
 
 def has_signal(group: dict) -> bool:
@@ -33,10 +42,11 @@ def has_signal(group: dict) -> bool:
     return len(set(group["rewards"].tolist())) > 1
 
 
-def train(folder: Path, *words: str) -> str:
+def train(folder: Path, ranks: int, *words: str) -> str:
     """Run train.py in mode train or replay. Return the SHA-256 hash of the model of its last step."""
     named = [f"fileroot={folder.parent.parent}", f"experiment_name={folder.parent.name}", f"trial_name={folder.name}"]
-    command = [sys.executable, "train.py", *words, *named, "logger.live=false"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *torchrun, "train.py", *words, *named, "logger.live=false"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -44,28 +54,40 @@ def train(folder: Path, *words: str) -> str:
     return hashlib.sha256(newest.read_bytes()).hexdigest()
 
 
+def measure(task: str, variant: str, seed: int, steps: int) -> bool:
+    """Train one run and replay it. Print the run's line of the table, and return whether the models are equal."""
+    ranks, keys = VARIANTS[variant]
+    with tempfile.TemporaryDirectory() as temporary:
+        run = Path(temporary) / task / "run"
+        made = train(run, ranks, *RECIPES[task], *FIXED, *keys, f"seed={seed}", f"max_steps={steps}")
+        again = train(run.with_name("replay"), ranks, "--replay", str(run))
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    mixed = sum(line["mixed_version_share"] for line in lines) / len(lines)
+    lost = " | ".join(str(sum(line[name] for line in lines)) for name in ("rejected", "dropped", "masked"))
+    print(f"| {task} | {variant} | {seed} | {mixed:.0%} | {lost} | {made[:12]} | {again[:12]} |", flush=True)
+    return made == again
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=list(RECIPES), default=list(RECIPES))
-    parser.add_argument("--runs", type=int, default=10, help="runs of each task")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--runs", type=int, default=10, help="runs of each task at eta 4; other variants: 1 run")
     parser.add_argument("--first", type=int, default=1, help="seed of the first run")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
-    unequal = 0
-    print("| task | seed | interrupted rows | rejected groups | model of the run | model of the replay |", flush=True)
-    print("|---|---|---|---|---|---|", flush=True)
-    for task in args.tasks:
-        for seed in range(args.first, args.first + args.runs):
-            with tempfile.TemporaryDirectory() as temporary:
-                run = Path(temporary) / task / "run"
-                made = train(run, *RECIPES[task], *FIXED, f"seed={seed}", f"max_steps={args.steps}")
-                again = train(run.with_name("replay"), "--replay", str(run))
-                steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-            mixed = sum(step["mixed_version_share"] for step in steps) / len(steps)
-            rejected = sum(step["rejected"] for step in steps)
-            unequal += made != again
-            print(f"| {task} | {seed} | {mixed:.0%} | {rejected} | {made[:12]} | {again[:12]} |", flush=True)
-    print(f"{unequal} unequal", flush=True)
+    print(
+        "| task | variant | seed | interrupted | rejected | dropped | masked | model of the run | model of the replay |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    cases = [
+        (task, variant, seed)
+        for variant in args.variants
+        for task in args.tasks
+        for seed in range(args.first, args.first + (args.runs if variant == "eta=4" else 1))
+    ]
+    unequal = sum(not measure(*case, args.steps) for case in cases)
+    print(f"{unequal} of {len(cases)} unequal", flush=True)
     return bool(unequal)
 
 

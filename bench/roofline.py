@@ -16,9 +16,9 @@ The kernels of a part run one after another, so the part takes the sum. A matrix
 what it reads and writes. PyTorch runs each pointwise operation as a kernel of its own; SGLang fuses them, so the
 server's parts have no pointwise kernels.
 
-**FLOPs.** They are the FLOPs that torch.utils.flop_counter counts (tests/training/test_roofline.py). For attention the
-counter takes the whole square of queries and keys. A causal kernel computes half of the square, and the time counts
-this half.
+**FLOPs.** The formulas count the same FLOPs as torch.utils.flop_counter (tests/training/test_roofline.py). For
+attention the counter takes the whole square of queries and keys. A causal kernel computes half of the square, and the
+estimated time counts only this half.
 
 **Not included.** Launches of kernels, Python, the network, idle time, padding, and the overlap of generation with
 training. Real kernels reach a part of the peak. The result is therefore a bound and not a measurement.
@@ -50,14 +50,15 @@ class Shape:
     layers: int
     H: int  # hidden size
     inner: int  # inner size of the MLP
-    Q: int  # numbers in the queries of a token
-    K: int  # numbers in the keys of a token
+    Q: int  # how many numbers the queries of a token have
+    K: int  # how many numbers the keys of a token have
     V: int  # vocabulary
     tied: bool  # embedding and last layer share their weights
 
     @property
     def products(self) -> list[tuple[int, int]]:
-        """The matrix products of a layer, as (input size, output size). The last one is the MLP's second product."""
+        """The matrix products of a layer, as (input size, output size). The last product is the MLP's second
+        product."""
         H, inner, Q, K = self.H, self.inner, self.Q, self.K
         return [(H, Q), (H, K), (H, K), (Q, H), (H, inner), (H, inner), (inner, H)]
 
@@ -84,7 +85,8 @@ def shape_of(config: Any) -> Shape:
 
 @dataclass(frozen=True)
 class Work:
-    """What a training step computes. The defaults are those of configs/gsm8k.yaml, with typical lengths."""
+    """The sizes of the work of a training step. The defaults are the values of configs/gsm8k.yaml, with typical
+    lengths."""
 
     rows: int = 512  # samples in a step
     prompt: int = 120  # tokens of a prompt
@@ -93,7 +95,7 @@ class Work:
     mb_tokens: int = 16384  # tokens of a forward pass
     b: int = 2  # bytes of a number in a forward pass
     checkpointing: bool = True
-    chunk: int = 1 << 27  # logits in a chunk of the last layer
+    chunk: int = 1 << 27  # number of logits in a chunk of the last layer
     slots: int = 256  # sequences that the server decodes at the same time
     ranks: int = 1
     disk: float = 2e9  # bytes/s of a file that is written or read (weight update of mode disk)
@@ -111,7 +113,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Kernel:
-    """FLOPs and bytes of one kernel, and the share of the FLOPs that the kernel computes (attention: one half)."""
+    """The counted FLOPs and the bytes of one kernel. `share` is the share of these FLOPs that the kernel computes.
+
+    The share is one half for causal attention, and 1 for every other kernel.
+    """
 
     flops: float
     bytes: float
@@ -122,7 +127,7 @@ Part = list[Kernel]
 
 
 def seconds(part: Part, peak: float, bandwidth: float) -> float:
-    """Return the least time of a part on a device with `peak` FLOP/s and `bandwidth` bytes/s."""
+    """Return the least time of a part of a step on a device with `peak` FLOP/s and `bandwidth` bytes/s."""
     return sum(max(kernel.share * kernel.flops / peak, kernel.bytes / bandwidth) for kernel in part)
 
 
@@ -200,17 +205,17 @@ def step_parts(s: Shape, w: Work) -> dict[str, Part]:
     context, steps = w.prompt + w.answer / 2, ceil(w.rows * w.answer / w.slots)
     decode = layers_forward(s, w.slots, 1, b, 1, fused=True) + product(w.slots, s.H, s.V, b)
     decode.append(Kernel(4 * s.layers * s.Q * w.slots * context, 2 * b * s.layers * s.K * w.slots * context))
-    own = s.n / w.ranks  # parameters that a rank keeps
+    own = s.n / w.ranks  # number of parameters that a rank keeps
     gather = Kernel(0, m * (4 + b) * s.n)  # FSDP converts the parameters for each pass
     parts = {
         "generation: prefill": layers_forward(s, w.rows, w.prompt, b, ceil(tokens / 16384), fused=True),
         "generation: decode": [Kernel(steps * k.flops, steps * k.bytes, k.share) for k in decode],
         "pi_prox: layers": [*layers_forward(*args), gather],
-        "pi_prox: last layer": head_forward(s, tokens - w.rows, b, w.chunk),
+        "pi_prox: last layer": head_forward(s, w.rows * w.answer, b, w.chunk),
         "forward: layers": [*layers_forward(*args), gather],
         "forward: last layer": head_forward(s, w.rows * w.answer, b, w.chunk),
         "recomputation": layers_forward(*args, again=True) if w.checkpointing else [],
-        # The gradient is converted to float32 and added up.
+        # The gradient of each pass is converted to float32 and added up.
         "backward: layers": [*layers_backward(*args), gather, Kernel(0, m * (b + 16) * own)],
         "backward: last layer": head_backward(s, w.rows * w.answer, b, w.chunk),
         # Each optimizer step reads the gradient for its norm, scales it, and makes the step of AdamW.
@@ -258,7 +263,8 @@ def describe(s: Shape, w: Work, peak: float, bandwidth: float) -> str:
 
 
 def least(actions: dict[str, Callable[[], Any]], rounds: int = 12) -> dict[str, float]:
-    """Return the least seconds of each action. Each round calls every action once, because other programs disturb."""
+    """Return the least seconds of each action. Each round calls every action once, because other programs may slow some
+    rounds down."""
     import torch
 
     found: dict[str, list[float]] = {name: [] for name in actions}
@@ -269,7 +275,7 @@ def least(actions: dict[str, Callable[[], Any]], rounds: int = 12) -> dict[str, 
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             found[name].append(time.perf_counter() - begin)
-    return {name: min(times[1:]) for name, times in found.items()}  # without the first round, which is slower
+    return {name: min(times[1:]) for name, times in found.items()}  # the first round is slower and does not count
 
 
 def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, folder: Path) -> str:
@@ -349,12 +355,12 @@ def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, fo
 def compare(s: Shape, w: Work, found: dict[str, float], peak: float, bandwidth: float, disk: float) -> str:
     """Return a table of the estimated and the measured seconds of each part.
 
-    The server's parts have pointwise kernels here, because the measured server is not SGLang. `peak` is in FLOP/s,
-    `bandwidth` and `disk` are in bytes per second.
+    The measured server is inference/tiny, which fuses no kernels. `peak` is in FLOP/s, `bandwidth` and `disk` are in
+    bytes per second.
     """
     b, rows = w.b, w.rows
     parts = step_parts(s, w) | {"new weights: disk": [Kernel(0, b * s.n)]}
-    parts["generation: decode"] = divide(parts["generation: decode"], w.answer)  # one step of all slots
+    parts["generation: decode"] = divide(parts["generation: decode"], w.answer)  # one decoding step of all sequences
     for name, t in {"generation: prefill": rows * w.prompt, "generation: decode": rows}.items():
         parts[name] = [*parts[name], Kernel(0, t * s.layers * pointwise(s, b))]
     lines = [["part", "GFLOP", "GB", "estimate ms", "measured ms", "measured / estimate"]]

@@ -5,17 +5,21 @@
 
 If a run exists already (runs/seeds/<experiment>/seed<k>), the script uses its metrics and does not train again. `first`
 is the success in the first step, in which the policy is still untrained. `last five` is the mean success in the last
-five steps. `load` is the machine's one-minute load average at the start of the run. On a machine with two cores, a load
-above 2 means that other programs were running.
+five steps. `seconds to .95` is the time of training until the mean success of five steps in a row is .95. The last line
+shows the median and the largest of these times (docs/speedrun.md).
+
+`load` is the machine's one-minute load average at the start of the run. On a machine with two cores, a load above 2
+means that other programs were running.
 """
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -35,9 +39,14 @@ def train(config: str, seed: int, folder: Path, root: Path) -> None:
         subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, check=True)
 
 
-def row(seed: int, folder: Path) -> str:
-    """Return the table row of a run."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def seconds_to(lines: list[dict], goal: float = 0.95) -> float:
+    """Return the seconds of training until the mean success of five steps in a row is `goal`, or infinity."""
+    ends = (k for k in range(5, len(lines) + 1) if mean(line["success"] for line in lines[k - 5 : k]) >= goal)
+    return next((lines[k - 1]["wall_s"] for k in ends), math.inf)
+
+
+def row(seed: int, folder: Path, lines: list[dict], reached: float) -> str:
+    """Return the table row of a run that reached the goal after `reached` seconds."""
     load_file = folder / "load.txt"
     cells = [
         str(seed),
@@ -50,6 +59,7 @@ def row(seed: int, folder: Path) -> str:
         f"{max(line['logp_mismatch'] for line in lines):.0e}",
         f"{len(lines)}",
         f"{lines[-1]['wall_s']:.0f}",
+        f"{reached:.0f}",
         load_file.read_text() if load_file.exists() else "?",
     ]
     return "| " + " | ".join(cells) + " |"
@@ -73,13 +83,18 @@ def main() -> None:
         "mismatch",
         "steps",
         "seconds",
+        "seconds to .95",
         "load",
     ]
     print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
+    times = []
     for seed in args.seeds:
         folder = args.fileroot / name / f"seed{seed}"
         train(args.config, seed, folder, args.fileroot)
-        print(row(seed, folder), flush=True)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        times.append(seconds_to(lines))
+        print(row(seed, folder, lines, times[-1]), flush=True)
+    print(f"seconds to .95: median {median(times):.0f}, largest {max(times):.0f}")
 
 
 if __name__ == "__main__":

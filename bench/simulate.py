@@ -18,9 +18,9 @@ is finished when all its sequences are finished.
 stops for `update` seconds, and its running sequences then go on. Without `interrupt`, each server lets its running
 sequences finish, starts no new ones, and then loads the weights. The step ends after the last server.
 
-**A finished run** gives its own distributions. A server then has a = 1, b = 0 and no limit, so a length is a number of
-seconds. The length of group k is drawn from the lengths of groups near k, because lengths change during a run. The same
-holds for the training times and for the times of the weight updates.
+**A finished run** can give the distributions. The length of a sequence is then its number of seconds in that run, and
+a server has no limit (a = 1, b = 0). The length of group k is drawn from the lengths of groups near k, because
+lengths change during a run. The training times and the times of the weight updates are drawn in the same way.
 """
 
 import argparse
@@ -46,26 +46,26 @@ from rollout.runner import TimedResult  # noqa: E402
 from staleness import StalenessManager  # noqa: E402
 
 PAGE, RUNS = ROOT / "docs" / "simulate.md", ROOT / "docs" / "simulate.json"
-Versions = Counter[int]  # version -> tokens of a finished group
-Draw = Callable[[random.Random, int], float]  # draws a value for group or step k
+Versions = Counter[int]  # for each version, the number of its tokens in a group
+Draw = Callable[[random.Random, int], float]  # function that draws a value for group or step k
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that a simulation needs. Times are seconds."""
+    """The settings of a simulation. Times are seconds."""
 
     batch: int  # prompt groups in a batch (B)
-    length: Draw  # tokens of a sequence of group k
-    train: Callable[[random.Random, int, float], float]  # seconds to train in step k on so many tokens
+    length: Draw  # number of tokens of a sequence in group k
+    train: Callable[[random.Random, int, float], float]  # seconds to train in step k on this number of tokens
     update: Callable[[random.Random, int, int], float]  # seconds of step k's update of a server with n sequences
     rest: Draw = lambda rng, step: 0.0  # seconds between an update and the next step
     eta: int = 0
     members: int = 1  # sequences of a group
     servers: int = 1
-    slots: float = math.inf  # sequences that run on a server at once
+    slots: float = math.inf  # number of sequences that run on a server at once
     a: float = 1.0  # seconds for a token of one sequence; each further running sequence adds b
     b: float = 0.0
-    stale: str = "wait"  # wait, mask, drop; also unbounded (finished first) and window (start order with slack)
+    stale: str = "wait"  # wait, mask, drop, unbounded (first finished) or window (order of start with slack)
     interrupt: bool = True
     concurrent: int | None = None  # max_concurrent_rollouts; None: (eta + 1) B
     steps: int = 24
@@ -84,13 +84,13 @@ class Server:
 
     def __init__(self, setup: Setup) -> None:
         self.s = setup
-        self.ticks, self.since = 0.0, 0.0  # ticks at the time `since`
-        self.running: list[tuple[float, int, float, Task]] = []  # heap: (last tick, number, first tick, group)
+        self.ticks, self.since = 0.0, 0.0  # `ticks` is the count at the time `since`
+        self.running: list[tuple[float, int, float, Task]] = []  # a heap of (last tick, number, first tick, group)
         self.waiting: deque[tuple[int, float, Task]] = deque()  # (number, length, group)
         self.begins = [0.0]  # the tick at which each version begins
-        self.stopped = self.draining = False  # stopped: loads weights; draining: will do so after its sequences
-        self.busy = 0.0  # seconds with a running sequence
-        self.stamp = 0  # number of planned events; only the last of them counts
+        self.stopped = self.draining = False  # stopped: loads weights; draining: will load weights soon
+        self.busy = 0.0  # seconds in which a sequence was running
+        self.stamp = 0  # number of planned events; only the last planned event counts
 
     def advance(self, now: float) -> None:
         """Move the tick counter to the present."""
@@ -129,7 +129,8 @@ class WindowState(DispatchState[Task, Versions]):
     """Order of start with slack: a group that has not finished may be overtaken, as long as its deadline allows it.
 
     The deadline of a group is the version at its start plus eta. A step takes the finished groups that started first.
-    It may take them only if, for each D, at most (D - v) B groups with a deadline up to D are left afterwards.
+    The step may take these groups only if enough steps remain for all others: for each version D, at most (D - v) B
+    groups with a deadline up to D may be left afterwards.
     """
 
     slack: int = 0  # versions by which the gate is stricter than eta
@@ -154,11 +155,12 @@ class WindowState(DispatchState[Task, Versions]):
 class Result:
     """What a simulation measures."""
 
-    # Each step waits from the first time on, trains from the second, and updates from the third to the fourth.
+    # Each step has four times: the trainer waits from the first time on, trains from the second time on, and updates
+    # the weights from the third time to the fourth.
     steps: list[list[float]] = field(default_factory=list)
     batches: list[Versions] = field(default_factory=list)  # trained tokens of each step
-    groups: dict[int, list[float]] = field(default_factory=dict)  # when each group starts and finishes
-    masked: float = 0.0  # tokens that mask took out of the loss
+    groups: dict[int, list[float]] = field(default_factory=dict)  # times at which each group starts and finishes
+    masked: float = 0.0  # tokens that `mask` left out of the loss
     dropped: int = 0
     busy: float = 0.0  # mean share of the time in which a server generates
 
@@ -182,7 +184,7 @@ class Result:
 
 
 class Simulation:
-    """A run in virtual time. `get_version` makes this object the version provider of the staleness gate."""
+    """A run in virtual time. The staleness gate asks this object for the current version (`get_version`)."""
 
     def __init__(self, setup: Setup, seed: int = 0) -> None:
         self.s, self.rng, self.now, self.version = setup, random.Random(seed), 0.0, 0
@@ -190,13 +192,13 @@ class Simulation:
         self.servers = [Server(setup) for _ in range(setup.servers)]
         self.next_server = cycle(self.servers)
         self.numbers, self.task_ids = count(), count()
-        self.events: list[tuple[float, int, Any, int]] = []  # (time, number, server or action, stamp)
+        self.events: list[tuple[float, int, Any, int]] = []  # (time, event's number, server or action, server.stamp)
         self.outdated: set[Server] = set()  # servers without the newest weights
         self.training, self.changed = False, False
         self.result = Result(steps=[[0.0]])
 
     def make_gate(self, s: Setup) -> tuple[StalenessManager, DispatchState[Task, Versions]]:
-        """Return the shipped gate and the shipped decisions; only window and unbounded change them."""
+        """Return the shipped gate and the shipped decisions. Only the modes window and unbounded change them."""
         slack = s.eta // 2 if s.stale == "window" else 0
         concurrent = s.concurrent or (s.eta + 1) * s.batch
         manager = StalenessManager(self, concurrent, s.batch, s.eta - slack)
@@ -237,7 +239,10 @@ class Simulation:
             self.plan(server)
 
     def take_batch(self) -> None:
-        """If a batch is ready, start a training step. The first lines only save the time of a vain `take`."""
+        """If a batch is ready, start a training step.
+
+        The first lines return early if `take` would find no batch, because a call of `take` costs time.
+        """
         finished = self.manager.get_stats().accepted - self.version * self.s.batch
         head = next(iter(self.state.order.values()), None)
         if finished < self.s.batch or (self.s.stale == "wait" and head is None):
@@ -262,11 +267,12 @@ class Simulation:
         """Stop a server, and let it load the new weights."""
         server.advance(self.now)
         server.draining, server.stopped = False, True
-        server.stamp += 1  # no sequence finishes in the meantime
+        server.stamp += 1  # no sequence finishes while the server is stopped
         self.at(self.s.update(self.rng, self.version, len(server.running)), lambda: self.loaded(server))
 
     def loaded(self, server: Server) -> None:
-        """Let one server go on with the new weights. The step ends after the last server: the gate may open."""
+        """Let one server go on with the new weights. The step ends after the last server, and then more groups may
+        start."""
         server.advance(self.now)
         server.stopped = False
         server.begins.append(server.ticks)
@@ -316,7 +322,7 @@ class Simulation:
                 subject()
             elif stamp == subject.stamp:
                 self.finish_sequences(subject)
-            if self.changed:  # a group or a step has ended
+            if self.changed:  # True if a group or a step has ended
                 self.changed = False
                 if not self.training:
                     self.take_batch()
@@ -331,8 +337,13 @@ class Simulation:
 def simulate(make: Callable[..., Setup], *args: Any, seeds: Iterable[int] = (0,)) -> dict[str, float]:
     """Simulate the setup `make(*args)` with each seed, and return medians over the seeds.
 
-    step_s, total_s: seconds of a step, and of all steps; tokens_s: trained tokens a second; servers_busy, trainer_busy:
-    shares of the time; lag_mean, lag_max: of the trained tokens; masked: share of the tokens; dropped: groups.
+    The result has these keys:
+
+        step_s, total_s              seconds of a step, and seconds of all steps
+        tokens_s                     trained tokens a second
+        servers_busy, trainer_busy   shares of the time
+        lag_mean, lag_max            mean and largest lag of the trained tokens
+        masked, dropped              share of the tokens, number of groups
     """
     setup = make(*args)
     results = [Simulation(make(*args), seed).run() for seed in seeds]
@@ -398,11 +409,11 @@ def blocks(values: list[float], size: int, width: int = 2) -> Draw:
     """Return a function that draws whole blocks of `size` values, each from at most `width` blocks away.
 
     The groups of one batch run at the same time on the same machine, so their times are alike. The slowest of B
-    independent draws would be slower than the slowest of B such groups. A block bootstrap keeps the times within a
-    block alike.
+    independent draws would be slower than the slowest of B groups that run together. A block bootstrap keeps the times
+    within a block alike.
     """
     shifts: dict[int, int] = {}
-    most = max(0, len(values) // size - 1)  # number of the last whole block
+    most = max(0, len(values) // size - 1)  # index of the last complete block of values
 
     def draw(rng: random.Random, k: int) -> float:
         block = k // size
@@ -457,7 +468,7 @@ def write(tables: dict[str, list[str]]) -> None:
     page = PAGE.read_text()
     for name, lines in tables.items():
         before, mark, rest = page.partition(f"<!-- {name} -->\n")
-        if not mark:  # the page does not show this table
+        if not mark:  # docs/simulate.md does not show every table
             continue
         page = before + mark + "\n".join(lines) + "\n\n" + rest.partition("\n\n")[2]
     PAGE.write_text(page.rstrip() + "\n")

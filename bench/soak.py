@@ -2,14 +2,15 @@
 
     python bench/soak.py                    30 kills over 60 steps of the demo, seed 1 (`make soak`)
     python bench/soak.py --kills 5 --steps 12 --seed 7
+    python bench/soak.py --freezes 10 --steps 20    stop a process 10 times for up to 10 s (SIGSTOP, SIGCONT), no kills
 
 After a random number of steps the script kills the trainer, the proxy or the server (kill -9). Then the script starts
 the run again with an identical command. Every random choice comes from the printed seed.
 
 At the end the script checks the trained samples (tokens/*.safetensors). Every step occurs exactly once. No prompt group
-is used in more than one step. Each of the first (steps - eta - 1) * 6 groups is used in a step; 6 is the batch size.
-Staleness is at most eta in every step. No token was sampled by a newer version than the version that was trained on it.
-After each kill, the script also checks that every process of the run ends.
+is used in more than one step. Each of the first (steps - eta - 1) * 6 groups is used in a step, where 6 is the batch
+size. Staleness is at most eta in every step. No token was sampled by a newer version than the version that was trained
+on it. After each kill, the script also checks that every process of the run ends.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def live(command: list[str], rng: random.Random, log: Path) -> tuple[int, str]:
         assert run.stdout is not None
         for _ in range(lines):
             out.write(run.stdout.readline())
-        time.sleep(moment)  # the moment of the kill is random
+        time.sleep(moment)  # the kill comes at a random moment
         up = pids(run)
         victim = rng.choice(sorted(up))
         if run.poll() is None:
@@ -69,6 +70,40 @@ def live(command: list[str], rng: random.Random, log: Path) -> tuple[int, str]:
             raise SystemExit(f"{left} of {up} outlived the {victim}")
         time.sleep(0.05)
     return run.returncode, f"{victim} after {lines} lines and {moment:.2f} s"
+
+
+def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> None:
+    """Start the run again after each kill, and at last run it to its end."""
+    for number in range(1, kills + 1):
+        code, what = live(command, rng, run_dir / "soak.log")
+        lines = (run_dir / "metrics.jsonl").read_text().count("\n") if (run_dir / "metrics.jsonl").exists() else 0
+        print(f"kill {number}: {what}; exit code {code}, {lines} lines in metrics.jsonl", flush=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stdout[-2000:] + done.stderr[-4000:])
+
+
+def freeze(command: list[str], rng: random.Random, freezes: int, log: Path) -> None:
+    """Run the command to its end. After random lines, stop one of its processes for up to 10 seconds."""
+    with (
+        log.open("a") as out,
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=out, text=True) as run,
+    ):
+        assert run.stdout is not None
+        seen, steps = 0, 0
+        for line in run.stdout:
+            out.write(line)
+            steps += line.startswith("step ")
+            if not steps or seen == freezes:
+                continue
+            up, seconds = pids(run), rng.uniform(0, 10)
+            victim = rng.choice(sorted(up))
+            os.kill(up[victim], signal.SIGSTOP)
+            time.sleep(seconds)
+            os.kill(up[victim], signal.SIGCONT)
+            seen += 1
+            print(f"freeze {seen}: {victim} for {seconds:.1f} s after {steps} steps", flush=True)
+    assert (run.returncode, seen) == (0, freezes), f"exit code {run.returncode}; see {log}"
 
 
 def check(run_dir: Path, steps: int) -> None:
@@ -93,6 +128,7 @@ def check(run_dir: Path, steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--freezes", type=int, default=0, help="stop processes for a time, and kill none")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--fileroot", type=Path, default=Path("runs/soak"))
@@ -105,13 +141,10 @@ def main() -> None:
     words += ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "actor.ppo_epochs=1"]
     command = [sys.executable, "-u", "train.py", *words]
     print(f"seed {args.seed}; {' '.join(command[1:])}", flush=True)
-    for kill in range(1, args.kills + 1):
-        code, what = live(command, rng, run_dir / "soak.log")
-        lines = (run_dir / "metrics.jsonl").read_text().count("\n") if (run_dir / "metrics.jsonl").exists() else 0
-        print(f"kill {kill}: {what}; exit code {code}, {lines} lines in metrics.jsonl", flush=True)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stdout[-2000:] + done.stderr[-4000:])
+    if args.freezes:
+        freeze(command, rng, args.freezes, run_dir / "soak.log")
+    else:
+        kill(command, rng, args.kills, run_dir)
     check(run_dir, args.steps)
 
 

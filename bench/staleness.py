@@ -2,8 +2,8 @@
 
     python bench/staleness.py                              all runs: 7 lags x 3 methods x 5 seeds, about 20 minutes
     python bench/staleness.py --etas 0 4 inf --seeds 1 2   some of the runs
-    python bench/staleness.py --stability                  how often a run falls: 3 lags x 3 corrections x 20 seeds
-    python bench/staleness.py --draw                       only the tables and the figure, from the CSV file
+    python bench/staleness.py --stability                  how often a run falls: 3 lags x 4 corrections x 20 seeds
+    python bench/staleness.py --draw                       only the tables and the figures, from the CSV file
 
 The benchmark repeats the experiment of the paper's staleness table (arXiv 2505.24298) on the game of tasks/guess.py.
 Training uses training/actor.py and ppo.py, as in a real run. Each run writes one line of docs/staleness.csv. If a run
@@ -12,10 +12,10 @@ the results.
 
 **A fixed lag.** On a small machine, generation is as fast as training, so a real run has little lag. In this benchmark
 generation and training alternate in one process. Steps are counted from 0. Version max(s - eta, 0) samples all tokens
-of step s. This is the largest lag that the gate of staleness.py allows. For eta = inf there is no gate. The sampler
-generates two batches while the trainer consumes one batch, so version s // 2 samples the batch of step s. Every run
-trains on 64 batches of 120 games. The CSV file contains the measured lag: the trainer's version minus the version that
-sampled the token.
+of step s. The gate of staleness.py allows no larger lag than this fixed lag. For eta = inf there is no gate. The
+sampler generates two batches while the trainer consumes one batch, so version s // 2 samples the batch of step s. Every
+run trains on 64 batches of 120 games. The CSV file contains the measured lag: the trainer's version minus the version
+that sampled the token.
 
 **Methods.** "naive" is standard PPO whose old policy is the behaviour policy. "decoupled" is decoupled PPO that
 computes pi_prox by a forward pass. "loglinear" is decoupled PPO that interpolates pi_prox between pi_behav and
@@ -38,6 +38,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -55,7 +56,7 @@ from transformers.utils import logging as transformers_logging  # noqa: E402
 from rollout.trajectory import complete  # noqa: E402
 from run.config import load  # noqa: E402
 from tasks import base_model, guess  # noqa: E402
-from training.actor import FSDPPPOActor  # noqa: E402
+from training.actor import FSDPEngine, FSDPPPOActor  # noqa: E402
 from training.config import PPOActorConfig  # noqa: E402
 
 ETAS = ["0", "1", "2", "4", "8", "16", "inf"]
@@ -70,13 +71,16 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "truncated": {"behave_imp_weight_action": "clamp"},
     "ESS": {"behave_imp_weight_action": "clamp", "ess_lr_power": 4.0, "lr": 1.5e-3},
 }
-STABILITY_SEEDS = [*range(201, 221)]  # drawn after the corrections were tuned with seeds 101 to 104
+CORRECTIONS["KL"] = CORRECTIONS["ESS"] | {"entropy_coeff": 0.0, "kl_ctl": 0.1}  # the penalty of configs/demo.yaml
+STABILITY_ETAS = ["0", "4", "8"]
+STABILITY_SEEDS = [*range(301, 321)]  # fixed before any of them was run; the corrections were tuned with 101 to 104
 STEPS, GAMES, EVERY = 64, 20, 8  # training steps; games per secret in a batch; steps between points of the curve
 MAX_NEW_TOKENS = 4
 MEASURED = ("clip_frac", "behave_weight_mean", "dropped_share", "kl", "entropy")  # metrics averaged over the run
 CURVE = [f"success_{step}" for step in range(0, STEPS + 1, EVERY)]
 COLUMNS = ["eta", "method", "seed", "lag_mean", "lag_max", *CURVE, *MEASURED, "cpu_s"]
-TABLE, FIGURE, BASES = ROOT / "docs" / "staleness.csv", ROOT / "docs" / "staleness.png", ROOT / "runs" / "staleness"
+TABLE, BASES = ROOT / "docs" / "staleness.csv", ROOT / "runs" / "staleness"
+FIGURE, STABILITY_FIGURE = ROOT / "docs" / "staleness.png", ROOT / "docs" / "stability.png"
 
 
 # ---------------------------------------------------------------- many games at once
@@ -99,7 +103,8 @@ class Script:
 
 
 class Transcript:
-    """The tokens of one game. Each sampled token has a logprob and a turn; other tokens have logprob 0 and turn -1."""
+    """The tokens of one guessing game. Each sampled token has a logprob and a turn; other tokens have logprob 0 and
+    turn -1."""
 
     def __init__(self, script: Script, secret: int) -> None:
         self.script, self.secret, self.reward, self.turn = script, secret, 0.0, 0
@@ -173,7 +178,7 @@ def success(model: Any, script: Script) -> float:
     found, reached = 0.0, [(script.start, {secret: 1 / len(guess.SECRETS) for secret in guess.SECRETS})]
     for _ in range(guess.GUESSES):
         said = [([*ids, token], number, weights) for ids, weights in reached for token, number in script.number.items()]
-        rows = torch.tensor([ids for ids, _, _ in said])  # (n, t): in a turn all games have the same length
+        rows = torch.tensor([ids for ids, _, _ in said])  # (n, t): in each turn all games have the same length
         log_p = torch.log_softmax(model(input_ids=rows, use_cache=False).logits[:, -2:], -1)  # (n, 2, V)
         p = (log_p[:, 0].gather(1, rows[:, -1:])[:, 0] + log_p[:, 1, script.end]).exp().tolist()
         reached = []
@@ -203,12 +208,15 @@ def run(eta: str, method: str, seed: int, base: Path, recipe: PPOActorConfig) ->
     actor = FSDPPPOActor(replace(recipe, optimizer=optimizer, **others), base)
     actor.create_process_group()
     actor.initialize(STEPS)
+    ref = FSDPEngine(actor.config, base)  # the base model, for the KL penalty
+    if actor.config.kl_ctl > 0:
+        ref.initialize()
     sampler = AutoModelForCausalLM.from_pretrained(base)
     script, generator = Script(), torch.Generator().manual_seed(seed)
     queue: deque[dict[str, Tensor]] = deque()
     made, lags, stats, curve = 0, [], [], [success(sampler, script)]
     for version in range(STEPS):
-        # 1. Generate the batches that this version samples.
+        # 1. Generate the batches that the current version samples.
         while made < STEPS and sampled_at(made, eta) <= version:
             queue.append(play(sampler, script, version, generator))
             made += 1
@@ -217,6 +225,8 @@ def run(eta: str, method: str, seed: int, base: Path, recipe: PPOActorConfig) ->
         lags.append((version - batch["versions"][batch["loss_mask"] > 0]).float().mean().item())
         if actor.should_compute_prox_logp():
             batch["prox_logp"] = actor.compute_logp(batch)
+        if actor.config.kl_ctl > 0:
+            batch["ref_logp"] = ref.compute_logp(batch)
         actor.compute_advantages(batch)
         stats.append(actor.ppo_update(batch))
         actor.step_lr_scheduler()
@@ -264,7 +274,7 @@ def cells(lines: list[dict[str, Any]], column: str) -> dict[tuple[str, str], lis
 
 def print_table(lines: list[dict[str, Any]]) -> None:
     """Print the measured lag, and the success after the last step: median (lowest to highest) of seeds 1 to 5."""
-    lines = [line for line in lines if line["seed"] <= 5]  # some cells have more seeds, see print_stability
+    lines = [line for line in lines if line["seed"] <= 5]  # this table leaves out the further seeds of print_stability
     last, lag, largest = cells(lines, CURVE[-1]), cells(lines, "lag_mean"), cells(lines, "lag_max")
     print("| eta | lag, mean | lag, max | " + " | ".join(METHODS) + " |\n" + "|---" * (3 + len(METHODS)) + "|")
     for eta in ETAS:
@@ -282,16 +292,39 @@ def largest_fall(line: dict[str, Any]) -> float:
 
 
 def print_stability(lines: list[dict[str, Any]]) -> None:
-    """Print the median and the range of the final success, and how many runs fell by more than 0.1 on the way."""
-    print("\n| eta | correction | seeds | median | range | fell by more than 0.1 | largest fall |\n" + "|---" * 7 + "|")
-    for eta in ("0", "4", "8"):
-        for method in CORRECTIONS:
-            runs = [line for line in lines if (line["eta"], line["method"]) == (eta, method)]
-            if runs:
-                last, falls = [line[CURVE[-1]] for line in runs], [largest_fall(line) for line in runs]
-                fell = f"{sum(fall > 0.1 for fall in falls)} | {max(falls):.3f}"
-                shown = f"{len(runs)} | {median(last):.3f} | {min(last):.3f} to {max(last):.3f} | {fell}"
-                print(f"| {eta} | {method} | {shown} |")
+    """Print the median and the range of the final success, and how many runs fell by more than 0.1 on the way.
+
+    A correction has a row for each hundred of seeds, because every new version of a correction gets new seeds.
+    """
+    names = ("eta", "correction", "seeds", "runs", "median", "range", "runs that fell", "largest fall")
+    print("\n| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
+    for eta, method, hundred in product(STABILITY_ETAS, CORRECTIONS, (2, 3)):
+        runs = [x for x in lines if (x["eta"], x["method"], x["seed"] // 100) == (eta, method, hundred)]
+        if runs:
+            last, falls = [line[CURVE[-1]] for line in runs], [largest_fall(line) for line in runs]
+            seeds = sorted(int(line["seed"]) for line in runs)
+            fell = f"{sum(fall > 0.1 for fall in falls)} | {max(falls):.3f}"
+            shown = f"{len(runs)} | {median(last):.3f} | {min(last):.3f} to {max(last):.3f} | {fell}"
+            print(f"| {eta} | {method} | {seeds[0]} to {seeds[-1]} | {shown} |")
+
+
+def draw_stability(lines: list[dict[str, Any]]) -> None:
+    """Draw the success during training of every run with a lag, for the last two corrections; falls are red."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = list(product(STABILITY_ETAS[1:], list(CORRECTIONS)[-2:]))
+    figure, axes = plt.subplots(1, len(panels), figsize=(12, 3.4), sharey=True, constrained_layout=True)
+    for panel, (eta, method) in zip(axes, panels):
+        runs = [line for line in lines if (line["eta"], line["method"]) == (eta, method)]
+        for line in sorted(runs, key=largest_fall):
+            color = "tab:red" if largest_fall(line) > 0.1 else "tab:blue"
+            panel.plot(range(0, STEPS + 1, EVERY), [line[name] for name in CURVE], color=color, linewidth=0.8)
+        panel.set(xlabel="training step", title=f"{method}, eta {eta}, {len(runs)} seeds")
+    axes[0].set(ylabel="success")
+    figure.savefig(STABILITY_FIGURE, dpi=110)
 
 
 def middle(values: list[float]) -> str:
@@ -331,35 +364,37 @@ def draw(lines: list[dict[str, Any]], curves_of: str = "16") -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--etas", nargs="*", default=ETAS, choices=ETAS)
-    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3, 4, 5])
+    parser.add_argument("--etas", nargs="*", choices=ETAS)
+    parser.add_argument("--methods", nargs="*", choices=METHODS | CORRECTIONS)
+    parser.add_argument("--seeds", nargs="*", type=int)
     parser.add_argument("--stability", action="store_true")
     parser.add_argument("--draw", action="store_true")
     args = parser.parse_args()
-    if args.stability:
-        args.etas, args.methods, args.seeds = ["0", "4", "8"], list(CORRECTIONS), STABILITY_SEEDS
+    etas, methods, seeds = (
+        (STABILITY_ETAS, CORRECTIONS, STABILITY_SEEDS) if args.stability else (ETAS, METHODS, [1, 2, 3, 4, 5])
+    )
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
     words = ["actor.ppo_epochs=1", "actor.kl_ctl=0", "actor.entropy_coeff=0.03", "actor.enable_tree_training=true"]
     recipe = load(["--config", str(ROOT / "configs" / "demo.yaml"), *words]).actor
     done = {(line["eta"], line["method"], line["seed"]) for line in read()}
-    for seed in (
-        [] if args.draw else args.seeds
-    ):  # seeds are the outer loop, so a stopped benchmark has complete results for some seeds
+    # Seeds are the outer loop, so a stopped benchmark has complete results for some seeds.
+    for seed in [] if args.draw else args.seeds or seeds:
         base = BASES / f"base-{seed}"
-        guess.make_model(base, seed)
-        for eta in args.etas:
-            for method in args.methods:
+        if not base.exists():
+            guess.make_model(base, seed)
+        for eta in args.etas or etas:
+            for method in args.methods or methods:
                 if (eta, method, seed) not in done:
                     line = run(eta, method, seed, base, recipe)
                     append(line)
                     shown = f"lag {line['lag_mean']:.2f}, success {line[CURVE[-1]]:.3f}, {line['cpu_s']:.0f} s"
                     print(f"eta {eta}, {method}, seed {seed}: {shown}", flush=True)
-    lines = [line for line in read() if line["seed"] not in STABILITY_SEEDS]
+    lines, many = read(), [line for line in read() if line["seed"] > 200]
     print_table(lines)
-    print_stability([line for line in read() if line["seed"] in STABILITY_SEEDS])
-    draw(lines)
+    print_stability(many)
+    draw([line for line in lines if line["seed"] <= 5])
+    draw_stability(many)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-try:  # areal must be imported before transformers, because otherwise its imports are circular
+try:  # areal must be imported before transformers, or areal's imports are circular
     import areal  # noqa: F401
     from areal.models.tree_attn.tree import _greedy_build_tries
 except ImportError:
@@ -95,7 +95,8 @@ def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tenso
         return loss_of(model, hidden[:, own - 1 : -1].flatten(0, 1), wanted)
 
     def packed() -> Tensor:
-        return end_to_end("packed", sequence_lengths=[length] * ROWS)
+        bounds = torch.arange(0, ROWS * length + 1, length, dtype=torch.int32)
+        return end_to_end("packed", bounds=bounds, longest=length)
 
     def hf() -> Tensor:
         return end_to_end("sdpa")
@@ -137,7 +138,7 @@ def measure(width: int, length: int, share: float, rounds: int) -> str:
     for _ in range(rounds):
         for name, way in ways(model, rows, share).items():
             if rows.numel() > 8192 and name in ("hf", "dense"):
-                continue  # with so many tokens, a pass with the N x N mask would take a minute
+                continue  # for long rows, a pass with the N x N mask would take a minute
             model.zero_grad()
             began = time.process_time()
             way().backward()

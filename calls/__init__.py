@@ -8,7 +8,7 @@ Read the modules in the order in which a request passes through them:
     tools.py      split a model's text into reasoning, text and tool calls
     replies.py    write an answer in one of three protocols
 
-sessions.py keeps the proxy's sessions. side_conversations.py finds calls that a client makes for its own purposes.
-client.py connects an episode to the proxy. The modules may import the conversation tree (cache.py) and the records of a
-request (inference/io_struct.py), but no module from rollout/ or training/.
+The module sessions.py keeps the proxy's sessions. The module side_conversations.py finds calls that a client makes for
+its own purposes. The module client.py connects an episode to the proxy. The modules may import the conversation tree
+(cache.py) and the records of a request (inference/io_struct.py), but no module from rollout/ or training/.
 """

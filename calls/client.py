@@ -10,8 +10,8 @@
            await client.set_last_reward(reward)
        interactions = await client.export_interactions(discount=0.9, style="concat")
 
-   These are five requests. The following code has the same effect with two requests, which cost the trainer less CPU
-   time:
+   These are five requests. The following code has the same effect, but sends only two requests and so takes less CPU
+   time of the trainer:
 
        async with OpenAIProxyClient(transport, base_url, admin_key, task_id, grant=True) as client:
            reward = await agent.run(data, base_url=client.session_url, api_key=client.api_key)
@@ -23,7 +23,7 @@
    of the reply. The client never retries a request: the proxy is a process of the run, so a lost connection means that
    the proxy died.
 
-2. Direct approach. AReaL's documents call this approach a legacy pattern (Agent Workflow, "Direct Approach"). A
+2. Direct approach. AReaL's documents call the direct approach a legacy pattern (Agent Workflow, "Direct Approach"). A
    RolloutWorkflow calls the model with an `ArealOpenAI`, an AsyncOpenAI that is connected to an engine. The HTTP client
    of an `ArealOpenAI` passes each request to the proxy's application in the same process. The proxy's code therefore
    handles prompts, tool calls and errors in both approaches. In the direct approach, setting a reward changes the
@@ -82,11 +82,14 @@ class OpenAIProxyClient:
     through httpx's client class would take a third longer.
     """
 
-    def __init__(self, transport: Any, base_url: str, admin_key: str, task_id: str, grant: bool = False) -> None:
-        self._grant = grant  # whether to add a grant when the session starts
+    def __init__(
+        self, transport: Any, base_url: str, admin_key: str, task_id: str, grant: bool = False, **options: Any
+    ) -> None:
+        # `grant` adds a grant when the session starts. `options` are further fields of /rl/start_session.
+        self._start = {"task_id": task_id, "grant": grant, **options}
         self._transport: httpx.AsyncBaseTransport = transport
         self._base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {admin_key}"}  # not needed if the path contains a session id
+        self._headers = {"Authorization": f"Bearer {admin_key}"}  # only requests without a session id need the key
         self.task_id = task_id
         self.session_id = self.api_key = ""  # set when the session starts
         self.rewarded_count = 0  # number of interactions with a reward; set when the session ends
@@ -101,7 +104,7 @@ class OpenAIProxyClient:
         return (await self._post("/grant_capacity", {}))["capacity"]
 
     async def __aenter__(self) -> Self:
-        started = await self._post("/rl/start_session", {"task_id": self.task_id, "grant": self._grant})
+        started = await self._post("/rl/start_session", self._start)
         self.session_id, self.api_key = started["session_id"], started["api_key"]
         return self
 
@@ -151,7 +154,7 @@ class OpenAIProxyClient:
             interaction = ExportedInteraction(messages, interaction_id, reward=exported["reward"], row=row)
             interaction.output_message_list, interaction.reply = exported["output"], exported["reply"]
             interaction.turn = max(row["turn_ids"], default=0)
-            start = len(row["turn_ids"]) - row["turn_ids"].count(interaction.turn)  # the turn's output ends the row
+            start = len(row["turn_ids"]) - row["turn_ids"].count(interaction.turn)  # where the turn's output begins
             output: list[Any] = [row[key][start:] for key in ("input_ids", "logprobs", "versions")]
             interaction.model_response = response = ModelResponse(row["input_ids"][:start], *output)
             response.stop_reason, response.temperature = exported["stop_reason"], row["temperatures"][-1]
@@ -188,7 +191,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
         http_client = openai.DefaultAsyncHttpxClient(transport=sdk_http.ASGITransport(app), timeout=None)
         url = f"http://in-process/{session.session_id}/v1"
         super().__init__(base_url=url, api_key=session.session_id, http_client=http_client, max_retries=0)
-        for endpoint in list[Any]([self.chat.completions, self.responses]):  # the only model needs no name
+        for endpoint in list[Any]([self.chat.completions, self.responses]):  # the proxy serves only one model
             endpoint.create = functools.partial(endpoint.create, model="default")
 
     def copy(self, **changes: Any) -> openai.AsyncOpenAI:  # type: ignore[override]

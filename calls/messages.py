@@ -9,21 +9,21 @@ and the engine read messages only in the normal form. `normalise` returns the no
     {"role": "tool", "content": "21 degrees", "tool_call_id": "call_1"}
 
 The protocols Responses and Messages split one message into several items or blocks (reasoning, text, tool calls). The
-parsers of both protocols join the pieces into one message. Each tool result becomes a separate message.
+parsers of both protocols join the items or blocks into one message. Each tool result becomes a separate message.
 
 Why messages are compared. An agent sends the whole history with every request. To find the parent of a request, the
 conversation tree (`cache.py`) compares the history with earlier requests and replies. However, clients change a reply
 before they send it back: `content: null` becomes `""`, for example, and the spaces in the JSON of a tool call change.
-If a client has rewritten texts, the request starts a new conversation. `canonical` compares only these four fields:
+The tree therefore compares only four fields of a message, in the form that `canonical` gives them:
 
     role            `developer` is the newer name of `system`
     text            null, "" and an absent key count as equal; a list of text parts counts as the joined text
     tool calls      id, name and arguments, in order; arguments are compared as JSON: '{"a": 2.0}' equals '{ "a":2 }'
     tool_call_id    for the result of a tool; some clients call this key `id`
 
-Every other key (`name`, reasoning, annotations, cache markers, ids of items) is ignored. Two messages may be equal in
-this comparison and still have different tokens. The comparison is therefore used only to find the parent, and the
-prompt contains the parent's sampled tokens unchanged.
+Every other key (`name`, reasoning, annotations, cache markers, ids) is ignored. If a client has changed the text of an
+earlier message, the request starts a new conversation. Two equal messages may have different tokens, so the tree uses
+the comparison only to find the parent. The prompt contains the parent's sampled tokens unchanged.
 
 References. Some clients send an id in place of the history: `previous_response_id`, `item_reference`, or Anthropic's
 `thread`. The parser calls `find` with this id to get the messages of a finished interaction of the session. New
@@ -165,7 +165,7 @@ def _tool_call(raw: Any, where: str) -> Json:
         raise Refusal(f"{where}: a call has an id and the name of a function, both strings")
     if arguments is None or arguments == "":
         arguments = "{}"
-    elif not isinstance(arguments, str):  # write the object as text, because `read_json` turns 2.0 into 2
+    elif not isinstance(arguments, str):  # an object, as text for `read_json` below, which turns 2.0 into 2
         arguments = write_json(arguments, where)
     with contextlib.suppress(ValueError):  # a model may write arguments that are not JSON
         arguments = read_json(arguments)
@@ -317,12 +317,12 @@ def _schema(form: Json) -> dict[str, str]:
     kind = form.get("type", "text")
     if kind == "text":
         return {}
-    holder = get(form, "json_schema", dict, form)  # chat completions put the schema one level deeper
+    holder = get(form, "json_schema", dict, form)  # in chat completions, the schema is one level deeper
     schema = {"type": "object"} if kind == "json_object" else holder.get("schema")
     if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
         raise Refusal("response_format: type text, json_object, or json_schema with a schema is needed")
     write_json(schema, "response_format.schema")  # raises Refusal if the schema is nested too deeply
-    return {"json_schema": json.dumps(schema)}  # keeps the order of the keys, because a grammar follows it
+    return {"json_schema": json.dumps(schema)}  # keeps the schema's order of keys, which the model's JSON must follow
 
 
 def _tools(body: Json, tool_type: str) -> list[Json]:
@@ -357,7 +357,7 @@ def _tool_choice(raw: Any, tools: list[Json]) -> tuple[str, list[Json]]:
     if isinstance(raw, dict) and raw.get("type") in ("auto", "none", "any"):
         choice = raw["type"]
     elif isinstance(raw, dict) and raw.get("type") == "allowed_tools":
-        raw = get(raw, "allowed_tools", dict, raw, "tool_choice")  # chat completions put the list one level deeper
+        raw = get(raw, "allowed_tools", dict, raw, "tool_choice")  # in chat completions, the list is one level deeper
         allowed = [tool["function"]["name"] for tool in _tools(raw, "function")]
         choice, tools = raw.get("mode"), [tool for tool in tools if tool["function"]["name"] in allowed]
     elif isinstance(raw, dict):

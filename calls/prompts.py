@@ -14,17 +14,18 @@ template of Qwen:
     parent's output    Hi!<|im_end|>
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
-The rendered tail begins with the marks that close an assistant's turn, here <|im_end|>. If the model has sampled these
-marks, `PromptBuilder` removes the marks from the tail. If the answer was cut at a length limit, the marks stay in the
-tail. These marks are then part of the prompt and are not trained.
+The template itself writes <|im_end|> after SENTINEL, because this mark closes an assistant's turn. In the example, the
+model has already sampled the mark, so `PromptBuilder` has removed the mark from the tail. If the answer was cut at a
+length limit, the mark stays in the tail. The mark is then part of the prompt and is not trained.
 
 Many templates change the history. For example, some templates remove reasoning or blanks from earlier turns. A prompt
 that begins with the parent's tokens keeps every answer exactly as the model wrote it. A whole conversation is therefore
-one sequence for training. Such a prompt is correct only if the tail depends on the new messages alone. The constructor
-of `PromptBuilder` therefore compares the tails after two histories of different length. If the two tails differ, the
-whole conversation is rendered again for every prompt, as with the option chat_template_type "hf". If the template
-refuses the stub of one turn, only the prompt of this turn is rendered in full. A prompt that is rendered in full may
-not begin with the parent's tokens. In that case a concat export starts a new row at this turn.
+one sequence for training. A prompt with reused tokens is correct only if the tail depends on the new messages alone.
+The constructor of `PromptBuilder` therefore compares the tails after two histories of different length. If the two
+tails differ, the whole conversation is rendered again for every prompt, as with the option chat_template_type "hf". If
+the template refuses the stub of one turn, only the prompt of this turn is rendered in full. The first tokens of a
+prompt that is rendered in full can differ from the parent's tokens. In this case a concat export starts a new row at
+this turn.
 
 Text. `TextReader.read` returns only text that no later token can change. The reader holds back incomplete characters
 and text that may be the beginning of a stop string. The text of a token may depend on the tokens before it, because
@@ -56,10 +57,10 @@ from calls.tools import without_partial
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
-REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # a template refuses messages with these
+REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # exceptions of a template that refuses
 PART = 2**16  # a text much longer than the context is tokenised in parts of this many characters
 INCOMPLETE = 3  # an incomplete character has at most this many bytes, tokens or U+FFFD
-WITHOUT_TEXT = 16  # if more tokens than this have no text, they are special tokens, and the reader settles them
+WITHOUT_TEXT = 16  # more tokens than this without any text are special tokens, and `TextReader` may settle them
 
 
 class PromptBuilder:
@@ -134,7 +135,7 @@ class PromptBuilder:
         """Return the tokens of a text, without the special token that some tokenizers put at the beginning.
 
         A text that probably exceeds the context is tokenised in parts. When the tokens exceed twice the context, the
-        rest of the text is left out. The engine refuses such a prompt anyway.
+        rest of the text is left out. The engine refuses a prompt that is longer than the context anyway.
         """
         context, tokens = self._context_length or len(text), []
         for begin in range(0, len(text), PART) if len(text) > 4 * context else ():
@@ -167,8 +168,9 @@ class TextReader:
                       context         ^ settled
 
     The text of the tokens before `settled` can no longer change. The tokens from `settled` on are pending. Tokens
-    become settled in groups. The context is the last settled group that has a text. Every `read` decodes the context
-    and the pending tokens together. The decoder writes U+FFFD for the bytes of an incomplete character.
+    become settled in groups. The reader's context is the last group of settled tokens that has a text. Every `read`
+    decodes the context and the pending tokens together. The decoder writes U+FFFD for the bytes of an incomplete
+    character.
     """
 
     def __init__(self, tokenizer: Any, gconfig: Any, opening: str = "", special_tokens: bool = False) -> None:

@@ -12,11 +12,11 @@ the whole reply.
     messages    message_start; for each block content_block_start, deltas, content_block_stop; message_delta with
                 stop_reason and usage; message_stop
 
-How a stream is made. A `Stream` returns the events of one answer as bytes, which the proxy sends. `start` returns the
-events before the first token. While the answer grows, `grow` receives the parts that no later token can change
-(`certain` in tools.py). `grow` returns the events for the text that was added since the last call. When the answer is
-complete, `finish` returns the events that send the rest, such as the tool calls. When all answers of a reply are
-complete, `end` returns the reply's last events.
+Streams. A `Stream` returns the events of one answer as bytes, which the proxy sends. `start` returns the events before
+the first token. While the answer grows, `grow` receives the parts that no later token can change (`certain` in
+tools.py). `grow` returns the events for the text that was added since the last call. When the answer is complete,
+`finish` returns the events that send the remaining parts of the answer, such as the tool calls. When all answers of a
+reply are complete, `end` returns the reply's last events.
 
     start -> message_start      grow("Let") -> content_block_start, delta "Let"      grow("Let me") -> delta " me"
 
@@ -24,10 +24,10 @@ Ids. The ids of tool calls and items contain the interaction's id, so an agent c
 calls of chatcmpl-<x> have the ids call_<x>_0 and call_<x>_1. The items of resp_<x> are rs_<x> (reasoning), msg_<x>
 (text) and fc_<x>_0 (tool call).
 
-Strict clients. Some clients fail if a reply lacks a role, index, usage or created_at. A reply therefore has every such
-key that its protocol defines. Other clients fail if a key is null, so keys without a value are left out. There is one
-exception: a chat message that consists of tool calls has `content: null`. Anthropic's clients need an `event:` line, so
-every event of Anthropic's protocol has this line.
+Strict clients. Some clients fail if a reply lacks a role, index, usage or created_at, so a reply has each of these keys
+that its protocol defines. Other clients fail if a key is null, so keys without a value are left out. Only a chat
+message that consists of tool calls has a null key: `content: null`. Anthropic's clients need an `event:` line, so every
+event of Anthropic's protocol has this line.
 
 Annotations, citations, refusals and counts of cached tokens are not supported: these fields are empty or 0. The
 signature of a reasoning block is a placeholder.
@@ -57,7 +57,7 @@ class Answer:
     interaction_id: str
     response: ModelResponse
     parsed: Parsed
-    token_texts: list[str] = field(default_factory=list)  # text of each sampled token; empty without logprobs
+    token_texts: list[str] = field(default_factory=list)  # text of each sampled token; empty if the agent wants none
     stopped_by: str = ""  # the stop string that ended the answer, if there is one
 
     @property
@@ -139,7 +139,7 @@ class Stream:
     def __init__(self, ask: AgentRequest, interaction_id: str, index: int = 0) -> None:
         self.ask, self.interaction_id, self.index = ask, interaction_id, index
         self.created = int(time.time())
-        # Only these three attributes change:
+        # Only these three attributes of a stream change:
         self.position = 0  # index of the open part or, if no part is open, of the next part
         self.sent: str | None = None  # the sent text of the open part; None if no part is open
         self.logprobs: list[dict[str, Any]] = []  # one entry per sampled token; set when the answer is complete
@@ -169,7 +169,7 @@ class Stream:
         return frames
 
     def finish(self, answer: Answer) -> bytes:
-        """Return the events that send the rest of a complete answer."""
+        """Return the events that send the unsent parts of a complete answer."""
         self.logprobs = answer.logprobs
         return self.grow(answer.parts, whole=True)
 
@@ -190,7 +190,7 @@ class Stream:
     def _piece(self, part: str, value: Any, piece: str) -> bytes:
         """Return the event that sends a piece of a part.
 
-        A tool call is sent whole, because every client accepts that.
+        A tool call is sent as one piece, because every client accepts a whole tool call.
         """
         raise NotImplementedError
 
@@ -440,9 +440,9 @@ class MessagesStream(Stream):
 
 @dataclass(frozen=True)
 class Protocol:
-    """The functions of one protocol."""
+    """The functions that read the requests and write the replies of one protocol."""
 
-    id_prefix: str  # how the id of an interaction begins
+    id_prefix: str  # the beginning of each interaction's id
     parse: Callable[..., AgentRequest]  # (body, find) -> the request
     render: Callable[[AgentRequest, list[Answer]], dict[str, Any]]  # (request, answers) -> the body of a whole reply
     stream: Callable[[AgentRequest, str, int], Stream]  # (request, interaction id, index) -> the stream of one answer

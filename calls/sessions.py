@@ -11,15 +11,14 @@ An unused grant lapses after GRANT_SECONDS, so the unused grants of failed start
     forgotten  | the session was exported or discarded after its end, or it was idle for too long
 
 A session is idle while none of its answers is being generated and no request for it arrives. For example, with a
-timeout of 3600 seconds, a session that becomes idle at 12:00 expires at 13:00. The proxy has no timer. Instead, three
-kinds of requests make it look for expired sessions: the start of a session, a request with a session id, and GET
-/health. When the proxy forgets a session, the session's conversation tree is lost.
+timeout of 3600 seconds, a session that becomes idle at 12:00 expires at 13:00. An ended session that nobody exports
+expires, too. The proxy has no timer. Instead, the proxy looks for expired sessions when a session starts, at each
+request with a session id, and at GET /health. When the proxy forgets a session, the session's conversation tree is
+lost.
 
 A session also contains the turn of each earlier request, so that turn.py can recognise a client's retry.
 
 The methods of `SessionTable` do no input or output, and get the time from the function `clock`.
-
-A session that has ended is also forgotten if it is not exported before its timeout.
 """
 
 import asyncio
@@ -32,6 +31,7 @@ from typing import Any
 
 from cache import Interaction, InteractionCache
 from calls.messages import AgentRequest, Refusal
+from inference.io_struct import SAMPLING_KEYS
 from run.fields import Count, Positive
 
 GRANT_SECONDS = 60.0  # seconds until an unused grant lapses
@@ -39,7 +39,7 @@ GRANT_SECONDS = 60.0  # seconds until an unused grant lapses
 
 @dataclass
 class Limits:
-    """What one session may cost a proxy. No honest agent reaches a limit (SECURITY.md)."""
+    """Limits on the requests and answers of one session. No honest agent reaches a limit (SECURITY.md)."""
 
     running: Count = 128  # answers of a session that servers generate at once; the session's other answers wait
     answers: Count = 2048  # answers of a session that run or wait; a further call gets status 429
@@ -67,12 +67,13 @@ class Session:
     task_id: str
     last_used: float  # time of the last request or of the last finished turn, in seconds of `clock`
     cache: InteractionCache
-    places: asyncio.Semaphore  # each answer that is being generated takes a place (`Limits.running`)
+    places: asyncio.Semaphore  # limits the answers that servers generate at once (`Limits.running`)
+    sampling: dict[str, Any] = field(default_factory=dict)  # default sampling parameters, if not those of the proxy
     calls: int = 0  # number of answers that the agent has requested
     running: set[Any] = field(default_factory=set)  # turns (turn.py) that are being generated
     turns: dict[bytes, list[Any]] = field(default_factory=dict)  # hash of a request's body -> turns with this body
     ended: bool = False  # whether the session refuses calls
-    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a call looks for its turn, or begins it
+    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a request finds or starts its turn
 
     @property
     def rewarded_count(self) -> int:
@@ -86,7 +87,10 @@ class Session:
 
 
 class SessionTable(OrderedDict[str, Session]):
-    """The grants for new sessions, and the open and ended sessions by id, ordered by last use, oldest first."""
+    """The open and ended sessions by id, and the grants for new sessions.
+
+    The session that was used longest ago comes first.
+    """
 
     def __init__(self, timeout: float, clock: Callable[[], float], side_patterns: Collection[str] = ()) -> None:
         super().__init__()
@@ -124,14 +128,19 @@ class SessionTable(OrderedDict[str, Session]):
         self._grants.append(self.clock() + GRANT_SECONDS)
         return self.capacity
 
-    def start(self, task_id: str) -> Session:
-        """Use one grant and return a new session. Raises Refusal 429 if there is no grant."""
+    def start(self, task_id: str, sampling: dict[str, Any] | None = None) -> Session:
+        """Use one grant and return a new session. Raises Refusal 429 if there is no grant.
+
+        `sampling` holds the session's own default values of GenerationHyperparameters.
+        """
+        if strange := (sampling or {}).keys() - SAMPLING_KEYS:
+            raise Refusal(f"sampling: there is no parameter {', '.join(sorted(strange))}")
         if not self.capacity:
             raise Refusal("session: none may start; POST /grant_capacity first", 429)
         self._grants.popleft()
         self.expire()
         cache, places = InteractionCache(self.side_patterns), asyncio.Semaphore(self.limits.running)
-        session = Session(secrets.token_urlsafe(16), task_id, self.clock(), cache, places)
+        session = Session(secrets.token_urlsafe(16), task_id, self.clock(), cache, places, sampling or {})
         self[session.session_id] = session
         return session
 

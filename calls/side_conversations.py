@@ -11,12 +11,13 @@ The rule. A finished interaction is a *suspect* if conditions 1 and 2 hold:
 
 A suspect is a side conversation if condition 3 also holds:
 
-    3. The session has interactions that are not suspects, and none of them has the same first message as the suspect.
+    3. The session has interactions that are not suspects, and all of them have another first message than the suspect.
 
-The rule ignores the time of a call, so a title request may come before, between or after the agent's calls. An agent
-may offer no tools in the call for its final answer. This call has the same first message as the agent's other calls, so
-condition 3 excludes it. A session may also contain a second agent that makes only one call. The prompt of this call
-does not request a title, so condition 1 excludes it.
+The rule ignores the time of a call, so a title request may come before, between or after the agent's calls. Two other
+calls may look like a title request, but the rule does not take them for side conversations. An agent may offer no tools
+in the call for its final answer. This call has the same first message as the agent's other calls, so condition 3 does
+not hold. A session may also contain a second agent that makes only one call. The prompt of this call does not request a
+title, so condition 1 does not hold.
 
 The configuration key rollout.openai.side_conversations contains the patterns, which are regular expressions. The case
 of letters does not matter. An empty list turns the rule off. For a client whose title requests match no pattern, add a
@@ -34,10 +35,10 @@ from typing import Any
 from calls.messages import canonical
 
 PATTERNS = (
-    # opencode, Claude Code, Open WebUI
+    # matches the title requests of opencode, Claude Code and Open WebUI
     r"\b(write|generate|create|extract|provide|suggest|output)\b.{0,80}\btitles?\b",
     r"\bnew conversation topic\b",  # Claude Code
-    r"^(quota|warmup)$",  # Claude Code, before its first real call
+    r"^(quota|warmup)$",  # Claude Code sends this message before its first real call
 )
 
 

@@ -6,10 +6,10 @@ expects the form of Qwen and Hermes:
     <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
 Tool calls. The JSON between <tool_call> and the next </tool_call> is a call under two conditions: the agent offers a
-tool of this name, and the arguments are an object. Everything else is text: a call without an end mark, broken JSON, an
-unknown tool. A model's mistake therefore never makes a request fail, and the agent sees the mistake. The parser drops
+tool of this name, and the arguments are an object. Broken JSON, a call without an end mark and a call of an unknown
+tool stay text. A model's mistake therefore never makes a request fail, and the agent sees the mistake. The parser drops
 blank space around the reasoning and before a call. A text without calls stays unchanged, because the agent sends the
-text back in its next request and the proxy compares the two.
+text back in its next request, and the proxy compares this copy with the text.
 
 Streams. `certain` returns the part of an unfinished text that no continuation can change:
 
@@ -18,16 +18,16 @@ Streams. `certain` returns the part of an unfinished text that no continuation c
     "Hello \\n"      -> "Hello"      a call may follow
     "<think>so </t" -> reasoning "so"
 
-With every new token the certain part stays unchanged or grows. The text that `parse` returns for the whole answer
-begins with the certain part. A stream sends the calls when the answer is complete.
+With every new token the certain part stays unchanged or grows. The certain part is always the beginning of the text
+that `parse` returns for the whole answer. A stream sends the calls when the answer is complete.
 
 Reasoning in the prompt. Some chat templates end the prompt with <think>. `begun` returns this <think>, so that the
 caller can put <think> before the model's text.
 
-Forced calls. If tool_choice demands a call, `opening` returns the first words of a call. The prompt ends with these
-words, so they are not trained. The caller also puts these words before the model's text. The model writes the rest of
-the call: the arguments and, if there are several tools, the name. The proxy uses no grammar, so the model may still
-write broken JSON. Broken JSON stays text.
+Forced calls. If tool_choice demands a call, `opening` returns the first words of a call. The prompt ends with the first
+words of the call, so these words are not trained. The caller of `opening` also puts these words before the model's
+text. The model writes the rest of the call: the arguments and, if there are several tools, the name. The proxy uses no
+grammar, so the model may still write broken JSON. Broken JSON stays text.
 
 Other forms. If the tokenizer has a response template (a feature of transformers), this template parses the text. A
 `tool_call_parser` that is not in `HERMES` names one of SGLang's parsers, so SGLang must be installed. SGLang's parser
@@ -95,6 +95,7 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     pieces: list[str] = []
     calls: list[Call] = []
     piece_begin = 0  # where the next piece of text begins
+
     # No call ends after the last </tool_call>, so the search stops there. Without this limit, the search would scan to
     # the end of the text for each unclosed <tool_call>. The time would then be quadratic in the number of such marks.
     last = text.rfind(END_OF_CALL) + len(END_OF_CALL)
@@ -139,7 +140,7 @@ class OutputParser:
             self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
 
     def foreign(self, tools: Tools) -> bool:
-        """Return whether the text has a form other than the default. Such a text must contain the special tokens."""
+        """Return whether the text has another form than the default, and so must contain the special tokens."""
         return self.special_tokens or (self._sglang is not None and bool(tools))
 
     def parse(self, text: str, tools: Tools) -> Parsed:
@@ -172,7 +173,7 @@ class OutputParser:
     def begun(self, prompt: str) -> str:
         """Return <think> if the prompt ends with <think>, else "".
 
-        The text for `parse` must begin with what `begun` returns.
+        The text for `parse` must begin with the text that `begun` returns.
         """
         return THINK if prompt.rstrip().endswith(THINK) and not self.special_tokens else ""
 
@@ -189,7 +190,8 @@ class OutputParser:
             raise Refusal("tool_choice: this model's form of tool calls cannot be forced; use auto")
         names = [tool["function"]["name"] for tool in tools] if tool_choice == "required" else [tool_choice]
         end_of_reasoning = f"{END_OF_THINK}\n\n" if begun else ""
-        name = f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"'  # the model chooses one of several
+        # The opening contains the name of the only tool. If there are several tools, the model writes the name.
+        name = f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"'
         return f'{end_of_reasoning}{CALL}\n{{"name": {name}'
 
     def _parse_foreign(self, text: str, tools: Tools) -> Parsed:

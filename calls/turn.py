@@ -18,9 +18,10 @@ States. Each turn runs as an asyncio task. A connection that waits for the turn'
     abandoned  | the client sends the request again          | replaced
     abandoned  | the session ends before the abort is done   | failed
 
-The state decides what stays in the tree. A finished or unread turn stays. A failed turn is removed. When a turn is
-abandoned, the server stops generating. The tokens that an abandoned turn has already streamed stay in the tree, because
-the client has read them. A replaced turn stays only if a later turn continues it.
+The state of a turn decides whether the turn stays in the tree. A finished or unread turn stays in the tree. A failed
+turn is removed from the tree. When a turn is abandoned, the server stops generating. The tokens that an abandoned turn
+has already streamed stay in the tree, because the client has read them. A replaced turn stays only if a later turn
+continues it.
 
 Retries. A client repeats a request if the connection times out or the reply has a 5xx status. The SDKs of OpenAI and
 Anthropic mark such a request with the header x-stainless-retry-count. Two turns are called identical if they belong to
@@ -35,8 +36,8 @@ request:
 A retry gets the reply of its turn. A failed or abandoned turn has no reply, so a new turn replaces the old turn.
 
 Example. An agent sends a call and hangs up after 10 seconds. The turn becomes abandoned, and the server stops
-generating. The agent sends the same body again. By rule 1 the request is a retry, so the abandoned turn becomes
-replaced, and the proxy generates a new turn. Only the new turn is trained. When a session ends, all its turns stop.
+generating. The agent sends the same body again. By rule 1 the second request is a retry, so the abandoned turn becomes
+replaced, and the proxy generates a new turn. Only the new turn is trained.
 """
 
 import asyncio
@@ -79,11 +80,12 @@ class Turn:
             interaction = Interaction(ask.messages, name, ask.template_key, store, ask.tools, parent=ask.parent)
             self.parent = session.cache.enter(name, interaction).parent  # all answers have the same parent
         self.ask = dataclasses.replace(ask, messages=[])  # the tree keeps the messages
+
         # Only these attributes change:
         self.state = State.RUNNING
         self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # set by `start`; returns reply and answers
         self.so_far: list[ModelResponse | None] = [None] * ask.n  # the streamed part of each answer
-        self.news = asyncio.get_running_loop().create_future()  # done when tokens arrive; then a new one replaces it
+        self.news = asyncio.get_running_loop().create_future()  # done when tokens arrive; then replaced by a new future
         self.listeners = 0  # number of connections that wait for the reply
         self.retries = 0  # number of requests that repeated this turn
 
@@ -178,7 +180,7 @@ class Turn:
         If the last listener leaves while the turn is running, the turn becomes abandoned and the generation stops. If
         the last listener hangs up after the turn has finished, the turn becomes unread.
         """
-        hangup = asyncio.ensure_future(request.receive())  # the body has been read, so only a disconnect can follow
+        hangup = asyncio.ensure_future(request.receive())  # only a disconnect can follow the request's body
         self.listeners += 1
         try:
             yield hangup
@@ -208,7 +210,7 @@ class Turn:
             return self.result()[0]
 
     async def events(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """Yield the events of the reply while the answers are being generated. The first item is b"".
+        """Yield the events of the reply while the answers are being generated. The first item of the generator is b"".
 
         If the call fails before the first item, the generator raises the error, and the proxy can reply with an HTTP
         error status. If the call fails later, the generator yields the error as an event.
@@ -254,8 +256,8 @@ class Turn:
 def match_retry(equal: list[Turn], says_so: bool) -> Turn | None:
     """Return the turn that a request retries, or None for a new call.
 
-    The three rules at the top of this module decide. `equal` contains the session's earlier turns with the same body.
-    `says_so` is true if the request's header marks a retry.
+    The essay of this module states the three rules of this function. `equal` contains the session's earlier turns with
+    the same body. `says_so` is true if the request's header marks a retry.
     """
     for turn in equal:
         if turn.state in (State.UNREAD, State.FAILED, State.ABANDONED):
@@ -263,12 +265,14 @@ def match_retry(equal: list[Turn], says_so: bool) -> Turn | None:
     if not equal or not says_so:
         return None
     running = [turn for turn in equal if turn.state is State.RUNNING]
-    return min(running or equal[-1:], key=lambda turn: turn.retries)  # if two turns are running, each gets one retry
+    return min(running or equal[-1:], key=lambda turn: turn.retries)  # retries alternate between two running turns
 
 
 def earlier_turn(session: Session, body: bytes, says_so: bool) -> Turn | None:
-    """Return the turn that answers a retry, or None if a new turn must answer. `body` is the hash of the request's
-    body."""
+    """Return the turn that answers a retry, or None if a new turn must answer.
+
+    `body` is the hash of the request's body.
+    """
     equal: list[Turn] = session.turns.setdefault(body, [])
     turn = match_retry(equal, says_so)
     if turn is None:

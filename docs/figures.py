@@ -4,9 +4,10 @@
     python docs/figures.py --run RUN        read the times of the first steps of a finished run, then draw
     python docs/figures.py --answers RUN    read the answers of a finished run that updates interrupted, then draw
 
-RUN is the folder of a run of configs/maze.yaml. docs/figures.json keeps what is read. The two timelines beside each
-other come from bench/simulate.py with the times of a finished run, the tree from the shipped InteractionCache, and the
-charts from docs/clusters.csv. Two more figures have their own commands (docs/structure.py, docs/terminal.py).
+RUN is the folder of a run of configs/maze.yaml. docs/figures.json keeps the numbers that are read from this run. The
+two timelines beside each other come from bench/simulate.py with the times of a finished run, the tree from the shipped
+InteractionCache, and the charts from docs/clusters.csv. The commands docs/structure.py and docs/terminal.py draw two
+more figures.
 
 The colour of a version is the same in all figures. Each figure has a light and a dark form, and the browser chooses.
 """
@@ -252,7 +253,7 @@ CALLS = {  # name: (parent, the new message, the answer, the turn's own reward, 
 
 
 def compute_rewards() -> dict[str, float]:
-    """Return the final reward of each call in CALLS. The shipped InteractionCache finds the parents and computes it."""
+    """Return the final reward that the shipped InteractionCache computes for each call in CALLS."""
     from cache import InteractionCache, InteractionWithTokenLogpReward
     from inference.io_struct import ModelResponse
 
@@ -369,6 +370,7 @@ def draw_all() -> dict[str, str]:
         "straddle.svg": draw_straddle(data),
         "rewards.svg": draw_tree(),
         "orders.svg": draw_orders(),
+        "clusters.svg": draw_clusters(),
     }
 
 

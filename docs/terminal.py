@@ -3,7 +3,8 @@
     python docs/terminal.py RUN
 
 RUN is the folder of a run. The drawing shows the table of the run after two thirds of its steps. No file of a run says
-what the trainer did at this moment, so the last line of the drawing is an example.
+how long the start took or what the trainer did at this moment, so the clock and the last line of the drawing are
+examples.
 """
 
 import io
@@ -29,13 +30,15 @@ def main() -> None:
     folder = Path(sys.argv[1])
     config: Any = OmegaConf.load(folder / "config.yaml")
     config.run_dir, config.logger.live = folder, False
-    logger = Logger(config, SimpleNamespace(stats=RolloutStat()))
+    logger = Logger(config, SimpleNamespace(stats=RolloutStat(), ended=0))
     logger.history = logger.history[: 2 * len(logger.history) // 3]
     done, batch = len(logger.history), config.train_dataset.batch_size
     logger.executor.stats.accepted = done * batch + batch // 2
+    logger.executor.ended = logger.executor.stats.accepted * config.gconfig.n_samples
     trace: Any = SimpleNamespace(phase=("rollout_wait", time.monotonic() - 3))
     logger.trace = trace
     console = Console(width=80, record=True, file=io.StringIO())
+    console.print(f"{logger.history[-1]['wall_s'] + 12:.0f} s since start", highlight=False)
     console.print(logger._screen())
     console.save_svg(str(DOCS / "terminal.svg"), title="python train.py")
 

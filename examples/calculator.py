@@ -26,7 +26,7 @@ from tasks.base_model import imitate, make_qwen3, make_tokenizer, render, save_a
 NUMBERS = range(1, 5)
 CALL = '<tool_call> {{"name": "{}", "arguments": {{"a": {} , "b": {} }}}} </tool_call>'
 SHELL_CALL = '<tool_call> {{"name": "{}", "arguments": {{"{}": "expr {} {} {} " }}}} </tool_call>'
-SHELLS = {"exec_command": "cmd", "bash": "command"}  # the shells of Codex and opencode: tool -> name of its argument
+SHELLS = {"exec_command": "cmd", "bash": "command"}  # the shell tool of Codex and opencode -> its argument
 WORDS = ["<tool>", "<tool_call>", "</tool_call>", '{"name":', '"add",', '"multiply",', '"arguments":', '{"a":', '"b":']
 WORDS += ["}}", ",", "(", ")", "+", "*", "add", "multiply", "the", "answer", "is", *map(str, range(33))]
 WORDS += ["exec_command", "bash", '"exec_command",', '"bash",', '{"cmd":', '{"command":', '"expr', "'*'", '"']
@@ -50,9 +50,9 @@ def dataset(split: str = "train") -> list[dict]:
 def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[dict]:
     """Return a correct conversation about a sample, as a warm-up example. `shell` is the name of a coding agent's tool.
 
-    The conversation has a system prompt with probability 1/2. The conversation of a coding agent has more: other
-    tools, a message about the agent's environment, and words around the question and around each tool result. Some
-    agents ask for the answer without tools, so half of the other conversations have no tools.
+    The conversation has a system prompt with probability 1/2. The conversation of a coding agent has other tools, a
+    message about the agent's environment, and words around the question and around each tool result. Some agents ask
+    for the answer without tools, so half of the other conversations have no tools.
     """
     a, b, c = sample["numbers"]
     calls = CALL.format("add", a, b), CALL.format("multiply", a + b, c)

@@ -34,7 +34,7 @@ class Agent:
         graph.add_node("think", think)
         graph.add_node("tools", ToolNode([add, multiply]))
         graph.add_edge(START, "think")
-        graph.add_conditional_edges("think", tools_condition)  # next: the tools if the model calls a tool, else the end
+        graph.add_conditional_edges("think", tools_condition)  # the next node is "tools" if the model calls a tool
         graph.add_edge("tools", "think")
         question = {"messages": [("user", data["question"])]}
         final = await graph.compile().ainvoke(question, {"recursion_limit": 10})

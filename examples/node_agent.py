@@ -24,7 +24,7 @@ async def run_process(*command, **variables):
         process = await asyncio.create_subprocess_exec(*command, cwd=home, env=env, **pipes, start_new_session=True)
         try:
             said, complaint = await process.communicate()
-        finally:  # also if the episode is cancelled
+        finally:  # the program ends even if the episode is cancelled
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:

@@ -3,7 +3,7 @@
     ModelRequest -> sampling_params -> POST /generate -> parse_segment -> ModelResponse
 
 **Requests.** A request contains every sampling parameter. If a parameter were missing, the server would use the value
-in the model's generation_config.json. Training would not know this value.
+in the model's generation_config.json. The trainer would not know the value of this parameter.
 
 **Answers.** Training needs three facts about each token: its id, its log-probability under the policy that sampled it,
 and the version of this policy. An answer without one of these facts is an error.
@@ -15,8 +15,9 @@ and the version of this policy. An answer without one of these facts is an error
 In this example, version 3 computed the first two tokens and version 4 computed the third token. SGLang before version
 0.5.19 reports only `weight_version`, the version at the end of the answer.
 
-**Finish reasons.** `abort` without a status means that a pause interrupted the request. The engine continues the
-request later. `abort` with a status is an error: 4xx if the request is wrong, 5xx if the server has no room for it.
+**Finish reasons.** `abort` without a status means that a pause interrupted the request. The engine continues an
+interrupted request later. `abort` with a status is an error: 4xx if the request is wrong, 5xx if the server has no room
+for it.
 
 **Logprobs.** A server computes a logprob as log_softmax(logits / temperature) over the whole vocabulary. top_p, top_k,
 penalties and grammars change which tokens are sampled, but they do not change the reported logprob. `trains_exactly` is
@@ -27,7 +28,7 @@ AReaL's areal/api/io_struct.py uses the same class names (write-up, section 2). 
 
 import hashlib
 import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
 from inference.wire import EngineError
@@ -37,15 +38,15 @@ from inference.wire import EngineError
 class GenerationHyperparameters:
     """The sampling parameters of a request."""
 
-    n_samples: Annotated[int, "[1, inf)"] = 1  # samples per prompt (the group size); a request makes one
+    n_samples: Annotated[int, "[1, inf)"] = 1  # samples per prompt (the group size); one request makes one sample
     max_new_tokens: Annotated[int, "[1, inf)"] = 512  # maximum number of tokens of a turn; the context may allow fewer
-    temperature: Annotated[float, "[0, inf)"] = 1.0  # divides the logits before sampling; 0: greedy
-    top_p: Annotated[float, "(0, 1]"] = 1.0  # sample from the likeliest tokens with this total probability; 1: from all
-    top_k: Annotated[int, "[-1, -1] or [1, inf)"] = -1  # sample from this number of likeliest tokens; -1: from all
+    temperature: Annotated[float, "[0, inf)"] = 1.0  # divides the logits before sampling; 0: always the likeliest token
+    top_p: Annotated[float, "(0, 1]"] = 1.0  # sample from the likeliest tokens with this total probability; 1: all
+    top_k: Annotated[int, "[-1, -1] or [1, inf)"] = -1  # sample from this number of likeliest tokens; -1: all tokens
     stop: list[str] = field(default_factory=list)  # strings that end a turn; the completion includes them
     stop_token_ids: list[int] = field(default_factory=list)  # token ids that end a turn, in addition to the model's own
     frequency_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from a token's logit once per earlier use
-    presence_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from the logit of each token already used, once
+    presence_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from a token's logit if the token was used before
     greedy: bool = False  # True: always take the likeliest token, as temperature 0 does
     seed: Annotated[int, "[0, 4294967295]"] | None = None  # seed of the sampling; None: from the run's seed, or random
     json_schema: str | None = None  # sample only JSON that fits this schema; needs a server with a grammar backend
@@ -67,9 +68,12 @@ class GenerationHyperparameters:
         return whole and unpenalised and not self.is_greedy
 
 
+SAMPLING_KEYS = {f.name for f in fields(GenerationHyperparameters)}
+
+
 @dataclass
 class ModelRequest:
-    """A request to complete one prompt, given as token ids. Requests with the same `session` go to the same server."""
+    """A request to complete one prompt, given as token ids. Requests with the same `affinity` go to the same server."""
 
     input_ids: list[int]
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -82,13 +86,23 @@ class ModelRequest:
         # apply_chat_template of transformers 5 returns a BatchEncoding, whose attribute `input_ids` is the list.
         self.input_ids = getattr(self.input_ids, "input_ids", self.input_ids)
 
+    @property
+    def affinity(self) -> str:
+        """The key that chooses a server: the number of the prompt group, such as "7" for call "7-3.1".
+
+        If a request has no group, the key is its session. If it has no session either, the key is its `rid`.
+        """
+        group, dash, _ = self.call.partition("-")
+        return group if dash and group.isdecimal() else self.session or self.rid
+
 
 @dataclass
 class ModelResponse:
     """The completion of one request. Each output list has one entry per generated token, including the stop token.
 
     The engine returns a completion with `stop_reason` "stop" or "length", and the parser of tool calls may change it to
-    "tool_calls". A segment that a pause interrupted has "abort". A segment that is still being streamed has "".
+    "tool_calls". A segment that a pause interrupted has the stop reason "abort". A segment that is still being streamed
+    has the stop reason "".
     """
 
     input_tokens: list[int] = field(default_factory=list)
@@ -136,7 +150,7 @@ def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict
         "presence_penalty": gconfig.presence_penalty,
         "repetition_penalty": 1.0,
         "stop_token_ids": list(gconfig.stop_token_ids),
-        "stop": list(gconfig.stop) or None,  # an empty list is not sent: a server without tokenizer refuses this key
+        "stop": list(gconfig.stop) or None,  # `or None`: a server without tokenizer refuses `stop`, even an empty list
         "json_schema": gconfig.json_schema,
         "sampling_seed": None if gconfig.seed is None else gconfig.seed % 2**63,  # SGLang accepts at most 63 bits
     }
@@ -178,7 +192,7 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]
-        finish = dict(meta["finish_reason"] or {})  # null before the last event of a stream
+        finish = dict(meta["finish_reason"] or {})  # finish_reason is null before the last event of a stream
         status = finish.get("status_code") or 0
         if status >= 400:
             raise EngineError(f"the server answered {status}: {finish['message']}", 400 if status < 500 else 503)
@@ -189,6 +203,7 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
         versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
     except (KeyError, TypeError, ValueError) as error:
         hint = "start SGLang with --weight-version 0, and check that its last weight update succeeded"
-        status = 503 if "-incomplete" in str(error) else 502  # a retry may reach a server that completed the update
+        # The status 503 makes the client try again. A server that has completed the update may answer then.
+        status = 503 if "-incomplete" in str(error) else 502
         raise EngineError(f"the answer cannot be read ({error!r}): {hint}", status) from error
     return ModelResponse([], tokens, [entry[0] for entry in entries], versions, stop_reason=finish.get("type", ""))

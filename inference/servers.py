@@ -3,10 +3,11 @@
 **A request survives the loss of its server.** The request keeps the tokens that have arrived, and a different server
 generates the missing tokens.
 
-**Affinity.** All turns of a conversation go to one server, because this server has cached the conversation's prefix.
-Each conversation ranks all servers by a hash of the server's URL and the conversation's key (rendezvous hashing), and
-uses the first living server. All processes compute the same ranking without sharing a table. If a server is lost, only
-the conversations of this server move to other servers.
+**Affinity.** All conversations of a prompt group go to one server. This server computes the prompt once, and has cached
+the beginning of each conversation. `rank_servers` orders the servers for each group, and the group uses the first
+living server. With N servers, server n mod N comes first for group n. A hash of URL and group orders the other servers
+(rendezvous hashing). If a server is lost, only its groups move, and they spread over all other servers. All processes
+compute the same order. For a request without a group, the session takes the place of the group.
 
 **Two states.** Each process keeps its own record of each server. Processes do not tell each other about lost servers.
 
@@ -24,10 +25,9 @@ rules exclude tokens of old weights:
   arrived before a request is sent, this request must therefore get tokens of version 7 or newer. The engine discards
   older tokens, and marks their server as lost.
 
-After an update the trainer sends /continue_generation to lost servers too. A server that counts as lost may be alive,
-and would otherwise stay paused while other processes wait for it. If the server has old weights, the versions in its
-answers show this. If a server received only a part of an update, it reports version "7-incomplete", and every engine
-refuses its tokens.
+After an update the trainer sends /continue_generation to lost servers too, because a lost server may be alive. Without
+this call, the server would stay paused, and other processes would wait for it. If a server received only a part of an
+update, it reports version "7-incomplete", and every engine refuses its tokens.
 
 **Routers.** An address may belong to an sglang-router. Requests for tokens go to the router, which chooses a worker.
 The router does not forward abort, pause, continue and weight updates, so the engine sends these calls to each worker.
@@ -57,11 +57,15 @@ LOOK_TIMEOUT = 2.0  # seconds that a lost server has to answer a test call
 
 
 def rank_servers(servers: list[str], key: str) -> list[str]:
-    """Return the servers in the order in which conversation `key` tries them (rendezvous hashing).
+    """Return the servers in the order in which the requests with this key try them. `servers` is the list of all
+    servers of a run.
 
-    Removing a server from the list does not change the order of the remaining servers.
+    If the key is a number n, server n mod N comes first. The order of all other servers depends on a hash (rendezvous
+    hashing), so removing a server does not change the order of the remaining servers.
     """
-    return sorted(servers, key=lambda server: hashlib.blake2b(f"{key}@{server}".encode()).digest())
+    ranking = sorted(servers, key=lambda server: hashlib.blake2b(f"{key}@{server}".encode()).digest())
+    first = sorted(servers)[int(key) % len(servers)] if key.isdecimal() else ranking[0]
+    return [first, *(server for server in ranking if server != first)]
 
 
 def read_version(label: Any) -> int:
@@ -76,9 +80,9 @@ class Servers:
         self.addresses = [address.rstrip("/") for address in addresses]  # URLs to which requests for tokens go
         self._wire = wire
         # The state that changes:
-        self.workers_of = {address: [address] for address in self.addresses}  # for each address, URLs for control calls
+        self.workers_of = {address: [address] for address in self.addresses}  # for each address, URLs of its servers
         self.newest = 0  # newest version of all tokens received so far
-        self.limit = math.inf  # the trainer's version; infinite if this process does not know the version
+        self.limit = math.inf  # the trainer's version; infinite if this process does not know the version.
         # The lost servers and routers: for each URL, why it was lost. The trainer's thread and the rollout loop both
         # change this dictionary, so a loop over it uses a copy.
         self.lost: dict[str, str] = {}
@@ -113,8 +117,8 @@ class Servers:
         """Check the versions of new tokens from server `url`, and update `newest`.
 
         `sent_after` is the value of `newest` at the time of the request. Raises EngineError (503) if a token is older
-        than `sent_after`: the server must have restarted. Also raises it if a token is newer than the trainer's
-        version.
+        than `sent_after`: the server must have restarted. Also raises EngineError if a token is newer than the
+        trainer's version.
         """
         if versions and versions[-1] > self.limit:
             raise EngineError(f"{url} sent version {versions[-1]}, but the trainer has only version {self.limit}", 503)
@@ -124,11 +128,11 @@ class Servers:
         self.newest = max([self.newest, *versions])
 
     async def choose(self, key: str) -> str:
-        """Return the address for conversation `key`: the first living address in the conversation's ranking.
+        """Return the address for requests with `key`: the first living address in their ranking.
 
         If a server in the ranking is lost and its next test call is due, the method makes the call. If the server has
-        current weights, the method returns it. If all servers stay lost, the method returns the server whose next test
-        call is due first.
+        current weights, the method returns this server. If all servers stay lost, the method returns the server whose
+        next test call is due first.
         """
         ranking = rank_servers(self.addresses, key)
         for url in ranking:
@@ -156,8 +160,8 @@ class Servers:
     def refresh(self) -> None:
         """Get each router's list of workers. If a lost server answers, mark this server as living.
 
-        Such a server may have old weights, but it gets the weight update that follows. Raises EngineError if a known
-        router does not answer.
+        A lost server that answers may have old weights, but it gets the weight update that follows. Raises EngineError
+        if a known router does not answer.
         """
         # 1. Send all questions at once. An address that is no router answers /workers with status 404.
         urls = [address + "/workers" for address in self.addresses] + [url + "/model_info" for url in list(self.lost)]
@@ -170,7 +174,8 @@ class Servers:
             if told is not None:
                 workers = [entry["url"] if isinstance(entry, dict) else entry for entry in told]
                 self.workers_of[address] = [worker.rstrip("/") for worker in workers]
-            elif self.workers_of[address] != [address]:  # this address was a router before
+            # A router that was known before did not answer, so the list of its workers may be old.
+            elif self.workers_of[address] != [address]:
                 raise EngineError(f"no answer from the router {address}", 503)
 
         # 3. Mark the lost servers that answered as living.
@@ -198,8 +203,9 @@ class Servers:
         answers = dict(zip(living, run_all(calls, return_exceptions=True)))
         failed = {server: answer for server, answer in answers.items() if isinstance(answer, Exception)}
         unreachable = [url for url, error in failed.items() if isinstance(error.__cause__, httpx.TransportError)]
-        if len(unreachable) < len(failed) or len(unreachable) == len(living):  # an error answer, or no server left
-            raise EngineError("; ".join(map(str, (failed or self.lost).values())), 503)
         for server in unreachable:
             self.lose(server, failed[server])
+        # A server has answered with an error, or no server is left.
+        if len(unreachable) < len(failed) or len(unreachable) == len(living):
+            raise EngineError("; ".join(map(str, (failed or self.lost).values())), 503)
         return [answer for server, answer in answers.items() if server not in failed]

@@ -20,9 +20,9 @@
 
 In pause mode in_place the servers keep the KV cache (`flush_cache` is off), because their running requests use it.
 
-**If an update fails** half way, a server has some weights of version 6 and some of version 7. SGLang alone would then
-still report version 6. The label "7-incomplete" prevents such a wrong report. The engine cannot read the label as a
-number, so the engine refuses the server's tokens.
+**If an update fails** half way, a server has some weights of version 6 and some of version 7. SGLang alone would report
+version 6 after such a failed update. The label "7-incomplete" prevents this wrong report of version 6. The engine
+cannot read the label as a number, so the engine refuses the server's tokens.
 
 **Files.** The trainer writes a directory under a temporary name, and renames the directory when all files are complete.
 No server can therefore read an incomplete directory. If a write crashes, the next write deletes the incomplete
@@ -34,8 +34,8 @@ rank ever holds the whole model.
 
 **The group** of mode distributed exists only during one update, so a server that dies between two updates breaks no
 group. Making a group takes 20 ms over gloo on one machine. With NCCL, three calls block until every rank has made the
-same call: creating the group, broadcasting, and destroying the group. For each call, the trainer therefore sends the
-servers a request in a thread (`meanwhile`), and makes its own call while the request waits.
+same call: creating the group, broadcasting, and destroying the group. For each of these calls, the trainer therefore
+sends the servers a request in a thread (`meanwhile`), and makes its own call while the request waits.
 
 **Not promised.** If the machine loses power, a file may be lost. The trainer keeps a separate checkpoint.
 """
@@ -168,7 +168,7 @@ def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] | 
     if meta.mode != "disk" and buckets is None:
         raise ValueError(f"weight_update.mode={meta.mode} sends tensors, but none were given: pass named_buckets(...)")
 
-    # 2. Send the weights. While a server has the label "-incomplete", every engine refuses its tokens.
+    # 2. Send the weights. While the label of a server ends in "-incomplete", every engine refuses the server's tokens.
     label(post_all, f"{meta.version}-incomplete")
     SENDERS[meta.mode](meta, post_all, buckets or ())
     if meta.mode != "disk":  # in mode disk the servers change the label with the weights
@@ -186,7 +186,8 @@ def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll, _: Iterable[Buck
     If a server fails, no directory is deleted, because another server may still be loading.
     """
     body = {"model_path": str(meta.directory), "abort_all_requests": False, "flush_cache": meta.flush_cache}
-    body["weight_version"] = str(meta.version)  # weights and label in one call, in case a server restarts before it
+    # One call carries the weights and the label, so a server that restarts before the call gets neither.
+    body["weight_version"] = str(meta.version)
     post_all("/update_weights_from_disk", body, timeout=LOAD_TIMEOUT)
     for other in meta.directory.parent.glob("v*"):
         if other != meta.directory and other.name[1:].isdecimal():
@@ -197,7 +198,7 @@ def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: 
     """Make a process group of this process (rank 0) and all GPUs of all servers, and broadcast every bucket in it."""
     import torch
 
-    # 1. Plan the group. The trainer has rank 0. The ranks of a server begin at the server's rank_offset.
+    # 1. Plan the group. In the group the trainer has rank 0. The ranks of a server begin at the server's rank_offset.
     infos = post_all("/server_info")
     sizes = [info["tp_size"] for info in infos]
     on_gpus = torch.cuda.is_available() and all(info["device"] == "cuda" for info in infos)
@@ -221,7 +222,8 @@ def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: 
 
 @contextmanager
 def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
-    """Send `body` to all servers in a thread while the caller's block runs. At the end wait for the answers.
+    """Send `body` to all servers in a thread while the caller's block runs. At the end of the block wait for the
+    servers' answers.
 
     If a server refuses, the block may fail too, because a rank is missing. The caller then gets the server's error.
     """
@@ -264,7 +266,8 @@ SENDERS = {"disk": update_from_disk, "distributed": update_from_distributed, "te
 
 @contextmanager
 def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> Iterator[None]:
-    """Tell the servers when an update begins and ends. Only SGLang 0.5.20 and newer versions have routes for this."""
+    """Tell the servers when an update begins and ends. Only SGLang 0.5.20 and newer versions have routes for the
+    beginning and the end of an update."""
     wanted = all(tuple(map(int, re.findall(r"\d+", info["version"])[:3])) >= (0, 5, 20) for info in infos)
     if wanted:
         post_all("/begin_weight_update", {})
@@ -278,17 +281,17 @@ def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> Iterator[N
 def serialise(bucket: Bucket, device: str = "cpu") -> str:
     """Return a bucket as base64 text in the format of SGLang's MultiprocessingSerializer.
 
-    For a server with device "cuda", tensors on a GPU become handles. Otherwise the text contains the bytes of the
-    tensors.
+    For a server with device "cuda", tensors on a GPU become handles. For any other tensor the text contains its bytes.
     """
     if device == "cuda" and any(tensor.is_cuda for _, tensor in bucket):
         import torch
         from torch.multiprocessing.reductions import reduce_tensor
 
         def by_uuid(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-            """Make a handle with the GPU's UUID. The server may number the GPUs differently."""
-            rebuild, arguments = reduce_tensor(tensor)  # argument 6 of `rebuild_cuda_tensor` is the GPU's number
-            uuid = str(torch.cuda.get_device_properties(arguments[6]).uuid)  # SGLang accepts it in place of the number
+            """Make a handle with the GPU's UUID. A server may number the GPUs differently than the trainer."""
+            rebuild, arguments = reduce_tensor(tensor)  # argument 6 of `rebuild_cuda_tensor` is the GPU's number.
+            # SGLang accepts a UUID in place of the GPU's number.
+            uuid = str(torch.cuda.get_device_properties(arguments[6]).uuid)
             return rebuild, (*arguments[:6], uuid, *arguments[7:])
 
         stream = io.BytesIO()
@@ -296,6 +299,6 @@ def serialise(bucket: Bucket, device: str = "cpu") -> str:
         pickler.dispatch_table = {**pickler.dispatch_table, torch.Tensor: by_uuid}
         pickler.dump(bucket)
         pickled = stream.getvalue()
-    else:  # pickling a view would also pickle its whole storage, so each tensor is copied
+    else:  # pickling a view would also pickle the view's whole storage, so each tensor is copied
         pickled = pickle.dumps([(name, tensor.cpu().clone()) for name, tensor in bucket])
     return base64.b64encode(pickled).decode()

@@ -1,7 +1,7 @@
 """Send JSON over HTTP to the inference servers, with little CPU time for each request.
 
-`Wire.call` returns the parsed body of an answer. If the call fails, it raises an EngineError that names the server's
-URL. The status of an EngineError tells the caller how to react:
+`Wire.call` returns the parsed body of an answer. If the call fails, `Wire.call` raises an EngineError that names the
+server's URL. The status of an EngineError tells the caller how to react:
 
     400  the request is wrong: do not send the request again
     502  the answer cannot be read
@@ -13,7 +13,8 @@ httpx (package httpx-aiohttp). `Wire` also bypasses httpx's client class. The HT
 (workflow.py). docs/log.md has the measurements.
 
 **Streams.** `Wire.stream` yields the server-sent events of an answer while they arrive. An inference server repeats all
-tokens of the segment in every event. If several events arrive together, `Wire.stream` therefore parses only the newest.
+tokens of the segment in every event. If several events arrive together, `Wire.stream` therefore parses only the newest
+event.
 
 **Event loops.** A connection belongs to the event loop that opened the connection, and can be closed only in this loop.
 `PerLoop` therefore gives each event loop its own connections. A thread without an event loop calls `run_all`, which
@@ -30,10 +31,12 @@ import orjson
 from httpx_aiohttp import AiohttpTransport
 
 CALL_TIMEOUT = 60.0  # longest silence of a server in seconds, unless the caller passes a timeout
-CONNECT_TIMEOUT = 10.0  # seconds to open a connection
-KEEPALIVE = 4.0  # seconds an idle connection stays open; below uvicorn's 5, so that the client closes first
+CONNECT_TIMEOUT = 10.0  # seconds to open a connection.
+# An idle connection stays open for this number of seconds. The limit is below uvicorn's 5 seconds, so the client closes
+# the connection first.
+KEEPALIVE = 4.0
 HEADERS = {"content-type": "application/json"}
-TLS = httpx.create_ssl_context()  # made once at import, because making a context takes 20 ms
+TLS = httpx.create_ssl_context()  # this context is made once, because making a context takes 20 ms
 
 T = TypeVar("T", bound=Any)
 
@@ -43,7 +46,7 @@ class EngineError(RuntimeError):
 
     def __init__(self, message: str, status: int | None = None, code: str = "") -> None:
         super().__init__(message)
-        self.status, self.code = status, code  # code: OpenAI's name of the error, if it has one
+        self.status, self.code = status, code  # code: OpenAI's name of the error, or ""
 
 
 def read_answer(url: str, status: int, content: bytes) -> dict[str, Any]:
@@ -53,7 +56,7 @@ def read_answer(url: str, status: int, content: bytes) -> dict[str, Any]:
     200 has already been sent. The field `code` of the error then contains the real status.
     """
     try:
-        body = orjson.loads(content or b"{}")
+        body = orjson.loads(content or b"{}") or {}  # SGLang answers some requests with null
     except ValueError:
         body = content.decode(errors="replace")[:500]
     fields = body if isinstance(body, dict) else {}
@@ -77,7 +80,7 @@ def many_connections(http: Any = httpx) -> dict[str, Any]:
 
 
 def make_transport() -> httpx.AsyncBaseTransport:
-    """Return a transport for httpx. It uses aiohttp, whose HTTP parser is written in C."""
+    """Return a transport for httpx. The transport uses aiohttp, whose HTTP parser is written in C."""
     return AiohttpTransport(**many_connections())
 
 
@@ -97,7 +100,8 @@ class PerLoop(Generic[T]):
         return await anext(self._keepers[loop])
 
     async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T, None]:
-        # When an event loop ends, asyncio closes its generators after its tasks. This generator then closes its object.
+        # When an event loop ends, asyncio closes its generators after its tasks. The generator of a loop then closes
+        # the loop's object.
         try:
             async with contextlib.aclosing(self._make()) as thing:
                 while True:
@@ -120,7 +124,10 @@ def run_all(calls: Iterable[Awaitable[Any]], return_exceptions: bool = False) ->
 
 
 class Wire:
-    """A client that sends requests with the key `key` to any number of servers. Tests replace the network."""
+    """A client that sends requests with the key `key` to any number of servers.
+
+    A test may pass a `transport` that takes the place of the network.
+    """
 
     def __init__(self, transport: httpx.MockTransport | None = None, key: str = "") -> None:
         self._headers = HEADERS | ({"authorization": f"Bearer {key}"} if key else {})
@@ -129,13 +136,14 @@ class Wire:
     async def call(self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
         """Send `body` by POST, or send a GET if `body` is None. Return the parsed answer. Raises EngineError."""
         async with contextlib.aclosing(self.stream(url, body, timeout)) as events:
-            return [event async for event in events][-1]  # an answer that is not a stream has one event
+            return [event async for event in events][-1]  # an answer that is not a stream counts as one event
 
     async def stream(self, url: str, body: Any, timeout: float) -> AsyncGenerator[dict[str, Any], None]:
         """Send `body` by POST, or a GET if `body` is None. Yield the parsed events of the answer while they arrive.
 
-        If several events arrive together, only the newest is yielded. An answer that is not a stream is yielded as one
-        event. Raises EngineError if the server is silent for `timeout` seconds, cannot be reached, or reports an error.
+        If several events arrive together, only the newest event is yielded. An answer that is not a stream is yielded
+        as one event. Raises EngineError if the server is silent for `timeout` seconds, cannot be reached, or reports an
+        error.
         """
         method, content = ("GET", None) if body is None else ("POST", orjson.dumps(body))
         timeouts = httpx.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT)).as_dict()

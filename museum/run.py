@@ -5,7 +5,7 @@
     python museum/run.py --all 20           run every exhibit and 20 healthy runs, and write museum/results.md
 
 The checkout itself is never changed. A copy is a temporary folder, and the run's folder is runs/museum/NAME. If --all
-is stopped and started again, it keeps the runs that have a report. To run everything anew, delete runs/museum.
+is stopped and started again, each run with a report is kept. To run all exhibits again, delete the folder runs/museum.
 """
 
 import json
@@ -21,17 +21,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 60.0  # longest time of an exhibit
-BUSY = 240.0  # longest time of an exhibit with --all, whose cores may be busy
+BUSY = 240.0  # longest time of an exhibit with --all: other runs may slow it down
 NOTES = """
-The doctor checked each run after its end (`python -m run.doctor runs/museum/NAME`). If a rule is "none", only the unit
-test finds the bug. The run of areal-1345 restarts after step 3. An exhibit had at most 240 s here instead of 60 s,
-because the cores were busy with other work. In the healthy runs the doctor was strict, so an alarm would have ended the
-run. To see whether a rule fires wrongly, look for alarms in the second table.
+The doctor checked each run after its end (`python -m run.doctor runs/museum/NAME`). If the column "rule" says "none",
+only the unit test finds the bug. The run of areal-1345 restarts after step 3. An exhibit had at most 240 s here instead
+of 60 s, because the cores were busy with other work. In the healthy runs the doctor was strict, so an alarm would have
+ended the run. Each alarm in the second table would be a false alarm of a rule.
 """
 RUN = re.compile(r"^python train\.py(.*)$", re.MULTILINE)  # a command in an exhibit's page
 LEFT_OUT = shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info", "*.png")
 EXHIBITS = sorted(path.parent.name for path in ROOT.glob("museum/*/bug.patch"))
-HEALTHY = ("", "--config configs/maze.yaml")  # the arguments of healthy runs, in turn
+HEALTHY = ("", "--config configs/maze.yaml")  # arguments of a healthy run; successive runs alternate between both
 
 
 def make_copy(name: str, folder: str) -> Path:
@@ -52,7 +52,7 @@ def find_in_solution(name: str, what: str) -> str:
 
 
 def train(code: Path, words: str, trial: str, seconds: float, doctor: str = "off") -> None:
-    """Run train.py of `code` for at most `seconds`. After that time, Ctrl-C lets the run write its report."""
+    """Run train.py of `code` for at most `seconds`. Then send Ctrl-C, so that the run writes its report."""
     fixed = [
         f"fileroot={ROOT / 'runs'}",
         "experiment_name=museum",
@@ -77,7 +77,7 @@ def show(name: str, seconds: float = SECONDS) -> Path:
     with tempfile.TemporaryDirectory() as temporary:
         code = make_copy(name, temporary)
         plan = [sys.executable, "train.py", *commands[0].split(), "--dry-run"]
-        subprocess.run(plan, cwd=code, stdout=subprocess.DEVNULL, check=True)  # makes the base model if there is none
+        subprocess.run(plan, cwd=code, stdout=subprocess.DEVNULL, check=True)  # makes the base model if it is missing
         end = time.monotonic() + seconds
         for words in commands:
             train(code, words, name, end - time.monotonic())
@@ -125,7 +125,7 @@ def is_made(folder: Path) -> bool:
 
 
 def describe(name: str, code: int) -> str:
-    """Run an exhibit, and return its row of the table. `code` is the exit code of its unit test."""
+    """Run an exhibit, and return its row of the table. `code` is the exit code of the exhibit's unit test."""
     folder, rule = ROOT / "runs" / "museum" / name, find_in_solution(name, "Doctor")
     steps = findings(folder if is_made(folder) else show(name, BUSY))
     others = ", ".join(f"{other} {step}" for other, step in steps.items() if other != rule) or "-"
@@ -147,7 +147,7 @@ def describe_healthy(number: int) -> str:
 
 def write_table(healthy: int) -> None:
     """Run every exhibit and `healthy` healthy runs, and write museum/results.md."""
-    lines = ["# Results", "", f"Made by `python museum/run.py --all {healthy}`.", ""]
+    lines = ["# Results", "", f"The command `python museum/run.py --all {healthy}` wrote this page.", ""]
     lines += ["| exhibit | rule | at step | other alarms, with step | unit test |", "|---|---|---|---|---|"]
     codes = run_unit_tests(EXHIBITS)
     lines += [describe(name, codes[name]) for name in EXHIBITS]

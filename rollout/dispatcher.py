@@ -4,36 +4,37 @@ A training step needs B finished prompt groups, and an episode takes seconds to 
 many groups running as the staleness gate allows, and returns finished groups in order of start or of finish.
 
 **Three parts.**
-- DispatchState makes the decisions. It records which tasks are pending, running and finished. It has one method for
-  each event, for example for the end of a task. The method `start` returns the tasks that must start. The class has no
-  thread or clock.
-- BatchTaskDispatcher carries out the decisions. It calls the methods of DispatchState while it holds the lock.
+- DispatchState makes the decisions. DispatchState records which tasks are pending, running and finished. DispatchState
+  has one method for each event, for example for the end of a task. The method `start` returns the tasks that must
+  start. The class has no thread or clock.
+- BatchTaskDispatcher carries out the decisions. BatchTaskDispatcher calls the methods of DispatchState while it holds
+  the lock.
 - AsyncTaskRunner (runner.py) owns the thread, the event loop and the lock, and lets callers wait.
 
-**Producer and consumer.** In the write-up the producer and the consumer are threads that poll. Here two methods replace
-these threads: `_produce` starts the tasks that the gate admits, and `_consume` records the result of a task. The
-dispatcher calls `_produce` at every event that may open the gate: a caller submits a task, a task ends, or the trainer
-sets a new version. The next tasks therefore start at once.
+**Producer and consumer.** In the write-up the producer and the consumer are threads that poll. In this module, two
+methods replace the polling threads: `_produce` starts the tasks that the gate admits, and `_consume` records the result
+of a task. The dispatcher calls `_produce` at every event that may open the gate: a caller submits a task, a task ends,
+or the trainer sets a new version. The next tasks therefore start as soon as the gate opens.
 
 **Which groups form a batch.** With stale=wait, a batch has the B unconsumed groups that started first. A slow group
 delays its batch, and faster groups wait for the slow group. With stale=mask and stale=drop, a batch has the B groups
-that finished first. take() then masks the tokens that are too old, or drops the groups that are too old. With each
-setting no age exceeds max_head_offpolicyness. staleness.py proves this, and take() checks each age. A rejected group
-frees its place at the gate. active_submit_and_wait then draws another task.
+that finished first. The method take() then masks the tokens that are too old, or drops the groups that are too old.
+With each setting, no trained token is older than max_head_offpolicyness: the essay of staleness.py has the proof, and
+take() checks each age. A rejected group frees its place at the gate, and active_submit_and_wait draws a new task.
 
 **Failure.** A task that returns None is rejected. A task that raises an exception is rejected and also counted as
 failed. The run stops if max_failures tasks in a row raise an exception. The run also stops if a caller calls fail(),
 for example because a server died. An exception in the dispatcher's own code stops the run, too. After a stop, all calls
 that submit tasks, wait for results or read `in_flight` raise RuntimeError with the first exception as its cause. Other
-calls, such as pause, do not raise it. If max_failures tasks in a row are rejected without an exception, the run
+calls, such as pause, do not raise this error. If max_failures tasks in a row are rejected without an exception, the run
 continues and the dispatcher logs a warning.
 
 **Locks.** The runner's lock guards the dispatcher's state. The lock is re-entrant.
 - The dispatcher holds the lock while it calls get_version(), head_version and trace, so these functions must return
   quickly.
 - Episodes and the task generator run without the lock.
-- If get_version() takes another lock, a caller must release that lock before it calls the dispatcher. Otherwise two
-  threads could each hold one lock and wait for the other lock.
+- If get_version() takes another lock, a caller must release that lock before it calls the dispatcher. If a caller kept
+  that lock, two threads could each wait for the other's lock.
 
 **What is not promised.** The age bound holds only if each batch has the gate's consumer_batch_size groups. Groups that
 wait_for_task returns belong to no batch, and the dispatcher does not check their age.
@@ -50,6 +51,10 @@ from rollout.runner import AsyncTaskRunner, TimedResult
 from staleness import StalenessManager
 
 logger = logging.getLogger("nano_areal.dispatcher")
+
+
+class ServerRestarted(Exception):
+    """An inference server was started again and needs the current weights. A wait that raises this took no task."""
 
 
 class WithTaskID(Protocol):
@@ -78,22 +83,23 @@ class DispatchState(Generic[TInput, TResult]):
     """All decisions of the dispatcher, as plain methods without threads, locks or a clock."""
 
     manager: StalenessManager
-    head_version: Callable[[TResult], int | None]  # oldest version in a result; None: no generated tokens
+    head_version: Callable[[TResult], int | None]  # oldest version of a result's tokens; None without tokens
     max_queue_size: int  # largest number of tasks that run at once
     stale: Literal["wait", "mask", "drop"] = "wait"  # how take() keeps the age bound (staleness.py)
     without_older: Callable[[TResult, int], TResult | None] = untouched  # used by "mask"; masks tokens of old versions
-    max_failures: int = 0  # failures in a row that stop the run; 0: max(8, 2 * consumer_batch_size)
+    max_failures: int = 0  # number of failures in a row that stops the run; 0 means max(8, 2 * consumer_batch_size)
     trace: Callable[..., None] = untraced  # called with the event and task id
 
     # All fields below are mutable state.
     pending: OrderedDict[int, TInput] = field(default_factory=OrderedDict)  # submitted tasks that have not started
-    order: OrderedDict[int, TResult | None] = field(default_factory=OrderedDict)  # all started tasks; None: running
+    order: OrderedDict[int, TResult | None] = field(default_factory=OrderedDict)  # all started tasks; None if running
     rejected: deque[int] = field(default_factory=lambda: deque(maxlen=10_000))  # rejected tasks, for wait_for_task
     paused: bool = False
-    failure: tuple[str, BaseException] | None = None  # message and cause of the stop; None: not stopped
-    interrupted: bool = False  # Ctrl-C: the next wait raises KeyboardInterrupt, while no task is half taken
+    failure: tuple[str, BaseException] | None = None  # message and cause of the stop; None while the run goes on
+    interrupted: bool = False  # True after Ctrl-C: the next wait raises KeyboardInterrupt
+    server_restarted: bool = False  # True: the next wait raises ServerRestarted
     errors_in_a_row: int = 0
-    first_error: BaseException | None = None  # the first of the errors in a row
+    first_error: BaseException | None = None  # the first error of the current series of errors
     rejected_in_a_row: int = 0
 
     def __post_init__(self) -> None:
@@ -116,13 +122,13 @@ class DispatchState(Generic[TInput, TResult]):
         return not (self.manager.get_stats().running or self.paused or self.failure)
 
     def in_flight(self) -> set[int]:
-        """Return the ids of the pending, running and finished tasks. These tasks may still be consumed."""
+        """Return the ids of the pending, running and finished tasks. A later step may consume these tasks."""
         return {*self.pending, *self.order}
 
     def next_groups(self, count: int) -> dict[int, TResult]:
         """Return the `count` groups to consume next as {task id: result}, or {} if one of them is not finished.
 
-        With stale=wait these are the groups that started first, and otherwise the groups that finished first.
+        With stale=wait the method returns the groups that started first, and otherwise the groups that finished first.
         """
         finished = [(task_id, data) for task_id, data in self.order.items() if data is not None]
         turn = islice(self.order.items(), count) if self.stale == "wait" else finished[:count]
@@ -162,7 +168,7 @@ class DispatchState(Generic[TInput, TResult]):
         if result.data is not None:
             self.order[task_id] = result.data
             if self.stale != "wait":
-                self.order.move_to_end(task_id)  # so that the finished groups are in the order in which they finished
+                self.order.move_to_end(task_id)  # keeps finished groups in order of finish
             self.manager.on_rollout_accepted()
             self.trace("accept", task_id)
         else:
@@ -290,7 +296,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self._top_up(task_generator)
             # 2. Wait until the next groups are finished, or until no task is pending and step 1 must draw tasks.
             self._wait("a batch", lambda: self._state.next_groups(batch_size) or not self._state.pending)
-            # 3. Take the groups. There are none if step 1 must draw tasks, or if too many groups were too old.
+            # 3. Take the groups. The batch stays empty if step 1 must draw tasks, or if too many groups were too old.
             with self.runner.lock:
                 batch = self._state.take(batch_size)
                 self._produce()
@@ -343,6 +349,12 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self._state.interrupted = True
             self.runner.lock.notify_all()
 
+    def on_server_restart(self) -> None:
+        """Raise ServerRestarted in the waiting caller, or in the next caller that waits. Tasks continue to run."""
+        with self.runner.lock:
+            self._state.server_restarted = True
+            self.runner.lock.notify_all()
+
     def fail(self, error: BaseException, message: str = "") -> None:
         """Stop the run. Calls that submit, wait or read `in_flight` then raise RuntimeError(message) from `error`."""
         with self.runner.lock:
@@ -350,12 +362,12 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.runner.lock.notify_all()
 
     def destroy(self) -> None:
-        """Stop the run, cancel the running tasks, let them clean up, and join the thread. A second call is harmless."""
+        """Stop the run, cancel the running tasks, let them clean up, and join the thread. May be called twice."""
         reason = "the dispatcher is destroyed"
         self.fail(RuntimeError(reason), reason)
         self.runner.destroy()
 
-    # ---- producer and consumer: the thread that reports an event calls them while it holds the lock
+    # ---- producer and consumer: the thread that reports an event calls these methods while it holds the lock
 
     def _produce(self) -> None:
         """Start the pending tasks that the gate admits (the producer of the write-up, section 3.2)."""
@@ -372,9 +384,9 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def _top_up(self, task_generator: Iterator[TInput]) -> None:
         """Submit tasks from the generator until enough tasks are pending for the time between two batches.
 
-        The method computes the number of tasks before the loop. Otherwise the loop might never end, because pending
-        tasks can start while the loop submits more. The method does not hold the lock, because the generator may be
-        slow. Raises RuntimeError if the generator ends.
+        The method computes the number of tasks before the loop. A loop that counted the pending tasks again and again
+        might never end, because pending tasks can start while the loop submits more. The method does not hold the lock,
+        because the generator may be slow. Raises RuntimeError if the generator ends.
         """
         limit = min(self._state.manager.get_pending_limit(), self._state.max_queue_size)
         for _ in range(limit - len(self._state.pending)):
@@ -390,6 +402,9 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.check_alive()
             if self._state.interrupted:
                 raise KeyboardInterrupt
+            if self._state.server_restarted:
+                self._state.server_restarted = False
+                raise ServerRestarted
             result = attempt()
             self._produce()  # attempt() may have dropped or withdrawn groups, so their places are free
             if not result and timeout is None and self._state.is_stalled():

@@ -1,9 +1,10 @@
 """WorkflowExecutor connects the dataloader, the workflows, the staleness gate and the training step.
 
 `prepare_batch` returns the next B accepted prompt groups as one padded dict of tensors (trajectory.py). The dispatcher
-decides which groups come next. While the trainer trains on one batch, groups of later batches run. The gate limits how
-many groups run. Example: with B = 4 and eta = 1, eight groups start at version 0. The first call returns four of these
-groups, and the other four continue to run.
+decides which groups come next. With rollout.stale=wait, groups come in order of start, also within a batch. While the
+trainer trains on one batch, groups of later batches run. The gate limits how many groups run. Example: with B = 4 and
+eta = 1, eight groups start at version 0. The first call of prepare_batch returns four of the eight groups, and the
+other four groups continue to run.
 
 Each prompt group goes through these steps:
 
@@ -31,11 +32,10 @@ instance. If a workflow must keep state from call to call, pass an instance.
 the unfinished tasks start again under their old ids (DataCursor, run/recover.py).
 
 **Evaluation.** `for_evaluation()` makes a second executor that uses the same engine and proxy. The second executor has
-no staleness gate, and it counts its task ids from 0.
+no staleness gate, counts its task ids from 0, and may sample in another way, for example greedily.
 
-**What is not promised.** On an executor with a gate, rollout_batch may wait for ever. The reason is that finished
-groups keep their places at the gate until the next version, and may take all places. For an evaluation, use the
-executor that for_evaluation() returns.
+**What is not promised.** On an executor with a gate, rollout_batch may wait for ever: groups of earlier calls may hold
+all places at the gate until the next version. For an evaluation, use the executor that for_evaluation() returns.
 """
 
 import asyncio
@@ -45,11 +45,11 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import workflow as workflows
 from inference.io_struct import GenerationHyperparameters
-from rollout.dispatcher import BatchTaskDispatcher, DispatchState, untraced
+from rollout.dispatcher import BatchTaskDispatcher, DispatchState, ServerRestarted, untraced
 from rollout.trajectory import (
     Trajectory,
     check_trajectory_format,
@@ -66,9 +66,10 @@ from staleness import RolloutStat, StalenessError, StalenessManager
 
 logger = logging.getLogger("nano_areal.executor")
 
-NO_LIMIT = 10**12  # a limit for ages and for failures in a row that no evaluation reaches
+NO_LIMIT = 10**12  # limit for ages and for failures in a row; too large for any evaluation to reach
 AcceptFn = Callable[[Trajectory], bool]
 Sample = dict[str, Any]
+T = TypeVar("T")
 NumberedSample = tuple[int, Sample]  # (task id, sample)
 
 
@@ -105,7 +106,7 @@ class DataCursor:
 
     next_id: int = 0  # the task id of the next new sample
     drawn: int = 0  # how many samples were drawn from dataloaders
-    open: dict[int, Sample] = field(default_factory=dict)  # task id -> sample: drawn, not yet consumed or rejected
+    open: dict[int, Sample] = field(default_factory=dict)  # task id -> sample of each open task
     restart: list[int] = field(default_factory=list)  # open tasks that must start again after a crash, oldest first
     skip: int = 0  # how many samples of the dataloader to skip after a crash
     streams: dict[Any, Iterator[Sample]] = field(default_factory=dict)  # dataloader -> iterator over its samples
@@ -129,7 +130,7 @@ class DataCursor:
                 self.drawn += 1
                 self.open[task_id] = sample
                 yield task_id, sample
-        except (Exception, KeyboardInterrupt):  # the dataloader raised; the next call makes a new iterator
+        except (Exception, KeyboardInterrupt):  # the dataloader failed; the next call makes a new iterator
             del self.streams[dataloader]
             raise
 
@@ -152,7 +153,7 @@ class WorkflowExecutor:
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # holds the run's seed
     proxy: ProxyAddress | None = None  # needed for agents
     dump_dir: Path | None = None  # the run's folder; None: no dumps
-    trace: Callable[..., None] = untraced  # called with (event, task_id), see DispatchState; "reward" has arguments
+    trace: Callable[..., None] = untraced  # called with (event, task_id); the event "reward" has more arguments
     keep: Callable[[int, Trajectory], None] | None = None  # called in a thread before a group counts as accepted
     hold_failures: float = 0.0  # seconds to wait before a failed task counts as failed
     evaluation: bool = False  # whether to run without a staleness gate
@@ -172,18 +173,24 @@ class WorkflowExecutor:
             gate, oldest, max_queue, config.stale, without_older, max_failures, self.trace
         )
         self.dispatcher = BatchTaskDispatcher(self._run_episode, state)
-        # The engine calls `pause`, `resume` and `on_new_version`. The watcher of the processes calls `fail`.
+        # The engine calls `pause`, `resume` and `on_new_version`. The watcher of the processes calls `fail` and
+        # `on_server_restart`.
         self.pause, self.resume = self.dispatcher.pause, self.dispatcher.resume
         self.on_new_version, self.fail = self.dispatcher.on_new_version, self.dispatcher.fail
+        self.on_server_restart = self.dispatcher.on_server_restart
         # All mutable state of this object. The dispatcher and the staleness manager have state of their own.
         self._cursor = DataCursor()
+        self.ended = 0  # members of groups whose episodes have ended, for the live table
         self._keys: dict[type, frozenset[str]] = {}  # workflow class -> the keys of its first trajectory
         if not self.evaluation:
             self.engine.executor = self
 
-    def for_evaluation(self) -> "WorkflowExecutor":
-        """Return a second executor, without a staleness gate. Destroy the second executor before the first."""
-        return replace(self, trace=untraced, keep=None, evaluation=True)
+    def for_evaluation(self, gconfig: GenerationHyperparameters | None = None) -> "WorkflowExecutor":
+        """Return a second executor, without a staleness gate. Destroy the second executor before the first.
+
+        The second executor samples with `gconfig`. If `gconfig` is None, it samples as this executor does.
+        """
+        return replace(self, gconfig=gconfig or self.gconfig, trace=untraced, keep=None, evaluation=True)
 
     @property
     def stats(self) -> RolloutStat:
@@ -231,8 +238,8 @@ class WorkflowExecutor:
             self.dispatcher.submit_task_input(task)
         return [self.wait_for_task(task.task_id) for task in tasks]
 
-    def prepare_batch(self, dataloader: Any, *args: Any, **kwargs: Any) -> Trajectory:
-        """Return the next training batch, which has dataloader.batch_size groups.
+    def prepare_batch(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the next training batch, which has dataloader.batch_size groups, or None (see `until_restart`).
 
         The arguments after `dataloader` are passed to `make_tasks`. Raises ValueError if the dataloader's batch
         size is not the gate's consumer_batch_size.
@@ -241,9 +248,22 @@ class WorkflowExecutor:
         if size != gate_size:
             raise ValueError(f"rollout.consumer_batch_size={gate_size} must equal the dataloader's batch_size={size}")
         tasks = self.make_tasks(self._cursor.draw(dataloader), *args, **kwargs)
-        groups = self.dispatcher.active_submit_and_wait(tasks, size)
+        groups = self.until_restart(lambda: self.dispatcher.active_submit_and_wait(tasks, size))
+        if groups is None:
+            return None
         self._cursor.forget_closed(self.dispatcher.in_flight())
         return concat_padded_tensors(groups)
+
+    def until_restart(self, wait: Callable[[], T]) -> T | None:
+        """Return the result of `wait`, or None if an inference server was started again meanwhile.
+
+        After None, push the current weights a second time, and wait again.
+        """
+        try:
+            return wait()
+        except ServerRestarted:
+            self.engine.forget_sent()
+            return None
 
     # ---- recovery (run/recover.py); call both methods in the thread that calls prepare_batch
 
@@ -256,17 +276,17 @@ class WorkflowExecutor:
         return {"next_id": self._cursor.next_id, "drawn": self._cursor.drawn, "open": dict(self._cursor.open)}
 
     def load_state_dict(self, state: dict[str, Any], finished: dict[int, Trajectory], version: int) -> None:
-        """Continue from `state`, the state_dict after the step that made `version`. Call this before any submit.
+        """Continue from `state`, the state_dict after the step that made `version`. Call this method before `submit`.
 
         `finished` maps ids of open tasks to the groups that an earlier process had finished. The finished groups are
         consumed first, and all other open tasks start again under their ids. If a finished group would be too old when
         a step consumes it, its task also starts again. A group can be too old if the new run has a smaller eta or batch
-        size. A recovered run has only one dataloader.
+        size. Recovery supports only one dataloader.
         """
         gate, kept = self.staleness_manager, dict[int, Trajectory]()
         for task_id, group in finished.items():
             head = tail_version(group) if self.config.stale == "mask" else head_version(group)
-            consumed_at = version + len(kept) // gate.consumer_batch_size  # the version that would consume this group
+            consumed_at = version + len(kept) // gate.consumer_batch_size  # the consuming step's version
             if head is None or consumed_at - head <= gate.max_staleness:
                 kept[task_id] = group
         restart = [task_id for task_id in state["open"] if task_id not in kept]
@@ -295,8 +315,9 @@ class WorkflowExecutor:
         if not is_eval and n_samples not in (1, group_size):
             raise ValueError(f"{group_size=} and gconfig.n_samples={n_samples} are one number; give one of them")
         proxy, defaults = self._proxy_options(), {"gconfig": self.gconfig, "tokenizer": self.tokenizer}
+        hooks: Any = {"on_failures": self._count_members, "on_end": self._count_end}
         resolved = workflows.resolve_workflow(
-            workflow, workflow_kwargs, group_size, proxy=proxy, defaults=defaults, on_failures=self._count_members
+            workflow, workflow_kwargs, group_size, proxy=proxy, defaults=defaults, **hooks
         )
         accept = workflows.import_string(should_accept_fn) if isinstance(should_accept_fn, str) else should_accept_fn
         if accept is not None and not callable(accept):
@@ -314,12 +335,13 @@ class WorkflowExecutor:
             "discount": openai.turn_discount,
             "export_style": openai.export_style,
             "episode_timeout": openai.episode_timeout_seconds,
+            "sampling": asdict(self.gconfig.new(n_samples=1)) if self.evaluation else {},
         }
 
     # ---- the end
 
     def destroy(self) -> None:
-        """Cancel the running groups, join the thread, and detach from the engine. A second call is harmless."""
+        """Cancel the running groups, join the thread, and detach from the engine. A second call does nothing."""
         self.dispatcher.destroy()
         if self.engine.executor is self:
             self.engine.executor = None
@@ -343,7 +365,7 @@ class WorkflowExecutor:
             versions, rewards = [head_version(trajectory), tail_version(trajectory)], trajectory["rewards"].tolist()
             self.trace("reward", task.task_id, versions=versions, rewards=rewards)
             accepted = task.should_accept is None or task.should_accept(trajectory)
-            if self.dump_dir is not None:  # in a thread, because decoding takes longer than any other step here
+            if self.dump_dir is not None:  # in a thread, because decoding the tokens is slow
                 folder = self.dump_dir / workflows.workflow_context.stat_scope()
                 await asyncio.to_thread(dump, trajectory, task.task_id, folder, version, self.tokenizer)
             if accepted and self.keep is not None:
@@ -358,7 +380,7 @@ class WorkflowExecutor:
         return trajectory if accepted else None
 
     def _check(self, trajectory: Trajectory, workflow: workflows.RolloutWorkflow) -> None:
-        """Raise ValueError if a trajectory is malformed, or has other keys than the first one of its workflow."""
+        """Raise ValueError if a trajectory is malformed, or if earlier trajectories of its workflow had other keys."""
         kind = type(workflow.workflow if isinstance(workflow, workflows.GroupedRolloutWorkflow) else workflow)
         check_trajectory_format(trajectory, self._keys.get(kind))
         if kind not in self._keys and "loss_mask" in trajectory and "logprobs" not in trajectory:
@@ -370,11 +392,15 @@ class WorkflowExecutor:
         await self._hold_failure()
         self.staleness_manager.on_members_failed(failed)
 
+    def _count_end(self) -> None:
+        """Count the end of a member's episode."""
+        self.ended += 1
+
     async def _hold_failure(self) -> None:
         """Wait `hold_failures` seconds before a failure counts. Raises RuntimeError if the run has stopped meanwhile.
 
         If the proxy or a server dies, every running episode fails at once. The wait gives the watcher of the processes
-        time to stop the run. Otherwise the samples would count as failed, and new samples would replace them.
+        time to stop the run. Without the wait, the samples would count as failed, and new samples would replace them.
         """
         await asyncio.sleep(self.hold_failures)
         self.dispatcher.check_alive()

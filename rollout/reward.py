@@ -1,4 +1,4 @@
-"""This module checks rewards, and runs a reward function without delaying other episodes.
+"""Check the rewards of agents, and run a reward function without delaying other episodes.
 
 `parse_rewards` checks the rewards that an agent returned. `AsyncRewardWrapper` runs the reward function of a workflow
 that is not an agent.
@@ -7,10 +7,10 @@ All episodes of a run share one event loop. A function that computes for one sec
 for one second. AsyncRewardWrapper therefore runs a plain function in a worker process (workers.py) and awaits the
 result. A coroutine function runs in the event loop itself.
 
-Both kinds of function have a time limit. If a plain function takes too long, its process is killed. If a coroutine
-function takes too long, it is cancelled. The clock starts when a worker takes the call, so the time in the queue does
-not count. Example: with timeout_seconds=15 and four workers, the fifth call waits until a worker is free, and then has
-15 s. If an episode is cancelled, its reward computation ends as well.
+Plain functions and coroutine functions have a time limit. If a plain function takes too long, its process is killed. If
+a coroutine function takes too long, it is cancelled. The clock starts when a worker takes the call, so the time in the
+queue does not count. Example: with timeout_seconds=15 and four workers, the fifth call waits until a worker is free,
+and then has 15 s. If an episode is cancelled, its reward computation ends as well.
 
 If a reward function raises an exception or takes too long, its episode fails. The episode does not get the reward 0,
 because the policy would learn from this wrong reward.

@@ -11,7 +11,8 @@ turns a tool answered, and the policy got new weights:
 
 Entry t of each list describes token t.
 
-A row trains on its turns, with four exceptions. In these four cases a turn is only context:
+A row trains on its turns, with four exceptions. In these four cases the tokens of a turn are only context for other
+turns:
 - another row already trains on the turn;
 - the agent asked the proxy not to store the call, and rollout.openai.store is honour;
 - the trainer cannot reproduce how the tokens were sampled (`trains_exactly`);
@@ -40,8 +41,9 @@ def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
     `turns` is a list of pairs (finished interaction, whether the row trains on it), in the order of the turns.
     L numbers: input_ids, attention_mask, loss_mask, logprobs (behaviour policy), versions, turn_ids, turn_rewards
     (final reward of the token's turn), temperatures. One number: rewards (of the last turn), truncated (1 if the length
-    limit ended the last turn), regenerated (number of segments generated again), side_conversations (1 if left out),
-    unstored (number of turns that the agent asked not to store), placeholders (number of images and files).
+    limit ended the last turn), regenerated (number of segments generated again), side_conversations (1 if the last turn
+    is a side conversation without a reward), unstored (number of turns that the agent asked not to store), placeholders
+    (number of images and files).
     """
     leaf = turns[-1][0]
     last = leaf.tokens
@@ -71,13 +73,13 @@ def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
         row["turn_ids"][span] = [turn.turn] * n
         row["turn_rewards"][span] = [turn.reward or 0.0] * n
         row["temperatures"][span] = [turn.tokens.temperature] * n
-        row["regenerated"][0] += turn.tokens.regenerated * trained  # counted only in the row that trains on the turn
+        row["regenerated"][0] += turn.tokens.regenerated * trained  # only one row counts a turn's segments
     return row
 
 
 def row_to_tensors(row: dict[str, list]) -> dict[str, Any]:
     """Return a row as tensors of shape (1, L) or (1,), with the dtypes of trajectory.py."""
-    import torch  # not at the top, because the proxy imports this module and starts faster without torch
+    import torch  # imported only here, so that the proxy, which imports this module, starts faster
 
     from rollout.trajectory import ROW_KEYS, TOKEN_KEYS
 

@@ -14,8 +14,8 @@ ends, and again when the second task ends.
 can therefore replace the runner with a subclass that has a virtual clock (tests/rollout/test_dispatcher.py).
 
 **Errors.** If a task raises an exception, the task's result holds this exception. If the dispatcher's or the runner's
-own code raises an exception in the thread, the runner calls `on_failure`, and the dispatcher stops the run. destroy()
-cancels the running tasks, lets them clean up, and joins the thread.
+own code raises an exception in the thread, the runner calls `on_failure`, and the dispatcher stops the run. The method
+destroy() cancels the running tasks, lets them clean up, and joins the thread.
 
 **What is not promised.** A task that blocks the loop blocks all tasks. If a task ignores its cancellation, it continues
 after destroy(), and destroy() writes the task's id to the log.
@@ -73,9 +73,9 @@ class AsyncTaskRunner:
         self.on_done: Callable[[TimedResult], None] = lambda result: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         # all mutable state of this object; `lock` guards _active
-        self._active: dict[int, asyncio.Task | None] = {}  # unfinished tasks; None: not started yet
+        self._active: dict[int, asyncio.Task | None] = {}  # unfinished tasks; None for a task that has not started
         self._stop = asyncio.Event()
-        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)  # faster than asyncio's own loop
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)  # uvloop is faster than asyncio's own loop
         self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._thread_main, name="rollout", daemon=True)
         self._thread.start()
@@ -103,7 +103,7 @@ class AsyncTaskRunner:
             return self.lock.wait_for(attempt, timeout)
 
     def is_alive(self) -> bool:
-        """Return whether the thread runs. It ends soon after destroy()."""
+        """Return whether the thread runs. The thread ends soon after destroy()."""
         return self._thread.is_alive()
 
     def find_blocker(self, seconds: float) -> str | None:
@@ -114,7 +114,7 @@ class AsyncTaskRunner:
         ran = threading.Event()
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(ran.set)
-        # The second wait is for the case that the whole process was suspended during the first wait.
+        # If the whole process was suspended during the first wait, the second wait gives the loop time to answer.
         if ran.wait(seconds) or ran.wait(seconds / 10) or not self.is_alive():
             return None
         stack = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))
@@ -124,7 +124,7 @@ class AsyncTaskRunner:
         return f"{ours[-1].name} ({ours[-1].filename}:{ours[-1].lineno})"
 
     def destroy(self, timeout: float = 10.0) -> None:
-        """Cancel the running tasks, let them clean up, and join the thread. A second call is harmless."""
+        """Cancel the running tasks, let them clean up, and join the thread. A second call does nothing."""
         with suppress(RuntimeError):  # the loop is already closed
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout)
@@ -137,7 +137,7 @@ class AsyncTaskRunner:
     # ---- the thread
 
     def _thread_main(self) -> None:
-        with self._runner:  # leaving this block cancels all remaining tasks and closes the loop
+        with self._runner:  # the end of this block cancels all remaining tasks and closes the loop
             try:
                 self._runner.run(self._main())
             except BaseException as error:

@@ -29,10 +29,11 @@ Example: a prompt of two tokens and an answer of two tokens, sampled by versions
 
     input_ids 10 11 12 13 0    loss_mask 0 0 1 1 0    versions -1 -1 3 4 -1    turn_ids -1 -1 0 0 -1
 
-A workflow must return the first two keys. It may return any other key. `check_trajectory_format` raises an error that
-describes what is wrong with a trajectory. `complete` adds the missing keys with default values. Without `loss_mask` no
-token is trained on. Without `turn_ids` every unbroken run of trained tokens counts as one turn. Without `temperatures`
-every token has temperature 1. A completed trajectory has every key, so completed trajectories can be concatenated.
+A workflow must return the first two keys. A workflow may return any other key, too. `check_trajectory_format` raises an
+error that describes what is wrong with a trajectory. `complete` adds the missing keys with default values. Without
+`loss_mask` no token is trained on. Without `turn_ids` every unbroken run of trained tokens counts as one turn. Without
+`temperatures` every token has temperature 1. A completed trajectory has every key, so completed trajectories can be
+concatenated.
 """
 
 import json
@@ -148,8 +149,8 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
     """Return a trajectory with every key of the table, in the dtype of the table. All other keys are kept.
 
     If `versions` is missing, every generated token gets `version`. The caller passes the version at which the episode
-    started. No token then counts as newer than it is. Missing `logprobs` become zeros. Zeros are correct only for an
-    objective that recomputes the old log-probabilities.
+    started. The true version of a token may be newer than `version`, but not older. Missing `logprobs` become zeros.
+    Zeros are correct only for an objective that recomputes the old log-probabilities.
     """
     rows, shape = len(traj["input_ids"]), traj["input_ids"].shape
     full = {key: torch.full(shape, fill, dtype=dtype) for key, (dtype, fill) in TOKEN_KEYS.items()}
@@ -184,7 +185,7 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     batch = {}
     for key in keys:
         values = [traj[key] for traj in trajectories]
-        if [value.shape[1:2] for value in values] == lengths:  # all have the shape [B, L, ...]
+        if [value.shape[1:2] for value in values] == lengths:  # all tensors of this key have the shape [B, L, ...]
             rows = [row for value in values for row in value]
             batch[key] = pad_sequence(rows, batch_first=True, padding_value=PADDING.get(key, 0))
         else:

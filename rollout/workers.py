@@ -5,8 +5,8 @@ episodes of a run share one event loop. The user's code therefore runs in a sepa
 the result.
 
     pool = WorkerPool(4)                        at most four calls at once; later calls wait in order
-    async with pool.worker() as worker:         starts a process, or takes an idle one; the wait does not count
-        value = await within(15, worker.call(function, *args), "...")
+    async with pool.worker() as worker:         starts a process, or takes an idle one
+        value = await within(15, worker.call(function, *args), "...")       the 15 seconds begin at this line
 
 **One call at a time.** Only one block `async with pool.worker()` uses a worker at a time. A cancellation or a time
 limit may end the block before the call has returned. The pool then kills the worker and starts a new process for the
@@ -18,16 +18,17 @@ worker has started. Processes that the worker starts do not inherit the socket. 
 therefore closes, and the parent notices at once. Ctrl-C reaches only the parent, because each worker has a process
 group of its own.
 
-**Messages.** A call goes through the socket as a pickle. Of the function it contains only the name, so the worker
-imports the function's module. The worker does not import the main script, because the script would import torch in
-every worker. Functions and classes must therefore not be defined in `__main__`. A result comes back as JSON, because a
-pickle from an agent could run code in the trainer. A scalar of numpy or torch becomes a plain number. If a function
+**Messages.** A call goes through the socket as a pickle. The pickle contains only the name of the function, so the
+worker imports the function's module. The worker does not import the main script, because the script would import torch
+in every worker. Functions and classes must therefore not be defined in `__main__`. A result comes back as JSON, because
+a pickle from an agent could run code in the trainer. A scalar of numpy or torch becomes a plain number. If a function
 raises an exception, the caller gets a RuntimeError with the exception's type and text. The cause of the RuntimeError
 contains the worker's traceback. A worker runs many calls one after another, so a call sees the changes that earlier
 calls made to global variables and to the environment.
 
 **Agents.** `run_agent` puts the URL and the key of the session into the environment. The SDKs of OpenAI and Anthropic
-read the URL and the key from there. An agent may use synchronous clients, because nothing else runs in its process.
+read the URL and the key from the environment. An agent may use synchronous clients, because nothing else runs in its
+process.
 
 **What is not promised.** Workers need process groups, so workers do not run on Windows. If a worker's code never
 releases the interpreter's lock, the worker continues after its parent was killed.
@@ -101,7 +102,7 @@ class Worker:
         with theirs:
             streams = await asyncio.open_unix_connection(sock=ours)
             fd = theirs.fileno()
-            paths = [path for path in sys.path if isinstance(path, str)]  # Python's import ignores all other entries
+            paths = [path for path in sys.path if isinstance(path, str)]  # Python ignores entries that are not texts
             code = f"import sys; sys.path[:] = {paths}; from rollout import workers; workers.serve({fd})"
             command = [sys.executable, "-c", code]
             env = {name: value for name, value in os.environ.items() if not name.startswith("NANO_AREAL_")}
@@ -169,7 +170,7 @@ class WorkerPool:
                     await worker.end()
 
     async def aclose(self) -> None:
-        """End the idle workers. Every other worker runs a call, and ends when the event loop cancels its call."""
+        """End the idle workers. Workers that run a call end when the event loop cancels the call."""
         while self._idle:
             await self._idle.pop().end()
 
@@ -178,7 +179,7 @@ class WorkerPool:
 
 
 def serve(fd: int) -> None:
-    """Run in a worker: read calls from the socket `fd` and write their outcomes, in order, until the parent ends."""
+    """Read calls from the socket `fd`, run them in order, and write their outcomes, until the parent process ends."""
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
     # A forked child must close the socket. If the child kept the socket open, the parent would not notice the death of
@@ -200,7 +201,7 @@ def serve(fd: int) -> None:
 
 
 def outcome_of(payload: bytes) -> bytes:
-    """Run a pickled call. Return its result or its exception as JSON, because a pickle could run code in the parent."""
+    """Run a pickled call. Return its outcome as JSON, because a pickle could run code in the parent."""
     try:
         function, args, kwargs = pickle.loads(payload)
         return json.dumps({"value": function(*args, **kwargs)}, default=lambda scalar: scalar.item()).encode()
@@ -209,8 +210,8 @@ def outcome_of(payload: bytes) -> bytes:
         return json.dumps({"error": f"{type(error).__name__}: {error}", "note": note}).encode()
 
 
-# `_runner()` returns the one event loop of this worker. All episodes share this loop, because Python may close an SDK's
-# client of one episode during the next episode.
+# `_runner()` returns the one event loop of this worker. Python may close an SDK's client of one episode during the next
+# episode. Closing needs the loop in which the client was used, so all episodes share this loop.
 _runner = functools.cache(asyncio.Runner)
 
 

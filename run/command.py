@@ -16,10 +16,10 @@ for success, 1 for a run that failed, 2 for a wrong configuration, and 130 for C
 loses the steps since its last checkpoint (run/recover.py). If a run ends early, its last lines name the command that
 continues the run.
 
-Ctrl-C during training lets the running step finish, so that a checkpoint can be written (`interruptible`). The wait for
-a batch ends at once. A second Ctrl-C ends the process at once. The child processes notice that their parent has ended,
-and end too. A run of several ranks has no checkpoint after Ctrl-C, because every rank would have to stop at the same
-step.
+Ctrl-C during training lets the running step finish, so that a checkpoint can be written (`interruptible`). If the step
+waits for a batch, Ctrl-C ends the wait at once. A second Ctrl-C ends the process at once. The child processes notice
+that their parent has ended, and end too. A run of several ranks has no checkpoint after Ctrl-C, because every rank
+would have to stop at the same step.
 """
 
 import os
@@ -44,12 +44,14 @@ from run.evaluate import evaluate_run
 from run.failures import Failures, report
 from run.inputs import Inputs, load_inputs
 from run.keys import TrainConfig
-from run.launch import ROOT, Fleet, Planned, ProcessDied, plan_run, revision
+from run.launch import ROOT, Fleet, Planned, ProcessDied, revision
 from run.logger import Trace
+from run.plan import plan_run
 from run.recover import claim, newest_checkpoint
 from run.replay import Differs, check_replay
 from run.report import write_report
 from run.start import Run
+from run.terminal import before_results, hush
 from training.ranks import join_ranks, leave_ranks, share
 
 FAILURES = "failures.log"  # the tracebacks of a run, in its folder logs/
@@ -62,7 +64,7 @@ def end_at_once(*_: Any) -> None:
 
 
 def on_ctrl_c(act: Callable[..., Any]) -> None:
-    """From now on, the next Ctrl-C calls `act`, and a second one ends the process at once."""
+    """Let the next Ctrl-C call `act`, and let a second Ctrl-C end the process at once."""
 
     def first(*_: Any) -> None:
         signal.signal(signal.SIGINT, end_at_once)
@@ -125,9 +127,10 @@ def agree(read: Callable[[], Any]) -> Any:
 def read_run(config: TrainConfig, *agent: Any) -> tuple[Inputs, list[Planned], str]:
     """Name the run and check its folder. Return the inputs, the servers to start, and the plan as text.
 
-    `agent` may be a workflow and its arguments, which then replace those of the configuration. Raises ConfigError.
+    `agent` may be a workflow and its arguments, which then replace the configured ones. Raises ConfigError.
     """
-    if config.trial_name == "auto" or (config.replay and config.run_dir.exists()):  # a replay is a new run
+    # A replay is a new run with a folder of its own.
+    if config.trial_name == "auto" or (config.replay and config.run_dir.exists()):
         config.trial_name = time.strftime("%Y%m%d-%H%M%S")
     if config.replay:
         check_replay(config)
@@ -141,11 +144,14 @@ def read_run(config: TrainConfig, *agent: Any) -> tuple[Inputs, list[Planned], s
 def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
     """Start a run on every rank. When the block ends, end every part that the run has started.
 
-    `agent` may be a workflow and its arguments, which then replace those of the configuration. Raises ConfigError.
+    `agent` may be a workflow and its arguments, which then replace the configured ones. Raises ConfigError.
     """
     joined = join_ranks()
     with ExitStack() as stack:
-        loaded: list[Any] = []  # on rank 0: the inputs, the servers to start and the plan
+        stack.callback(before_results.close)
+        if config.quiet:
+            hush()
+        loaded: list[Any] = []  # on rank 0, this list holds the result of `read_run`
 
         def read() -> TrainConfig:
             loaded.append(read_run(config, *agent))
@@ -154,12 +160,14 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
 
         config = agree(read)
         inputs, servers, _ = loaded[0] if loaded else (load_inputs(config, *agent), [], "")
-        if config.actor.offload:  # the optimizer runs on the CPU: the ranks of a machine share the cores
+        # With offload the optimizer runs on the CPU, so the ranks of a machine divide the cores.
+        if config.actor.offload:
             torch.set_num_threads(max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1))
         fleet = Fleet(config.run_dir / "logs")
         stack.callback(Failures(fleet.log_dir / FAILURES).close)
         if loaded and config.mode == "train":
-            stack.callback(write_report, config.run_dir)  # runs last, after the trace is closed; also on failure
+            # The report is written last, after the trace is closed, and also after a failure.
+            stack.callback(write_report, config.run_dir)
         stack.callback(fleet.stop)
         traced = loaded and config.mode == "train" and config.rollout.enable_tracing
         trace = Trace(config.run_dir / "trace.json" if traced else None)
@@ -168,7 +176,8 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
             yield Run(config, inputs, servers, fleet, trace, stack)
         except BaseException as error:
             trace.mark("end", error=repr(error))
-            if isinstance(error.__cause__, Unhealthy):  # the doctor's thread has stopped the rollout
+            # The doctor's thread has found the cause and stopped the rollout.
+            if isinstance(error.__cause__, Unhealthy):
                 raise error.__cause__ from None
             if isinstance(error, Exception):
                 fleet.raise_death(error)  # the death of a server process may have caused the error
@@ -183,7 +192,7 @@ def record(config: TrainConfig) -> None:
     if config.mode == "train" and (changes := changed(path, config)):
         print(f"the configuration of this run changes: {', '.join(changes)}")
     keys = asdict(config)
-    del keys["rollout"]["server_key"]  # the key must not be in any file of the run
+    del keys["rollout"]["server_key"]  # no file of the run may contain the servers' key
     OmegaConf.save({**keys, "revision": revision()}, path)
     (config.run_dir / "README.md").write_text((ROOT / "run" / "folder.md").read_text())
 
@@ -196,9 +205,12 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
     torch.set_num_threads(1)  # small models on shared cores are slower with more threads
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    if os.environ.get("RANK", "0") == "0":  # other ranks start no processes, so SIGTERM may kill them
+    # Rank 0 ends the processes that it has started. The other ranks start no processes, so SIGTERM may kill these
+    # ranks.
+    if os.environ.get("RANK", "0") == "0":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    on_ctrl_c(signal.default_int_handler)  # also in a shell's background job, which would ignore Ctrl-C
+    # A background job of a shell would ignore Ctrl-C without this line.
+    on_ctrl_c(signal.default_int_handler)
     config, code = None, 0
     try:
         join_ranks()

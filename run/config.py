@@ -1,4 +1,4 @@
-"""How the configuration of a run is read and checked.
+"""This module reads and checks the configuration of a run.
 
 keys.py defines every key. A run is configured in three layers. Each layer overrides the layers before it:
 
@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import inspect
 import os
 import re
@@ -45,18 +46,18 @@ class Key(NamedTuple):
     default: Any
     meaning: str
     interval: str | None
-    choices: str  # the words that the key may have, if they are few; else ""
-    group: str  # what the keys with the same prefix configure
+    choices: str  # the allowed words, if the key allows only certain words; else ""
+    group: str  # the common prefix of the keys of a group, and what these keys configure
 
 
-source_of = functools.cache(inspect.getsource)  # reading the source code of all dataclasses takes a second
+source_of = functools.cache(inspect.getsource)  # cached, because reading the source of all dataclasses takes a second
 
 
 def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
-    """Return every key of the configuration, in the order of this file.
+    """Return every key of the configuration, in the order of run/keys.py.
 
-    The meaning of a key is the comment after the key in the source code of the dataclass `cls`. The interval of a key
-    is part of the key's type.
+    The meaning of a key is the comment after the key in the source code of the dataclass `cls`. The type of a key
+    contains the interval of its valid values.
     """
     meanings = dict(re.findall(r"^    (\w+): .*?  # (.+)$", source_of(cls), re.MULTILINE))
     keys, hints = [], get_type_hints(cls, include_extras=True)
@@ -83,7 +84,10 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def without_effect(config: Any, names: list[str]) -> dict[str, str]:
-    """Return the keys among `names` whose change in `config` has no effect, each with the condition that it needs."""
+    """Return the keys among `names` whose new values in `config` have no effect, each with the condition that it needs.
+
+    A key has an effect only if its condition is met (NEEDS in run/keys.py).
+    """
     default = TrainConfig()
 
     def is_met(condition: str) -> bool:
@@ -135,6 +139,8 @@ def resolve(config: TrainConfig) -> None:
     actor.max_new_tokens = actor.max_new_tokens or gconfig.max_new_tokens
     if (actor.overlong_tokens or 1) > actor.max_new_tokens:
         raise ConfigError(f"actor.overlong_tokens={actor.overlong_tokens} > max_new_tokens={actor.max_new_tokens}")
+    if (tracker := config.logger.tracker) and importlib.util.find_spec(tracker.partition(".")[0]) is None:
+        raise ConfigError(f"logger.tracker={tracker} is not installed here: pip install {tracker}, or omit the key")
     if strange := set(rollout.openai.fixed_sampling) - vars(gconfig).keys():
         raise ConfigError(f"rollout.openai.fixed_sampling: {', '.join(sorted(strange))} is no field of gconfig")
     for pattern in rollout.openai.side_conversations:
@@ -177,7 +183,9 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises ConfigError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; options are --config FILE, --dry-run, --replay RUN, --help and key=value words")
+        raise ConfigError(
+            f"{message}; options are --config FILE, --dry-run, --quiet, --replay RUN, --help and key=value words"
+        )
 
 
 def load(argv: list[str]) -> TrainConfig:
@@ -195,6 +203,7 @@ def load(argv: list[str]) -> TrainConfig:
     meaning = f"YAML recipe, or a name in configs/; may be repeated, and later recipes win; default: {DEMO.stem}"
     parser.add_argument("--config", type=Path, action="append", metavar="FILE", help=meaning)
     parser.add_argument("--dry-run", action="store_true", help="print the plan of the run, and start nothing")
+    parser.add_argument("--quiet", action="store_true", help="print only warnings, errors and the results at the end")
     parser.add_argument("--gpus", type=int, help="with --dry-run: plan for a machine with this number of GPUs")
     parser.add_argument("--gpu-memory", type=float, help="with --gpus: memory of each GPU in GiB; default: 80")
     parser.add_argument("--replay", type=Path, metavar="RUN", help="repeat the run in this folder, bit by bit")

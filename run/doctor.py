@@ -5,9 +5,9 @@ lines of metrics.jsonl and of the configuration. The rule fires if the measure i
 
     five lines with kl = 0, 0.05, 0.3, 0.3, 0.4: the median 0.3 is above the limit 0.1, so the rule `kl` fires
 
-docs/doctor.md has an entry for each rule, and the doctor prints the first paragraph of the entry. Each rule speaks once
-in a run: on the terminal, and as one line of doctor.jsonl. With doctor=strict every rule
-except `waiting` also ends the run.
+docs/doctor.md has an entry for each rule, and the doctor prints the first paragraph of the entry. The doctor reports
+each rule once in a run: on the terminal, and as one line of doctor.jsonl. With doctor=strict every rule except
+`waiting` also ends the run.
 
 Two rules cannot wait for the end of a step. The step may never end if an agent blocks the event loop, or if groups are
 rejected without end. A thread therefore checks these two rules while the trainer waits (`watch`).
@@ -33,11 +33,13 @@ from omegaconf import OmegaConf
 from run.report import read_records
 
 Line = dict[str, Any]  # one line of metrics.jsonl
-Finding = dict[str, Any]  # one line of doctor.jsonl: step, rule, text
-ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}  # maximum rounding error of a log-probability (nats), by actor.dtype
-SOLVED = 0.9  # with more success little is left to learn, so groups without signal and low entropy are normal
-BLOCKED_SECONDS = 5.0  # limit of the rule blocked_loop
-REJECTED_BATCHES = 10  # after so many batches of rejected groups, the doctor does not wait for the end of the step
+Finding = dict[str, Any]  # one line of doctor.jsonl, with the keys step, rule and text
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}  # maximum rounding error of a log-probability (nats), by actor.dtype.
+# Above this success little is left to learn, so groups without signal and low entropy are normal.
+SOLVED = 0.9
+BLOCKED_SECONDS = 5.0  # limit of the rule blocked_loop.
+# After this number of rejected batches, the doctor checks the step before its end.
+REJECTED_BATCHES = 10
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "doctor.md"
 TEXTS = {name: " ".join(text.split()) for name, text in re.findall(r"## (\w+)\n\n(.+?)\n\n", PAGE.read_text(), re.S)}
 
@@ -47,7 +49,8 @@ class Unhealthy(RuntimeError):
 
 
 class Rule(NamedTuple):
-    """A check of the last `steps` lines. The rule fires if `measure(lines, config)` is above `limit`."""
+    """A check of the last `steps` lines of metrics.jsonl. The rule fires if `measure(lines, config)` is above
+    `limit`."""
 
     name: str
     steps: int
@@ -116,7 +119,7 @@ RULES = (
 
 
 def examine(lines: list[Line], config: Any) -> list[Finding]:
-    """Return the findings of all rules for the last of the lines."""
+    """Return the findings of all rules for the last line of `lines`."""
     found = []
     for rule in RULES:
         last = lines[-rule.steps :]
@@ -149,7 +152,8 @@ class Doctor:
 
     def __init__(self, config: Any) -> None:
         self.config, self.path = config, config.run_dir / "doctor.jsonl"
-        self.said = {finding["rule"] for finding in read_records(self.path)}  # a restarted run does not repeat these
+        # A restarted run does not repeat the findings in its file.
+        self.said = {finding["rule"] for finding in read_records(self.path)}
         self.step = 0  # the last finished step
 
     def check(self, lines: list[Line]) -> None:
@@ -158,14 +162,15 @@ class Doctor:
         self.report(examine(lines, self.config) if self.config.doctor != "off" else [])
 
     def report(self, findings: list[Finding]) -> None:
-        """Print and write the findings of rules that have not spoken before. With doctor=strict, raise Unhealthy."""
+        """Print and write a finding if its rule has not fired before. With doctor=strict, raise Unhealthy."""
         for finding in findings:
             if finding["rule"] not in self.said:
                 self.said.add(finding["rule"])
                 with self.path.open("a") as file:
                     file.write(json.dumps(finding) + "\n")
-                print(finding["text"], flush=True)
-                if self.config.doctor == "strict" and finding["rule"] != "waiting":  # a slow run is correct
+                print(finding["text"], file=sys.stderr, flush=True)
+                # The rule `waiting` never ends a run, because a slow run is correct.
+                if self.config.doctor == "strict" and finding["rule"] != "waiting":
                     raise Unhealthy(finding["text"])
 
     def watch(self, executor: Any) -> None:
@@ -184,7 +189,8 @@ class Doctor:
                     step, before = self.step, executor.stats
                 counts = {k: getattr(executor.stats, k) - getattr(before, k) for k in ("accepted", "rejected")}
                 if counts["rejected"] >= REJECTED_BATCHES * self.config.train_dataset.batch_size:
-                    executor.dispatcher.check_alive()  # the tasks of a run that has ended count as rejected
+                    # When a run ends, its cancelled tasks count as rejected, and `check_alive` raises RuntimeError.
+                    executor.dispatcher.check_alive()
                     self.report(examine([{"step": step + 1, **counts}] * 3, self.config))
             except Unhealthy as error:
                 return executor.fail(error)

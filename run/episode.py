@@ -79,7 +79,8 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:
         fleet = Fleet(Path(logs))
         stack.callback(fleet.stop)
-        code = 2  # exit code of an error: 2 for a wrong argument, and 1 later, for a server or the agent
+        # The exit code of an error is 2 until all arguments are checked, and 1 afterwards.
+        code = 2
         try:
             key = secrets.token_urlsafe()
             proxy = {"proxy_addr": "", "admin_key": key, "mode": args.mode, "discount": args.discount}

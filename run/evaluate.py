@@ -12,6 +12,7 @@ An episode that fails or is rejected is counted in the statistics, and the evalu
 """
 
 import asyncio
+import functools
 import json
 import logging
 import math
@@ -28,7 +29,8 @@ from rollout.workers import run_agent
 from run.config import ConfigError
 from run.inputs import Inputs
 from run.keys import TrainConfig
-from run.start import Run, start_rollout
+from run.start import Run, start_processes, start_rollout
+from run.terminal import before_results
 from workflow import RolloutWorkflow, WorkflowContext, agents_pool, workflow_context
 
 logger = logging.getLogger("nano_areal.evaluate")
@@ -37,11 +39,13 @@ logger = logging.getLogger("nano_areal.evaluate")
 def describe(rewards: Sequence[float | None], inputs: Inputs) -> dict[str, float | None]:
     """Return the statistics of the episodes' rewards. `rewards` holds None for an episode without a reward.
 
-    eval_reward          the mean reward; None if there is no reward
-    eval_reward_sem      the standard error of the mean reward; None if there are fewer than two rewards
-    eval_success         the share of successes among all episodes
-    eval_episodes        the number of episodes
-    eval_rejected        the number of episodes without a reward
+    The result has these keys:
+
+        eval_reward          the mean reward; None if there is no reward
+        eval_reward_sem      the standard error of the mean reward; None if there are fewer than two rewards
+        eval_success         the share of successes among all episodes
+        eval_episodes        the number of episodes
+        eval_rejected        the number of episodes without a reward
     """
     found = [reward for reward in rewards if reward is not None]
     n = len(found)
@@ -54,12 +58,15 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> dict[str, float
     }
 
 
-def evaluate(executor: WorkflowExecutor, inputs: Inputs) -> dict[str, float | None]:
+def evaluate(executor: WorkflowExecutor, inputs: Inputs) -> Any:
     """Run one episode per validation prompt and return the statistics. `executor` has no staleness gate.
 
-    If an episode has several rows, the reward of the last row is the episode's reward.
+    If an episode has several rows, the reward of the last row is the episode's reward. The result is None if a server
+    was started again meanwhile (WorkflowExecutor.until_restart).
     """
-    groups = executor.rollout_each(inputs.validation, inputs.evaluated, group_size=1, is_eval=True)
+    run_all = functools.partial(executor.rollout_each, inputs.validation, inputs.evaluated, group_size=1, is_eval=True)
+    if (groups := executor.until_restart(run_all)) is None:
+        return None
     return describe([None if group is None else group["rewards"][-1].item() for group in groups], inputs)
 
 
@@ -113,9 +120,10 @@ def evaluate_run(run: Run) -> None:
     if run.config.evaluator.base_url:
         statistics = evaluate_endpoint(run.config, run.inputs)
     else:
-        _, executor = start_rollout(run, [run.fleet.start(planned) for planned in run.servers])
-        statistics = evaluate(executor, run.inputs)
+        _, executor = start_rollout(run, start_processes(run))
+        statistics = evaluate(executor, run.inputs)  # never None, because mode=eval starts no server again
     (run.config.run_dir / "eval.json").write_text(json.dumps(statistics))
     if statistics["eval_episodes"] == statistics["eval_rejected"]:
         raise RuntimeError("no episode of the evaluation has a reward: look for logged failures, or return a reward")
+    before_results.close()
     print("  ".join(f"{key} {value:.4g}" for key, value in statistics.items() if value is not None))

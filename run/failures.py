@@ -6,9 +6,10 @@ loggers. A warning without an exception is printed. An exception is described by
     failed: KeyError: 'answer', in run (my_agent.py:12); traceback: runs/guess/one/logs/failures.log
 
 Two exceptions count as one failure if their descriptions differ only in digits, because digits are mostly ids and
-sizes. At the end of the run, one line for each repeated failure says how often it occurred, but at most five lines.
+sizes. At the end of the run, one line for each of the five most frequent failures says how often the failure occurred.
 """
 
+import contextlib
 import logging
 import re
 import sys
@@ -19,9 +20,12 @@ from pathlib import Path
 from rollout.runner import own_frames
 
 LOGGER = logging.getLogger("nano_areal")  # the parent of the loggers of all modules
+DISK = "make room on the disk, raise the limit of file sizes (ulimit -f), or take another disk with fileroot=FOLDER"
 ADVICE = (  # a pattern in a failure's description, and what the user can do
     ("finite", "make the agent or the reward function return a finite number for every answer"),
     ("too long", "shorten the prompts, or take a model with a longer context"),
+    # torch hides the error of the disk if it cannot write a checkpoint.
+    *((words, DISK) for words in ("No space left", "File too large", "was not written")),
     ("KeyError", "if this key is a column of the data, add the column to the data, or correct the named line"),
     ("", "correct the named line; the traceback shows how the program got there"),
 )
@@ -35,10 +39,11 @@ def describe(error: BaseException) -> str:
 
 
 def record_traceback(error: BaseException, log: Path) -> None:
-    """Append the traceback of an exception to the log."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a") as file:
-        file.write("".join(traceback.format_exception(error)) + "\n")
+    """Append the traceback of an exception to the log. If the disk is full, write nothing."""
+    with contextlib.suppress(OSError):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as file:
+            file.write("".join(traceback.format_exception(error)) + "\n")
 
 
 class Failures(logging.Handler):
@@ -48,7 +53,7 @@ class Failures(logging.Handler):
         super().__init__(logging.WARNING)
         self.log = log
         LOGGER.addHandler(self)
-        self.counts = Counter[str]()  # description with digits replaced -> number of failures
+        self.counts = Counter[str]()  # for each description without its digits, the number of failures
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a warning. If the warning has an exception, print and record it only the first time."""

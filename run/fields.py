@@ -7,7 +7,7 @@ the expected type, or raise `Refusal`. If a function raises `Refusal`, the proxy
     get({"text": {"format": {}}}, "text.format", dict)  -> {}
     get({}, "stream", bool, False)                      -> False
 
-Numbers in the configuration have the types below. Each type contains the interval of the allowed values.
+Numbers in the configuration have types such as Count and Share. Each type contains the interval of the allowed values.
 
 Some clients cannot read or write NaN, lone surrogates (a half of a UTF-16 pair), or more than `LEVELS` levels of
 nesting. `read_json` refuses JSON that contains one of these.
@@ -67,7 +67,7 @@ def _number(text: str) -> float | int:
     return int(text) if text.removeprefix("-").isdigit() else int(value)
 
 
-_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode  # made once and used for every message
+_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode  # one encoder object, used for every message
 
 
 def write_json(value: Any, name: str) -> str:

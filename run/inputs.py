@@ -4,12 +4,13 @@ A task is a Python module that defines `make_model`, `dataset` and `WORKFLOW`. T
 `WORKFLOW_KWARGS`, `success`, `summary` and `prepare`. `prepare` turns a line of the data into a sample. tasks/guess.py
 and tasks/gsm8k.py are examples. Configuration keys can replace the model, the data and the workflow of a task.
 
-The run loads all inputs before it starts a process or writes a file into its folder. A mistake in the configuration is
-therefore reported as one line at the start.
+The run loads all inputs before it starts a process or writes a file into the run's folder. A mistake in the
+configuration is therefore reported as one line at the start.
 """
 
 import hashlib
 import importlib
+import inspect
 import json
 import logging
 import os
@@ -22,12 +23,19 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.utils import enable_progress_bars
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from run.config import ConfigError
 from run.keys import OpenAIConfig, TrainConfig
 from run.launch import ROOT
-from workflow import OpenAIProxyWorkflow, import_string, resolve_workflow
+from workflow import (
+    MultiTurnWorkflow,
+    OpenAIProxyWorkflow,
+    RLVRWorkflow,
+    RolloutWorkflow,
+    import_string,
+    resolve_workflow,
+)
 
 logger = logging.getLogger("nano_areal.inputs")
 
@@ -41,13 +49,13 @@ class Inputs:
     validation: list[dict]
     tokenizer: Any
     workflow: Any
-    evaluated: Any = None  # the workflow's instance for evaluation, which runs in a separate event loop
+    evaluated: Any = None  # a second instance of the workflow, for evaluation in a separate event loop
     success_above: float = 0.0  # the configuration's success_above
 
     def success(self, rewards: list[float]) -> float:
         """Return the share of rewards that the task's `success` accepts.
 
-        Without `success`, accept rewards above `success_above`.
+        If the task has no `success`, count the rewards above `success_above`.
         """
         judge = getattr(self.task, "success", lambda reward: reward > self.success_above)
         return sum(map(judge, rewards)) / len(rewards)
@@ -63,7 +71,8 @@ def users_code(what: str) -> Iterator[None]:
 
 
 def load_inputs(config: TrainConfig, workflow: Any = None, workflow_kwargs: dict[str, Any] | None = None) -> Inputs:
-    """Load all inputs, and make the task's base model if the model is missing. Raises ConfigError if this fails.
+    """Load all inputs, and make the task's base model if the model is missing. Raises ConfigError if an input cannot be
+    loaded.
 
     A `workflow`, in any form that `resolve_workflow` accepts, replaces the workflow of the configuration.
     """
@@ -84,8 +93,29 @@ def load_inputs(config: TrainConfig, workflow: Any = None, workflow_kwargs: dict
     prepare_model(config, task)
     with users_code(f"tokenizer_path={config.tokenizer_path}"):
         tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path)
-    used, evaluated = (load_workflow(config, task, tokenizer, workflow, workflow_kwargs or {}) for _ in range(2))
+    used, evaluated = (
+        load_workflow(config, task, {"gconfig": gconfig, "tokenizer": tokenizer}, workflow, workflow_kwargs or {})
+        for gconfig in (config.gconfig, config.evaluation_gconfig)
+    )
+    try_sample(config, (validation if config.mode == "eval" else dataset)[0], tokenizer, used)
     return Inputs(task, dataset, validation, tokenizer, used, evaluated, config.success_above)
+
+
+def try_sample(config: TrainConfig, sample: dict[str, Any], tokenizer: Any, workflow: Any) -> None:
+    """Raise ConfigError if an episode of this sample would certainly fail. No code of the user runs.
+
+    The arguments of an episode must fit the agent's `run` or the reward function. If the workflow sends the messages of
+    the sample, the context of the model must hold them.
+    """
+    with users_code("the first sample of the data does not fit: correct the columns, or the code that reads them"):
+        if type(workflow) in (RLVRWorkflow, MultiTurnWorkflow):
+            inspect.signature(workflow.async_reward_fn.reward_fn).bind("", "", [], [], **sample)
+            tokens = len(tokenizer.apply_chat_template(sample["messages"], return_dict=False))
+            shape = AutoConfig.from_pretrained(str(config.model_path)).get_text_config()
+            if tokens >= (context := getattr(shape, "max_position_embeddings", tokens + 1)):
+                raise ValueError(f"the prompt has {tokens} tokens, and the context of the model {context}")
+        elif not isinstance(workflow, RolloutWorkflow):
+            inspect.signature(workflow.run).bind(sample, base_url="", api_key="", http_client=None)
 
 
 def warn_of_namesakes(folders: list[str]) -> None:
@@ -99,7 +129,7 @@ def warn_of_namesakes(folders: list[str]) -> None:
             logger.warning("%s: `import %s` finds this project's module first; rename your module", folder, name)
 
 
-def load_workflow(config: TrainConfig, task: Any, tokenizer: Any, workflow: Any, kwargs: dict[str, Any]) -> Any:
+def load_workflow(config: TrainConfig, task: Any, defaults: dict, workflow: Any, kwargs: dict[str, Any]) -> Any:
     """Return the workflow or agent that runs every episode of the run. Raises ConfigError if there is none.
 
     Without `workflow`, the workflow is taken from the configuration or, if none is configured, from the task.
@@ -110,7 +140,6 @@ def load_workflow(config: TrainConfig, task: Any, tokenizer: Any, workflow: Any,
         workflow, kwargs = getattr(task, "WORKFLOW", None), {**getattr(task, "WORKFLOW_KWARGS", {}), **kwargs}
     if workflow is None:
         raise ConfigError("no workflow: set workflow to module.Class, an agent with async run() or a RolloutWorkflow")
-    defaults = {"gconfig": config.gconfig, "tokenizer": tokenizer}
     # The executor sets the proxy's address and key later.
     nowhere = {"proxy_addr": "", "admin_key": "", "mode": config.rollout.openai.mode}
     with users_code(f"workflow={workflow}, workflow_kwargs={kwargs}"):

@@ -4,9 +4,9 @@ The comment at the end of a key's line is the key's help text. `python train.py 
 default and its comment. The keys of `gconfig` are defined in `inference/io_struct.py`, and the keys of `actor` in
 `training/config.py`.
 
-The type of a number contains the interval of its allowed values, for example Share for [0, 1]. For example, a learning
-rate below 0 would make the model worse. No interval contains NaN. Every comparison with NaN is false, so a clip of NaN
-would have no effect.
+The type of a number contains the interval of its allowed values, for example Share for [0, 1]. The intervals exclude
+values that would do silent harm. For example, a learning rate below 0 would make the model worse, and a clip of NaN
+would have no effect, because every comparison with NaN is false. No interval contains NaN.
 
 Three tables follow the keys: other names of keys, names that an error message explains, and the keys that have an
 effect only together with another key. Most keys have the names that AReaL uses. docs/differences.md lists the keys with
@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from calls.sessions import Limits
 from calls.side_conversations import PATTERNS
 from inference.io_struct import GenerationHyperparameters
-from run.fields import Count, CountOrZero, Positive, Seed, Share
+from run.fields import Count, CountOrZero, NonNegative, Positive, Seed, Share
 from training.config import PPOActorConfig
 
 
@@ -30,13 +30,13 @@ class OpenAIConfig:
 
     mode: Literal["inline", "subproc"] = "inline"  # run agents in the trainer's process, or in worker processes
     subproc_max_workers: Count = 4  # number of worker processes for agents (mode subproc)
-    turn_discount: Share = 1.0  # gamma: share of a turn's final reward that is added to its parent's reward; 0: nothing
-    chat_template_type: Literal["hf", "concat"] = "concat"  # concat: reuse earlier tokens; hf: tokenise all anew
+    turn_discount: Share = 1.0  # gamma: share of a turn's final reward that its parent turn receives; 0: nothing
+    chat_template_type: Literal["hf", "concat"] = "concat"  # prompts: concat reuses earlier tokens; hf reuses none
     export_style: Literal["individual", "concat"] = "concat"  # one training row per turn, or per whole conversation
     tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's, else qwen
     reasoning_parser: str | None = None  # format of the model's reasoning; default: <think> ... </think>
     limits: Limits = field(default_factory=Limits)  # limits on what one session costs a proxy
-    side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # calls trained only if rewarded by id
+    side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # first messages of side conversations
     store: Literal["honour", "ignore"] = "ignore"  # honour: calls with `store: false` are not trained
     fixed_sampling: list[str] = field(default_factory=list)  # names of gconfig fields that agents cannot override
     session_timeout_seconds: Positive = 3600.0  # time without a request after which the proxy deletes a session
@@ -52,8 +52,8 @@ class RolloutConfig:
     consumer_batch_size: Count | None = None  # prompt groups per training step; default train_dataset.batch_size
     queue_size: Count | None = None  # maximum of running plus waiting groups; default 16 * max_concurrent_rollouts
     group_size: Count | None = None  # episodes per prompt; another name for gconfig.n_samples
-    stale: Literal["wait", "mask", "drop"] = "wait"  # how eta is kept: by waiting, masking or dropping (staleness.py)
-    pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how a weight update interrupts completions
+    stale: Literal["wait", "mask", "drop"] = "wait"  # how a run trains on no token older than eta (staleness.py)
+    pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how a weight update interrupts generation
     request_timeout: Positive = 3600.0  # seconds to wait for the reply to one generation request
     request_retries: CountOrZero = 3  # maximum repeats of a request after a lost connection or 5xx status; 0: none
     enable_tracing: bool = True  # write the states of every prompt group to trace.json, for a trace viewer
@@ -72,10 +72,13 @@ class ServerConfig:
     count: Count = 1  # number of servers to start
     tp_size: Count = 1  # GPUs per server (tensor parallelism)
     colocate: bool | None = None  # true: use the trainer's GPUs; default: use them only if there are too few GPUs
-    port: Annotated[int, "[0, 65535]"] = 0  # port of the first server; others use the next ports; 0: any
+    port: Annotated[int, "[0, 65535]"] = 0  # port of the first server; other servers use the next ports; 0: any
     mem_fraction: Annotated[float, "(0, 1)"] | None = None  # share of GPU memory; default 0.85, or 0.6 on trainer GPUs
+    fp32_head: bool = True  # true: SGLang on GPUs computes logits in float32, as the trainer does; false: in bfloat16
     command: str = ""  # command that starts SGLang; default: this Python with -m sglang.launch_server
     args: list[str] = field(default_factory=list)  # further command-line arguments for every server
+    release_memory: bool = False  # true: a server frees its GPU's memory during a training step, and generates nothing
+    max_restarts: CountOrZero = 3  # how often a training run starts each server again after it has died; 0: never
     max_running_requests: Count = 64  # maximum number of sequences that a server decodes at the same time
     max_total_tokens: Count = 16384  # maximum number of tokens in a server's key-value cache
 
@@ -119,18 +122,29 @@ class EvaluatorConfig:
 
 
 @dataclass
+class EvalSampling:
+    """How evaluations sample, where they differ from training. A null takes the value of the same key of gconfig."""
+
+    max_new_tokens: Count | None = None  # maximum number of tokens of a turn in an evaluation
+    temperature: NonNegative | None = None  # divides the logits before sampling; 0: always the likeliest token
+    top_p: Annotated[float, "(0, 1]"] | None = None  # sample from the likeliest tokens with this total probability
+    top_k: Annotated[int, "[-1, -1] or [1, inf)"] | None = None  # sample from this number of likeliest tokens; -1: all
+    greedy: bool | None = None  # true: always take the likeliest token, whatever temperature an agent asks for
+
+
+@dataclass
 class SaverConfig:
     """The Hugging Face checkpoints in the folder checkpoints/ of a run. The last step always saves a checkpoint."""
 
     interval: CountOrZero = 0  # number of steps between two checkpoints; 0: only after the last step
-    keep: Count = 2  # number of newest checkpoints to keep; older checkpoints are deleted
+    keep: Count = 2  # number of newest checkpoints to keep, beside the best by evaluation; others are deleted
 
 
 @dataclass
 class WeightUpdateConfig:
-    """How new weights reach the inference servers."""
+    """How new weights reach the inference servers: in files, by a process group, or in shared GPU memory."""
 
-    mode: Literal["disk", "distributed", "tensor"] = "disk"  # weights go by files, process group, or shared memory
+    mode: Literal["auto", "disk", "distributed", "tensor"] = "auto"  # auto: the plan chooses by the servers' GPUs
     path: str | None = None  # folder for new weights (mode disk), such as /dev/shm/new; default: the run's folder
     bucket_mb: Positive = 512.0  # size in MiB of the buckets that are sent (modes distributed and tensor)
     address: str = "127.0.0.1"  # address at which the servers reach this machine (mode distributed)
@@ -144,6 +158,8 @@ class LoggerConfig:
     sample_interval: CountOrZero = 20  # number of steps between two printed sample conversations; 0: never
     report_interval: CountOrZero = 10  # number of steps between two updates of report.html; 0: only at the end
     tokens_interval: CountOrZero = 1  # number of steps between two saved batches, tokens/{step}.safetensors; 0: never
+    tracker: str | None = None  # module that also gets the metrics: wandb, trackio or one with their interface
+    keep_steps: Count | None = None  # number of newest steps whose files in tokens/ and rollout/ are kept; default: all
 
 
 @dataclass
@@ -152,7 +168,7 @@ class TrainConfig:
 
     mode: Literal["train", "eval"] = "train"  # eval: only evaluate on the validation prompts, without training
     recover: Literal["auto", "off"] = "auto"  # auto: if this run exists, continue from its last checkpoint
-    doctor: Literal["warn", "strict", "off"] = "warn"  # checks after each step; strict: a rule that fires ends the run
+    doctor: Literal["warn", "strict", "off"] = "warn"  # check each step; strict: end the run if a rule fires
     recover_interval: Count = 10  # training steps between two checkpoints for recovery
     task: str | None = "tasks.guess"  # Python module with data, workflow and model; null: other keys set these
     experiment_name: str = "guess"  # part of the run's folder, {fileroot}/{experiment_name}/{trial_name}
@@ -166,8 +182,9 @@ class TrainConfig:
     workflow: str | None = None  # module.Class of an agent or a RolloutWorkflow; default: the task's workflow
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the workflow's class
     should_accept_fn: str | None = None  # module.function of a trajectory; returns false to reject the group
-    success_above: Annotated[float, "(-inf, inf)"] = 0.0  # rewards above this are successes by default; 0: above 0
+    success_above: Annotated[float, "(-inf, inf)"] = 0.0  # a reward above this number is a success; 0: above 0
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling
+    eval_gconfig: EvalSampling = field(default_factory=EvalSampling)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
@@ -182,13 +199,19 @@ class TrainConfig:
     replay: str = ""  # folder of the run that this run repeats; set by --replay (run/replay.py)
     replay_until: Count | None = None  # last step of a replay; set by --replay-until; default: the run's last step
     dry_run: bool = False  # true, or --dry-run: print the plan (processes, GPUs, ports, memory) and start nothing
-    gpus: Count | None = None  # with --dry-run: plan as if the machine had this number of GPUs; default: those there
+    quiet: bool = False  # true, or --quiet: print only warnings, errors and the results at the end
+    gpus: Count | None = None  # with --dry-run: plan as if the machine had this number of GPUs; default: real number
     gpu_memory: Positive = 80.0  # with --dry-run: memory of each of the `gpus`, in GiB
 
     @property
     def run_dir(self) -> Path:
         """The folder that the run writes to."""
         return Path(self.fileroot) / self.experiment_name / self.trial_name
+
+    @property
+    def evaluation_gconfig(self) -> GenerationHyperparameters:
+        """The sampling parameters of an evaluation: those of gconfig, changed by the keys of eval_gconfig."""
+        return self.gconfig.new(**{k: value for k, value in vars(self.eval_gconfig).items() if value is not None})
 
 
 # Alternative names of keys, as in AReaL's documents, and the key that each name sets.
@@ -211,16 +234,18 @@ SYNONYMS = {"learning_rate": "actor.optimizer.lr", "staleness": "rollout.max_hea
 # Keys that have an effect only under a condition: condition -> regular expression that matches the keys' names.
 NEEDS = {
     "rollout.server_addrs=[]": r"server\..*",
+    "rollout.pause_mode=retract|abort": r"server\.release_memory",
+    "server.release_memory=false": r"server\.max_restarts",
     "rollout.openai.mode=subproc": r"rollout\.openai\.subproc_max_workers",
     "gconfig.greedy=false": r"gconfig\.(temperature|top_p|top_k)",
     "dry_run=true": r"gpus|gpu_memory",
     "mode=eval": r"evaluator\.base_url",
-    "mode=eval or evaluator.interval": r"valid_dataset\.path",
+    "mode=eval or evaluator.interval": r"valid_dataset\.path|eval_gconfig\..*",
     "recover=auto": r"recover_interval",
     "saver.interval": r"saver\.keep",
-    "weight_update.mode=disk": r"weight_update\.path",
-    "weight_update.mode=distributed": r"weight_update\.address",
-    "weight_update.mode=distributed|tensor": r"weight_update\.bucket_mb",
+    "weight_update.mode=auto|disk": r"weight_update\.path",
+    "weight_update.mode=auto|distributed": r"weight_update\.address",
+    "weight_update.mode=auto|distributed|tensor": r"weight_update\.bucket_mb",
     "actor.use_decoupled_loss=false": r"actor\.recompute_logprob",
     "actor.use_decoupled_loss=true": r"actor\.(prox_logp_method|behave_.*|reject_.*)",
     "actor.enable_tree_training=false": r"actor\.layout",

@@ -1,61 +1,53 @@
-"""Plan, start, watch and end the server processes of a run.
+"""Start, watch and end the child processes of a run: the inference servers and the proxies.
 
-**The plan.** `plan_servers` decides which inference servers to start and on which GPUs. The plan depends only on the
-configuration and the GPUs. The trainer's ranks get the first GPUs and the servers get the last GPUs. Ranks and servers
-share GPUs if there are too few GPUs, or if `server.colocate` is true. With 8 GPUs, 4 ranks and 2 servers of 2 GPUs
-each, the ranks get GPUs 0 to 3. One server gets GPUs 4 and 5, and the other gets GPUs 6 and 7. `--dry-run` prints the
-plan and starts nothing.
+train.py is the parent of the inference servers and the proxies. Each child process gets a pipe as its standard input
+and ends when the pipe closes (`--exit-with-parent`). The pipe closes even after `kill -9` of the parent, so no child
+stays alive. SGLang does not have this option, so SGLang runs under `leash.py`. Each child runs in its own session, so
+Ctrl-C reaches only train.py, and train.py ends the children in order.
 
-`plan_run` refuses a run that cannot work. The error is one line with the reason: a port is in use, a server does not
-answer, the installed SGLang needs another version of torch, or the estimated memory is too large (run/memory.py).
+A thread waits for each child. If an inference server dies during training, the thread starts the server again on the
+same port, at most server.max_restarts times. The new process reports the version "0-incomplete", so every engine
+refuses its tokens until the trainer has pushed the current weights. A server that may not start again is lost, and the
+run continues with the other servers. If no server is left, or if a proxy dies, the run fails at once with the last
+lines of the child's log.
 
-**The processes.** train.py is the parent of the inference servers and the proxies. Each child process gets a pipe as
-its standard input and ends when the pipe closes (`--exit-with-parent`). The pipe closes even after `kill -9` of the
-parent, so no child stays alive. SGLang does not have this option, so SGLang runs under `leash.py`. Each child runs in
-its own session, so Ctrl-C reaches only train.py, and train.py ends the children in order.
-
-A thread waits for each child. If an inference server dies while others are running, the run logs the death and
-continues with the others. If any other child dies, the run fails at once with the last lines of the child's log.
+run/plan.py decides which servers to start.
 """
 
-import importlib.util
 import logging
 import os
 import re
-import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from importlib import metadata
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
-import torch
 
-from run.config import ConfigError
-from run.keys import ServerConfig, TrainConfig
-from run.memory import GIB, describe_load, estimate_memory
-from run.serve import listen, raise_open_files
+from run.serve import free_port
 
 logger = logging.getLogger("nano_areal.launch")
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 1800.0  # maximum time until a server's first reply; a large model may load for minutes
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
-DEATH_SECONDS = 0.5  # a killed process closes its connections at most this long before it ends
+DEATH_SECONDS = 0.5  # maximum time from closing the connections of a killed process to its end.
 # The environment variables of torchrun. A child with these variables would join the trainer's ranks instead of its own.
 TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
-HOLD_SECONDS = 3.0  # maximum time for a process to end; the process finishes its replies first (serve.py, 2 s)
+# The maximum time in which a process ends. Before its end, the process finishes its replies for up to 2 s (serve.py).
+HOLD_SECONDS = 3.0
 
 
 class ProcessDied(RuntimeError):
     """A child process ended too early. The message contains the last lines of the child's log."""
+
+
+OnDeath = Callable[[ProcessDied], None]
 
 
 @dataclass(frozen=True)
@@ -66,7 +58,8 @@ class Planned:
     command: list[str]
     gpus: list[str] = field(default_factory=list)  # names of the process's GPUs, as in CUDA_VISIBLE_DEVICES
     port: int | None = 0  # 0: any free port; None: the process does not listen
-    keys: tuple[str, ...] = ()  # secrets, one for each line of the process's standard input
+    keys: tuple[str, ...] = ()  # keys that the process reads from its standard input, one a line
+    restarts: int = 0  # how often the process was started again after it had died
 
 
 @dataclass
@@ -77,6 +70,12 @@ class Child:
     url: str
     log: Path
     process: subprocess.Popen[bytes]
+    planned: Planned
+
+    def send_keys(self, keys: tuple[str, ...]) -> None:
+        """Write secrets to the standard input of the process, one in each line."""
+        with suppress(BrokenPipeError):  # the process has ended, and `wait_ready` raises ProcessDied
+            os.write(self.process.stdin.fileno(), "".join(f"{key}\n" for key in keys).encode())  # type: ignore[union-attr]
 
     def last_words(self, lines: int = 5) -> str:
         """Return a message with the exit code and the last lines of the log."""
@@ -96,7 +95,7 @@ class Child:
             with suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200:
                     return self.url
-            time.sleep(0.05)  # polls, because no event reports that the socket is open
+            time.sleep(0.05)  # no event reports that the socket is open, so this loop polls
         raise ProcessDied(self.last_words())
 
     def kill_session(self) -> None:
@@ -106,12 +105,6 @@ class Child:
         self.process.wait()
 
 
-def free_port() -> int:
-    """Return a port that no process uses at this moment."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
-
-
 class Fleet:
     """The child processes of this process. `start` starts one child, `stop` ends all children."""
 
@@ -119,12 +112,13 @@ class Fleet:
         self.log_dir = log_dir
         self.children: list[Child] = []
         self.stopping = False
+        self.lock = threading.Lock()  # held while a server is started again, so that `stop` misses no process
 
     def start(self, planned: Planned) -> Child:
         """Start a process and return at once. The returned child's `wait_ready` waits until the process answers."""
         port = planned.port or free_port()
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        log = self.log_dir / f"{planned.name}.log"
+        log = self.log_dir / f"{planned.name}{f'-restart{planned.restarts}' if planned.restarts else ''}.log"
         inherited = {name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)}
         ours = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ",".join(planned.gpus)}
         ours["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -137,19 +131,26 @@ class Fleet:
                 start_new_session=True,
                 env={**inherited, **ours},
             )
-        os.write(process.stdin.fileno(), "".join(f"{key}\n" for key in planned.keys).encode())  # type: ignore
-        self.children.append(Child(planned.name, f"http://127.0.0.1:{port}", log, process))
+        self.children.append(Child(planned.name, f"http://127.0.0.1:{port}", log, process, planned))
+        self.children[-1].send_keys(planned.keys)
         return self.children[-1]
 
-    def watch(self, on_death: list[Callable[[ProcessDied], None]]) -> None:
-        """Start threads that watch the children.
+    def watch(self, on_death: list[OnDeath], max_restarts: int, on_restart: Callable[[], None]) -> None:
+        """Start threads that watch the children, and start each inference server again, at most `max_restarts` times.
 
-        If a child that the run needs dies, the thread of this child calls every function of `on_death`.
+        When a server that was started again answers, its thread calls `on_restart`. If a child that the run needs dies,
+        the thread of this child calls every function of `on_death`.
         """
 
         def wait_for(child: Child) -> None:
             child.process.wait()
             child.kill_session()
+            while (planned := plan_restart(child, max_restarts)) and (again := self.restart(child, planned)):
+                with suppress(ProcessDied, TimeoutError):
+                    again.wait_ready()
+                    on_restart()
+                    again.process.wait()
+                (child := again).kill_session()
             if self.stopping:
                 return
             if left := self.replacements(child):
@@ -161,6 +162,17 @@ class Fleet:
         for child in self.children:
             threading.Thread(target=wait_for, args=(child,), name=f"watch-{child.name}", daemon=True).start()
 
+    def restart(self, child: Child, planned: Planned) -> Child | None:
+        """Start `planned` in place of `child`, which has died. Return None if the run ends."""
+        with self.lock:
+            if self.stopping:
+                return None
+            logger.error("%s\n%s is started again", child.last_words(), child.name)
+            again = self.start(planned)
+            self.children.remove(child)
+            child.process.stdin.close()  # type: ignore[union-attr]
+            return again
+
     def replacements(self, child: Child) -> int:
         """Return how many running processes can replace `child`. Only inference servers can replace each other."""
         servers = [c for c in self.children if c.name.startswith("server")]
@@ -168,14 +180,16 @@ class Fleet:
 
     def raise_death(self, error: BaseException) -> None:
         """Raise ProcessDied if a child that the run needs has ended. The exception `error` becomes the cause."""
-        time.sleep(DEATH_SECONDS)  # waits, because a dying process closes its connections before it ends
+        # `raise_death` waits, because a dying process closes its connections before it ends.
+        time.sleep(DEATH_SECONDS)
         dead = [child for child in self.children if child.process.poll() is not None]
         if lost := [child.last_words() for child in dead if not self.replacements(child)]:
             raise ProcessDied("\n".join(lost)) from error
 
     def stop(self) -> None:
         """End the children in the reverse order of their start: close the pipes, wait, then kill."""
-        self.stopping = True
+        with self.lock:
+            self.stopping = True
         for child in reversed(self.children):
             assert child.process.stdin is not None
             child.process.stdin.close()
@@ -186,64 +200,17 @@ class Fleet:
             child.kill_session()
 
 
-# ---------------------------------------------------------------- the plan
+def plan_restart(child: Child, max_restarts: int) -> Planned | None:
+    """Return how to start a dead child again, or None if it is no inference server or was restarted too often.
 
-
-def visible_gpus() -> list[str]:
-    """Return the names of the GPUs that the run may use, as in CUDA_VISIBLE_DEVICES."""
-    numbers = [str(i) for i in range(torch.cuda.device_count())]
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return named.split(",")[: len(numbers)] if named else numbers
-
-
-def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Planned]:
-    """Return the servers to start on the GPUs `gpus`. The same machine runs `ranks` trainer processes.
-
-    If rollout.server_addrs is set, the list is empty. Raises ConfigError if there are too few GPUs.
+    The new process has the port of the old process, so that no client needs another address. The version label of the
+    new process is no number, so no client uses tokens of its first weights.
     """
-    server = config.server
-    if config.rollout.server_addrs:
-        return []
-    tp, spare = server.tp_size, gpus[ranks:]
-    wanted = server.count * tp
-    shared = len(spare) < wanted if server.colocate is None else server.colocate
-    pool = gpus * server.count if shared else spare[-wanted:]  # shared GPUs: servers are spread over all GPUs
-    if gpus and len(pool) < wanted:
-        need = f"server.count={server.count} with server.tp_size={tp}"
-        remedy = "lower them, or set server.colocate=true"
-        raise ConfigError(f"{need} and {ranks} trainers do not fit on {len(gpus)} GPUs: {remedy}")
-    share = server.mem_fraction or (0.6 if shared else 0.85)
-    command, keys = server_command(config, share if gpus else None), (config.rollout.server_key,)
-    return [
-        Planned(f"server-{k}", command, pool[k * tp : (k + 1) * tp], server.port + k if server.port else 0, keys)
-        for k in range(server.count)
-    ]
-
-
-def server_command(config: TrainConfig, mem_fraction: float | None) -> list[str]:
-    """Return the command that starts an inference server, without the port.
-
-    `mem_fraction` is the server's share of the memory of each GPU, or None without GPUs. The user's `server.args` come
-    last, so they override earlier options.
-    """
-    server = config.server
-    options: dict[str, object] = {
-        "--model-path": config.model_path,
-        "--weight-version": 0,
-        "--max-running-requests": server.max_running_requests,
-        "--max-total-tokens": server.max_total_tokens,
-    }
-    installed = config.gpus or importlib.util.find_spec("sglang") is not None
-    if server.backend == "tiny" or (server.backend == "auto" and not (mem_fraction and installed)):
-        for name in ("tp_size", "mem_fraction", "command"):
-            if getattr(server, name) != getattr(ServerConfig(), name):
-                raise ConfigError(f"server.{name} has no effect on the small server: omit it, or use SGLang")
-        return own_command("inference.tiny.server", options | {"--seed": config.seed, "--api-key": "-"}, *server.args)
-    if not server.command and not config.gpus:
-        check_sglang()
-    command = shlex.split(server.command) or [sys.executable, "-m", "sglang.launch_server"]
-    options |= {"--tp-size": server.tp_size, "--random-seed": config.seed, "--mem-fraction-static": mem_fraction}
-    return [sys.executable, str(ROOT / "run" / "leash.py"), "--api-key", *command, *words(options), *server.args]
+    planned = child.planned
+    if not child.name.startswith("server") or planned.restarts >= max_restarts:
+        return None
+    command, port = [*planned.command, "--weight-version", "0-incomplete"], int(child.url.rpartition(":")[2])
+    return replace(planned, command=command, port=port, restarts=planned.restarts + 1)
 
 
 def own_command(module: str, options: dict[str, object], *arguments: str) -> list[str]:
@@ -258,129 +225,6 @@ def words(options: dict[str, object]) -> list[str]:
     """
     several = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
     return [str(word) for name, values in several.items() for v in values if v is not None for word in (name, v)]
-
-
-def check_sglang() -> None:
-    """Raise ConfigError if sglang is missing, or if sglang needs a version of torch that is not installed."""
-    elsewhere = "or use SGLang elsewhere: server.command='PYTHON -m sglang.launch_server' or rollout.server_addrs=[URL]"
-    try:
-        version, requires = metadata.version("sglang"), metadata.requires("sglang") or []
-    except metadata.PackageNotFoundError as error:
-        raise ConfigError(f"sglang is not installed here: pip install -e '.[gpu]', {elsewhere}") from error
-    wanted = [match[1] for line in requires if (match := re.match(r"torch\s*\(?==\s*([\w.]+)", line))]
-    here = metadata.version("torch").partition("+")[0]
-    if wanted and here not in wanted:
-        remedy = f"pip install torch=={wanted[0]}, {elsewhere}"
-        raise ConfigError(f"sglang {version} was built for torch {wanted[0]}, but torch {here} is installed: {remedy}")
-
-
-def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
-    """Raise ConfigError if a planned port is in use or if an address in rollout.server_addrs does not answer.
-
-    An inference server answers GET /model_info. A router answers GET /workers.
-    """
-    for url in config.rollout.server_addrs:
-        try:
-            if not config.rollout.server_key and httpx.URL(url).host not in ("127.0.0.1", "::1", "localhost"):
-                raise ConfigError(f"rollout.server_addrs: {url} is not this machine: set rollout.server_key")
-            urls = [url.rstrip("/") + path for path in ("/model_info", "/workers")]
-            headers = {"authorization": f"Bearer {config.rollout.server_key or 'none'}"}
-            status = [httpx.get(each, headers=headers, timeout=10, trust_env=False).status_code for each in urls]
-        except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise ConfigError(f"rollout.server_addrs: {url} cannot be reached ({error}); is it running?") from error
-        if 200 not in status:
-            raise ConfigError(
-                f"rollout.server_addrs: {url} is no inference server of this key: it answered {status[0]}"
-            )
-    for process in planned:
-        try:
-            listen("127.0.0.1", process.port or 0).close()
-        except OSError as error:
-            raise ConfigError(f"server.port: {process.port} cannot be used ({error}); 0 takes any free port") from error
-
-
-def check_open_files(config: TrainConfig, limit: int) -> None:
-    """Raise ConfigError if a process may need more than `limit` open files. Each connection is an open file.
-
-    The proxy has two connections for a call of an agent, one to the agent and one to an inference server. The trainer
-    has two connections for an episode: one for the agent, and one to start and end the agent's session.
-    """
-    episodes = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
-    if (needed := 2 * episodes + 256) > limit:
-        remedy = "raise it (ulimit -Hn), or lower rollout.max_concurrent_rollouts or gconfig.n_samples"
-        raise ConfigError(f"{episodes} running episodes need {needed} open files, but the limit is {limit}: {remedy}")
-
-
-def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[str]) -> None:
-    """Raise ConfigError if weight_update.mode cannot work on these GPUs. Rank 0 sends the weights from the first GPU.
-
-    In mode distributed NCCL refuses two processes on one GPU, and all processes need the same version of NCCL. In mode
-    tensor a server reads the weights from the memory of rank 0's GPU. The small server computes on the CPU, so it has
-    none of these limits.
-    """
-    mode = config.weight_update.mode
-    on_gpus = [p for p in planned if p.gpus and "inference.tiny.server" not in p.command]
-    used = [*gpus[:1], *(gpu for p in on_gpus for gpu in p.gpus)]
-    away = [p.name for p in on_gpus if gpus[0] not in p.gpus]
-    is_shared = len(set(used)) < len(used)
-    if mode == "distributed" and is_shared:
-        remedy = f"set weight_update.mode={'disk' if away else 'tensor'}, or server.colocate=false"
-        raise ConfigError(f"weight_update.mode=distributed: NCCL refuses GPUs that two processes share: {remedy}")
-    if mode == "tensor" and away:
-        remedy = f"set weight_update.mode={'disk' if is_shared else 'distributed'}"
-        raise ConfigError(f"weight_update.mode=tensor: {away[0]} does not use GPU {gpus[0]}, as rank 0 does: {remedy}")
-    if mode == "distributed" and on_gpus and config.server.command:
-        show = [shlex.split(config.server.command)[0], "-c", "import torch; print(torch.cuda.nccl.version())"]
-        theirs = subprocess.run(show, capture_output=True, text=True).stdout.strip()
-        if theirs.startswith("(") and theirs != str(ours := torch.cuda.nccl.version()):
-            remedy = f"install the torch of {show[0]} here, or set weight_update.mode=disk"
-            raise ConfigError(f"weight_update.mode=distributed: NCCL {ours} here, {theirs} in the server: {remedy}")
-
-
-def check_memory(needs: list[tuple[Planned, float]], gpus: list[str], have: float) -> None:
-    """Raise ConfigError if the processes of one GPU together need more than `have` GiB.
-
-    `needs` lists each process with the GiB that it needs. Without GPUs, `have` is the memory of the machine, and all
-    processes share this memory.
-    """
-    for gpu in gpus or [""]:
-        here = {planned.name: gib for planned, gib in needs if gpu in planned.gpus or not gpus}
-        if sum(here.values()) > have:
-            each = ", ".join(f"{name} {gib:.1f}" for name, gib in here.items())
-            raise ConfigError(
-                f"too little memory: about {sum(here.values()):.0f} GiB are needed ({each}) and "
-                f"{f'GPU {gpu}' if gpus else 'this machine'} has {have:.0f}. Lower server.max_total_tokens, actor.mb_tokens "
-                "or server.count, set actor.gradient_checkpointing=true, raise --nproc-per-node, or take a smaller model"
-            )
-
-
-def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
-    """Check the whole plan, then return the servers to start and the text that `--dry-run` prints.
-
-    Raises ConfigError for a run that cannot work.
-    """
-    gpus, ranks = visible_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets LOCAL_WORLD_SIZE
-    machine = (torch.cuda.mem_get_info()[1] if gpus else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / GIB
-    if config.gpus:  # plan as if this machine had these GPUs
-        gpus, machine = [str(k) for k in range(config.gpus)], config.gpu_memory
-    servers = plan_servers(config, gpus, ranks)
-    check_open_files(config, raise_open_files())
-    check_addresses(config, servers)
-    check_update_mode(config, servers, gpus)
-    trainer, server, parameters = estimate_memory(config, int(os.environ.get("WORLD_SIZE", 1)), bool(gpus))
-    needs = [(Planned(f"rank {k}", ["train.py"], gpus[k : k + 1], port=None), trainer) for k in range(ranks)]
-    needs += [(planned, server) for planned in servers]
-    needs += [(Planned(f"proxy-{k}", ["proxy.py"]), 0.3) for k in range(config.proxy.workers)]
-    check_memory(needs, gpus, machine)
-    rows = [("process", "GPUs", "port", "GiB", "command")]
-    for p, gib in needs:
-        port = {0: "any", None: "-"}.get(p.port, str(p.port))
-        rows.append((p.name, ",".join(p.gpus) or "-", port, f"{gib:.1f}", shlex.join(p.command)))
-    rows += [("(is up)", "", "", "", url) for url in config.rollout.server_addrs]
-    lines = ["{:10}{:8}{:10}{:>6}  {}".format(*row) for row in rows]
-    lines.append(f"{parameters:,} parameters; GiB for each rank, and for each GPU of a server, are estimates")
-    lines.append(describe_load(config, parameters))
-    return servers, "\n".join(lines)
 
 
 def revision() -> str:

@@ -2,12 +2,12 @@
 
 Servers of this project end by themselves when their standard input closes (`--exit-with-parent`). Other servers, such
 as SGLang, do not have this option, so they run under this script. Standard input is a pipe from the parent process, so
-it closes when the parent dies. The script then sends SIGTERM to the command. After 3 more seconds the script kills the
-whole process group, including itself. Start the script in a new session, so that the process group contains nothing
-else.
+the pipe closes when the parent dies. The script then sends SIGTERM to the command. After 3 more seconds the script
+kills the whole process group, including itself. Start the script in a new session, so that the process group contains
+nothing else.
 
-`python leash.py --api-key COMMAND ...` reads a key from the first line of standard input, and appends `--api-key KEY`
-to the command.
+`python leash.py --api-key COMMAND ...` reads a key from the first line of standard input, and appends `--api-key=KEY`
+to the command. A key may begin with "-", so the key cannot be a word of its own.
 """
 
 import os
@@ -22,7 +22,7 @@ GRACE_SECONDS = 3.0  # seconds between SIGTERM and SIGKILL
 def main(command: list[str]) -> int:
     """Run the command and return its exit code. If signal n ended the command, the code is 128 + n, as in a shell."""
     if command[0] == "--api-key":
-        command = [*command[1:], "--api-key", sys.stdin.readline().strip()]
+        command = [*command[1:], f"--api-key={sys.stdin.readline().strip()}"]
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     parent_gone = threading.Event()
 

@@ -1,14 +1,15 @@
 """Write and print the results of a run: metrics.jsonl, trace.json, the token files and the live table.
 
 metrics.jsonl gets one JSON object per training step (docs/metrics.md explains every metric). trace.json is a Chrome
-trace, for a trace viewer. The trace has two rows. The first shows every prompt group from start to finish, with the
-group's rewards and versions. The second shows the phases of the trainer and the weight updates.
+trace, for a trace viewer. The trace has two rows. The first row shows every prompt group from start to finish, with the
+group's rewards and versions. The second row shows the phases of the trainer and the weight updates.
 
 tokens/{step}.safetensors contains the batch of a step: token ids, versions, log-probabilities under the behaviour,
 proximal and current policy, advantages, loss mask, turns, rewards and parents. The metadata of the file contains the
 texts of the tokens, so that the file can be read without the tokenizer.
 """
 
+import importlib
 import json
 import os
 import threading
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from run.doctor import Doctor
 from run.keys import TrainConfig
+from run.recover import discard
 from run.report import read_records, write_report
 
 # The columns of the live table: metric, heading, format. A narrow terminal shows only the first columns.
@@ -53,14 +55,19 @@ COLUMNS = (
 )
 # The executor's counters of groups and of group members.
 COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
-NOTICES = {  # counts that are printed when they first rise above 0
+NOTICES = {  # metrics that the run reports when their value is above 0 for the first time
     "side_conversations": "side conversation, which is left out of training (rollout.openai.side_conversations)",
     "unstored": "call with `store: false`, which is trained if rollout.openai.store is ignore",
     "placeholders": "image or file, in whose place the model reads a text",
 }
 ROWS = 12  # number of steps that the live table shows
 TRAINER, ROLLOUT = 1, 2  # ids of the two rows in the trace
-END = b"\n]\n"  # last bytes of a trace file
+END = b"\n]\n"  # the last bytes of every trace file
+
+
+def as_text(metrics: dict[str, Any], key: str, text: str) -> str:
+    """Return a metric as text. A mismatch of exactly 0 means that no token was compared, so the text is "-"."""
+    return "-" if key == "logp_mismatch" and not metrics[key] else text.format(metrics[key])
 
 
 class Trace:
@@ -77,7 +84,7 @@ class Trace:
         self.lock = threading.Lock()
         earlier = read_records(path) if path else []
         self.file = Path(path or os.devnull).open("wb", buffering=0)  # noqa: SIM115
-        self.size = self.file.write(b"[")  # bytes of the file without END
+        self.size = self.file.write(b"[")  # number of bytes of the file without END
         for record in earlier:
             self._write(record)
         for tid, name in ((TRAINER, "trainer"), (ROLLOUT, "rollout")):
@@ -129,14 +136,14 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
     """Return the metrics of a batch before the trainer trains on it. The trainer's weights have version `version`.
 
     The staleness of a trained token is `version` minus the token's version. A row is mixed if its trained tokens have
-    more than one version. An untrained token is one that the model sampled but the loss leaves out.
+    more than one version. An untrained token is a token that the model sampled, but that the loss leaves out.
     """
     mask = batch["loss_mask"].bool()  # (B, T)
     versions = batch["versions"]
     newest = versions.masked_fill(~mask, -1).amax(1)  # (B,)
     oldest = versions.masked_fill(~mask, torch.iinfo(versions.dtype).max).amin(1)
     trained = mask.any(1)
-    lag = version - versions[mask]  # (M,) of the M trained tokens
+    lag = version - versions[mask]  # (M,) the lags of the M trained tokens
     return {
         "rows": len(mask),
         "reward": batch["rewards"].mean().item(),
@@ -161,9 +168,20 @@ def no_signal_share(batch: dict[str, Tensor]) -> float:
 def baseline_bias(batch: dict[str, Tensor]) -> float:
     """Return the largest |mean advantage| of a prompt group. Each trained turn counts once in its group's mean."""
     turns = batch["turn_ids"].masked_fill(batch["loss_mask"] == 0, -1)  # (B, T)
-    ends = (turns >= 0) & (turns != turns.roll(-1, 1))  # the last token of each trained turn, with the turn's whole A
+
+    # Take the last token of each trained turn, because this token has the whole advantage of the turn.
+    ends = (turns >= 0) & (turns != turns.roll(-1, 1))
     _, group = batch["task_ids"][:, None].expand_as(turns)[ends].unique(return_inverse=True)
     return (torch.bincount(group, batch["advantages"][ends]) / torch.bincount(group)).abs().max().item()
+
+
+def track(config: TrainConfig) -> Any:
+    """Start the run in the tracker and return the tracker's module. A restarted run continues under its name."""
+    tracker = importlib.import_module(config.logger.tracker or "")
+    keys = asdict(config)
+    del keys["rollout"]["server_key"]  # the key must not leave this machine
+    tracker.init(project=config.experiment_name, name=config.trial_name, config=keys, resume="allow")
+    return tracker
 
 
 class Logger:
@@ -179,6 +197,7 @@ class Logger:
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
         self.counts = asdict(executor.stats)  # the executor's counters at the last logged step
         self.words: dict[int, str] = {}  # the text of each token id that was in a batch
+        self.tracker = track(config) if config.logger.tracker else None
         show = config.logger.live and Console().is_terminal
         self.live = Live(get_renderable=self._screen, refresh_per_second=2) if show else nullcontext()
 
@@ -204,16 +223,21 @@ class Logger:
         self.history.append(metrics)
         with self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
+        if self.tracker:
+            self.tracker.log({k: v for k, v in metrics.items() if isinstance(v, int | float)}, step=step)
 
         if self.config.logger.report_interval and step % self.config.logger.report_interval == 0:
             write_report(self.config.run_dir)
+
+        if keep := self.config.logger.keep_steps:
+            discard(self.config.run_dir, step - keep, self.config.rollout.max_head_offpolicyness)
 
         for name, notice in NOTICES.items():
             if metrics[name] and not any(line.get(name) for line in self.history[:-1]):
                 example = self._text(batch, int(batch[name].argmax()))[:160]
                 print(f"step {step} has the first {notice}: {example!r}", flush=True)
         if not isinstance(self.live, Live):
-            first, *others = (f"{title} {text.format(metrics[key])}" for key, title, text in COLUMNS)
+            first, *others = (f"{title} {as_text(metrics, key, text)}" for key, title, text in COLUMNS)
             print(f"{first} of {self.config.max_steps}", *others, self._time(), sep="  ", flush=True)
         if "eval_episodes" in metrics:
             found = {k: v for k, v in metrics.items() if k.startswith("eval_") and v is not None}
@@ -241,14 +265,17 @@ class Logger:
         width, shown = Console().width, []
         for key, title, text in COLUMNS:
             width -= max(len(title), len(text.format(0))) + 2
-            if width >= -2:  # the last column is not followed by a space
+            # The table has no space after the last column.
+            if width >= -2:
                 shown.append((key, text))
                 table.add_column(title, justify="right", no_wrap=True)
         for metrics in self.history[-ROWS:]:
-            table.add_row(*(text.format(metrics[key]) for key, text in shown))
+            table.add_row(*(as_text(metrics, key, text) for key, text in shown))
         phase, begin = self.trace.phase if self.trace else ("", self.start)
         finished = min(batch, max(0, self.executor.stats.accepted - done * batch))
         step, seconds = min(done + 1, self.config.max_steps), f"{time.monotonic() - begin:.0f} s"
-        doing = f"step {step}, {phase.replace('_', ' ')}, {seconds}; {finished} of {batch} groups of the batch"
+        ended = f"{self.executor.ended} episodes, {batch * self.config.gconfig.n_samples} a batch"
+        doing = f"step {step}, {phase.replace('_', ' ')}, {seconds}; {finished} of {batch} groups; {ended}"
         bar = ProgressBar(total=self.config.max_steps, completed=done, width=30)
-        return Group(table, bar, f"{done} of {self.config.max_steps} steps; {self._time() if done else ''}", doing)
+        pace = self._time() if done else "the first is running"
+        return Group(table, bar, f" {done} of {self.config.max_steps} steps; {pace}", doing)

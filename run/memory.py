@@ -6,21 +6,22 @@ is the number of parameters in a decoder layer, V the vocabulary size, and H the
 parameters in the embedding and the last layer: V H if the two share their weights, else 2 V H. A number in a forward
 pass has b bytes, 2 in bfloat16. `saved` is what the forward pass keeps for the backward pass.
 
-    head    b R + (4 + b) V H + saved + chunk        the whole last layer, its gradient in float32 and the part of it
-                                                     that one chunk of tokens adds, and the chunk's logits
-    layers  b R + b V H + (8 + 3 b) P + saved        the next two layers whole, and a layer's gradient: in b bytes, and
-                                                     in float32 before and after the ranks add it up
+    head    b R + (4 + b) V H + saved + chunk        the whole last layer; its gradient in float32; the gradient that
+                                                     one chunk of tokens adds to it; the chunk's logits
+    layers  b R + b V H + (8 + 3 b) P + saved        two whole decoder layers; one layer's gradient in b bytes, and in
+                                                     float32 before and after the ranks add their gradients
     end     max(4 b V H, 8 R)                        the gradient of the embedding, then its copies in float32
 
-**Saved activations.** For each token, a decoder layer has Q numbers of queries, K numbers of keys and I inner numbers,
-and keeps the following bytes. A norm keeps its input in float32, the normalised input and the output.
+**Saved activations.** For each token, the queries of a decoder layer are Q numbers, its keys are K numbers, and its MLP
+has I inner numbers. The layer keeps the bytes below for each token. A norm keeps three tensors: its input (in float32),
+the normalised input, and its output.
 
     2 (4 + 2 b) H      two norms               (4 + b) (Q + K)    the norms of queries and keys, if the model has them
     2 b (Q + K)        queries, keys, values and the output of attention
     4 b I              the MLP: gate, activated gate, up and their product
 
 With actor.gradient_checkpointing a layer keeps only its input, b H bytes, and one layer at a time is computed again.
-Example: a layer of Qwen2.5-1.5B in bfloat16 keeps 103,424 bytes for each token, which is 67 H.
+Example: a layer of Qwen2.5-1.5B in bfloat16 keeps 103,424 bytes for each token, which is 67 times the hidden size H.
 `tests/run/test_memory.py` compares the formulas with tensors that real layers save, and with the memory of a real step.
 
 **Not promised.** The formulas describe dense models like Llama and Qwen. The context of CUDA, CUDA graphs and the gaps
@@ -32,13 +33,17 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from run.config import ConfigError
 from run.keys import TrainConfig
 from training import logprobs
 from training.config import PPOActorConfig
 
 GIB = 2**30
-CUDA_BYTES = 3 * GIB  # of each process on a GPU: context, CUDA graphs, workspaces, gaps; a guess, not measured
-TOKEN_BYTES = 50  # for each token in a run's folders tokens/ and rollout/: about 45 in tensors and 5 in text
+# The bytes of the CUDA context, CUDA graphs, workspaces and gaps in each process on a GPU. This number of bytes is a
+# guess.
+CUDA_BYTES = 3 * GIB
+# The bytes of each token in a run's folders tokens/ and rollout/: about 45 bytes in tensors and 5 bytes in text.
+TOKEN_BYTES = 50
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:
@@ -70,12 +75,13 @@ def step_bytes(actor: PPOActorConfig, shape: Any, n: int, has_head_norms: bool, 
     return max(head, middle, 4 * b * last, 8 * root)
 
 
-def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[float, float, int]:
-    """Return the GiB that a rank needs, the GiB that a server needs on each GPU, and the number of parameters n.
+def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[float, float, float, int]:
+    """Return three estimates in GiB, and the number n of the model's parameters.
 
+    The estimates are the memory of a rank in a step, of a rank between two steps, and of a server on each of its GPUs.
     With actor.offload and a GPU, the parameters, gradients and moments are in host memory. A reference model has 4 n
-    bytes of parameters. A server has its weights and the keys and values of max_total_tokens tokens. A number takes 2
-    bytes on a GPU and 4 on a CPU. The tp_size GPUs of a server share this memory.
+    bytes of parameters. A server has its weights and the keys and values of max_total_tokens tokens. In a server a
+    number takes 2 bytes on a GPU and 4 on a CPU. The tp_size GPUs of a server share this memory.
     """
     assert config.model_path is not None
     shape = AutoConfig.from_pretrained(config.model_path).get_text_config()
@@ -88,7 +94,24 @@ def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[flo
     cache = 2 * attention_widths(shape)[1] * shape.num_hidden_layers * config.server.max_total_tokens  # in numbers
     server = (2 if on_gpus else 4) * (n + cache) / config.server.tp_size
     context = CUDA_BYTES if on_gpus else 0
-    return (trainer + context) / GIB, (server + context) / GIB, n
+    return (trainer + context) / GIB, (kept + context) / GIB, (server + context) / GIB, n
+
+
+def check_memory(needs: list[tuple[Any, float]], gpus: list[str], have: float) -> None:
+    """Raise ConfigError if the processes of one GPU together need more than `have` GiB.
+
+    `needs` lists each planned process with the GiB that it needs. Without GPUs, `have` is the memory of the machine,
+    and all processes share this memory.
+    """
+    for gpu in gpus or [""]:
+        here = {planned.name: gib for planned, gib in needs if gpu in planned.gpus or not gpus}
+        if sum(here.values()) > have:
+            each = ", ".join(f"{name} {gib:.1f}" for name, gib in here.items())
+            raise ConfigError(
+                f"too little memory: about {sum(here.values()):.0f} GiB are needed ({each}) and "
+                f"{f'GPU {gpu}' if gpus else 'this machine'} has {have:.0f}. Lower server.max_total_tokens, actor.mb_tokens "
+                "or server.count, set actor.gradient_checkpointing=true, raise --nproc-per-node, or take a smaller model"
+            )
 
 
 def describe_load(config: TrainConfig, n: int) -> str:
@@ -97,10 +120,13 @@ def describe_load(config: TrainConfig, n: int) -> str:
     running = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
     slots = config.server.count * config.server.max_running_requests
     step = samples * config.gconfig.max_new_tokens * TOKEN_BYTES
-    # The newest models in float32; two checkpoints for a restart, with two moments each; two versions for the servers.
-    kept = (4 * config.saver.keep + 2 * 12 + 2 * getattr(torch, config.actor.dtype).itemsize) * n
+    # The disk holds the newest models and the best in float32, two recovery checkpoints with two moments each, and two
+    # versions for the servers.
+    models = config.saver.keep + bool(config.evaluator.interval)
+    kept = (4 * models + 2 * 12 + 2 * getattr(torch, config.actor.dtype).itemsize) * n
+    newest = f", kept for {config.logger.keep_steps} steps" if config.logger.keep_steps else ""
     return (
         f"{config.max_steps} steps of {samples} samples; {running} episodes run at a time, the servers decode {slots}\n"
         f"disk: at most {kept / 1e9:.1f} GB of weights, and {step / 1e6:.1f} MB a step for turns of max_new_tokens"
-        f" ({step * 1440 / 1e9:.1f} GB a day at one step a minute)"
+        f" ({step * 1440 / 1e9:.1f} GB a day at one step a minute){newest}"
     )

@@ -1,11 +1,13 @@
-"""Compare the log-probabilities of the inference servers with those of the trainer.
+"""Compare the log-probabilities of the inference servers with the log-probabilities of the trainer.
 
-A server and the trainer should have the same weights. They are different programs, so their log-probabilities
-differ by rounding (about 1e-6 in float32, 0.05 in bfloat16). A larger difference means that they use different weights
-or different masks, so every importance weight of the run is wrong. `logp_mismatch` compares the tokens of a batch.
-After each weight update the canary compares a few fixed tokens on every server. The canary therefore needs no token of
-the current version in the next batch. A loaded server scores these tokens only when the requests before them have got a
-slot. The trainer therefore continues meanwhile, and reads the scores before the next update.
+A server and the trainer should have the same weights. The server and the trainer are different programs, so their
+log-probabilities differ by rounding (about 1e-6 in float32, 0.05 in bfloat16). A larger difference means that the
+server and the trainer use different weights or different masks, so every importance weight of the run is wrong.
+
+Two checks look for such a difference. `logp_mismatch` compares the tokens of a batch that the current version sampled,
+but a batch may have no such token. After each weight update, the trainer and every server therefore score a few fixed
+tokens, the canary. A busy server scores the canary only when all earlier requests have got a slot. The trainer does not
+wait for these scores, but reads them before the next update.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,8 +20,8 @@ from inference.wire import EngineError
 from run.start import NoRollout
 from training.actor import FSDPPPOActor
 
-CANARY_ROWS, CANARY_TOKENS = 2, 16  # size of the canary; two rows, because a packed layout may mix up rows
-CANARY_MOVE = 1e-4  # nats; if the trainer's score moves further, the servers' scores must change
+CANARY_ROWS, CANARY_TOKENS = 2, 16  # a packed layout may mix up rows, so the canary has two
+CANARY_MOVE = 1e-4  # nats; if the trainer's score changes by more, the servers' scores must change
 
 
 def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
@@ -35,18 +37,19 @@ def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
 class Canary:
     """Two short sequences that every server and the trainer score after each weight update.
 
-    Two signs reveal a server without the new weights. Its score differs from the trainer's score, or its score is bit
-    for bit the same as before the update. The second sign reveals a missing update even if its effect would be smaller
-    than the rounding of bfloat16.
+    Two signs reveal a server without the new weights. The first sign is a score that differs from the trainer's score.
+    The second sign is a score that the update did not change in any bit. The second sign reveals a missing update even
+    if its effect would be smaller than the rounding of bfloat16.
     """
 
     def __init__(self, actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout) -> None:
         self.actor, self.rollout = actor, rollout
-        self.threads = ThreadPoolExecutor(CANARY_ROWS, "canary")  # all rows wait at once
+        self.threads = ThreadPoolExecutor(CANARY_ROWS, "canary")  # one thread waits for each row
         self.rows: dict[str, Tensor] = {}  # the canary: the first tokens of the first rows of the run's first batch
         self.trainer = torch.empty(0)  # the trainer's scores after the last update, (L,)
-        self.asked: list[Future[list[list[float]]]] = []  # for each row, the servers' scores after the last update
-        self.before = torch.empty(0)  # the scores after the update before, (1 + servers, L); the first is the trainer's
+        self.asked: list[Future[list[list[float]]]] = []  # for each row, the servers' scores after the last update.
+        # The scores after the second last update, (1 + servers, L). The first row has the trainer's scores.
+        self.before = torch.empty(0)
 
     def start(self, batch: dict[str, Tensor]) -> None:
         """Compute the trainer's scores, and ask every server for its scores in threads. All ranks call this method."""
@@ -54,7 +57,7 @@ class Canary:
             first = {key: x[:CANARY_ROWS] for key, x in batch.items()}
             self.rows = {key: x[:, :CANARY_TOKENS] if x.dim() > 1 else x for key, x in first.items()}
             self.rows["temperatures"] = torch.ones_like(self.rows["temperatures"])
-        mask = self.rows["attention_mask"]
+        mask = self.rows["loss_mask"] = self.rows["attention_mask"]  # prompt tokens have scores, too
         self.trainer = self.actor.compute_logp(self.rows)[mask]
         if isinstance(self.rollout, RemoteInfEngine):
             rows = [ids[m].tolist() for ids, m in zip(self.rows["input_ids"], mask, strict=True)]

@@ -8,11 +8,15 @@ With `recover: auto`, a run that is started again with the same name continues f
   of open groups. A group is open after its prompt is drawn from the data, until a step has trained on the group.
   torch.distributed.checkpoint stores the model and the optimizer, so any number of ranks can load them. The file
   state.pickle is written last, and a checkpoint without this file is ignored.
+- **Training goes on while a checkpoint is written.** The trainer copies its state into host memory, and a thread writes
+  the copy. The checkpoint before is deleted when the new one is complete. The next checkpoint and the end of the run
+  wait for the thread.
 - **Steps after the last checkpoint run again.** The restart removes the lines of these steps from metrics.jsonl. Each
   step writes its line before its checkpoint, so metrics.jsonl has exactly one line per step at the end.
 - **A finished group survives the process.** A group is written to recover/groups/{task_id}.safetensors before the group
-  counts as accepted. After a restart, an open group with a file counts as finished. These groups keep their order. Open
-  groups without a file are generated again. They keep their ids, and therefore their sampling seeds.
+  counts as accepted. After a restart, an open group with a file counts as finished. Groups with a file keep their
+  order. Open groups without a file are generated again. These groups keep their ids, and therefore their sampling
+  seeds.
 - **A group with tokens from lost weights is generated again.** Suppose the checkpoint has version 40 and the run was
   killed at version 42. After the restart, version 41 is trained again and may have different weights. A group with a
   token from the lost version 41 is therefore generated again. A group is kept if none of its tokens is newer than
@@ -25,7 +29,7 @@ too old are generated again.
 
 **Limits.** After the restart of an asynchronous run, groups may start in a different order than without the
 interruption. In a power failure, files that the operating system has not written to the disk may be lost. Groups that
-agents submit outside prepare_batch are not restored.
+were submitted outside prepare_batch are not restored.
 """
 
 import fcntl
@@ -34,6 +38,9 @@ import os
 import pickle
 import random
 import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -44,7 +51,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from rollout.trajectory import Trajectory, complete, tail_version
 from run.config import ConfigError
-from training.ranks import share
+from training.ranks import second_group, share
 
 PARTIAL = ".partial"  # suffix of a file that is being written
 
@@ -64,12 +71,12 @@ def claim(run_dir: Path) -> TextIO:
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = (run_dir / "lock").open("w")
-    os.register_at_fork(after_in_child=lock.close)  # else a forked child would also hold the lock
+    os.register_at_fork(after_in_child=lock.close)  # a forked child must not hold the lock
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ConfigError(f"{run_dir} is being written by another process: wait, or give another trial_name") from error
-    except OSError:  # this file system has no locks
+    except OSError:  # some file systems have no locks
         pass
     return lock
 
@@ -80,17 +87,40 @@ def folders_of_steps(folder: Path) -> dict[int, Path]:
     return {int(step): path for step, path in named.items() if step.isdecimal()}
 
 
-def save_model(actor: Any, folder: Path, step: int, keep: int) -> None:
-    """Write the model to the Hugging Face directory `folder`/step00040 and so on. Keep only the newest `keep` models.
+def best_step(lines: list[dict[str, Any]], steps: Any) -> int:
+    """Return the step among `steps` with the highest eval_reward in the lines of metrics.jsonl, or 0 if none has one.
 
-    Models of steps after `step` are also deleted: an earlier start of the run wrote them.
+    If several steps have this reward, return the newest.
+    """
+    scored = [(line["eval_reward"], line["step"]) for line in lines if line.get("eval_reward") is not None]
+    return max((each for each in scored if each[1] in steps), default=(0, 0))[1]
+
+
+def save_model(actor: Any, folder: Path, step: int, keep: int, lines: list[dict[str, Any]] | None = None) -> None:
+    """Write the model to the Hugging Face directory `folder`/step00040 and so on, and delete old models.
+
+    The newest `keep` models stay, and the model with the best evaluation in `lines`, the lines of metrics.jsonl. Models
+    of steps after `step` are also deleted: an earlier start of the run wrote them.
     """
     actor.save(folder / f"step{step:05d}")
     if actor.rank == 0:
         steps = folders_of_steps(folder)
-        kept = sorted(k for k in steps if k <= step)[-keep:]
-        for old in steps.keys() - set(kept):
+        ours = sorted(k for k in steps if k <= step)
+        for old in steps.keys() - {*ours[-keep:], best_step(lines or [], ours)}:
             shutil.rmtree(steps[old])
+
+
+def discard(run_dir: Path, last: int, max_age: int) -> None:
+    """Delete the files of the steps up to `last` in tokens/ and in rollout/. No group is older than `max_age` versions.
+
+    Step s trains at version s - 1, so step `last` + 1 may train on a group of version `last` - `max_age`.
+    """
+    for path in (run_dir / "tokens").glob("*.safetensors"):
+        if int(path.stem) <= last:
+            path.unlink()
+    for folder in (run_dir / "rollout").glob("*"):
+        if int(folder.name) < last - max_age:
+            shutil.rmtree(folder, ignore_errors=True)  # an episode of this version may still write its file
 
 
 class GroupLog:
@@ -144,43 +174,79 @@ def newest_checkpoint(run_dir: Path) -> int:
     return max((step for step in found if (found[step] / "state.pickle").exists()), default=0)
 
 
+@contextmanager
+def unwrapped() -> Iterator[None]:
+    """Raise KeyboardInterrupt after Ctrl-C in the block. torch would raise a CheckpointException in its place."""
+    try:
+        yield
+    except CheckpointException as error:
+        if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
+            raise KeyboardInterrupt from error
+        raise
+
+
 class Recovery:
     """The checkpoints of one run. Every method must be called on all ranks. In mode "off" there are no checkpoints."""
 
     def __init__(self, run_dir: Path, mode: str) -> None:
         self.folder, self.on = run_dir / "recover", mode == "auto"
         self.step = 0  # step of the newest checkpoint; 0 without a checkpoint
-        self.groups: GroupLog | None = None  # None on every rank except rank 0
+        self.groups: GroupLog | None = None  # the log of finished groups; None on every rank except rank 0
         if self.on and dist.get_rank() == 0:
             self.step = newest_checkpoint(run_dir)
             cut_metrics(run_dir / "metrics.jsonl", self.step)
             self.groups = GroupLog(self.folder / "groups")
         self.step = share(self.step)
+        self.ranks = second_group() if self.on else None  # the thread below communicates in this process group
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.writing: Future[None] | None = None  # the checkpoint that the thread writes, or wrote last
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`."""
         return self.folder / f"step{step:05d}"
 
     def save(self, step: int, actor: Any, executor: Any) -> None:
-        """Write the checkpoint of `step`, then delete older checkpoints. metrics.jsonl must already have its line.
+        """Copy the state of `step` into memory, and start a thread that writes the copy as the step's checkpoint.
 
-        In mode "off", or if the checkpoint exists, do nothing.
+        metrics.jsonl must already have the step's line. If the thread still writes the previous checkpoint, wait for
+        the thread first. In mode "off", or if the checkpoint exists, do nothing.
         """
         if not self.on or step <= self.step:
             return
+        self.wait()
         self.step, target = step, self.checkpoint(step)
         if self.groups:
-            shutil.rmtree(target, ignore_errors=True)  # an earlier, killed process may have left an incomplete folder
+            shutil.rmtree(target, ignore_errors=True)  # a process that was killed may have left an incomplete folder
         dist.barrier()
-        actor.save_state(target)
-        if self.groups:  # rank 0 writes state.pickle after all ranks have saved their parts of the model
-            rollout = executor.state_dict()
-            state = {"steps": actor.steps, "rollout": rollout, "random": (random.getstate(), torch.get_rng_state())}
-            write_whole(target / "state.pickle", pickle.dumps(state))
+        with unwrapped():
+            saved = actor.save_state(target, self.ranks)
+        rollout = executor.state_dict() if self.groups else {}
+        state = {"steps": actor.steps, "rollout": rollout, "random": (random.getstate(), torch.get_rng_state())}
+        self.writing = self.thread.submit(self.complete, saved, target, pickle.dumps(state), rollout)
+
+    def complete(self, saved: Future[Any], target: Path, state: bytes, rollout: dict[str, Any]) -> None:
+        """Wait until every rank has written its part. Then rank 0 makes the checkpoint valid and deletes older ones."""
+        try:
+            saved.result()
+        except CheckpointException as error:  # no subclass of Exception
+            cause, _ = next(iter(error.failures.values()))
+            raise RuntimeError(f"the checkpoint {target} was not written") from cause
+        if self.groups:
+            write_whole(target / "state.pickle", state)
             for old in {*folders_of_steps(self.folder).values()} - {target}:
                 shutil.rmtree(old)
             self.groups.keep(rollout["open"], below=rollout["next_id"])
-        dist.barrier()
+
+    def wait(self) -> None:
+        """Wait until the newest checkpoint is complete. Raise the error of its thread, if there is one."""
+        if self.writing:
+            self.writing.result()
+
+    def close(self) -> None:
+        """Wait for the newest checkpoint, and leave the process group of the checkpoints."""
+        self.wait()
+        self.thread.shutdown()
+        self.ranks = None
 
     def load(self, actor: Any, executor: Any) -> int:
         """Restore the newest checkpoint and return its step. Return 0 if there is no checkpoint.
@@ -194,7 +260,8 @@ class Recovery:
             return 0
         folder = self.checkpoint(self.step)
         try:
-            actor.load_state(folder)
+            with unwrapped():
+                actor.load_state(folder)
         except CheckpointException as error:
             found = str(error).strip().splitlines()[-1].strip()
             remedy = "give another trial_name, or the model that the run was started with"

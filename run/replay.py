@@ -11,19 +11,19 @@ generated with this version, and then trains. An example with eta = 1, in which 
     replay     server    groups 1 2, and of 3 4 the tokens of v0      | 3 4 at v1, 5 6 at v1 ...
                trainer                       step 1: groups 1 2 | push v1 ...
 
-`ScheduledEngine` gives each token to its version: it requests 57 tokens at version 2, waits for version 3, and requests
-the next 63. `ReplayExecutor.prepare_batch` starts each group at its recorded version, waits until all tokens of this
-version are there, and returns the recorded groups in their recorded order.
+`ScheduledEngine` generates each token with the recorded version. For example, it requests 57 tokens at version 2, waits
+for version 3, and requests the next 63 tokens. `ReplayExecutor.prepare_batch` starts each group at its recorded
+version, waits until all tokens of this version are generated, and returns the recorded groups in their recorded order.
 
 A step depends only on the groups that it consumes. A replay therefore leaves out all groups that no step consumed, such
-as rejected groups. Nothing else of the gate and the dispatcher has to be repeated.
+as rejected groups. The replay repeats no other decision of the gate and the dispatcher.
 
 **Differences.** The replay writes a schedule of its own, and the trainer compares its calls with the recorded calls:
 
-- A call with another prompt, a call that the recorded run did not make, or a recorded call that is missing: the agent
-  is not deterministic. The replay ends and names the call.
-- Other tokens for an equal prompt: the server does not compute equal bits. The rest of the task is generated freely.
-  `compare` then finds the first step that differs, and by how much.
+- A call has another prompt, a call was not made in the recorded run, or a recorded call is missing. In these cases the
+  agent is not deterministic, and the replay ends and names the call.
+- An equal prompt gets other tokens. In this case the server does not compute equal bits, and the replay generates the
+  other tokens of the task freely. `compare` then finds the first step that differs, and by how much.
 """
 
 import os
@@ -50,7 +50,7 @@ class Differs(RuntimeError):
 
 
 def facts() -> Fact:
-    """Return the facts beside the configuration on which the bits of a run depend."""
+    """Return the facts, besides the configuration, on which the bits of a run depend."""
     return {"revision": revision(), "torch": torch.__version__, "ranks": torch.distributed.get_world_size()}
 
 
@@ -69,7 +69,7 @@ def check_replay(config: TrainConfig) -> None:
 
 
 class ReplayExecutor(WorkflowExecutor):
-    """An executor whose engine is a ScheduledEngine, and whose batches are those of the recorded run."""
+    """An executor that has a ScheduledEngine and returns the same batches as the recorded run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,12 +102,15 @@ class ReplayExecutor(WorkflowExecutor):
         return concat_padded_tensors([self.take_group(task, version) for task in self.recorded.steps[version]])
 
     def missing_calls(self, task: int, version: int) -> list[str]:
-        """Return the calls of a task that lack tokens up to this version. Raises Differs for another call."""
+        """Return the calls of a task that lack tokens up to this version.
+
+        Raises Differs if a call of the replay has another prompt, or was not made in the recorded run.
+        """
         recorded, own = self.recorded.calls.get(task, {}), self.own.calls.get(task, {})
         for name, call in own.items() if recorded else ():
             if call["prompt"] != recorded.get(name, {}).get("prompt"):
                 raise self.differs(task, f"call {name} has another prompt, or was not made in the recorded run")
-            # If the server computes other tokens for this prompt, the rest of the task is free.
+            # If the server computes other tokens for this prompt, the replay generates the task's other tokens freely.
             if call["spans"] != recorded[name]["spans"][: len(call["spans"])]:
                 del self.recorded.calls[task]
                 return []

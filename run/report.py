@@ -12,8 +12,8 @@ failure. The report is made only from files in the run's folder, so it can also 
     config.yaml       the objective, from which the report computes whether a clip changed a token's objective
     doctor.jsonl      the warnings of the doctor
 
-This module turns these files into one JSON object. The file report.html next to this module draws the object. The
-report holds at most MAX_TOKENS tokens, from at most MAX_STEPS steps, so that the page stays small. The numbers of a
+This module turns the files of a run into one JSON object. The file report.html next to this module draws the object.
+The report holds at most MAX_TOKENS tokens, from at most MAX_STEPS steps, so that the page stays small. The numbers of a
 prompt group (its rewards, whether it has a signal) come from all its rows, even from rows that are not shown.
 """
 
@@ -36,8 +36,8 @@ from ppo import token_objectives
 from training.config import PPOActorConfig
 from training.proximal import interpolation, loglinear
 
-MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # maximum numbers on a page
-FILES = ("metrics.jsonl", "trace.json", "tokens")  # a folder without any of these is no run's folder
+MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # maximum numbers of steps, tokens and groups on a page
+FILES = ("metrics.jsonl", "trace.json", "tokens")  # a folder of a run contains at least one of these files.
 # The (B, T) tensors of a batch that the page shows.
 COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -167,11 +167,12 @@ def read_step(path: Path, config: PPOActorConfig, budget: int, words: dict[str, 
     except (SafetensorError, OSError):
         return None
     step, old = int(path.stem), batch["logprobs"]
-    if "prox_logp" not in batch:  # standard PPO with the server's log-probabilities, or a guessed log pi_prox
+    # The batch has no log pi_prox if standard PPO uses the server's log-probabilities, or if log pi_prox is a guess.
+    if "prox_logp" not in batch:
         alpha = interpolation(batch["versions"], step - 1, batch["step_fraction"][:, None])  # (B, T)
         batch["prox_logp"] = loglinear(old, batch["theta_logp"], alpha) if config.use_decoupled_loss else old
     batch["states"] = token_states(batch, config)
-    rows_of = defaultdict(list)  # task id -> its rows, in order
+    rows_of = defaultdict(list)  # for each task id, the task's rows in order
     for row, task in enumerate(batch["task_ids"].tolist()):
         rows_of[task].append(row)
     groups = []
@@ -251,7 +252,7 @@ def read_run(folder: Path, share: float = 1.0) -> Record:
     steps = [step for file in files if (step := read_step(file, actor, budget, words))]
     keys = list(dict.fromkeys(key for line in lines for key in line))
     return {
-        "name": "/".join(folder.resolve().parts[-2:]),  # the experiment and the trial
+        "name": "/".join(folder.resolve().parts[-2:]),  # the names of the experiment and of the trial
         "max_steps": config.get("max_steps"),
         "eta": OmegaConf.select(config, "rollout.max_head_offpolicyness"),
         "discount": OmegaConf.select(config, "rollout.openai.turn_discount"),

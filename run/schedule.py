@@ -1,8 +1,8 @@
 """The schedule of a run: which policy version computed which tokens, and which step consumed which prompt group.
 
 **Why an asynchronous run can be repeated.** Two runs with one configuration and one seed differ, because they depend on
-time: a weight update interrupts a completion at token 57 in one run, and at token 61 in the other. But everything else
-in a run is fixed:
+time. For example, a weight update interrupts a completion at token 57 in one run, and at token 61 in the other run. All
+other parts of a run are fixed:
 
 - The seed fixes the order of the prompts, and the number of each task (rollout/executor.py, DataCursor).
 - The seed of a call is a hash of the run's seed, the episode and the number of the call (`call_seed`). The random
@@ -12,7 +12,8 @@ in a run is fixed:
   two parts.
 - A training step is a function of the weights and of the batch.
 
-So the schedule is the only nondeterminism. A run writes it to schedule.jsonl, one fact a line, about 200 bytes a call:
+So only the schedule of a run is not deterministic. A run writes its schedule to schedule.jsonl, one fact a line, about
+200 bytes a call:
 
     {"run": {"revision": "c0c3d02", "torch": "2.13.0", "ranks": 1}, "step": 0}    the run begins after step 0
     {"start": 7, "version": 2}                                                    task 7 starts at version 2
@@ -23,7 +24,7 @@ So the schedule is the only nondeterminism. A run writes it to schedule.jsonl, o
 
 "7-3.1" is call 1 of the episode of task 7 and member 3. A **span** is a part of a completion that one version computed:
 its version, its end, and a hash of all tokens up to its end. Version 2 computed the first 57 tokens of this call, and
-version 3 the next 63.
+version 3 computed the next 63 tokens.
 
 **Restarts.** If a run is killed and continued, the line "run" cancels all later steps, and the line "start" of a task
 cancels all earlier calls of the task. The schedule then describes a run without an interruption.
@@ -76,12 +77,12 @@ class Schedule:
     """The facts of a schedule that no restart has cancelled."""
 
     path: Path | str
-    size: int = 0  # number of bytes that were read
-    runs: list[Fact] = field(default_factory=list)  # the code and the machine, at each start of the run
-    starts: dict[int, int] = field(default_factory=dict)  # task -> the version at which it started
-    calls: dict[int, dict[str, Fact]] = field(default_factory=dict)  # task -> call -> the line of the call
+    size: int = 0  # number of bytes that `read` has read
+    runs: list[Fact] = field(default_factory=list)  # the code and the machine, recorded at each start of the run
+    starts: dict[int, int] = field(default_factory=dict)  # for each task, the version at which it started
+    calls: dict[int, dict[str, Fact]] = field(default_factory=dict)  # for each task and call, the line of the call
     ended: set[int] = field(default_factory=set)  # the tasks whose episodes have ended
-    steps: dict[int, list[int]] = field(default_factory=dict)  # version -> the tasks that were consumed at this version
+    steps: dict[int, list[int]] = field(default_factory=dict)  # for each version, the tasks that were consumed
 
     def read(self) -> "Schedule":
         """Add the facts of all lines that were written since the last call. Return this object."""
@@ -93,7 +94,7 @@ class Schedule:
             match fact:
                 case {"run": run, "step": step}:
                     self.runs.append(run)
-                    self.steps = {version: tasks for version, tasks in self.steps.items() if version < step}
+                    self.cut(step)
                 case {"start": task, "version": version}:
                     self.starts[task], self.calls[task] = version, {}
                 case {"call": call}:
@@ -103,6 +104,10 @@ class Schedule:
                 case {"consume": task, "version": version}:
                     self.steps.setdefault(version, []).append(task)
         return self
+
+    def cut(self, step: int) -> None:
+        """Forget all steps after step `step`."""
+        self.steps = {version: tasks for version, tasks in self.steps.items() if version < step}
 
 
 @dataclass(eq=False)
@@ -122,16 +127,17 @@ class ScheduledEngine(RemoteInfEngine):
             file.write(orjson.dumps(fact) + b"\n")
 
     def recorded_call(self, name: str) -> Fact | None:
-        """Return the recorded line of a call, {} if there is none, or None if the replay generates the task freely."""
+        """Return the recorded line of a call, {} if there is none, or None if the task may be generated freely."""
         calls = self.recorded.calls.get(task_of(name)) if name else None
         return None if calls is None else calls.get(name, {})
 
     async def agenerate(self, req: ModelRequest, on_tokens: OnTokens | None = None) -> ModelResponse:
         """Generate a completion. In a replay, refuse a call that the recorded run did not make with this prompt.
 
-        If a call failed in the recorded run, it fails again, with the same status.
+        If a call failed in the recorded run, the call fails again in the replay, with the same status.
         """
-        if not TRAINING_CALL.fullmatch(req.call):  # such as a call of an evaluation, which no weight update interrupts
+        # Only calls of training are recorded. For example, no weight update interrupts a call of an evaluation.
+        if not TRAINING_CALL.fullmatch(req.call):
             return await super().agenerate(replace(req, call=""), on_tokens)
         prompt, known = digest(req.input_ids), self.recorded_call(req.call)
         try:
@@ -157,9 +163,11 @@ class ScheduledEngine(RemoteInfEngine):
             req = replace(req, gconfig=req.gconfig.new(max_new_tokens=end))
         await super()._generate_segment(server, rid, req, response, on_tokens)
         made = spans_of(response)
-        if known and made == known["spans"][: len(made)]:  # after "abort", agenerate requests the next span
+        # The stop reason "abort" makes agenerate request the next span.
+        if known and made == known["spans"][: len(made)]:
             response.stop_reason = known["stop"] if made == known["spans"] else "abort"
-        elif known:  # the server computes other bits: the task becomes free
+        # The server computes other bits, so the replay generates the task freely from now on.
+        elif known:
             self.recorded.calls.pop(task_of(req.call), None)
         if req.call:
             self.record(call=req.call, prompt=digest(req.input_ids), spans=made, stop=response.stop_reason)

@@ -17,8 +17,12 @@ from typing import Any
 import orjson
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from run.fields import Refusal, as_object
+
+HEADER_BYTES = 2**16  # length of a request's header; a longer header is refused
+HEADER_SECONDS = 60.0  # time within which the header of a request must arrive
 
 
 def read_secret(word: str) -> str:
@@ -42,6 +46,12 @@ def raise_open_files() -> int:
     return soft if soft != resource.RLIM_INFINITY else most
 
 
+def free_port() -> int:
+    """Return a port that no process uses at this moment."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
 def listen(host: str, port: int, key: str | None = None) -> socket.socket:
     """Return a listening socket. A server calls `listen` first, so that a port in use is reported at once.
 
@@ -58,6 +68,43 @@ def listen(host: str, port: int, key: str | None = None) -> socket.socket:
         raise OSError(f"--port {port}: cannot listen on {host}: {error.strerror}") from error
 
 
+class BoundedProtocol(HttpToolsProtocol):
+    """A connection of uvicorn that limits the length and the arrival time of a header. uvicorn limits neither."""
+
+    timer: Any = None  # closes the connection; runs while the connection waits for the end of a header
+    unparsed = 0  # bytes that arrived after the last header or the last part of a body
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.timer = self.loop.call_later(HEADER_SECONDS, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        self.unparsed += len(data)
+        super().data_received(data)
+        if self.timer is None and (self.cycle is None or self.cycle.response_complete):
+            self.timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+        if self.unparsed > HEADER_BYTES and not self.transport.is_closing():
+            self.send_400_response("The header is too long.")
+
+    def on_headers_complete(self) -> None:
+        self.unparsed = 0
+        self.stop_timer()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self.unparsed = 0
+        super().on_body(body)
+
+    def stop_timer(self) -> None:
+        if self.timer:
+            self.timer.cancel()
+        self.timer = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.stop_timer()
+        super().connection_lost(exc)
+
+
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
     """Serve `app` until the process receives a signal. With `exit_with_parent`, also stop when standard input closes.
 
@@ -67,6 +114,7 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
     # A request would fail if the server closed the connection just when the client sends the request. The server
     # therefore keeps idle connections open for 75 s, much longer than clients do.
     options: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}  # seconds
+    options |= {"http": BoundedProtocol}
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, **options))
 
     def follow_parent() -> None:
@@ -113,8 +161,8 @@ def reply(body: Any, status: int = 200) -> Response:
 def load_tokenizer(model_path: str) -> Any:
     """Return the tokenizer of a model folder. Raises ValueError if the folder has no tokenizer.
 
-    A tokenizer does not need torch, but transformers imports an installed torch, which takes seconds. This function
-    therefore hides torch from transformers.
+    A tokenizer does not need torch, but transformers imports torch if it is installed. The import takes seconds, so
+    `load_tokenizer` hides torch from transformers.
     """
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -2,8 +2,10 @@
 
     inference servers  <-  RemoteInfEngine  <-  proxies  <-  WorkflowExecutor (training), WorkflowExecutor (evaluation)
 
-Each part uses the parts to its left, so the parts are started from left to right. The run's ExitStack ends the parts in
-the reverse order. Only rank 0 has a rollout side; the other ranks have a `NoRollout`.
+In the line above each part uses the parts to its left. The processes of the servers and the proxies start at the same
+time. A proxy first imports its modules, and then waits for its keys, which it gets as soon as the servers answer. The
+run's ExitStack ends the parts in the order from right to left. Only rank 0 has a rollout side; the other ranks have a
+`NoRollout`.
 
 Servers that were running before the run began (rollout.server_addrs) may be paused or may have the weights of another
 run. A training run therefore aborts the running generations of these servers, resumes the servers, and gives their
@@ -17,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +30,17 @@ from rollout.executor import ProxyAddress, WorkflowExecutor
 from rollout.trajectory import Trajectory
 from run.inputs import Inputs
 from run.keys import TrainConfig
-from run.launch import HOLD_SECONDS, Child, Fleet, Planned, own_command
+from run.launch import HOLD_SECONDS, Fleet, Planned, own_command
 from run.logger import Trace
 from run.recover import newest_checkpoint
 from run.replay import ReplayExecutor, facts
 from run.schedule import EVENTS, FILE, ScheduledEngine
+from run.terminal import BEGIN
 
 # The keys of rollout.openai that are also command-line options of the proxy.
 PROXY_KEYS = "session_timeout_seconds chat_template_type tool_call_parser reasoning_parser store fixed_sampling"
 
+Keys = tuple[str, ...]  # the admin key of the proxies, and the key of the servers
 Keep = Callable[[int, Trajectory], None]  # keep(task_id, group) saves a finished group for a restart
 
 
@@ -58,23 +62,50 @@ class NoRollout:
     executor: Any = None
 
     def pause(self) -> None: ...
+    def release_memory(self) -> None: ...
     def update_weights(self, meta: WeightUpdateMeta) -> None: ...
     def resume(self) -> None: ...
     def set_version(self, version: int) -> None: ...
 
 
-def start_rollout(run: Run, servers: list[Child], keep: Keep | None = None) -> tuple[ScheduledEngine, WorkflowExecutor]:
+def say_ready(what: str) -> None:
+    """Print that a part of the run is ready, and how many seconds have passed on the clock of the terminal."""
+    print(f"{what} is ready after {time.monotonic() - BEGIN:.0f} s", flush=True)
+
+
+def max_restarts(run: Run) -> int:
+    """Return how often each inference server may be started again: never in an evaluation or a replay."""
+    config = run.config
+    may_restart = run.servers and config.mode == "train" and not (config.replay or config.server.release_memory)
+    return config.server.max_restarts if may_restart else 0
+
+
+def start_processes(run: Run) -> Keys:
+    """Start the inference servers and the proxies, and return at once. Return the keys that the proxies wait for."""
+    servers = [run.fleet.start(planned).url for planned in run.servers]
+    proxies = plan_proxies(run.config, servers or run.config.rollout.server_addrs, max_restarts(run) > 0)
+    names = [run.fleet.start(replace(proxy, keys=())).name for proxy in proxies]
+    print(f"starting {', '.join([*(p.name for p in run.servers), *names])}; logs: {run.fleet.log_dir}", flush=True)
+    return proxies[0].keys
+
+
+def start_rollout(run: Run, keys: Keys, keep: Keep | None = None) -> tuple[ScheduledEngine, WorkflowExecutor]:
     """Start the rollout side. Return the engine (with the training executor in it) and the evaluation executor.
 
-    `keep(task_id, group)` saves each accepted group for a restart. After the death of a child process that the run
-    needs, both executors raise ProcessDied in every call that waits for an episode.
+    `start_processes` has started the processes and returned `keys`. `keep(task_id, group)` saves each accepted group
+    for a restart. After the death of a child process that the run needs, both executors raise ProcessDied in every call
+    that waits for an episode.
     """
     config, options, stack = run.config, run.config.rollout, run.stack
-    begin = time.monotonic()
-    addresses = [server.wait_ready() for server in servers] or config.rollout.server_addrs
-    print(f"the inference server is up after {time.monotonic() - begin:.0f} s; logs: {run.fleet.log_dir}", flush=True)
+    servers, proxies = run.fleet.children[: len(run.servers)], run.fleet.children[len(run.servers) :]
+    for server in servers:
+        server.wait_ready()
+        say_ready(server.name)
+    addresses = [server.url for server in servers] or config.rollout.server_addrs
     settings = options.pause_mode, options.request_timeout, options.request_retries, options.server_key
-    rollout = ScheduledEngine(addresses, *settings, schedule=config.run_dir / FILE, replay=config.replay)
+    is_patient = max_restarts(run) > 0
+    rollout = ScheduledEngine(addresses, *settings, is_patient, schedule=config.run_dir / FILE, replay=config.replay)
+    rollout.recorded.cut(config.replay_until or config.max_steps)  # a replay starts no group of a later step
     stack.callback(rollout.destroy)
     were_up = config.mode == "train" and bool(config.rollout.server_addrs)
     if were_up:
@@ -83,11 +114,13 @@ def start_rollout(run: Run, servers: list[Child], keep: Keep | None = None) -> t
         rollout.resume()
     rollout.initialize()
     try:
-        proxy = start_proxies(config, run.fleet, addresses)
+        for child in proxies:
+            child.send_keys(keys)
+        proxy = ProxyAddress(tuple(child.wait_ready() for child in proxies), keys[0])
     finally:
         if were_up:
             label(rollout.servers.post_all, "0-incomplete")
-    print(f"the proxy is up after {time.monotonic() - begin:.0f} s; the first episodes begin", flush=True)
+    say_ready("the proxy")
     if config.mode == "train":
         rollout.proxies = Servers([*proxy.proxy_addr], Wire(key=proxy.admin_key))
         rollout.set_version(0)
@@ -110,9 +143,14 @@ def start_rollout(run: Run, servers: list[Child], keep: Keep | None = None) -> t
         hold_failures=HOLD_SECONDS,
     )
     stack.callback(executor.destroy)
-    evaluation = executor.for_evaluation()
+    evaluation = executor.for_evaluation(config.evaluation_gconfig)
     stack.callback(evaluation.destroy)
-    run.fleet.watch(on_death=[executor.fail, evaluation.fail])
+
+    def on_restart() -> None:
+        for waiting in (executor, evaluation):
+            waiting.on_server_restart()
+
+    run.fleet.watch([executor.fail, evaluation.fail], max_restarts(run), on_restart)
     return rollout, evaluation
 
 
@@ -126,8 +164,11 @@ def weights_folder(run: Run) -> str:
     return str(folder)
 
 
-def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> ProxyAddress:
-    """Start proxies that use these servers. Return the proxies' addresses and their admin key."""
+def plan_proxies(config: TrainConfig, servers: list[str], wait_for_servers: bool) -> list[Planned]:
+    """Return the proxies to start, which use these servers. A new admin key is made for each run.
+
+    With `wait_for_servers`, an agent's request waits while all servers are lost.
+    """
     openai, gconfig = config.rollout.openai, config.gconfig
     options: dict[str, object] = {
         "--server": servers,
@@ -143,8 +184,7 @@ def start_proxies(config: TrainConfig, fleet: Fleet, servers: list[str]) -> Prox
     }
     for keys, names in ((config.rollout, "request_timeout request_retries"), (openai, PROXY_KEYS)):
         options |= {f"--{name.replace('_', '-')}": getattr(keys, name) for name in names.split()}
-    command, key = own_command("proxy", options), secrets.token_urlsafe(16)  # a new key for each run
-    secret_lines = key, config.rollout.server_key
-    planned = [Planned(f"proxy-{k}", command, keys=secret_lines) for k in range(config.proxy.workers)]
-    children = [fleet.start(proxy) for proxy in planned]
-    return ProxyAddress(tuple(child.wait_ready() for child in children), key)
+    flags = ["--wait-for-servers"] * wait_for_servers
+    command = own_command("proxy", options, *flags)
+    secret_lines = secrets.token_urlsafe(16), config.rollout.server_key
+    return [Planned(f"proxy-{k}", command, keys=secret_lines) for k in range(config.proxy.workers)]

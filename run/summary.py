@@ -14,6 +14,8 @@ from rich.console import Console
 
 from inference.io_struct import GenerationHyperparameters, ModelRequest
 from run.logger import Logger
+from run.recover import best_step, folders_of_steps
+from run.terminal import before_results
 
 
 def ask_greedily(engine: Any, tokenizer: Any, gconfig: GenerationHyperparameters, messages: list[dict]) -> str:
@@ -26,6 +28,7 @@ def ask_greedily(engine: Any, tokenizer: Any, gconfig: GenerationHyperparameters
 
 def summarise(logger: Logger, task: Any) -> None:
     """Print the success, the staleness, the task's own summary, and the folder with the run's files."""
+    before_results.close()
     history = logger.history
     final = fmean(line["success"] for line in history[-5:])
     print(f"\nsuccess {history[0]['success']:.3f} in the first step, {final:.3f} in the last five")
@@ -43,6 +46,8 @@ def summarise(logger: Logger, task: Any) -> None:
     if logger.config.task == "tasks.guess":
         print("to train on GSM8K with a GPU: python train.py --config gsm8k model_path=Qwen/Qwen2.5-1.5B-Instruct")
     folder, model = logger.config.run_dir, logger.config.run_dir / "checkpoints" / f"step{history[-1]['step']:05d}"
+    if (best := best_step(history, folders_of_steps(folder / "checkpoints"))) and best != history[-1]["step"]:
+        print(f"the best model by evaluation is that of step {best}: {folder / 'checkpoints' / f'step{best:05d}'}")
     print(f"{len(history)} steps in {history[-1]['wall_s']:.0f} s; everything is in {folder}")
     print(f"look at the run in a browser: {folder / 'report.html'}")
     print(f"talk to the model: python -m run.chat {folder}")

@@ -6,9 +6,9 @@ The tour is a run of train.py with eta = 1, one group in a batch, four games in 
 the second group, on which step 2 trains.
 
 In a real run a weight update may arrive at any moment. In the tour the update always arrives after the first turns of
-the second group: the first group waits for these turns, and the later turns wait for the third group, which starts
-after the update. All seeds are fixed, so every tour on one machine shows the same numbers. Another machine may make a
-slightly different base model, and then the numbers differ.
+the second group. The first group waits for these turns. The later turns of the second group wait for the third group,
+which starts after the update. All seeds are fixed, so every tour on one machine shows the same numbers. Another machine
+may make a slightly different base model, and then the numbers differ.
 """
 
 import asyncio
@@ -44,7 +44,8 @@ class PacedAgent:
         return reward
 
     async def pace(self, is_later: bool, is_over: bool) -> None:
-        """Delay a request, which may belong to a later turn than the first, or delay the end of a game."""
+        """Delay a request or the end of a game. `is_later` says whether the request belongs to a later turn than the
+        first."""
         group = workflow_context.get().task_id
         if group == 0 and is_over:
             await self.arrived.acquire()
@@ -80,7 +81,8 @@ def take_tour() -> dict[str, Any]:
                 gates.append(read_gate(trainer.rollout))
             group = load_file(config.run_dir / "tokens" / "00002.safetensors")  # tensors of (4, T) or (4,)
     turns = group["turn_ids"]
-    longest = int((turns.amax(1) + group["rewards"]).argmax())  # of the longest games, one that found the secret
+    # From the longest games, take a game that found the secret.
+    longest = int((turns.amax(1) + group["rewards"]).argmax())
     game = {key: x[longest][turns[longest] >= 0] for key, x in group.items() if x.shape == turns.shape}  # (n,)
     policies = game["theta_logp"], game["prox_logp"], game["logprobs"]
     loss, _ = ppo_actor_loss_fn(*policies, game["advantages"], game["loss_mask"], config.actor)

@@ -7,15 +7,15 @@ else 0. This file offers two ways to train on GSM8K:
     python train.py --config configs/gsm8k.yaml model_path=DIR workflow=tasks.gsm8k.MathAgent       with a second try
 
 The first way is RLVRWorkflow with the reward function below. The second way is MathAgent, an agent on the unmodified
-OpenAI SDK. If the model's answer is wrong, the agent says so and asks again.
+OpenAI SDK. If the model's answer is wrong, the agent tells the model so and asks again.
 
 **Data.** By default the problems come from the package `datasets` (openai/gsm8k). `train_dataset.path` may instead
-name a JSONL file with lines {"question", "answer"}, as in GSM8K. In GSM8K, "answer" is the whole solution, and the
-number stands after the last `####`.
+name a JSONL file with lines {"question", "answer"}, as in GSM8K. In GSM8K, the field "answer" is the whole solution,
+and the number stands after the last `####`.
 
-**Comparison.** If math-verify is installed, math-verify decides whether two answers are the same number. It understands
-fractions, units and LaTeX. Without math-verify, the reward compares the numbers that `last_number` finds. 1,000 and
-1000.0 are then the same number, but 1/2 and 0.5 are not.
+**Comparison.** If math-verify is installed, math-verify decides whether two answers are the same number. math-verify
+understands fractions, units and LaTeX. Without math-verify, the reward compares the numbers that `last_number` finds.
+1,000 and 1000.0 are then the same number, but 1/2 and 0.5 are not.
 """
 
 import re
@@ -54,8 +54,8 @@ def prepare(row: dict[str, Any]) -> dict[str, Any]:
 def last_number(text: str) -> Decimal | None:
     """Return the number that a text gives as its answer, or None if the text has no number.
 
-    The number is the last one in the last LaTeX box. In a text without a box, it is the last number after `####`. In a
-    text with neither a box nor `####`, it is the text's last number.
+    The answer is the last number in the last LaTeX box. In a text without a box, the answer is the last number after
+    `####`. In a text with neither a box nor `####`, the answer is the text's last number.
     """
     place = text.rpartition("\\boxed{")[2].partition("}")[0] if "\\boxed{" in text else text.rpartition("####")[2]
     numbers = NUMBER.findall(place)

@@ -26,12 +26,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-# The processes that compute rewards import this module, and they would start more slowly if it imported torch.
-# workflow.py and tasks/base_model.py import torch, so WORKFLOW is a string, and make_model imports base_model when it
-# is called.
+# The processes that compute rewards import this module, and these processes would start more slowly if this module
+# imported torch. The modules workflow.py and tasks/base_model.py import torch. WORKFLOW is therefore a string, and
+# make_model imports base_model when it is called.
 
 SIDE, MAZE_SEED, HOMES = 12, 96, ("a1", "l12")
-SOBER, CURFEW = 0.4, 64  # the probability that the drunk's next move is right, and the maximum number of moves
+SOBER, CURFEW = 0.4, 64  # the probability that a move of the drunk is right, and the maximum number of moves
 Cell = tuple[int, int]  # column, row; (0, 0) is a1, at the bottom left
 WORKFLOW = "workflow.RLVRWorkflow"
 WORKFLOW_KWARGS = {"reward_fn": "tasks.maze.reward"}
@@ -89,7 +89,7 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def walk_of(answer: str, start: str) -> list[Cell] | None:
-    """Return an answer's cells. Return None if a word is no cell, a wall is in the way, or the start is wrong."""
+    """Return an answer's cells. Return None if a word is no cell, a wall is in the way, or the first cell is wrong."""
     words = answer.removesuffix("<end>").split()
     if not words or words[0] != start or any(word not in CELLS for word in words):
         return None
@@ -134,7 +134,7 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
         walk = stagger(rng, instance["start"], instance["home"])
         answer = {"role": "assistant", "content": " ".join(map(name, walk))}
         ids = base_model.render(tokenizer, [*instance["messages"], answer])
-        return ids if walk[-1] == CELLS[instance["home"]] else ids[:-1]  # a walk that was cut off has no end token
+        return ids if walk[-1] == CELLS[instance["home"]] else ids[:-1]  # no end token if the walk is cut off
 
     base_model.imitate(model, tokenizer, lambda: [one_walk() for _ in range(8)], warmup_steps, lr=1e-2)
     base_model.save_atomically(path, model, tokenizer)
@@ -144,7 +144,7 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
 
 
 def square(a: Cell, b: Cell) -> tuple[int, int]:
-    """Return (column, line) of the square of the passage between two cells, or of a cell that is given twice."""
+    """Return the (column, line) at which `draw` shows the passage between two cells, or the cell itself if a is b."""
     return a[0] + b[0] + 1, 2 * SIDE - 1 - a[1] - b[1]  # line 0 is at the top
 
 

@@ -1,6 +1,7 @@
 """Fixtures and helpers for several test files: small random models, and the real servers in processes of their own."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 torch.set_num_threads(1)
-# If a shell starts pytest as a background job, pytest and its child processes ignore Ctrl-C. This call makes Ctrl-C
+# If a shell starts pytest as a background job, pytest and its child processes ignore Ctrl-C. The next line makes Ctrl-C
 # work again.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,8 +45,8 @@ def anyio_backend() -> str:
 
 
 def make_byte_model(path: Path, seed: int = 0, layers: int = 2, width: int = 64, tied: bool = False) -> Path:
-    """Write a random Qwen3 model. Its vocabulary has 259 tokens (the 256 bytes and three chat markers), and its context
-    length is 2,048."""
+    """Write a random Qwen3 model. The model's vocabulary has 259 tokens (the 256 bytes and three chat markers), and its
+    context length is 2,048."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -86,8 +87,8 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a second model for tests of weight updates. It differs from the tiny model only in its weights
-    (seed 1)."""
+    """The directory of a second model for tests of weight updates. The second model differs from the tiny model only in
+    its weights (seed 1)."""
     return make_byte_model(tmp_path_factory.mktemp("other_model"), seed=1)
 
 
@@ -104,6 +105,20 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def two_free_ports() -> int:
+    """Return the number of a free port whose next port is free, too.
+
+    Linux takes the local ports of outgoing connections from 32768 on. The two ports lie below, so no connection of
+    another test takes them.
+    """
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as first, socket.socket() as second, suppress(OSError):
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
+            return port
+
+
 def idle_connections(transport: Any) -> int:
     """Return how many idle connections a transport of `make_transport` keeps open."""
     return sum(map(len, transport.client.connector._conns.values()))
@@ -112,7 +127,7 @@ def idle_connections(transport: Any) -> int:
 def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
     """Wait until a process ends, and return its unread output. If the process runs longer than `seconds`, kill it.
 
-    This function does not use communicate(), which can lose output if the test has already read some lines.
+    communicate() is not used, because it can lose output if the test has already read some lines.
     """
     assert process.stdout is not None
     watchdog = threading.Timer(seconds, process.kill)
@@ -124,7 +139,7 @@ def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
         watchdog.cancel()
 
 
-def wait_until_up(url: str, process: subprocess.Popen, path: str = "/health", seconds: float = 60) -> None:
+def wait_until_up(url: str, process: subprocess.Popen, path: str = "/health", seconds: float = 300) -> None:
     """Request `path` repeatedly until the server answers 200. If the server's process ends, raise RuntimeError."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -138,60 +153,50 @@ def wait_until_up(url: str, process: subprocess.Popen, path: str = "/health", se
     raise TimeoutError(f"{url} did not come up")
 
 
+@contextmanager
+def server_process(*command: str, out: Any = None, seconds: float = 300) -> Iterator[tuple[str, subprocess.Popen]]:
+    """Run the command of a server, with a free port, until the `with` block ends. Yields its URL and its process.
+
+    The server must answer within `seconds`. `out` gets its output, as in subprocess.
+    """
+    port = free_port()
+    whole = [*command, "--port", str(port), "--exit-with-parent"]
+    process = subprocess.Popen(whole, cwd=ROOT, stdin=subprocess.PIPE, stdout=out, stderr=out)
+    assert process.stdin is not None
+    try:
+        wait_until_up(url := f"http://127.0.0.1:{port}", process, seconds=seconds)
+        yield url, process
+    finally:
+        process.stdin.close()
+        process.wait(timeout=120)
+
+
 StartServer = Callable[..., str]
 
 
 @pytest.fixture(scope="session")
 def start_tiny_server(tiny_model_dir: Path) -> Iterator[StartServer]:
     """Return start(*arguments), which starts a process of inference/tiny/server.py and returns its URL."""
-    processes: list[subprocess.Popen] = []
-
-    def start(*extra: str) -> str:
-        port = free_port()
-        command = [
-            sys.executable,
-            "-m",
-            "inference.tiny.server",
-            "--model-path",
-            str(tiny_model_dir),
-            "--port",
-            str(port),
-        ]
-        process = subprocess.Popen([*command, "--exit-with-parent", *extra], cwd=ROOT, stdin=subprocess.PIPE)
-        processes.append(process)
-        url = f"http://127.0.0.1:{port}"
-        wait_until_up(url, process)
-        return url
-
-    yield start
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait(timeout=20)
+    command = [sys.executable, "-m", "inference.tiny.server", "--model-path", str(tiny_model_dir)]
+    with ExitStack() as stack:
+        yield lambda *extra: stack.enter_context(server_process(*command, *extra))[0]
 
 
-SGLANG = os.environ.get("NANO_AREAL_SGLANG", "")  # a Python that can import SGLang; set by `make test-sglang`
+# The path of a Python that can import SGLang. `make test-sglang` sets this variable.
+SGLANG = os.environ.get("NANO_AREAL_SGLANG", "")
 
 
 @contextmanager
 def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
     """Run the real, unmodified SGLang on a CPU until the `with` block ends. Yields SGLang's URL."""
-    port = free_port()
-    command = [SGLANG, str(ROOT / "tests/sglang_cpu/launch.py"), "--model-path", str(model_dir), "--port", str(port)]
+    command = [SGLANG, str(ROOT / "tests/sglang_cpu/launch.py"), "--model-path", str(model_dir), *extra]
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*command, "--exit-with-parent", *extra], stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT
-        )
-    assert process.stdin is not None
-    try:
-        wait_until_up(f"http://127.0.0.1:{port}", process, seconds=400)
-        yield f"http://127.0.0.1:{port}"
-    except BaseException:
-        print(log.read_text(errors="replace")[-3000:])  # pytest shows this output next to the failure
-        raise
-    finally:
-        process.stdin.close()
-        process.wait(timeout=30)
+        try:
+            with server_process(*command, out=out, seconds=400) as (url, _):
+                yield url
+        except BaseException:
+            print(log.read_text(errors="replace")[-3000:])  # pytest shows this output together with the failure
+            raise
 
 
 @pytest.fixture(scope="session")
@@ -202,7 +207,7 @@ def tiny_server(start_tiny_server: StartServer) -> str:
 
 
 # The environment of the example agents lacks some packages that the project's modules import. So each fixture below
-# imports these modules inside its function.
+# imports the project's modules inside its function.
 
 
 @pytest.fixture(scope="module")
@@ -210,15 +215,9 @@ def proxy(tiny_server: str, tiny_model_dir: Path) -> Iterator[Any]:
     """The URL and the admin key of a proxy.py process that uses the tiny server."""
     from rollout.executor import ProxyAddress
 
-    port = free_port()
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
-    command += ["--port", str(port), "--admin-key", "secret", "--seed", "1", "--exit-with-parent"]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    wait_until_up(f"http://127.0.0.1:{port}", process)
-    yield ProxyAddress(f"http://127.0.0.1:{port}", "secret")
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait(timeout=20)
+    with server_process(*command, "--admin-key", "secret", "--seed", "1", out=subprocess.DEVNULL) as (url, _):
+        yield ProxyAddress(url, "secret")
 
 
 @pytest.fixture

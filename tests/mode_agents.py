@@ -19,7 +19,8 @@ def compute_reward(response: Any, answer: str) -> float:
 
 
 class MyAgent:
-    """The "Proxy Approach" example from AReaL's page Agent Workflow. This copy also limits the length of the answer."""
+    """The "Proxy Approach" example from AReaL's page Agent Workflow. Unlike the page's example, this agent also limits
+    the length of the answer."""
 
     async def run(self, data, **extra_kwargs):
         # AReaL injects these kwargs
@@ -38,8 +39,8 @@ class MyAgent:
 
 
 class MySyncAgent:
-    """The "Subprocess Mode" example from AReaL's page Agent Workflow. This copy also limits the length of the
-    answer."""
+    """The "Subprocess Mode" example from AReaL's page Agent Workflow. Unlike the page's example, this agent also limits
+    the length of the answer."""
 
     async def run(self, data, **extra_kwargs):
         # In subproc mode, base_url comes from environment

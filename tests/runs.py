@@ -18,7 +18,7 @@ STRADDLING_MAZE = [  # the maze task; walkers.py makes weight updates interrupt 
     *("--config", "configs/maze.yaml", "workflow=walkers.WalkUntilUpdated"),
     *(f"workflow_kwargs.batch_size={MAZE_BATCH}", "workflow_kwargs.reward_fn=tasks.maze.reward"),
 ]
-WITH_TEST_MODULES = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}  # so that train.py can import walkers.py
+WITH_TEST_MODULES = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}  # PYTHONPATH lets train.py import walkers.py
 
 
 def command(tmp_path: Path, *words: str) -> list[str]:

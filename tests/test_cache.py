@@ -153,7 +153,8 @@ def test_discounting_is_its_recursive_definition(session: list[Call], gamma: flo
 @given(calls)
 def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
     """In an export in style concat, each sampled token is trained in exactly one row. In this row the token follows the
-    same tokens as when it was sampled. It has the version, log-probability, temperature and reward of its turn."""
+    same tokens as when it was sampled. The token has the version, log-probability, temperature and reward of its
+    turn."""
     cache = play(session)
     cache.apply_reward_discount(0.5)
     of_token = {t: i for i in cache.finished() for t in i.tokens.output_tokens}
@@ -183,8 +184,8 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
 
 @given(calls)
 def test_a_row_of_concat_continues_the_row_that_trains_its_parent(session: list[Call]) -> None:
-    """Style concat: take the first turn that a row trains. The row's parent is the row that trains this turn's parent.
-    A row that begins with a root has no parent."""
+    """In style concat, a row's parent is the row that trains the turn before the row's first trained turn. A row that
+    begins with a root has no parent."""
     cache = play(session)
     rows = cache.export_interactions("concat")
     row_of = {turn: row for row in rows.values() for turn, is_trained in row.row_turns if is_trained}
@@ -225,9 +226,9 @@ def test_real_clients_turns_are_chained(pair: dict[str, Any]) -> None:
 
 
 def test_a_turn_with_other_tools_stays_in_the_tree() -> None:
-    """An agent may leave out the tools when it asks for a final answer. This call is still a child of the previous
-    turn, so its reward reaches the earlier turns. Without the tools the prompt has different tokens, so each of the two
-    turns becomes its own row."""
+    """An agent may leave out the tools when it asks for a final answer. A final call without tools is still a child of
+    the previous turn, so its reward reaches the earlier turns. Without the tools the prompt has different tokens, so
+    each of the two turns becomes its own row."""
     cache = InteractionCache()
     cache.enter("work", turn([user("hi")], "ok", [1], [2], template_key="tools"))
     cache.enter("answer", turn([user("hi"), said("ok"), user("now answer")], "42", [8, 9], [3]))
@@ -251,8 +252,8 @@ def test_an_unfinished_call_is_never_a_parent() -> None:
 
 @pytest.mark.parametrize(("sampled", "echoed"), [(True, 1), (1, True), (False, 0), ([0, "x"], [False, "x"])])
 def test_true_is_not_1(sampled: Any, echoed: Any) -> None:
-    """A client may change `true` in a tool call to 1. The cache then compares a different conversation, although
-    `True == 1` in Python. A history without this change is still a continuation."""
+    """A client may change `true` in a tool call to 1. The cache then sees a different conversation, although `True ==
+    1` in Python. A history without this change is still a continuation."""
     for a in (echoed, sampled):
         cache = InteractionCache()
         first = turn([user("hi")])
@@ -286,8 +287,8 @@ def test_finding_a_parent_costs_messages_not_interactions() -> None:
 
 
 def test_a_turn_reads_its_new_messages_only() -> None:
-    """In a chain of 100 turns, the cache reads each new question twice, for the search and for the insertion. It reads
-    each answer once. The cache does not read the older messages one by one: it compares them all at once with the
+    """In a chain of 100 turns, the cache reads each new question twice, for the search and for the insertion. The cache
+    reads each answer once. The cache does not read the older messages one by one: it compares them all at once with the
     newest conversation."""
     Counted.looks = 0
     cache, messages = InteractionCache(), [user("0")]
@@ -321,8 +322,8 @@ def test_bad_entries_are_refused() -> None:
 
 
 def test_a_sibling_keeps_its_reward_to_itself() -> None:
-    """Let A have the children B (reward 1) and C (reward 2), and let gamma be 0.9. Then B keeps 1, and A gets 0.9 * 1.5
-    = 1.35. In AReaL B gets 2.8."""
+    """If A has the children B (reward 1) and C (reward 2), and gamma is 0.9, then B keeps 1 and A gets 0.9 * 1.5 =
+    1.35. In AReaL B gets 2.8."""
     cache = InteractionCache()
     cache.enter("A", turn([user("q")], "a"))
     for name, reward in (("B", 1.0), ("C", 2.0)):
@@ -563,8 +564,8 @@ def test_a_shared_turn_is_trained_in_the_first_leaf_only() -> None:
 
 
 def test_what_training_cannot_reproduce_stays_out_of_the_loss() -> None:
-    """A turn that was sampled with top_p, or requested with store=False, is not trained. It is only context for later
-    turns."""
+    """A turn that was sampled with top_p, or requested with store=False, is not trained. A turn that is not trained is
+    only context for later turns."""
     cache = chain(3)
     cache["0"].tokens.trains_exactly = False
     cache["1"].unstored = "honour"

@@ -55,21 +55,33 @@ RAISED_BY = {
     "keys that need another key": 42,
     "the tour": 57,
     "a single rank listens on the loopback address; no thread outlives the process group": 14,
-    "failures in one line, Ctrl-C": 105,
+    "failures in one line, Ctrl-C": 118,
     "two rules of the doctor that the museum needed": 10,
-    "the terminal, the chat": 76,
-    "speed on GPUs": 17,
+    "the terminal, the chat": 78,
+    "speed on GPUs": 24,
+    "released memory, the mode of weight updates, float32 logits": 71,
     "true is not 1 in the conversation tree": 5,
-    "the schedule of a run, and its replay": 202,
+    "the schedule of a run, and its replay": 205,
     "retries of a long call, a label that arrives with its weights": 4,
     "help in groups with choices, the README of a run": 6,
+    "one kernel for packed rows": 10,
+    "servers that died are started again": 73,
+    "first words, a clock, --quiet, proxies that start beside the servers": 58,
+    "the first sample is tried": 18,
+    "the best model by evaluation, files of the newest steps only": 20,
+    "trackers": 16,
+    "checkpoints in the background": 18,
+    "limits of headers": 31,
+    "a full disk": 7,
+    "small layers in one unit, pieces for all epochs": 6,
     "no wait for the canary, sampling that training cannot reproduce": 16,
+    "evaluations with their own sampling": 23,
 }
 
 
 def test_budget() -> None:
-    """A module has at most 300 lines of code. The seven files have together at most 1,500 lines. docs/log.md explains
-    the limit for all modules together."""
+    """A module has at most 300 lines of code. The seven files at the top level have together at most 1,500 lines.
+    docs/log.md explains the limit for all modules together."""
     sizes = {path.relative_to(ROOT): code_lines(path) for path in MODULES}
     assert {path: n for path, n in sizes.items() if n > 300} == {}
     assert sum(sizes[Path(f"{name}.py")] for name in SEVEN) <= 1500
@@ -78,7 +90,8 @@ def test_budget() -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=name_in_project)
 def test_essay(path: Path) -> None:
-    """Every module begins with an essay: at most 40 lines, and at least 100 words in the seven files, 20 elsewhere."""
+    """Every module begins with an essay of at least 20 words and at most 40 lines. Each essay of the seven files at the
+    top level has at least 100 words."""
     if path.name == "__init__.py":
         return
     essay = ast.get_docstring(ast.parse(path.read_text())) or ""

@@ -3,9 +3,10 @@
 The environment variable AREAL_DOCS names a folder with the texts of the four documents. Without this variable, the
 tests that read a document are skipped.
 
-`block` cuts an example out of a document and makes three changes. It replaces imports of AReaL by imports of this
-project. It replaces `{...}`, which stands for the reader's own arguments, by `{}`. It restores lost indentation. A test
-then executes the example. The test supplies only the names that the example uses and does not define.
+`block` cuts an example out of a document and makes three changes to this example. `block` replaces imports of AReaL by
+imports of this project. `block` replaces `{...}`, which stands for the reader's own arguments, by `{}`. `block` also
+restores lost indentation. A test then executes the example. The test supplies only the names that the example uses and
+does not define.
 """
 
 import __future__
@@ -210,7 +211,7 @@ def block(name: str) -> str:
 
 
 async def execute(name: str, **names: Any) -> dict[str, Any]:
-    """Execute an example, which may await. Return the names that are defined at its end."""
+    """Execute an example, which may await. Return the names that the example has defined."""
     libraries: dict[str, Any] = {"asyncio": asyncio, "torch": torch, "uuid": uuid, "deepcopy": deepcopy}
     libraries |= {"dataclass": dataclass, "field": field, "Literal": Literal, "AsyncOpenAI": AsyncOpenAI, "Any": Any}
     namespace = {"__name__": __name__, **libraries, **NAMES, **names}
@@ -295,8 +296,8 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize(("agent", "mode"), [("MyAgent", "inline"), ("MySyncAgent", "subproc")])
 async def test_the_agents_run(agents: str, proxy: ProxyAddress, agent: str, mode: str) -> None:
-    """Both agents make their clients as on the page. In mode inline the environment has a placeholder key and no
-    URL."""
+    """Both example agents make their clients as on AReaL's page. In mode inline the environment has a placeholder key
+    and no URL."""
     workflow: Any = resolve_workflow(f"{agents}.{agent}", proxy=vars(proxy) | {"mode": mode})
     (turn,) = (await workflow.arun_episode(None, QUESTION)).values()
     assert turn.reward == 0.5
@@ -307,7 +308,7 @@ async def test_the_agents_run(agents: str, proxy: ProxyAddress, agent: str, mode
 
 
 async def test_an_interaction_of_the_proxy_has_the_documents_fields(agents: str, proxy: ProxyAddress) -> None:
-    """An exported interaction has each field of the page's dataclass, with the type that the page gives."""
+    """An exported interaction has each field of the page's dataclass, with the type that AReaL's page gives."""
     workflow: Any = resolve_workflow(f"{agents}.MyAgent", proxy=vars(proxy))
     (turn,) = (await workflow.arun_episode(None, QUESTION)).values()
     named = (await execute("interaction"))["InteractionWithTokenLogpReward"]
@@ -357,7 +358,7 @@ def test_the_page_names_the_routes_and_the_body_of_an_export() -> None:
 
 
 async def test_the_public_names(tiny_tokenizer: Any) -> None:
-    """The four public names of the page can be imported."""
+    """The four public names on AReaL's page can be imported from this project."""
     names = await execute("public")
     assert names["ArealOpenAI"] is ArealOpenAI
     assert names["OpenAIProxyWorkflow"] is OpenAIProxyWorkflow
@@ -395,7 +396,7 @@ async def test_the_client_and_its_rewards(real_engine: RemoteInfEngine, tiny_tok
 
 
 async def test_tools(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """The example with a tool gets an answer."""
+    """AReaL's example with a tool gets an answer."""
     client = ArealOpenAI(real_engine, tiny_tokenizer, sampling={"max_new_tokens": 4})
     names = await execute("tools", client=client, messages=QUESTION["messages"])
     assert names["completion"].choices
@@ -426,7 +427,7 @@ async def test_a_workflow_with_the_older_method(name: str, real_engine: RemoteIn
 
 
 async def test_backpropagation(tiny_tokenizer: Any) -> None:
-    """In a chain of three turns, this project computes the same discounted rewards as the page."""
+    """In a chain of three turns, this project computes the same discounted rewards as AReaL's page."""
     from harness import ScriptedEngine
 
     client = ArealOpenAI(ScriptedEngine(tiny_tokenizer, "a", "b", "c"), tiny_tokenizer)
@@ -444,7 +445,7 @@ async def test_backpropagation(tiny_tokenizer: Any) -> None:
 
 
 async def test_the_interface(tiny_tokenizer: Any) -> None:
-    """RolloutWorkflow's method arun_episode has the same parameters as on the page."""
+    """RolloutWorkflow's method arun_episode has the same parameters as on AReaL's page."""
     names = {"ABC": ABC, "abstractmethod": abstractmethod}
     theirs = (await execute("interface", **names))["RolloutWorkflow"].arun_episode
     assert list(inspect.signature(theirs).parameters) == ["self", "engine", "data"]
@@ -454,7 +455,7 @@ async def test_the_interface(tiny_tokenizer: Any) -> None:
 
 
 def test_the_example_value() -> None:
-    """The page's trajectory passes the check, and `complete` adds the missing tensors."""
+    """The trajectory on AReaL's page passes the check, and `complete` adds the missing tensors."""
     namespace: dict[str, Any] = {"torch": torch}
     exec("def example():\n" + "\n".join("    " + line for line in block("example value").splitlines()), namespace)
     trajectory = namespace["example"]()
@@ -463,7 +464,7 @@ def test_the_example_value() -> None:
 
 
 async def test_the_context(tiny_tokenizer: Any) -> None:
-    """The page's episode reads the context of a training episode and of an evaluation."""
+    """The episode on AReaL's page reads the context of a training episode and of an evaluation."""
     episode = (await execute("context"))["arun_episode"]
     for is_eval in (False, True):
         workflow_context.set(WorkflowContext(is_eval=is_eval, task_id=3))
@@ -471,7 +472,7 @@ async def test_the_context(tiny_tokenizer: Any) -> None:
 
 
 def test_a_dump_line(tiny_tokenizer: Any) -> None:
-    """A line of a dump has the same keys as the page's line, in the same order."""
+    """A line of a dump has the same keys as the line on AReaL's page, in the same order."""
     trajectory = complete(
         {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.bool)}, task_id=42
     )
@@ -481,7 +482,7 @@ def test_a_dump_line(tiny_tokenizer: Any) -> None:
 
 @pytest.fixture
 def custom() -> type:
-    """The page's custom workflow. The class adds the two methods that the page leaves to its reader."""
+    """The page's custom workflow. The class adds the two methods that AReaL's page leaves to its reader."""
     exec(block("custom"), names := {"uuid": uuid, **NAMES})
     page: Any = names["MyWorkflow"]
 
@@ -555,7 +556,7 @@ async def reward_of_one(*texts: Any, **data: Any) -> float:
 
 
 class Version:
-    """A version that a test sets."""
+    """A provider of a policy version that the test sets."""
 
     value = 0
 

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +22,7 @@ import httpx
 import pytest
 import torch
 from conftest import idle_connections
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -52,8 +53,8 @@ def generated(tokens: list[int], finish: str = "stop", **meta: Any) -> httpx.Res
 
 
 def without_spans(tokens: list[int], finish: str, version: int) -> httpx.Response:
-    """Return an answer of SGLang 0.5.16 to 0.5.18. It contains no spans, only the version at the time when the answer
-    ended."""
+    """Return an answer of SGLang 0.5.16 to 0.5.18. The answer contains no spans, only the version at the time when the
+    answer ended."""
     body = generated(tokens, finish, spans=[(version, len(tokens))]).json()
     del body["meta_info"]["weight_versions"]
     return httpx.Response(200, json=body)
@@ -414,11 +415,48 @@ KEYS = st.text(min_size=1, max_size=8)
 
 @given(KEYS, st.sets(KEYS, min_size=2, max_size=8), st.data())
 def test_a_lost_server_moves_only_its_own_conversations(key: str, servers: set[str], data: st.DataObject):
-    """If one server is removed, only that server's conversations move to other servers."""
+    """If one server is removed, only that server's conversations move to other servers. The next test checks keys that
+    are numbers, which stand for prompt groups."""
+    assume(not key.isdecimal())
     order = rank_servers(sorted(servers), key)
     lost = data.draw(st.sampled_from(order))
     assert rank_servers(sorted(servers - {lost}), key) == [server for server in order if server != lost]
     assert rank_servers(sorted(servers, reverse=True), key) == order
+
+
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 8), st.data())
+def test_groups_are_spread_evenly(first: int, groups: int, count: int, data: st.DataObject):
+    """If consecutive prompt groups are divided among the servers, each server gets equally many, or one more. If a
+    server is lost, only its groups move. In a long series, the moved groups are spread over all other servers."""
+    servers = [f"http://s{k}" for k in range(count)]
+    keys = [str(n) for n in range(first, first + groups)]
+    counts = Counter(rank_servers(servers, key)[0] for key in keys)
+    assert max(counts.values()) - min(counts[server] for server in servers) <= 1
+    assert all(sorted(rank_servers(servers, key)) == servers for key in keys)
+    assert rank_servers(servers[::-1], keys[0]) == rank_servers(servers, keys[0])
+
+
+def test_groups_of_a_lost_server_are_spread():
+    """If one of five servers is lost, each of the other four servers gets 20 to 30 % of its 1,000 groups."""
+    servers = [f"http://s{k}" for k in range(5)]
+    moved = Counter(rank_servers(servers, str(n))[1] for n in range(2, 5000, 5))
+    assert sorted(moved) == [server for server in servers if server != rank_servers(servers, "2")[0]]
+    assert 200 <= min(moved.values()) <= max(moved.values()) <= 300
+
+
+@pytest.mark.anyio
+async def test_all_samples_of_a_prompt_go_to_one_server():
+    """All turns of all members of a prompt group go to one server, although each member has its own session. If a call
+    belongs to no group, its session decides the server."""
+    script = Script(generated([5]))
+    engine = script.engine(A, B)
+    for group, member, turn in itertools.product(range(6), range(4), range(2)):
+        await engine.agenerate(ModelRequest([1], session=f"{group}{member}", call=f"{group}-{member}.{turn}"))
+    hosts = [url for url, _ in script.requests]
+    assert all(len({*hosts[k : k + 8]}) == 1 for k in range(0, 48, 8))
+    assert Counter(hosts) == {hosts[0]: 24, hosts[8]: 24}
+    assert ModelRequest([1], session="s", call="eval-7-0.1").affinity == "s"
+    assert ModelRequest([1], session="s", call="by hand.1").affinity == "s"
 
 
 @pytest.mark.anyio
@@ -482,6 +520,30 @@ def test_the_order_of_a_weight_update(tmp_path: Path):
     assert engine.get_version() == 1
 
 
+def test_released_memory_comes_back_before_the_weights(tmp_path: Path):
+    """`release_memory` pauses the servers first. The next update takes the memory back before it sends the weights, and
+    does not pause a second time. A server without its weights is never told to continue."""
+    (tmp_path / "v1").mkdir()
+    script = Script(generated([1]))
+    engine = script.engine(A)
+    engine.release_memory()
+    engine.pause()
+    engine.update_weights(WeightUpdateMeta(path=str(tmp_path), version=1))
+    engine.resume()
+    assert [url.removeprefix(A).lstrip("/") for url, _ in script.requests] == [
+        "workers",
+        "pause_generation",
+        "release_memory_occupation",
+        "resume_memory_occupation",
+        "update_weight_version",
+        "update_weights_from_disk",
+        "continue_generation",
+    ]
+    engine.release_memory()
+    engine.destroy()
+    assert script.requests[-1][0] == A + "/release_memory_occupation"
+
+
 def test_a_server_without_spans_is_paused_by_abort(caplog: pytest.LogCaptureFixture):
     """If a server reports no spans, `initialize` changes the pause mode to abort and logs one warning."""
     script = Script(without_spans([1], "length", 0))
@@ -494,8 +556,8 @@ def test_a_server_without_spans_is_paused_by_abort(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.anyio
 async def test_without_spans_a_segment_has_one_version():
-    """In pause mode abort a weight update ends every running segment. So every token gets the right version, even if
-    the server sends no spans."""
+    """In pause mode abort a weight update ends every running segment. The segments before and after the update each
+    have one version, so the tokens' versions are right even without spans."""
     script = Script(without_spans([4, 5], "abort", 0), without_spans([6], "stop", 1))
     response = await script.engine(pause_mode="abort").agenerate(request())
     assert response.output_versions == [0, 0, 1]
@@ -599,7 +661,7 @@ def test_connections_are_reused_and_end_with_their_loop():
     """The engine opens one connection per concurrent request, reuses the connections, and closes them when the event
     loop ends."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), CountingServer)
-    server.daemon_threads = False  # so that server_close waits for the threads
+    server.daemon_threads = False  # makes server_close wait for the threads
     serving = threading.Thread(target=server.serve_forever)
     serving.start()
     engine = RemoteInfEngine([f"http://127.0.0.1:{server.server_port}"])
@@ -635,7 +697,7 @@ def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch):
             async with asyncio.timeout(30):
                 while (
                     idle_connections(transport) or len(os.listdir("/dev/fd")) > before + 8
-                ):  # the server's ends may still be open
+                ):  # the server may not have closed its sockets yet
                     await asyncio.sleep(0.01)
 
     asyncio.run(burst())
@@ -695,7 +757,7 @@ def test_every_logprob_is_that_of_the_weights_it_names(
         return await asyncio.gather(*tasks)
 
     responses = asyncio.run(generate_through_an_update())
-    update(RemoteInfEngine(real_engine.addresses), 0)  # an engine never lowers a version that it has sent itself
+    update(RemoteInfEngine(real_engine.addresses), 0)  # a new engine, because the old engine refuses a lower version
     assert any(len(set(response.output_versions)) == 2 for response in responses)
     for response in responses:
         assert response.output_versions == sorted(response.output_versions)

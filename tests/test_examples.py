@@ -1,9 +1,9 @@
 """Agents in ten frameworks call the proxy, and every token that the model samples is trained exactly once.
 
 `make agents` installs the frameworks into .venv-agents and runs this file there with AGENTS=1. If an agent's framework
-is not installed, the agent's test is skipped. With AGENTS=1 the test fails instead. Frameworks that need node are an
-exception: if `make agents` cannot install them, their tests are skipped. examples/calculator.py makes the model. The
-inference server and the proxy are real processes.
+is not installed, the agent's test is skipped. With AGENTS=1 the test of a missing framework fails instead. Frameworks
+that need node are an exception: if `make agents` cannot install them, their tests are skipped. The module
+examples/calculator.py makes the model. The inference server and the proxy are real processes.
 """
 
 import asyncio
@@ -46,8 +46,8 @@ UNSTORED = ("codex_cli", "opencode_cli")  # clients that send `store: false`
 
 @pytest.fixture(scope="module", autouse=True)
 def collected() -> Iterator[None]:
-    """Run the garbage collector after this file's tests. Otherwise the connections that the frameworks left open would
-    cause warnings in later tests of other files."""
+    """Run the garbage collector after this file's tests. Without this step, the connections that the frameworks left
+    open would cause warnings in later tests of other files."""
     yield
     with warnings.catch_warnings(action="ignore"):
         gc.collect()
@@ -160,8 +160,9 @@ def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
     module: str, servers: dict[str, str], engine: RemoteInfEngine
 ) -> None:
     """AutoGen with reflection and Vercel's AI SDK ask for the last answer without tools. Codex and opencode send
-    `store: false`, and opencode asks for a title. The three turns are one path of the tree with the same reward, each
-    token is trained once, and only a turn with other tools begins a new row. The title is not trained."""
+    `store: false`, and opencode asks for a title. The agent's three turns are one path of the tree, and all three turns
+    have the same reward. Each token is trained once, and only a turn with other tools begins a new row. The title is
+    not trained."""
     style = {"export_style": "individual", "episode_timeout": 300}
     (exported,) = episodes(module, servers["proxy"], [1], **style)
     rows = {turn: turn.to_lists() for turn in exported.values()}
@@ -183,7 +184,7 @@ def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
 
 @pytest.mark.parametrize("module", [pytest.param(n, marks=needs(n)) for n in ("openai_sdk", "anthropic_sdk")])
 def test_an_example_in_a_process_of_its_own(module: str, servers: dict[str, str], engine: RemoteInfEngine) -> None:
-    """An agent also works in mode subproc, where a worker process runs it."""
+    """An agent also works in mode subproc, in which a worker process runs the agent."""
     results = episodes(module, servers["proxy"], mode="subproc", subproc_max_workers=2)
     for sample, interactions in zip(SAMPLES, results, strict=True):
         check_conversation(interactions, sample, engine, EXAMPLES[module][1])
@@ -213,7 +214,7 @@ def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) 
     assert rewards == ["reward 0.25", "reward 0.50", "reward 1.00"]
     assert 'assistant: add({"a": 1, "b": 1})' in lines
     assert "assistant: the answer is 2" in lines
-    assert "14 + 12 tokens, 12 trained, chatcmpl-" in shown.stdout  # no temperature, because it is 1
+    assert "14 + 12 tokens, 12 trained, chatcmpl-" in shown.stdout  # a temperature of 1 is not shown
     silent = run("test_examples.Silent")
     assert (silent.returncode, silent.stdout) == (1, "")
     assert silent.stderr.startswith("error: Refusal: ")

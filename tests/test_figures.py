@@ -1,4 +1,5 @@
-"""These tests check the figures of the pages: docs/figures.py draws them from numbers that the repository keeps."""
+"""These tests check the figures of the pages: docs/figures.py draws the figures from numbers that the repository
+keeps."""
 
 import importlib.util
 import re
@@ -53,7 +54,7 @@ def test_every_figure_is_on_a_page(pictures: dict[str, str]) -> None:
 
 
 def test_the_tree_shows_the_rewards_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rewards in the tree are those of the shipped cache: B has .5 x mean(1, 0), and A .5 x mean(.25, .5)."""
+    """The rewards in the tree are those that cache.py computes: B has .5 x mean(1, 0), and A .5 x mean(.25, .5)."""
     assert figures.compute_rewards() == {"A": 0.1875, "B": 0.25, "C": 0.5, "D": 1.0, "E": 0.0}
     before = figures.draw_tree()
     monkeypatch.setattr(InteractionCache, "apply_reward_discount", lambda self, discount: None)
@@ -61,7 +62,8 @@ def test_the_tree_shows_the_rewards_of_the_cache(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_synchronous_timeline_never_generates_while_it_trains() -> None:
-    """In the synchronous timeline, no group runs while the trainer trains. In the asynchronous one, groups do."""
+    """In the synchronous timeline, no group runs while the trainer trains. In the asynchronous timeline, groups run
+    during training."""
 
     def overlaps(run: dict[str, Any]) -> bool:
         return any(a < end and begin < b for begin, end in run["trains"] for a, b in run["groups"])

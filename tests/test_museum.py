@@ -1,5 +1,5 @@
-"""Tests of the museum's exhibits: every patch applies to this code, and with the patch the unit test fails that the
-solution names.
+"""Tests of the museum's exhibits: every patch applies to this code, and the unit test that a solution names fails with
+the patch.
 
 Finding the bug from a run's report is an exercise for a person (museum/README.md).
 """
@@ -37,8 +37,8 @@ def test_every_patch_applies(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_every_exhibit_has_its_pages(name: str) -> None:
-    """An exhibit has a source, a command and questions. Its solution names a unit test, a rule of the doctor and code
-    that exist. README.md lists the exhibit."""
+    """An exhibit has a source, a command and questions. Its solution names a unit test, a rule of run/doctor.py and a
+    place in the code. All three exist. README.md lists the exhibit."""
     exhibit, solution = page(name, "exhibit.md"), page(name, "solution.md")
     [source] = re.findall(r"\((https://github\.com/\S+/(?:pull|issues)/\d+)\)", exhibit)
     assert source in solution
@@ -48,7 +48,7 @@ def test_every_exhibit_has_its_pages(name: str) -> None:
     file, _, test = MUSEUM["find_in_solution"](name, "Unit test").partition("::")
     assert test in running_tests(ROOT / file)
     assert MUSEUM["find_in_solution"](name, "Doctor") in {*TEXTS, "none"}
-    guards = re.findall(r"`([\w/]+\.py)::([\w.]+)`", solution.partition("guards it")[2])
+    guards = re.findall(r"`([\w/]+\.py)::([\w.]+)`", solution.partition("## Guard in the code")[2])
     assert guards
     for module, attribute in guards:
         assert re.search(rf"\b(def|class) {attribute.split('.')[-1]}\b", (ROOT / module).read_text()), attribute

@@ -1,4 +1,4 @@
-"""docs/own_task.md: the files of the page are written, and its commands run as the page shows them.
+"""The test writes the files that docs/own_task.md shows, and runs the commands of this page.
 
 The test runs in an empty folder that has this project's modules. The folder therefore has no file from an earlier run.
 """
@@ -27,7 +27,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in ROOT.glob("[a-z]*"):
         if path.is_dir() and path.name not in ("runs", "own"):
             (folder / path.name).symlink_to(path)
-        elif path.suffix == ".py":  # a copy, because Python imports from the folder of the file behind a link
+        elif path.suffix == ".py":  # no link, because Python would import from the linked file's folder
             shutil.copy(path, folder)
     (folder / "own").mkdir()
     for name, text in FILES:

@@ -378,8 +378,9 @@ def test_the_spread_of_the_batch_and_a_constant_spread():
     ],
 )
 def test_the_spread_is_around_the_plain_mean_of_its_cell(rewards, keys, expected):
-    """The standard deviation is computed around the mean of its own cell, whatever baseline is subtracted. In these
-    three cases AReaL computes it around the baseline (docs/differences.md)."""
+    """The turns that are compared form a cell. The standard deviation of a cell is computed around the mean of this
+    cell, whatever baseline is subtracted. In the three cases of this test, AReaL computes the standard deviation around
+    the baseline (docs/differences.md)."""
     batch = single(*rewards)
     advantages = compute_advantages(batch, PPOActorConfig(adv_norm=NormConfig(**keys)))
     assert per_row(advantages, batch) == pytest.approx(expected, abs=1e-4)
@@ -460,7 +461,7 @@ def test_weights_and_aggregation_by_the_loop(level, action, cap, how):
     """A loop over rows and tokens computes the same loss, for all settings of the behaviour weight (level, action, cap)
     and of the aggregation."""
     theta, prox, behav, A, mask = random_tokens(11, spread=0.5)
-    prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]  # makes some sequences exceed the cap
+    prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]  # these shifts make some sequences exceed the cap
     eps, C = 0.2, 50
     mask[2] = 0  # a row without trained tokens
     total, capped, n_tokens, n_rows, weights = 0.0, 0, int(mask.sum()), 0, []

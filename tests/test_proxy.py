@@ -51,7 +51,7 @@ async def test_a_childs_prompt_is_its_parents_tokens_and_a_tail(start: Start, ti
     said = [*tiny_tokenizer.encode("two"), eos]
     assert third == second + said + tiny_tokenizer.encode(tail.format("third"))
     full = tiny_tokenizer.apply_chat_template(messages[:5], add_generation_prompt=True, return_dict=False)
-    assert third == full  # because this tokenizer has only one encoding of a text
+    assert third == full  # this tokenizer has only one encoding of each text, so both are equal
 
 
 async def test_a_turn_cut_by_length_gets_its_end_token_untrained(start: Start, tiny_tokenizer: Any) -> None:
@@ -175,7 +175,7 @@ async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
     tiny_tokenizer: Any, begins: str, switch: str, on: bool | None, forced: bool
 ) -> None:
     """If a prompt ends with <think>, the proxy treats the beginning of the answer as reasoning. If a tool call is
-    forced, the proxy adds </think> to such a prompt before the beginning of the call."""
+    forced, the proxy adds </think> to a prompt that ends with <think>, and then the beginning of the call."""
     template = tiny_tokenizer.chat_template.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n" + begins)
     own = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     own.chat_template = template
@@ -233,6 +233,24 @@ async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> N
     assert (asked.seed, asked.stop) == (5, ["x"])
     exported = (await harness.export(session)).values()
     assert [sum(interaction["tensors"]["loss_mask"]) > 0 for interaction in exported] == [True, False]
+
+
+async def test_a_session_may_have_default_values_of_its_own(start: Start) -> None:
+    """A session of an evaluation replaces the proxy's default values. An agent can override the session's values,
+    unless they are fixed. A parameter with an unknown name is refused."""
+    harness = start(sampling={"temperature": 1.0, "max_new_tokens": 9}, fixed_sampling=["temperature"])
+    for sampling in (None, {"temperature": 0.0, "max_new_tokens": 5}):
+        await harness.post("/grant_capacity", headers=ADMIN)
+        body = {"task_id": "t", "sampling": sampling}
+        session = (await harness.post("/rl/start_session", body, headers=ADMIN)).json()["session_id"]
+        await harness.chat(session, HELLO)
+        await harness.chat(session, HELLO, temperature=0.5, max_completion_tokens=3)
+    seen = [(request.gconfig.temperature, request.gconfig.max_new_tokens) for request in harness.engine.requests]
+    assert seen == [(1.0, 9), (1.0, 3), (0.0, 5), (0.0, 3)]
+    await harness.post("/grant_capacity", headers=ADMIN)
+    body = {"task_id": "t", "sampling": {"temprature": 0.0}}
+    answer = await harness.http.post("/rl/start_session", json=body, headers=ADMIN)
+    assert (answer.status_code, "temprature" in answer.text) == (400, True)
 
 
 async def test_a_seed_that_is_fixed_is_the_runs(start: Start) -> None:
@@ -399,15 +417,18 @@ async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) ->
     flood, other = await harness.start(), await harness.start()
     harness.engine.hold = asyncio.Event()
     calls = [asyncio.create_task(harness.chat(flood, HELLO, n=4, seed=k)) for k in range(2)]
-    await harness.engine.started.wait()
+    async with asyncio.timeout(60):
+        while len(harness.engine.requests) < 3:
+            await asyncio.sleep(0)
     for _ in range(50):
         await asyncio.sleep(0)
     assert len(harness.engine.requests) == 3
     assert (await harness.post(f"/{flood}/v1/chat/completions", {"messages": HELLO})).status_code == 429
     waiting = asyncio.create_task(harness.chat(other, HELLO))
-    for _ in range(50):
-        await asyncio.sleep(0)
-    assert harness.engine.requests[-1].session == other
+    async with asyncio.timeout(60):
+        while harness.engine.requests[-1].session != other:
+            await asyncio.sleep(0)
+    assert len(harness.engine.requests) == 4
     harness.engine.hold.set()
     assert [len(call["choices"]) for call in await asyncio.gather(*calls)] == [4, 4]
     assert (await waiting)["choices"]
@@ -464,7 +485,7 @@ async def test_a_model_that_is_no_name_is_a_400(start: Start, path: str) -> None
 )
 async def test_a_reward_that_makes_no_sense_is_a_400(start: Start, body: Any) -> None:
     """The proxy refuses a reward with a 400 if the reward is not a finite number, or if the interaction is unknown. The
-    proxy then stores nothing."""
+    proxy does not store a refused reward."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -694,7 +715,7 @@ def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
 @pytest.mark.parametrize("source", ["environment", "option", "made up"])
 def test_only_an_admin_key_that_was_made_up_is_printed(tiny_model_dir: Any, tiny_server: str, source: str) -> None:
     """If the proxy generates the admin key itself, it prints the key. If the user gives the key, the proxy never prints
-    it, because the output may go to a log file."""
+    the key, because the output may go to a log file."""
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
     # The proxy ends immediately, because its standard input is empty.
     command += ["--admin-key", "s3cret"] * (source == "option") + ["--exit-with-parent"]
@@ -721,7 +742,7 @@ async def test_a_proxy_started_by_hand_offers_a_session(tiny_model_dir: Any, tin
         async with anthropic.AsyncAnthropic(base_url=found[2], api_key="DUMMY") as other:
             message = await other.messages.create(model="m", messages=HELLO, max_tokens=4)
         assert completion.usage is not None
-        assert 1 <= completion.usage.completion_tokens <= 4  # fewer than 4 if the model has sampled its end token
+        assert 1 <= completion.usage.completion_tokens <= 4  # the end token may come before the limit of 4
         assert 1 <= message.usage.output_tokens <= 4
     finally:
         process.terminate()
@@ -735,7 +756,7 @@ async def test_end_to_end_with_real_servers(tiny_model_dir: Any, tiny_server: st
     port = free_port()
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
     command += ["--port", str(port), "--seed", "1", "--exit-with-parent"]
-    environment = {**os.environ, "NANO_AREAL_ADMIN_KEY": "admin"}  # train.py passes the key in this way
+    environment = {**os.environ, "NANO_AREAL_ADMIN_KEY": "admin"}  # the admin key of this proxy
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
     url = f"http://127.0.0.1:{port}"

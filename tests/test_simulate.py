@@ -21,7 +21,7 @@ RUNS = json.loads((ROOT / "docs" / "simulate.json").read_text())
 
 
 def constant(eta: int, **changes: object) -> simulate.Setup:
-    """Four groups per step: 2 s of generation, 1 s of training, 0.5 s of update."""
+    """Return a setup with four groups per step, 2 s of generation, 1 s of training and 0.5 s of update."""
     setup = simulate.Setup(4, lambda rng, k: 2.0, lambda rng, k, n: 1.0, lambda rng, k, n: 0.5, eta=eta, steps=10)
     return replace(setup, **changes)
 
@@ -41,7 +41,8 @@ def test_asynchronous_training_hides_generation() -> None:
 
 
 def test_a_server_shares_its_time() -> None:
-    """Four sequences of two tokens on one server need 2 (a + 4 b) seconds; with two slots they need 4 (a + 2 b)."""
+    """A server with n running sequences needs a + b n seconds to generate one token of each. Four sequences of two
+    tokens therefore need 2 (a + 4 b) seconds, or 4 (a + 2 b) seconds if the server runs two sequences at once."""
     for slots, seconds in ((math.inf, 2 * (1 + 4 * 0.5)), (2, 4 * (1 + 2 * 0.5))):
         result = simulate.Simulation(constant(0, a=1.0, b=0.5, slots=slots, steps=1)).run()
         assert result.ends == pytest.approx([seconds + 1.5])
@@ -56,7 +57,7 @@ def test_an_update_without_interruption_waits_for_the_longest_answer() -> None:
 
 @pytest.mark.parametrize("order", ["wait", "window", "drop", "mask"])
 def test_the_bound_holds_for_every_order(order: str) -> None:
-    """With the bound eta no trained token is older than eta. Without a bound some tokens are older."""
+    """With the bound eta no trained token is older than eta. Without a bound some tokens are older than eta."""
     eta = 2
     bounded, unbounded = (simulate.simulate(clusters.small, 1.0, eta, o, seeds=range(3)) for o in (order, "unbounded"))
     assert bounded["lag_max"] <= eta < unbounded["lag_max"]
@@ -85,19 +86,22 @@ def test_the_page_shows_the_comparison() -> None:
     assert "\n".join(simulate.check(RUNS)) in Path(simulate.PAGE).read_text()
 
 
-def test_the_page_shows_the_price_of_each_order() -> None:
-    """docs/simulate.md contains the table that bench/clusters.py makes from docs/clusters.csv."""
-    assert "\n".join(clusters.order_table(clusters.read_rows())) in Path(simulate.PAGE).read_text()
+def test_the_page_shows_the_tables_of_the_simulation() -> None:
+    """docs/simulate.md contains every table that bench/clusters.py makes from docs/clusters.csv."""
+    page, tables = Path(simulate.PAGE).read_text(), clusters.make_tables(clusters.read_rows())
+    assert [name for name, lines in tables.items() if "\n".join(lines) not in page] == []
+    assert tables.keys() == {"order", "speed", "use", "paper"}
 
 
 def test_the_table_is_what_the_simulation_finds() -> None:
-    """docs/clusters.csv holds what the simulation finds."""
+    """docs/clusters.csv holds the numbers that the simulation computes."""
     found = simulate.simulate(clusters.small, 1.0, 4, "wait", seeds=range(9))
     assert clusters.read_rows()["order", "1.0", "4", "wait"] == pytest.approx(found, rel=1e-3)
 
 
 def test_a_wait_for_a_long_answer_costs_less_with_mask() -> None:
-    """With long tails, mask takes the oldest tokens out of the loss and needs fewer seconds than wait."""
+    """If a few episodes are very long, stale=mask takes the oldest tokens out of the loss and needs less time than
+    stale=wait."""
     wait, mask = (simulate.simulate(clusters.small, 1.5, 4, order) for order in ("wait", "mask"))
     assert mask["total_s"] < wait["total_s"] / 2
     assert wait["masked"] == 0 < mask["masked"]

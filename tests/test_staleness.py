@@ -58,12 +58,12 @@ def run(manager: StalenessManager, count: int) -> None:
         (0, 4, 100, 1, 4, 0, 4),  # the four groups of version 0 still count as accepted
         (2, 4, 100, 0, 0, 0, 12),
         (2, 4, 100, 5, 20, 3, 9),
-        (2, 4, 8, 5, 20, 3, 5),  # here the concurrency limit decides
+        (2, 4, 8, 5, 20, 3, 5),  # here the concurrency limit is the smaller limit
         (2, 4, 3, 5, 20, 3, 0),
         (0, 4, 100, 0, 4, 2, -2),
         (4, 4, 0, 0, 0, 0, 1),  # max_concurrent_rollouts=0 counts as 1
         (1, 0, 100, 0, 0, 0, 2),  # consumer_batch_size=0 counts as 1
-        (10**12, 4, 64, 0, 10**6, 0, 64),  # evaluation: only the concurrency limit decides
+        (10**12, 4, 64, 0, 10**6, 0, 64),  # in an evaluation, only the concurrency limit counts
     ],
 )
 def test_capacity_is_the_smaller_of_two_limits(eta, batch, concurrent, version, accepted, running, capacity):
@@ -223,7 +223,8 @@ def feed(state: DispatchState, next_id: int, version: int, started: dict[int, in
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(1, 9), st.data())
 def test_age_is_bounded_whatever_happens(eta, batch, concurrent, data):
-    """In whatever order groups finish, and even if some are rejected, no age exceeds eta and training never hangs."""
+    """In whatever order groups finish, and even if some groups are rejected, no age exceeds eta and training never
+    hangs."""
     clock = Version()
     manager = StalenessManager(clock, concurrent, batch, eta)
     state = make_state(manager)
@@ -294,7 +295,8 @@ def largest_age(eta: int, batch: int, late: int, in_order_of_start: bool) -> int
     """Simulate training in which group 0 is much slower than all other groups, and return the largest age of a group.
 
     All other groups end as soon as they have started. If groups are consumed in order of start, the first batch waits
-    for group 0. Otherwise group 0 ends when the version is `late`. The gate is a real StalenessManager.
+    for group 0. If groups are consumed in order of completion, group 0 ends when the version is `late`. The gate is a
+    real StalenessManager.
     """
     clock = Version()
     manager = StalenessManager(clock, 100, batch, eta)

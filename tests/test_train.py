@@ -26,6 +26,7 @@ from runs import (
     wait_gone,
 )
 from safetensors.torch import load_file
+from tracker_of_a_test import CALLS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo import ppo_actor_loss_fn
@@ -35,14 +36,16 @@ from training.config import PPOActorConfig
 
 @pytest.fixture(scope="module")
 def guess_run(tmp_path_factory: pytest.TempPathFactory):
-    """Return get(eta, name). It runs the demo and returns the run's folder and metrics. A second call with the same
-    arguments does not run the demo again."""
+    """Return get(eta, name). The function get runs the demo and returns the run's folder and metrics. A second call
+    with the same arguments does not run the demo again."""
     made: dict[tuple[int, str], tuple[Path, list[dict]]] = {}
 
     def get(eta: int, name: str = "") -> tuple[Path, list[dict]]:
         if (eta, name) not in made:
             folder = tmp_path_factory.mktemp(f"guess{eta}{name}")
-            made[eta, name] = folder, run(folder, *SMALL_GUESS, "max_steps=5", f"rollout.max_head_offpolicyness={eta}")
+            words = ["max_steps=5", f"rollout.max_head_offpolicyness={eta}", "logger.tracker=tracker_of_a_test"]
+            words += ["evaluator.interval=5", "eval_gconfig.greedy=true"]
+            made[eta, name] = folder, run(folder, *SMALL_GUESS, *words)
         return made[eta, name]
 
     return get
@@ -51,7 +54,7 @@ def guess_run(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize("eta", [0, 2])
 def test_guess_staleness(guess_run, eta: int) -> None:
     """In the demo no trained token is older than eta versions. With eta = 0 every trained token has the current
-    version. After each update the servers have the trainer's weights; the next line, or the last, has the canary."""
+    version. After each update the canary (run/mismatch.py) finds that the servers have the trainer's weights."""
     _, metrics = guess_run(eta)
     assert len(metrics) == 5
     check_metrics(metrics, eta)
@@ -59,8 +62,34 @@ def test_guess_staleness(guess_run, eta: int) -> None:
     assert all(line["canary_unchanged"] == 0 for line in metrics[1:])
 
 
+def test_evaluation_is_greedy_and_training_samples(guess_run) -> None:
+    """With `eval_gconfig.greedy` every evaluation episode begins with the same guess, because the demo's prompt is
+    always the same. The training episodes of the same versions begin with different guesses."""
+    folder, metrics = guess_run(0)
+
+    def first_answers(kind: str) -> set[str]:
+        """Return the different first answers in the folder of training or of evaluation."""
+        lines = [line for path in (folder / "e/t" / kind).glob("*/*.jsonl") for line in path.read_text().splitlines()]
+        return {json.loads(line)["completion"].partition("<end>")[0] for line in lines}
+
+    assert metrics[-1]["eval_episodes"] == 6
+    assert len(first_answers("eval-rollout")) == 1 < len(first_answers("rollout"))
+
+
+def test_a_tracker_gets_the_metrics(guess_run) -> None:
+    """A tracker gets the configuration without the servers' key, the numbers of each step, and the end of the run."""
+    folder, metrics = guess_run(0)
+    calls = [json.loads(line) for line in (folder / CALLS).read_text().splitlines()]
+    assert [call[:-1] for call in calls] == [["init", "e", "t", "allow"], *(["log", k] for k in range(1, 6)), []]
+    config, *tracked, end = [call[-1] for call in calls]
+    assert config["max_steps"] == 5
+    assert "server_key" not in config["rollout"]
+    assert tracked == [{k: v for k, v in line.items() if isinstance(v, int | float)} for line in metrics]
+    assert end == "finish"
+
+
 def test_the_readme_of_a_run_names_its_files(guess_run) -> None:
-    """A run writes a README to its folder. The README names every file and folder there."""
+    """A run writes a README to its folder. The README names every file and folder of the run."""
     folder, _ = guess_run(0)
     names = {path.name for path in (folder / "e" / "t").iterdir()} - {"README.md"}
     text = (folder / "e" / "t" / "README.md").read_text()
@@ -184,7 +213,7 @@ def test_sigterm_of_2000_tasks(tmp_path: Path) -> None:
     """SIGTERM ends a run that has 2,000 tasks in flight. The run then prints at most three short lines, without a
     warning of the doctor. No process is left behind."""
     words = ["max_steps=10000", "rollout.max_concurrent_rollouts=2000", "rollout.max_head_offpolicyness=400"]
-    words += ["gconfig.n_samples=2"]  # 4,000 episodes, so that the open files suffice
+    words += ["gconfig.n_samples=2"]  # 4,000 episodes do not exceed the limit of open files
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, *words)
     process.send_signal(signal.SIGTERM)
     lines = rest_of(process, 60).splitlines()
@@ -200,9 +229,9 @@ def test_sigterm_of_2000_tasks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["inference.tiny.server", "proxy"])
 def test_killed_server(tmp_path: Path, victim: str) -> None:
-    """If the only server or the proxy dies, the run ends with a message that names the process and the process's exit
-    code."""
-    process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000")
+    """The run ends if the proxy dies, or if the only server dies and may not start again. The last message names the
+    process and its exit code."""
+    process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000", "server.max_restarts=0")
     os.kill(pids[victim], signal.SIGKILL)
     output = rest_of(process, 30)
     assert process.returncode == 1

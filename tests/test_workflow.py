@@ -297,7 +297,7 @@ async def test_the_noise_of_a_request_depends_on_the_episode_and_on_nothing_else
 @pytest.mark.anyio
 async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.LogCaptureFixture) -> None:
     """If one member raises an exception, the failure is counted and logged. The group keeps the other members in their
-    order."""
+    order. All four episodes count as ended."""
     failed: list[int] = []
 
     async def on_failures(count: int) -> None:
@@ -308,11 +308,13 @@ async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.L
             raise ConnectionError("the tool is down")
         return row(*range(context.sample_idx + 1), rewards=context.sample_idx)
 
-    workflow = GroupedRolloutWorkflow(Function(member), 4, on_failures)
+    ended: list[None] = []
+    workflow = GroupedRolloutWorkflow(Function(member), 4, on_failures, lambda: ended.append(None))
     traj: Any = await workflow.arun_episode(None, {})
     assert traj["rewards"].tolist() == [0.0, 2.0, 3.0]
     assert traj["attention_mask"].sum(1).tolist() == [1, 3, 4]
     assert failed == [1]
+    assert len(ended) == 4
     assert "the tool is down" in caplog.text
 
 
@@ -321,8 +323,8 @@ async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.L
 async def test_a_member_that_returns_no_trajectory_is_a_failed_member(
     bad: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If a member returns something that is not a trajectory, it counts as failed. The log contains the reason, and the
-    other members are kept."""
+    """If a member returns something that is not a trajectory, the member counts as failed. The log contains the reason,
+    and the other members are kept."""
 
     def member(context: WorkflowContext, data: dict) -> Any:
         return [row(1, 2), bad, row(3)][context.sample_idx]
@@ -334,7 +336,7 @@ async def test_a_member_that_returns_no_trajectory_is_a_failed_member(
 
 
 def test_a_member_that_exits_is_a_failed_member(caplog: pytest.LogCaptureFixture) -> None:
-    """If a member calls sys.exit(), it counts as failed, and the other members and the event loop continue."""
+    """If a member calls sys.exit(), the member counts as failed, and the other members and the event loop continue."""
 
     def member(context: WorkflowContext, data: dict) -> Any:
         return sys.exit(3) if context.sample_idx == 1 else row(1)
@@ -446,7 +448,7 @@ async def test_the_last_row_of_an_episode_is_of_the_conversation_itself(monkeypa
     class Client:
         rewarded_count, session_url, api_key = 1, "", ""
 
-        def __init__(self, *args: Any, grant: bool) -> None: ...
+        def __init__(self, *args: Any, grant: bool, sampling: dict) -> None: ...
 
         async def __aenter__(self) -> None: ...
 

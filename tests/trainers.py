@@ -35,8 +35,8 @@ def make_batch(lengths=(9, 14, 5, 21, 12, 17, 7, 16), seed=0) -> dict[str, Tenso
 def make_config(**changes) -> PPOActorConfig:
     """Make a configuration with one mini-batch. `changes` may contain any key of PPOActorConfig, and the optimizer's
     key `gradient_clipping`."""
-    # This eps is larger than usual. With AdamW's usual eps, the rounding error in a gradient near 0 would move the
-    # weight by a full step.
+    # The tests use a larger eps of AdamW than usual. With the usual eps, the rounding error in a gradient near 0 would
+    # move the weight by a full step.
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, gradient_clipping=changes.pop("gradient_clipping", 1e9))
     defaults: dict[str, Any] = {
         "ppo_n_minibatches": 1,
@@ -48,7 +48,7 @@ def make_config(**changes) -> PPOActorConfig:
 
 SHAPE = {
     "vocab_size": 259,
-    "hidden_size": 64,  # 16 numbers for each head, the fewest that FlexAttention's kernel accepts
+    "hidden_size": 64,  # each head has 16 numbers, the fewest that FlexAttention's kernel accepts
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,

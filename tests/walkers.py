@@ -1,4 +1,8 @@
-"""Workflows for tests of whole runs: one makes every weight update interrupt a completion, and one is random."""
+"""Workflows for tests of whole runs.
+
+With `WalkUntilUpdated` every weight update of an asynchronous run interrupts a completion. `Moody` gives the episodes
+of one task random prompts.
+"""
 
 import random
 from dataclasses import dataclass
@@ -14,13 +18,14 @@ class WalkUntilUpdated(RLVRWorkflow):
 
     Step s trains on the groups (s - 1) * batch_size to s * batch_size - 1, and then updates the weights. A group of a
     later step repeats its completion until this update is over. So the group's last completion begins before the update
-    and ends after it. With eta = 0 the gate admits only groups of the next step, so no episode repeats its completion.
+    and ends after the update. With eta = 0 the gate admits only groups of the next step, so no episode repeats its
+    completion.
     """
 
     batch_size: int
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
-        """Repeat the completion until the next step needs this group; return the last completion."""
+        """Repeat the completion until the next step needs this group, and return the last completion."""
         task_id = workflow_context.get().task_id
         assert task_id is not None
         while True:
@@ -31,7 +36,7 @@ class WalkUntilUpdated(RLVRWorkflow):
 
 @dataclass(eq=False, repr=False)
 class Moody(RLVRWorkflow):
-    """RLVRWorkflow with one change: the prompts of the episodes of task `moody` are drawn at random."""
+    """RLVRWorkflow with one change: each episode of task number `moody` gets a random prompt."""
 
     moody: int
 

@@ -39,6 +39,7 @@ agree up to rounding, not bit for bit.
 import math
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -65,12 +66,14 @@ from training.proximal import guess_errors, interpolation, loglinear
 from training.ranks import join_ranks, leave_ranks, share
 from training.tree_attention import TREES
 
+OWN_UNIT = 1_000_000  # on a single rank, a layer with fewer parameters than this is not sharded on its own
+
 
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
     """Return the learning rate of training step `step`, counted from 0, as a share of the peak learning rate.
 
-    During the warm-up the share rises linearly to 1. Then the schedule "constant" keeps the share at 1. The schedules
-    "linear" and "cosine" lower the share to min_lr_ratio at step max_steps.
+    During the warm-up the share rises linearly to 1. After the warm-up the schedule "constant" keeps the share at 1.
+    The schedules "linear" and "cosine" lower the share to min_lr_ratio at step max_steps.
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
@@ -111,7 +114,7 @@ class FSDPEngine:
     def initialize(self) -> None:
         """Make the sharded model and load its weights. All ranks call this method; only rank 0 reads the files."""
         config, attention = AutoConfig.from_pretrained(self.model_path), self.layout.attention
-        with torch.device("meta"):  # only the structure: tensors on this device have shapes but no values
+        with torch.device("meta"):  # tensors on the device "meta" have shapes but no values
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
         if self.layout is not LAYOUTS["padded"]:
             refuse_layers(model)
@@ -120,14 +123,20 @@ class FSDPEngine:
         self.load(model)
         model.eval()  # no dropout
         if self.config.gradient_checkpointing:
-            # transformers' own switch for this works only in training mode, in which some models apply dropout.
+            # transformers' own switch for gradient checkpointing works only in training mode, and some models apply
+            # dropout in training mode.
             for layer in layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         add_read_hidden(model)
         self.model = model
 
     def shard(self, model: Any, layers: list[Any]) -> None:
-        """Shard each decoder layer of the model, and then the rest of the model, over all ranks."""
+        """Shard each decoder layer of the model, and then the rest of the model, over all ranks.
+
+        A single rank gathers nothing, so its small layers stay in one unit with the rest. Each unit costs time.
+        """
+        if dist.get_world_size() == 1:
+            layers = [layer for layer in layers if sum(p.numel() for p in layer.parameters()) >= OWN_UNIT]
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self.config.offload else OffloadPolicy()
@@ -140,8 +149,8 @@ class FSDPEngine:
         if self.rank == 0:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
-            # inference/weights.py uses these rules to restore the tensors of the files from the model's tensors. That
-            # module handles one tensor at a time, so it cannot undo a rule that splits a tensor of the files.
+            # transformers converted the tensors of the files by rules. The weight update (inference/weights.py) undoes
+            # these rules, one tensor at a time. It cannot undo a rule that splits a tensor of the files.
             model._weight_conversions = whole._weight_conversions
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
                 raise ValueError(f"{type(model).__name__} splits its files' tensors, which cannot be undone")
@@ -157,14 +166,15 @@ class FSDPEngine:
     def compute_logp(self, batch: Batch) -> Tensor:
         """Return log p(token t | tokens before t), (B, T) float32, at each token's temperature.
 
-        Position 0 and padding have the value 0. All ranks call this method with the same batch and get the same result.
+        Only tokens whose loss_mask is set are computed, because the last layer is expensive; all others have the value
+        0. All ranks call this method with the same batch and get the same result.
         """
         logp = torch.zeros(batch["input_ids"].shape)  # (B, T)
         with torch.no_grad():
             for piece in self.passes(batch, range(len(logp))):
-                index, piece_logp, _ = self.forward(batch, piece, batch["attention_mask"])
+                index, piece_logp, _ = self.forward(batch, piece, batch["loss_mask"])
                 logp[index] = piece_logp.cpu()  # (N,)
-        return self.all_reduce(logp)  # the rank that computed a token has its value, and all other ranks have 0
+        return self.all_reduce(logp)  # the rank that computed a token has the token's value, and all other ranks have 0
 
     def forward(self, batch: Batch, piece: Piece, mask: Tensor) -> tuple[TokenIndex, Tensor, Tensor]:
         """Run the model on a piece and compute log p and entropy of N tokens: the tokens whose `mask` (B, T) is set.
@@ -207,7 +217,7 @@ class FSDPEngine:
 
     def full_state(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Return the whole model on the CPU of rank 0, and {} on all other ranks. All ranks call this method."""
-        buckets = weights.named_buckets(self.model, dtype, bucket_mb=0)  # 0: one tensor in each bucket
+        buckets = weights.named_buckets(self.model, dtype, bucket_mb=0)  # each bucket has one tensor
         return {name: tensor.cpu() for bucket in buckets for name, tensor in bucket if self.rank == 0}
 
     def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
@@ -218,7 +228,8 @@ class FSDPEngine:
         dist.barrier()
 
     def destroy(self) -> None:
-        """Release the model, and end the process group if this object made it. A second call does nothing."""
+        """Release the model, and end the process group if this object made it. A second call of `destroy` does
+        nothing."""
         self.model = None
         if self.owns_process_group:
             leave_ranks()
@@ -232,7 +243,7 @@ class FSDPPPOActor(FSDPEngine):
         super().__init__(config, model_path)
         # Whether pi_prox is guessed from versions (`proximal.py`), for the loss or only for the metrics.
         self.guesses = config.use_decoupled_loss and config.prox_logp_method != "recompute"
-        # All mutable state in addition to the model.
+        # All mutable state of the policy, in addition to the model.
         self.optimizer: Any = None
         self.steps, self.max_steps = 0, 1  # finished training steps, and training steps of the whole run
         self.version = 0
@@ -241,7 +252,7 @@ class FSDPPPOActor(FSDPEngine):
         self.written: int | None = None  # newest version whose files were written (mode disk)
 
     def initialize(self, max_steps: int) -> None:  # type: ignore[override]
-        """Load the model and make the optimizer; the schedules are `max_steps` training steps long."""
+        """Load the model and make the optimizer. Learning rate schedule and `anneal` end after `max_steps` steps."""
         super().initialize()
         self.max_steps = max_steps
         o = self.config.optimizer
@@ -268,7 +279,7 @@ class FSDPPPOActor(FSDPEngine):
         return old, old
 
     def should_compute_prox_logp(self) -> bool:
-        """Return whether ppo_update reads batch["prox_logp"]. If it does, call compute_logp first."""
+        """Return whether ppo_update reads batch["prox_logp"]. If ppo_update reads this key, call compute_logp first."""
         return "prox_logp" in self.policies()
 
     def compute_advantages(self, batch: Batch) -> None:
@@ -299,8 +310,10 @@ class FSDPPPOActor(FSDPEngine):
         batch["step_fraction"] = torch.zeros(len(lengths))  # (B,)
         lr = self.config.optimizer.lr * lr_factor(self.steps, self.config.optimizer, self.max_steps)
 
-        minibatches = split_minibatches(lengths, self.config.ppo_n_minibatches) * self.config.ppo_epochs
-        parts = [self.minibatch_step(batch, rows, k / len(minibatches), lr) for k, rows in enumerate(minibatches)]
+        # All epochs have the same mini-batches, so each mini-batch is cut into pieces only once.
+        cuts = [(rows, self.passes(batch, rows)) for rows in split_minibatches(lengths, self.config.ppo_n_minibatches)]
+        steps = len(cuts) * self.config.ppo_epochs
+        parts = [self.minibatch_step(batch, *cuts[k % len(cuts)], k / steps, lr) for k in range(steps)]
         parts = [part for part in parts if part]  # a mini-batch without a trained token makes no step
         self.all_reduce(batch["theta_logp"])
         if not parts:
@@ -313,10 +326,13 @@ class FSDPPPOActor(FSDPEngine):
             stats["versions_ahead"] = int(ahead.sum())
         return stats
 
-    def minibatch_step(self, batch: Batch, rows: list[int], fraction: float, lr: float) -> dict[str, float]:
+    def minibatch_step(
+        self, batch: Batch, rows: list[int], pieces: list[Piece], fraction: float, lr: float
+    ) -> dict[str, float]:
         """Make one optimizer step on `rows` and return its metrics, or {} if no token of the rows is trained.
 
-        `fraction` is the share of this training step's mini-batches that are already done. `lr` is the learning rate.
+        `pieces` hold this rank's share of the rows. `fraction` is the share of this training step's mini-batches that
+        are already done. `lr` is the learning rate.
         """
         c = self.config
         # The number of trained tokens of each row in `rows`, and 0 for all other rows.
@@ -332,7 +348,7 @@ class FSDPPPOActor(FSDPEngine):
         #    number of ranks turns the average into a sum.
         self.optimizer.zero_grad()
         parts = []
-        for piece in self.passes(batch, rows):
+        for piece in pieces:
             loss, part = self.piece_loss(batch, piece, tokens, shares)
             (loss * dist.get_world_size()).backward()
             if c.enable_tree_training:
@@ -350,7 +366,7 @@ class FSDPPPOActor(FSDPEngine):
             raise FloatingPointError(f"{problem}; only earlier mini-batches of this step changed the weights; {hint}")
         # 3. Make the optimizer step. VCPO: lr <- lr * (effective sample size / number of tokens)^p
         lr *= effective_sample_size(stats) ** c.ess_lr_power
-        self.optimizer.param_groups[0]["lr"] = lr  # AdamW has one parameter group here
+        self.optimizer.param_groups[0]["lr"] = lr  # this AdamW has a single parameter group
         self.optimizer.step()
         return stats | {"grad_norm": grad_norm, "lr": lr, "tokens": tokens}
 
@@ -392,13 +408,13 @@ class FSDPPPOActor(FSDPEngine):
         return loss, stats | {"loss": loss.detach()} | {key: x.detach().sum() / tokens for key, x in means.items()}
 
     def annealed(self, coefficient: float) -> float:
-        """Return the coefficient for this training step. With `anneal` the coefficient falls linearly to 0."""
+        """Return the coefficient for this training step. With `actor.anneal` the coefficient falls linearly to 0."""
         return coefficient * (max(1 - self.steps / self.max_steps, 0) if self.config.anneal else 1)
 
     def speed(self, batch: Batch, seconds: float) -> dict[str, float]:
         """Return the metrics of a training step that took `seconds`: tokens/s of all ranks, TFLOP/s of this rank."""
         tokens = int(batch["attention_mask"].sum())
-        # For each parameter and token, a forward pass has 2 FLOPs and a backward pass has 4.
+        # For each parameter and token, a forward pass has 2 FLOPs and a backward pass has 4 FLOPs.
         per_parameter = 6 * self.config.ppo_epochs + 2 * self.should_compute_prox_logp()
         flops = per_parameter * sum(p.numel() for p in self.model.parameters()) * tokens
         found = {"train_tokens_s": tokens / seconds, "train_tflops": flops / dist.get_world_size() / seconds / 1e12}
@@ -410,10 +426,15 @@ class FSDPPPOActor(FSDPEngine):
         """End a training step: move the schedules of learning rate, entropy bonus and KL penalty by one step."""
         self.steps += 1
 
-    def save_state(self, path: Path) -> None:
-        """Write model and optimizer as a torch.distributed.checkpoint; each rank writes its own shards."""
+    def save_state(self, path: Path, group: Any = None) -> Future[Any]:
+        """Copy model and optimizer to host memory, and write the copy as a torch.distributed.checkpoint in a thread.
+
+        Each rank writes its own shards. The ranks communicate in the process group `group`. The future is done when all
+        ranks have written their shards.
+        """
         model, optimizer = sharded.get_state_dict(self.model, self.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        state = {"model": model, "optimizer": optimizer}
+        return dcp.async_save(state, checkpoint_id=path, process_group=group)  # type: ignore[return-value]
 
     def load_state(self, path: Path) -> None:
         """Load a checkpoint that save_state wrote, with this or another number of ranks.
@@ -425,16 +446,18 @@ class FSDPPPOActor(FSDPEngine):
         sharded.set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def write_weights(self, meta: weights.WeightUpdateMeta) -> None:
-        """In mode disk, write the files that the servers will load. The servers may generate during the write."""
+        """In mode disk, write the files that the servers will load. The servers may generate while the files are
+        written."""
         if meta.mode == "disk":
             self.save(meta.directory, self.dtype)
             self.written = meta.version
 
     def update_weights(self, meta: weights.WeightUpdateMeta) -> None:
-        """Send the weights to the servers as version meta.version. Call it between rollout.pause and rollout.resume.
+        """Send the weights to the servers as version meta.version. Call update_weights between rollout.pause and
+        rollout.resume.
 
         If meta.version is None, the weights get the version after the current one. If the update fails, rank 0 raises
-        RuntimeError and ends. All other ranks then end too.
+        RuntimeError and ends. After the end of rank 0, all other ranks end too.
         """
         meta = meta.with_version(self.version + 1) if meta.version is None else meta
         if self.written != meta.version:

@@ -15,18 +15,18 @@ are 0, -1 and 1. With the leave-one-out mean the advantages are 1 - 1 = 0, 0 - 1
 rewards of later turns to earlier turns (cache.py), so GAE stays inside a turn. If GAE crossed into the next turn, the
 rewards of later turns would count twice.
 
-**The bound of k3.** k3 contains 1 / ratio, which can be huge for a single token. For log (pi / pi_ref) = -8, k3 is
-2,972. With kl_ctl = .001 this token lowers the return of its turn by 3, and most rewards are smaller than 3. With the
-bound of 10, which AReaL and slime also have, the token lowers the return by only .01. k1 and k2 grow slowly and have no
-bound. With a bound, the k2 loss would have no gradient for the tokens that are furthest from the reference.
+**The bound of k3.** k3 contains 1 / ratio, which can be huge for a single token. For a token with log (pi / pi_ref) =
+-8, k3 is 2,972. With kl_ctl = .001 this token lowers the return of its turn by 3, and most rewards are smaller than 3.
+With the bound of 10, which AReaL and slime also have, the token lowers the return by only .01. k1 and k2 grow slowly
+and have no bound. With a bound, the k2 loss would have no gradient for the tokens that are furthest from the reference.
 
 **KL of the whole turn.** With kl_placement=reward each turn pays for the KL of all its tokens, before the baseline is
 subtracted. AReaL uses the KL to go instead: after the baseline is subtracted, token t pays for the KL of token t and of
 later tokens. On average both choices have the same gradient, because the KL before t does not depend on token t. The
-turn's KL fits the rest of this file for two reasons. One turn is one action, as in RLOO, so all its tokens keep one
-advantage. And the group's baseline cancels the KL that all members pay. The KL to go shrinks towards the end of a turn.
-A baseline that is the same for all positions would therefore reward late tokens and punish early tokens. The turn's KL
-has the disadvantage of noise: a token also pays for the tokens before it.
+turn's KL fits this module for two reasons. First, one turn is one action, as in RLOO, so all its tokens keep one
+advantage. Second, the baseline cancels the KL that all members pay. With the KL to go, one baseline for all positions
+would be wrong: the KL to go shrinks towards the end of a turn, so late tokens would be rewarded. A disadvantage of the
+turn's KL is more noise: a token also pays for the KL of the tokens before it.
 
 **Filter.** If all members of a group earned the same reward, every advantage is 0, so training on the group changes
 nothing. `informative` is a filter that rejects such groups, like the dynamic sampling of DAPO. The key should_accept_fn
@@ -41,7 +41,8 @@ from torch import Tensor
 def overlong_penalty(lengths: Tensor, limit: int, margin: int, factor: float) -> Tensor:
     """Return the penalty (N,) of N turns, from 0 to -factor, given their `lengths` (N,) in tokens.
 
-    Up to limit - margin tokens the penalty is 0. From there the penalty falls linearly to -factor at `limit` tokens.
+    Up to limit - margin tokens the penalty is 0. Above limit - margin tokens the penalty falls linearly to -factor at
+    `limit` tokens.
     """
     # r_len = -factor * clip((n - (limit - margin)) / margin, 0, 1)
     return -factor * ((lengths - (limit - margin)) / margin).clamp(0, 1)
@@ -57,9 +58,10 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     """Return one estimate of KL(pi || pi_ref), in nats, for each token that pi sampled.
 
     The result has the shape of logp. `kind` is an estimator of Schulman, "Approximating KL Divergence":
-    k1    unbiased, may be negative; as a loss its gradient is 0 on average
-    k2    biased, never negative; as a loss it has the gradient of the KL
-    k3    unbiased, never negative; above 10 it counts as 10, and as a loss it then has the gradient 0
+
+        k1    unbiased, may be negative; as a loss its gradient is 0 on average
+        k2    biased, never negative; as a loss it has the gradient of the KL
+        k3    unbiased, never negative; above 10 it counts as 10, and as a loss it then has the gradient 0
     """
     # k1 = x, k2 = x^2 / 2, k3 = min(exp(-x) - 1 + x, 10), with x = log (pi / pi_ref)
     x = log_ratio(logp, ref_logp)
@@ -67,7 +69,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
         return x
     if kind == "k2":
         return x.square() / 2
-    x = x.clamp(-20, 20)  # so that exp(-x) stays finite
+    x = x.clamp(-20, 20)  # the clamp keeps exp(-x) finite
     return (torch.expm1(-x) + x).clamp(max=10)
 
 
@@ -87,8 +89,8 @@ def generalised_advantage(advantages: Tensor, turn_of: Tensor, gamma: float, lam
     turn_of (M,) is the number of each token's turn. Tokens of different turns may be interleaved.
     """
     # GAE is A_t = delta_t + gamma lambda A_(t+1). Without a critic, delta_t is A at the turn's last token and 0 at all
-    # other tokens. Therefore A_t = (gamma lambda)^(last - t) A
-    order = torch.argsort(turn_of, stable=True)  # (M,) tokens sorted by turn, in their own order within a turn
+    # other tokens. Therefore A_t = (gamma lambda)^(last - t) A, where `last` is the turn's last token.
+    order = torch.argsort(turn_of, stable=True)  # (M,) tokens sorted by turn; within a turn, tokens keep their order
     ends = torch.bincount(turn_of, minlength=len(advantages)).cumsum(0)  # (N,) the end of each turn in this order
     to_end = torch.empty_like(turn_of)  # (M,) last - t
     to_end[order] = ends[turn_of[order]] - 1 - torch.arange(len(turn_of))

@@ -1,8 +1,8 @@
 """The configuration keys of the trainer: objective, advantages and optimizer.
 
-run/config.py explains how keys are set and checked. These keys are in a separate module, because training/ and ppo.py
-need only these keys of a run's configuration. The full name of a key begins with `actor`, for example actor.eps_clip or
-actor.adv_norm.per_turn. docs/algorithm.md gives the equation that each key changes.
+run/config.py explains how keys are set and checked. The trainer's keys are in a separate module, because training/ and
+ppo.py need no other keys of a run's configuration. The full name of a key begins with `actor`, for example
+actor.eps_clip or actor.adv_norm.per_turn. docs/algorithm.md gives the equation that each key changes.
 """
 
 from dataclasses import dataclass, field
@@ -13,14 +13,14 @@ from run.fields import Count, CountOrZero, NonNegative, Positive, Share
 
 @dataclass
 class NormConfig:
-    """The mean and the std of the advantage A = (R - mean) / std (AReaL: NormConfig)."""
+    """How the advantage A = (R - mean) / std of a return R gets its mean and its std (AReaL: NormConfig)."""
 
-    mean_level: Literal["group", "batch", "none"] = "group"  # rows whose mean return is the baseline
-    std_level: Literal["group", "batch", "constant", "none"] = "group"  # rows whose standard deviation is the divisor
+    mean_level: Literal["group", "batch", "none"] = "group"  # which rows' mean return is the baseline
+    std_level: Literal["group", "batch", "constant", "none"] = "group"  # which rows' standard deviation is the divisor
     mean_leave1out: bool = False  # true: leave a row out of its own baseline (RLOO)
     std_constant: Positive = 1.0  # divisor for std_level=constant
-    per_turn: bool = True  # true: compare returns only among turns with the same number
-    eps: NonNegative = 1e-5  # added to the standard deviation, so that tiny differences stay small; 0: nothing
+    per_turn: bool = True  # true: compare a turn only with turns of the same number
+    eps: NonNegative = 1e-5  # added to the standard deviation, to avoid division by 0; 0: nothing is added
 
 
 @dataclass
@@ -28,13 +28,13 @@ class OptimizerConfig:
     """AdamW and its learning rate schedule."""
 
     lr: NonNegative = 1e-5  # maximum learning rate; 0: the weights never change
-    beta1: Annotated[float, "[0, 1)"] = 0.9  # decay of AdamW's mean of gradients, per optimizer step; 0: no mean
+    beta1: Annotated[float, "[0, 1)"] = 0.9  # decay of AdamW's mean of the gradients in each step; 0: no mean
     beta2: Annotated[float, "[0, 1)"] = 0.95  # decay of AdamW's mean of squared gradients; 0: no mean
     eps: Positive = 1e-8  # added to AdamW's divisor to avoid division by 0
     weight_decay: NonNegative = 0.01  # AdamW's weight decay; 0: none
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # shape of the learning rate after warm-up
-    warmup_steps: CountOrZero = 0  # training steps in which the learning rate rises from 0 to lr; 0: it starts at lr
-    min_lr_ratio: Share = 0.0  # learning rate at the end of the schedule, as a share of lr; 0: it falls to 0
+    warmup_steps: CountOrZero = 0  # training steps in which the learning rate rises from 0 to lr; 0: no rise
+    min_lr_ratio: Share = 0.0  # learning rate at the end of the schedule, divided by lr; 0: the learning rate ends at 0
     gradient_clipping: NonNegative = 1.0  # gradients with a larger norm are scaled down to this norm; 0: no clipping
 
 
@@ -49,36 +49,36 @@ class PPOActorConfig:
     layout: Literal["padded", "packed"] = "padded"  # padded: one row per sequence; packed: sequences end to end
     gradient_checkpointing: bool = False  # true: save memory by recomputing layers in the backward pass
     enable_tree_training: bool = False  # true: compute the shared beginning of several rows only once
-    offload: bool = False  # true: parameters, gradients, optimizer in host memory; a step takes seconds (docs/gpu.md)
+    offload: bool = False  # true: parameters, gradients and optimizer are in host memory, which is slow (docs/gpu.md)
     use_decoupled_loss: bool = True  # true: decoupled PPO, which corrects for stale data; false: standard PPO
-    recompute_logprob: bool = True  # source of standard PPO's old logprobs; true: a forward pass; false: the server
+    recompute_logprob: bool = True  # true: standard PPO takes old logprobs from a forward pass; false: from the server
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"  # how pi_prox is computed
     eps_clip: Share = 0.2  # lower bound of the ratio pi_theta / pi_prox is 1 - eps_clip; 0: bound 1
     eps_clip_higher: NonNegative | None = None  # upper bound is 1 + eps_clip_higher; 0: bound 1; default eps_clip
     c_clip: Annotated[float, "(1, inf)"] | None = None  # dual clip: where A < 0, loss <= c_clip * |A|; null: none
-    importance_sampling_level: Literal["token", "sequence"] = "token"  # clip each token's ratio, or a row's mean (GSPO)
+    importance_sampling_level: Literal["token", "sequence"] = "token"  # clip the ratio of a token, or of a row (GSPO)
     use_cispo_loss: bool = False  # true: a clipped token keeps its gradient (CISPO, training/corrections.py)
     behave_imp_weight_cap: Annotated[float, "[1, inf)"] | None = 5.0  # maximum weight pi_prox / pi_behav; null: no cap
     behave_imp_weight_floor: Annotated[float, "(0, 1]"] | None = None  # minimum weight (IcePop); null: no floor
-    behave_imp_weight_level: Literal["token", "sequence", "geometric"] = "token"  # sequence: product over the row
-    behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # outside floor..cap: drop the token, or use the bound
+    behave_imp_weight_level: Literal["token", "sequence", "geometric"] = "token"  # sequence: product of a row
+    behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # drop or clamp weights outside floor..cap
     reject_geometric_mean: Annotated[float, "(1, inf)"] | None = None  # drop a row whose mean weight is outside 1/c..c
     reject_max_k2: Positive | None = None  # drop a row with a token whose (log weight)^2 / 2 is above this number
     reject_veto: Annotated[float, "(0, 1)"] | None = None  # drop a row with a token whose weight is below this number
-    ess_lr_power: NonNegative = 0.0  # lr is multiplied by behave_ess to this power (VCPO: 0.5 for AdamW); 0: never
+    ess_lr_power: NonNegative = 0.0  # lr is multiplied by behave_ess to this power (VCPO: 0.5 for AdamW); 0: no change
     mask_truncated: bool = False  # true: do not train on a turn that reached its token limit
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # how the loss averages over tokens (ppo.py)
-    max_new_tokens: Count | None = None  # for loss_aggregation=constant: maximum length of a turn; default: gconfig's
+    max_new_tokens: Count | None = None  # length by which loss_aggregation=constant divides; default: gconfig's
     entropy_coeff: NonNegative = 0.0  # weight of the entropy bonus in the loss; 0: no bonus
     kl_ctl: NonNegative = 0.0  # weight of the KL penalty towards the reference model; 0: no reference model
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # formula for the KL of one token (training/advantages.py)
     kl_placement: Literal["reward", "loss"] = "reward"  # subtract KL from the rewards, or add KL (k2, k3) to the loss
     anneal: bool = False  # true: entropy_coeff and kl_ctl fall linearly to 0 over max_steps
-    overlong_tokens: Count | None = None  # the length penalty begins this far below max_new_tokens; null: no penalty
-    overlong_penalty_factor: NonNegative = 1.0  # penalty of a turn as long as max_new_tokens; 0: no penalty
+    overlong_tokens: Count | None = None  # the penalty begins this many tokens before max_new_tokens; null: no penalty
+    overlong_penalty_factor: NonNegative = 1.0  # penalty of a turn of max_new_tokens tokens; 0: no penalty
     gamma: Annotated[float, "(0, 1]"] = 1.0  # discount of the advantage for each token before a turn's end
     gae_lambda: Share = 1.0  # second factor of the discount, gamma * gae_lambda; 0: only the last token learns
-    reward_bias: Annotated[float, "(-inf, inf)"] = 0.0  # added to every reward, may be negative; 0: nothing
+    reward_bias: Annotated[float, "(-inf, inf)"] = 0.0  # number that is added to every reward; 0: nothing is added
     reward_scaling: Positive = 1.0  # factor that multiplies every reward after the bias is added
     reward_clip: Positive = 20.0  # scaled rewards are clipped to the range from -reward_clip to reward_clip
     adv_norm: NormConfig = field(default_factory=NormConfig)  # baseline and divisor of the advantages

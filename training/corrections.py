@@ -7,18 +7,18 @@ pi_prox. Except for the cap of w, all corrections are off by default.
 sometimes too small. A cap alone drops the tokens whose w is much too large, and keeps the tokens whose w is much too
 small. The mean weight then falls below 1, and the gradient of the remaining tokens is biased. IcePop drops both kinds.
 
-**The reward judges a row, not a token.** If w is 1.05 at each of 100 tokens, no single token looks unusual. But pi_prox
-would write this row 1.05^100 = 131 times as often as pi_behav. Three tests find the rows on which the two policies
-differ too much. They can be combined with every kind of weight:
+**Tests of whole rows.** Bounds on w look at one token at a time. If w is 1.05 at each of 100 tokens, no token exceeds
+a bound. But pi_prox would write this row 1.05^100 = 131 times as often as pi_behav, and the reward is given to the row
+as a whole. Three tests drop the rows on which the two policies differ too much:
 
     geometric mean   exp(mean log w) is outside 1/c .. c: the whole row has drifted. The mean does not grow with the
                      length, so c must be close to 1, such as 1.01. A c of 5 would never drop a row.
     max k2           (log w)^2 / 2 of one token is above a bound: one token comes from another policy.
     veto             w of one token is below a bound such as 1e-4: pi_prox could not have written this row.
 
-**A row's weight.** The product of all w is the exact weight of a row. In the example the product is 131, so a cap of 5
-drops the row. Products of long rows are far from 1, so long rows are dropped first. The geometric mean treats rows of
-all lengths alike, but is not the exact weight. `behave_imp_weight_level` chooses one of them.
+**A row's weight.** The product of all w is the exact weight of a row. In the example above the product is 131, so a cap
+of 5 drops the row. Products of long rows are far from 1, so long rows are dropped first. The geometric mean treats all
+lengths alike, but is not the exact weight. The key `behave_imp_weight_level` chooses the weight.
 
 **A row's ratio.** PPO clips each token by itself. GSPO clips the geometric mean of u, so all tokens of an answer keep
 or lose their gradient together. The mean is much closer to 1 than the u of a single token, so GSPO's bounds are small:
@@ -28,16 +28,16 @@ or lose their gradient together. The mean is much closer to 1 than the u of a si
 likelier. CISPO uses the clipped u only as a constant factor of log pi_theta. The gradient of log pi_theta remains,
 multiplied by at most 1 + eps_higher. CISPO usually has no lower bound.
 
-**A smaller step for a smaller sample.** If a few weights are much larger than the others, the gradient is as noisy as
-that of a small batch. The effective sample size (ESS), (sum w)^2 / sum w^2, is the number of tokens with equal weights
-whose gradient would be as noisy. VCPO multiplies AdamW's learning rate by the square root of ESS / M, where M is the
-number of tokens (`ess_lr_power=0.5`). AdamW divides by the gradient's size, so scaling the gradient has no effect.
+**A smaller step for a smaller sample.** If a few weights are much too large, the gradient is as noisy as the gradient
+of a small batch. The effective sample size (ESS) is (sum w)^2 / sum w^2. A batch of ESS tokens with equal weights would
+have an equally noisy gradient. VCPO multiplies AdamW's learning rate by the square root of ESS / M, where M is the
+number of tokens (`ess_lr_power=0.5`). Scaling the gradient instead would do nothing, because AdamW divides by its size.
 
 **Truncated answers.** An answer that was cut at its token limit might have succeeded with more tokens, so its reward is
 unknown. `without_truncated` removes such turns from the loss and every baseline.
 
 Sources: IcePop (arXiv 2510.18855), verl's documents on rollout correction (tests, products), GSPO (2507.18071), CISPO
-(2506.13585), VCPO (2602.17616; there each row has one weight), DAPO (2503.14476) for truncated answers.
+(2506.13585), VCPO (2602.17616, with one weight for each row), DAPO (2503.14476) for truncated answers.
 """
 
 import math
@@ -54,18 +54,19 @@ def reduce_sequence(x: Tensor, mask: Tensor, sequence_ids: Tensor, how: str) -> 
 
     The result is 0 for a sequence without trained tokens.
     """
-    ids = sequence_ids.expand(x.shape)  # the sequence of each token
+    ids = sequence_ids.expand(x.shape)  # the number of each token's sequence
     reduced = x.new_zeros(int(ids.max()) + 1 if ids.numel() else 0)  # one number for each sequence
     return reduced.scatter_reduce(0, ids[mask], x[mask], how, include_self=False)[ids]
 
 
 def sequence_weight(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, level: str) -> Tensor:
-    """Return log w per token: its own (level "token"), or its sequence's weight (levels "sequence" and "geometric")."""
+    """Return log w of each token: the token's own weight, or its sequence's weight (levels "sequence" and
+    "geometric")."""
     if level == "token":
         return log_weight
     # sequence: log w = sum_t log w_t          geometric: log w = 1/n sum_t log w_t
     how = "sum" if level == "sequence" else "mean"
-    return reduce_sequence(log_weight, mask, sequence_ids, how).clamp(-20, 20)  # so that w stays finite
+    return reduce_sequence(log_weight, mask, sequence_ids, how).clamp(-20, 20)  # this clamp keeps w finite
 
 
 def behaviour_weight(log_weight: Tensor, config: PPOActorConfig) -> tuple[Tensor, Tensor]:

@@ -8,12 +8,12 @@ states of the wanted tokens, and computes log-probabilities from these states.
 alone. A layout therefore changes only time and memory, and a run may change its layout between two steps.
 
 **padded** stacks rows of similar length and pads the shorter rows on the right. In a causal model no token sees the
-padding after it, so padded rows need no attention mask. This layout is simple, and it is the fastest layout if all
-rows are equally long.
+padding after it, so padded rows need no attention mask. The padded layout is simple, and it is the fastest layout if
+all rows are equally long.
 
-**packed** puts rows end to end into one long row, so that no padding is computed. position_ids start at 0 again in
-each sequence. The attention function cuts the queries, keys and values of the long row into sequences and computes
-attention for one sequence at a time. The function builds no mask of t * t numbers.
+**packed** puts rows end to end into one long row, so that no padding is computed. On a GPU in bfloat16, one kernel
+computes the attention of all sequences. Otherwise the attention function cuts the long row into sequences and computes
+one sequence at a time.
 
 **tree** computes each shared prefix only one time (`tree_attention.py`).
 
@@ -22,8 +22,12 @@ piece of these rows has 6 hidden states, numbered a 0, b 1, c 2, d 3, e 4, paddi
 5 hidden states. In both pieces state 0 predicts b, state 1 predicts c, and state 3 predicts e.
 
 **Why packed rows need an attention function.** In a packed row, position_ids start at 0 again in each sequence. Some
-attention kernels see this and separate the sequences. In all other kernels, tokens attend to tokens of other sequences,
-and no error is raised. A dense mask would be correct, but most of its t * t numbers would be zero.
+attention kernels read position_ids and separate the sequences. In all other kernels, tokens attend to tokens of other
+sequences, and no error is raised. For a long row of t tokens, a dense mask would be correct, but most of its t * t
+numbers would be zero.
+
+**The kernel.** torch.nn.attention.varlen takes 16-bit numbers and heads of at most 256 numbers, a multiple of 8. It
+needs a GPU of the generation Ampere or newer.
 
 **Limits.** In packed rows and trees only the attention function keeps sequences apart. Models with sliding windows,
 capped attention, attention sinks, convolutions or recurrent states are therefore refused in these two layouts. Padded
@@ -36,6 +40,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 Batch = dict[str, Tensor]
@@ -86,7 +91,7 @@ def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
     parts: list[list[int]] = [[] for _ in range(n)]
     loads = [0] * n  # tokens of each mini-batch
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        # If two mini-batches have the same number of tokens, the one with fewer rows gets the row.
+        # If two mini-batches have the same number of tokens, the row goes to the mini-batch with fewer rows.
         lightest = min(range(n), key=lambda j: (loads[j], len(parts[j])))
         parts[lightest].append(row)
         loads[lightest] += lengths[row]
@@ -114,7 +119,7 @@ def split_packs(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> 
     A piece has space for `mb_tokens` tokens. A row of more than `mb_tokens` tokens becomes a piece of its own.
     """
     pieces: list[list[int]] = []
-    room: list[int] = []  # tokens that each piece can still take
+    room: list[int] = []  # number of tokens that each piece can still take
     for row in sorted(rows, key=lambda i: -lengths[i]):
         fitting = [j for j, free in enumerate(room) if lengths[row] <= free]
         if fitting:
@@ -145,8 +150,9 @@ def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]
         real = batch["attention_mask"][part].bool()  # (b, T)
         row, column = real.nonzero(as_tuple=True)  # (t,), (t,): all tokens, row after row
         ids = batch["input_ids"][part][real].long()[None]  # (1, t)
-        lengths = real.sum(1).tolist()  # b numbers, for attend_apart
-        inputs = {"input_ids": ids, "position_ids": column[None], "sequence_lengths": lengths}
+        lengths = real.sum(1)  # (b,)
+        bounds = F.pad(lengths.cumsum(0), (1, 0)).int()  # (b + 1,) where each sequence begins, then t
+        inputs = {"input_ids": ids, "position_ids": column[None], "bounds": bounds, "longest": int(lengths.max())}
         later = column.nonzero()[:, 0]  # (n,) positions in the long row; each row's first token is left out
         pieces.append(Piece(inputs, torch.tensor(part)[row[later]], column[later], predicted_by=later - 1))
     return pieces
@@ -172,22 +178,37 @@ def refuse_layers(model: Any) -> None:
     refuse(set(layer_types) - {"full_attention"})
 
 
+def has_kernel(query: Tensor) -> bool:
+    """Return whether torch.nn.attention.varlen can compute the attention of `query` (1, heads, t, d)."""
+    half, d = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
+    return query.is_cuda and half and d % 8 == 0 and d <= 256
+
+
 def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any):
     """Compute causal attention within each sequence of a packed row. transformers calls this function "packed".
 
-    query (1, heads, t, d); key and value (1, groups, t, d); the `sequence_lengths` of the piece add up to t.
+    query (1, heads, t, d); key and value (1, groups, t, d); `bounds` and `longest` as in the piece (cut_packed).
     Returns the output (1, t, heads, d), and None in place of the attention weights.
     """
     refuse(name for name in BEYOND_CAUSAL if kwargs.get(name) is not None)
-    lengths = kwargs["sequence_lengths"]
-    how: dict[str, Any] = {"is_causal": True, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    out = []
+    bounds, longest, gqa = kwargs["bounds"], kwargs["longest"], query.shape[1] != key.shape[1]
+    if has_kernel(query):
+        # q is (t, heads, d); k and v are (t, groups, d). A compiler knows the output's strides only if q, k and v are
+        # contiguous.
+        q, k, v = (x.transpose(1, 2).squeeze(0).contiguous() for x in (query, key, value))
+        # The window holds all tokens before a token (-1) and no token after it (0), so the attention is causal.
+        causal: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": gqa}
+        out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, **causal)  # (t, heads, d)
+        return out.unsqueeze(0), None  # (1, t, heads, d)
+    lengths, parts = bounds.diff().tolist(), []
+    how: dict[str, Any] = {"is_causal": True, "scale": scaling, "enable_gqa": gqa}
     for q, k, v in zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2)):
-        out.append(F.scaled_dot_product_attention(q, k, v, **how))  # (1, heads, length, d)
-    return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None  # (1, t, heads, d)
+        parts.append(F.scaled_dot_product_attention(q, k, v, **how))  # (1, heads, length, d)
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None  # (1, t, heads, d)
 
 
 AttentionInterface.register("packed", attend_apart)
-torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for every shape, and here nearly every shape is new
+# cuDNN's attention would be slow: it makes a new plan for every new shape, and nearly every batch has a new shape.
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 LAYOUTS = {"padded": Layout("sdpa", cut_padded), "packed": Layout("packed", cut_packed)}

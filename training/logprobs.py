@@ -19,7 +19,7 @@ has many tokens.
     entropy    = - sum_j p_j log p_j
 
 Dividing by tau gives the distribution that the server sampled from. A temperature of 0 means that the server took the
-likeliest token and did not sample. For such a token tau is set to 1, and the token should not be trained.
+likeliest token and did not sample. For a token of temperature 0 tau is set to 1, and the token should not be trained.
 
 **Backward pass.** Let g be the gradient of the loss with respect to logp, and e the gradient with respect to entropy.
 Then
@@ -32,11 +32,11 @@ where [j = id] is 1 for the sampled token and 0 for all other words.
 
 **Costs and limits.** On a CPU the logits of a chunk take at most 128 MiB in float32. With V = 151,936 a chunk has 220
 tokens. Chunks on a GPU are four times as large, because each chunk reads and writes the whole gradient of W. The
-backward pass holds three matrices of this size: log p, p and the gradient. A bfloat16 model also needs the gradient in
-bfloat16. A chunk therefore needs up to 448 MiB on a CPU. The gradient of W is one whole (V, D) matrix. With N = 4,096,
-forward and backward need 545 MiB instead of 11,740 MiB (`python bench/loss.py`). The last layer needs four matrix
-products instead of three, because the backward pass repeats the forward product. Some models scale, cap or shift their
-logits. `add_read_hidden` refuses such models.
+backward pass holds three matrices of the size of a chunk's logits: log p, p and the gradient. A bfloat16 model also
+needs the gradient in bfloat16. A chunk therefore needs up to 448 MiB on a CPU. The gradient of W is one whole (V, D)
+matrix. With N = 4,096, forward and backward need 545 MiB instead of 11,740 MiB (`python bench/loss.py`). The last layer
+needs four matrix products instead of three, because the backward pass repeats the forward product. Some models scale,
+cap or shift their logits. `add_read_hidden` refuses such models.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multipl
 
 
 def chunks(n: int, size: int) -> list[slice]:
-    """Cut the range 0..n-1 into slices of length `size`. The last slice may be shorter."""
+    """Cut the range 0..n-1 into slices of length `size`. The last slice may be shorter than `size`."""
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
@@ -76,6 +76,7 @@ def chunk_log_softmax(hidden: Tensor, weight: Tensor, tau: Tensor) -> Tensor:
     """Return the (c, V) log-probabilities of the whole vocabulary for one chunk of c tokens, computed in float32."""
     # z = W h / tau
     z = chunk_logits(hidden, weight).div_(tau[:, None])  # (c, V) / (c, 1) -> (c, V)
+
     # log p_j = z_j - log sum_k exp z_k
     return torch.log_softmax(z, dim=-1)  # (c, V)
 
@@ -89,10 +90,13 @@ class TokenLogprobs(torch.autograd.Function):
         entropy = hidden.new_empty(len(ids), dtype=torch.float32)  # (N,)
         for part in chunks(len(ids), chunk):
             log_p = chunk_log_softmax(hidden[part], weight, tau[part])  # (c, V)
+
             # logp = log p_id
             logp[part] = log_p.gather(1, ids[part, None])[:, 0]  # (c, V) -> (c, 1) -> (c,)
+
             # entropy = - sum_j p_j log p_j
             entropy[part] = -(log_p.exp() * log_p).sum(-1)  # (c, V) -> (c,)
+
         # No saved tensor has the size of the logits, (N, V).
         ctx.save_for_backward(hidden, weight, ids, tau, entropy)
         ctx.set_materialize_grads(False)  # a result that the loss does not use has the gradient None
@@ -108,6 +112,7 @@ class TokenLogprobs(torch.autograd.Function):
         for part in chunks(len(ids), ctx.chunk):
             log_p = chunk_log_softmax(hidden[part], weight, tau[part])  # (c, V)
             p = log_p.exp()  # (c, V)
+
             # d loss / d z_j = g ([j = id] - p_j): -g p_j for all words, and + g for the sampled token
             grad_z = p * -g[part, None]  # (c, V)
             grad_z.scatter_add_(1, ids[part, None], g[part, None])  # (c, 1) added into (c, V)
@@ -116,11 +121,13 @@ class TokenLogprobs(torch.autograd.Function):
                 log_p += entropy[part, None]  # (c, V)
                 grad_z -= p.mul_(log_p).mul_(e[part, None])  # (c, V)
             grad_z = grad_z.div_(tau[part, None]).to(weight.dtype)  # (c, V)
+
             # d loss / d h = W^T (d loss / d z) / tau
             grad_hidden[part] = grad_z @ weight  # (c, V) @ (V, D) -> (c, D)
+
             # d loss / d W = sum over tokens of (d loss / d z) h^T / tau
             grad_weight += grad_z.t() @ hidden[part]  # (V, c) @ (c, D) -> (V, D)
-            del log_p, p, grad_z  # free this chunk's matrices before the next chunk needs memory
+            del log_p, p, grad_z  # free this chunk's matrices before the next chunk needs memory.
         # PyTorch expects one gradient for each argument of forward. ids, tau and chunk get None.
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
@@ -130,11 +137,11 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities (N,) of N tokens and the entropies (N,) of their distributions, in nats.
 
-    hidden        (N, D)  the hidden state from which the model predicts each token
-    weight        (V, D)  the matrix of the last layer
-    ids           (N,)    the tokens that were sampled
-    temperatures  (N,)    float32, the temperature at which each token was sampled
-    chunk                 the number of tokens in a chunk; default: CHUNK_ELEMENTS logits
+        hidden        (N, D)  the hidden state from which the model predicts each token
+        weight        (V, D)  the matrix of the last layer
+        ids           (N,)    the tokens that were sampled
+        temperatures  (N,)    float32, the temperature at which each token was sampled
+        chunk                 the number of tokens in a chunk; default: CHUNK_ELEMENTS logits
 
     Both results are float32. Gradients flow to `hidden` and `weight`.
     """

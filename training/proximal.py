@@ -1,24 +1,25 @@
 """Guess pi_prox, the policy at the start of the training step, without a forward pass.
 
 Decoupled PPO (ppo.py) needs log pi_prox of every token. With prox_logp_method=recompute one forward pass over the
-batch computes log pi_prox before the update. This pass is about a third of a step's work. With
+batch computes log pi_prox before the update. The forward pass for log pi_prox is about a third of a step's work. With
 prox_logp_method=loglinear this module guesses log pi_prox from two known log-probabilities (A-3PO, arXiv 2512.06547).
 
 **The idea.** Let v be the version at the start of the step. The behaviour policy pi_behav, which sampled the token, is
 version v_b. The training pass computes pi_theta. After a fraction f of the step's mini-batches, pi_theta is roughly
-version v + f. The proximal policy is version v, which lies between v_b and v + f. The guess is an interpolation:
+version v + f. The proximal policy is version v, which lies between v_b and v + f. The guess of log pi_prox is an
+interpolation:
 
     alpha       = (v - v_b) / (v + f - v_b)        between 0 and 1; 0 if v = v_b
     log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
 
-**Example.** v = 7, v_b = 5, and half of the mini-batches are done (f = 0.5). Then alpha = 2 / 2.5 = 0.8. With
-log pi_behav = -2.0 and log pi_theta = -1.5 the guess is -2.0 + 0.8 * 0.5 = -1.6.
+**Example.** v = 7, v_b = 5, and half of the mini-batches are done (f = 0.5). In this example alpha = 2 / 2.5 = 0.8.
+With log pi_behav = -2.0 and log pi_theta = -1.5 the guess is -2.0 + 0.8 * 0.5 = -1.6.
 
 **Two cases are exact.** In the first mini-batch f is 0, so pi_theta is pi_prox and alpha is 1. A fresh token has
 v_b = v, so pi_behav is pi_prox, alpha is 0, and the objective is that of standard PPO. In all other cases the
 interpolation has an error. The guess is a constant: no gradient flows through it. After a recovery from an older
-checkpoint a token can be newer than the trainer (v_b > v). Such a token is treated as fresh, and the metric
-versions_ahead counts it.
+checkpoint a token can be newer than the trainer (v_b > v). A token that is newer than the trainer is treated as fresh,
+and the metric versions_ahead counts it.
 
 **Comparison.** prox_logp_method=metrics trains with the recomputed pi_prox and logs the errors of three guesses:
 loglinear, linear (the same alpha, applied to probabilities) and rollout (pi_behav itself).

@@ -4,8 +4,8 @@
 also trains. All other ranks only train. In a collective operation, such as a sum of gradients, every rank waits for all
 other ranks.
 
-**The problem.** If a rank dies, the ranks that wait for the dead rank may hang. With NCCL they may hang for hours. With
-gloo they notice the death only at their next operation.
+**The problem.** If a rank dies, the ranks that wait for the dead rank may hang. With NCCL the waiting ranks may hang
+for hours. With gloo the waiting ranks notice a death only at their next operation.
 
 **The solution.** When a rank's work is over, the rank sends a small message, called a farewell. Rank 0 exchanges
 farewells with every other rank. For each peer, one thread waits for the peer's farewell. If the connection closes
@@ -23,15 +23,15 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-LIFETIME = timedelta(days=365)  # longest time to wait for a farewell; longer than any run
-PATIENCE = timedelta(hours=2)  # longest time to wait in any other operation; waiting for rollouts can take long
+LIFETIME = timedelta(days=365)  # longest time to wait for a farewell, which no run exceeds
+PATIENCE = timedelta(hours=2)  # longest time to wait in any other operation, such as the wait for a batch
 
 _group: Any = None  # the process group of the farewells
 _waiting: dict[int, threading.Thread] = {}  # for each peer, the thread that waits for its farewell
@@ -40,7 +40,7 @@ _waiting: dict[int, threading.Thread] = {}  # for each peer, the thread that wai
 def join_ranks() -> bool:
     """Make torch's default process group of all ranks. Return False if the process group exists already.
 
-    Without torchrun this process is the only rank. Its process group listens on the loopback address only.
+    Without torchrun this process is the only rank. The process group of this rank listens on the loopback address only.
     """
     if dist.is_initialized():
         return False
@@ -69,6 +69,12 @@ def on_loopback() -> Iterator[None]:
         os.environ[name] = before
 
 
+def second_group() -> Any:
+    """Make one more process group of all ranks, so that a thread can communicate while the main thread does, too."""
+    with on_loopback() if dist.get_world_size() == 1 else nullcontext():
+        return dist.new_group(backend="gloo", timeout=PATIENCE)
+
+
 def leave_ranks() -> None:
     """Exchange farewells with all peers, then end the process group. Every rank must call this function.
 
@@ -80,7 +86,9 @@ def leave_ranks() -> None:
     for thread in _waiting.values():
         thread.join()
     _waiting.clear()
-    _group = None  # the last reference: the group's threads end here, and not while the interpreter ends
+    # The assignment removes the last reference to the group, so the group's threads end now, and not while the
+    # interpreter ends.
+    _group = None
     dist.destroy_process_group()
 
 
@@ -103,7 +111,8 @@ def _await_farewells() -> None:
             dist.recv(torch.empty(1), peer, _group)
         except RuntimeError:
             print(f"rank {rank} ends: rank {peer} has ended before it; see its error", file=sys.stderr, flush=True)
-            os._exit(1)  # the main thread may hang in an operation, and an exception here would not stop it
+            # An exception in this thread would not stop the main thread, which may hang in an operation.
+            os._exit(1)
 
     for peer in range(1, dist.get_world_size()) if rank == 0 else [0]:
         _waiting[peer] = threading.Thread(target=wait_for, args=(peer,), daemon=True)

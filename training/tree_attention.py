@@ -2,7 +2,7 @@
 
 Many rows begin with the same tokens. Eight answers to one prompt repeat the prompt eight times, and a conversation
 exported turn by turn repeats its beginning in every row. In a causal model the hidden state of a token depends only on
-the token and the tokens before it. This module therefore arranges rows as a tree, in which each prefix occurs once.
+the token and the tokens before it. Tree attention therefore arranges rows as a tree, in which each prefix occurs once.
 
 **The tree needs no nodes.** The rows are sorted by their tokens. Each row adds to the tree the tokens that it does not
 share with the row before it. The list of all added tokens is the tree in depth-first order. Example: the rows
@@ -13,7 +13,7 @@ share with the row before it. The list of all added tokens is the tree in depth-
     depth            0   1   2   3   2   1      the token's position in its row, for the rotary embedding
     subtree_end      6   5   4   4   5   6      the first index after all tokens that continue this prefix
 
-Token q may attend to token k if k is q itself or an ancestor of q. Two comparisons decide whether this is so:
+Token q may attend to token k if k is q itself or an ancestor of q. Two comparisons decide whether q may attend to k:
 
     q sees k   if and only if   k <= q < subtree_end[k]
 
@@ -75,6 +75,7 @@ class PackedTree:
             # Some query in start..stop - 1 sees key k if k < stop and subtree_end[k] > start.
             keys = (self.subtree_end[:stop] > start).nonzero()[:, 0]  # (m,)
             q = torch.arange(start, stop)[:, None]  # (b, 1)
+
             # q sees k if and only if k <= q < subtree_end[k]
             found.append((slice(start, stop), keys, (keys <= q) & (q < self.subtree_end[keys])))
         return found
@@ -83,7 +84,7 @@ class PackedTree:
 def sort_rows(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
     """Return the n rows sorted by their tokens, and how many tokens each row shares with the row before it.
 
-    The first result contains the rows' numbers. The second result has shape (n,) and starts with 0.
+    The first result contains the numbers of the sorted rows. The second result has shape (n,) and starts with 0.
     """
     # Sorting by big-endian bytes is the same as sorting by token ids.
     order = sorted(range(len(sequences)), key=lambda row: sequences[row].astype(">u4").tobytes())
@@ -91,7 +92,7 @@ def sort_rows(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
     for i, (before, row) in enumerate(pairwise(order), 1):
         n = min(len(sequences[before]), len(sequences[row]))
         differs = sequences[before][:n] != sequences[row][:n]  # (n,)
-        shared[i] = np.append(differs, True).argmax()  # index of the first difference, or n if all n are equal
+        shared[i] = np.append(differs, True).argmax()  # index of the first difference, or n if all n tokens are equal
     return order, shared
 
 
@@ -104,13 +105,13 @@ def cheapest_runs(lengths: np.ndarray, shared: np.ndarray, max_tokens: int) -> l
     # tokens(i, j) = shared[i] + sum over rows i..j-1 of (lengths - shared)          tokens of the run i..j-1
     # waste[j]     = min over i with tokens(i, j) <= max_tokens of waste[i] + shared[i]
     added = np.concatenate([[0], np.cumsum(lengths - shared)])  # (n + 1,)
-    waste = np.zeros(len(lengths) + 1)  # (n + 1,) waste[j]: minimum of tokens that rows 0..j-1 compute twice
+    waste = np.zeros(len(lengths) + 1)  # (n + 1,) waste[j]: fewest tokens that rows 0..j-1 must compute twice
     start = np.zeros(len(lengths) + 1, dtype=np.int64)  # (n + 1,) start[j]: first row of the last run of rows 0..j-1
     for j in range(1, len(waste)):
         low = int(np.searchsorted(added, added[j] - max_tokens))  # a run i..j-1 with i < low is too large
         fits = shared[low:j] + added[j] - added[low:j] <= max_tokens  # (j - low,)
         costs = np.where(fits, waste[low:j] + shared[low:j], np.inf)  # (j - low,)
-        start[j] = low + int(costs.argmin())  # of equal costs, argmin takes the first: the longest run
+        start[j] = low + int(costs.argmin())  # if costs are equal, argmin returns the longest run
         waste[j] = costs.min()
     # Follow `start` from the last run back to the first run.
     runs, j = [], len(lengths)
@@ -125,9 +126,9 @@ def lay_out(rows: list[int], sequences: list[np.ndarray], shared: Sequence[int])
     """Build the tree of sorted rows. rows[i] shares shared[i] tokens with the row before it, and shared[0] is 0."""
     size = sum(len(sequences[row]) for row in rows) - sum(shared)
     ids, depth, subtree_end = (np.empty(size, dtype=np.int64) for _ in range(3))  # (N,), (N,), (N,)
-    path, paths, end = np.empty(0, dtype=np.int64), [], 0  # the latest row's path; all paths; tokens so far
+    path, paths, end = np.empty(0, dtype=np.int64), [], 0  # path of the latest row, paths of all rows, tokens so far
     for row, common in zip(rows, shared):
-        subtree_end[path[common:]] = end  # rows are sorted, so no later row continues these prefixes
+        subtree_end[path[common:]] = end  # the rows are sorted, so no later row continues these tokens
         fresh = np.arange(end, end + len(sequences[row]) - common)  # indices of the tokens that this row adds
         path = np.concatenate([path[:common], fresh])
         ids[fresh], depth[fresh] = sequences[row][common:], np.arange(common, len(path))
@@ -170,17 +171,17 @@ def cut_trees(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
     return pieces
 
 
-@lru_cache(maxsize=1)  # all layers of a forward or backward pass use one mask
+@lru_cache(maxsize=1)  # all layers of a pass use the same mask
 def block_mask(tree: PackedTree, device: torch.device) -> BlockMask:
     """Return FlexAttention's mask: for each block of queries, the blocks of keys that it sees fully or in part."""
     length = len(tree.subtree_end)
-    n = -(-length // BLOCK)  # blocks, rounded up
+    n = -(-length // BLOCK)  # blocks, rounded up.
     # No query sees the padding at the end, because the padding's subtree_end is 0.
     end = F.pad(tree.subtree_end.to(device), (0, n * BLOCK - length))  # (n * BLOCK,)
     key = torch.arange(n, device=device)  # (n,) blocks of keys
-    query = key[:, None]  # (n, 1) blocks of queries
-    # some: a query of the block sees a key, because the key block's largest subtree_end is after the first query.
-    # full: every query sees every key, because the key block's smallest subtree_end is after the last query.
+    query = key[:, None]  # (n, 1) blocks of queries.
+    # `some`: a query of the block sees a key, because the key block's largest subtree_end is after the first query.
+    # `full`: every query sees every key, because the key block's smallest subtree_end is after the last query.
     some = (key <= query) & (end.view(n, BLOCK).amax(1) > query * BLOCK)  # (n, n)
     full = (key < query) & (end.view(n, BLOCK).amin(1) >= (query + 1) * BLOCK)  # (n, n)
 

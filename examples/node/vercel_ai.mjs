@@ -1,5 +1,5 @@
 // An agent with Vercel's AI SDK (https://ai-sdk.dev). It prints the model's answer to the question in the arguments.
-// The last step is asked for without tools (`activeTools`), so that the model must answer.
+// In the last step the agent offers no tools (`activeTools`), so that the model must answer.
 
 import { createOpenAI } from "@ai-sdk/openai";
 import { generateText, stepCountIs, tool } from "ai";

@@ -1,4 +1,5 @@
-"""FastForward is a hand-written forward pass for Llama models. It computes the logits with few, large operations.
+"""FastForward is a hand-written forward pass for Llama models. FastForward computes the logits with few, large
+operations.
 
 **The rule.** x has one vector of D numbers for each token. Each layer adds two terms to x:
 
@@ -6,8 +7,8 @@
     x += W_o softmax(q k' / sqrt(d)) v                       attention to the token and to all tokens before it
     x += W_down (silu(W_gate norm(x)) * W_up norm(x))        the feed-forward network
 
-After the last layer, the logits are W_head norm(x). Llama, Qwen2 and Qwen3 have this form. Qwen2 adds biases to q, k
-and v. Qwen3 applies norm to each head of q and k before the rotation.
+After the last layer, the logits are W_head norm(x). Llama, Qwen2 and Qwen3 have layers of this form. Qwen2 adds biases
+to q, k and v. Qwen3 applies norm to each head of q and k before the rotation.
 
 **Why it is faster.** In a small model, an operation on one token takes about a microsecond, whatever the operation's
 size. A step with fewer operations is therefore faster. One matrix product computes q, k and v, because their weights
@@ -15,12 +16,12 @@ are fused. Another matrix product computes gate and up. q and k are normalised a
 multiplication of complex numbers. In a measurement on a CPU, F.rms_norm took about twice as long as `rms_norm` below.
 
 **The weights.** `fuse` puts several weights of the model into one matrix. The model's own weights then become views of
-this matrix. There is no second copy, and a weight update of the model also changes the matrix. For example, a model
-with D = 64, 4 query heads and 2 key heads of d = 16 has a fused matrix (128, 64). The weight of k_proj is rows 64 to
-95.
+the fused matrix. The weights have no second copy, and a weight update of the model also changes the matrix. For
+example, a model with D = 64, 4 query heads and 2 key heads of d = 16 has a fused matrix (128, 64). The weight of k_proj
+is rows 64 to 95.
 
 **Not promised.** `fits` returns False for every other architecture, and transformers then computes the logits. The
-logits agree with those of transformers to about 1e-6, but not bit by bit. Nothing is compiled.
+logits agree with the logits of transformers to about 1e-6, but not bit by bit. Nothing is compiled.
 """
 
 from typing import Any
@@ -42,10 +43,11 @@ def fits(model: Any) -> bool:
 
 
 def fuse(*parts: Any) -> Any:
-    """Join parameters (out, in) or (out,) along `out` into one tensor. Each parameter becomes a view of this tensor.
+    """Join parameters (out, in) or (out,) along `out` into one tensor. Each parameter becomes a view of the joined
+    tensor.
 
-    Memory holds a fused matrix in the order of its transpose (model.py, "Bits"). If there are no parameters, because a
-    layer has no bias, the result is None.
+    The numbers of a fused matrix are stored in the order of its transpose (model.py, "Bits"). If there are no
+    parameters, because a layer has no bias, the result is None.
     """
     if parts[0] is None:
         return None
@@ -64,7 +66,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Return (a + ib) e^(i angle) for the halves a and b of each head. Shapes: x (T, heads, d), rotation (T, 1, d/2).
 
-    In the result, a[j] and b[j] lie side by side. The order is the same in q and k, so q k' does not depend on it.
+    In the result, a[j] and b[j] lie side by side. The order is the same in q and k, so q k' does not depend on the
+    order.
     """
     a, b = x.chunk(2, dim=-1)  # (T, heads, d/2)
     return torch.view_as_real(torch.complex(a, b) * rotation).flatten(-2)  # (T, heads, d)
@@ -103,13 +106,16 @@ class FastForward:
             if qk_norm is not None:
                 qk = rms_norm(qk, qk_norm[self.of_head], self.eps)
             q, k = rotate(qk, rotation).split([heads, groups], dim=1)  # (T, heads, d), (T, groups, d)
+
             # 2. x += W_o softmax(q k' / sqrt(d)) v
             q, k, v = (part.view(*shape, -1, d).transpose(1, 2) for part in (q, k, v))  # (rows, heads, columns, d)
             y, _ = self.attention(None, q, *cache.update(k, v, i), mask)  # (rows, columns, heads, d)
             x = x + F.linear(y.view(-1, heads * d), w_o, b_o)  # (T, D)
+
             # 3. x += W_down (silu(W_gate norm(x)) * W_up norm(x))
             gate, up = F.linear(rms_norm(x, norm_2, self.eps), w_gate_up).chunk(2, dim=-1)  # (T, width) each
             x = x + F.linear(F.silu(gate) * up, w_down)  # (T, D)
+
         # 4. logits = W_head norm(x)
         x = rms_norm(x.view(*shape, -1)[:, -kept:], self.norm, self.eps)  # (rows, kept, D)
         return F.linear(x, self.head)

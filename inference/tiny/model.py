@@ -3,18 +3,18 @@
 **The rule.** A step feeds the model all tokens that are not yet in the cache, and returns the logits of each sequence's
 last token. Prefill, decoding and the next turn of a conversation differ only in how many tokens are cached already.
 
-**The parts.** `SlotCache` stores keys and values. `TinyModel` computes a batch. `FastForward` (fast.py) computes models
-with Llama's architecture. Every other model uses its own forward pass from transformers. `sample` draws the next
-tokens. `run_step` connects the scheduler, the model and `sample`.
+**The parts.** `SlotCache` stores keys and values. `TinyModel` computes a batch, with `FastForward` (fast.py) for Llama
+models and transformers' forward pass for others. `sample` draws the next tokens. `run_step` connects the parts.
 
 **Three coordinates** locate a token:
 
-    slot      the row of the cache that belongs to the token's sequence; eight spare slots follow the scheduler's slots
+    slot      the row of the cache that belongs to the token's sequence
     row       the row of the batch that feeds the token; row r belongs to slot first_slot + r
     position  the index of the token in its sequence, from 0; the cache stores its key and value at (slot, position)
 
-An example with 6 + 8 slots: step(feeds=[[b0, b1, b2, b3], [c2, c3]], cached=[0, 2], first_slot=1). All rows end in the
-last column. Padding (--) is written to the last spare slot, which no step reads.
+In the example below, slots 0 to 5 belong to the scheduler, and slots 6 to 13 are spare (`SlotCache`). The step is
+step(feeds=[[b0, b1, b2, b3], [c2, c3]], cached=[0, 2], first_slot=1). The rows are padded on the left, so all rows end
+in the last column. Padding (--) is written to slot 13, which no step reads.
 
     cache    position 0  1  2  3      batch    column 0  1  2  3      position       written to slot
     slot 0            a0 a1 a2 a3
@@ -22,20 +22,20 @@ last column. Padding (--) is written to the last spare slot, which no step reads
     slot 2            c0 c1 .  .      row 1           -- -- c2 c3      0  0  2  3     13 13  2  2
 
 **Bits.** In deterministic mode (`--seed`), two runs with one seed give the same tokens. The logits of a row must
-therefore not depend on the other rows of the batch. But for matrices of another shape, the library may choose another
-kernel, which adds the numbers in another order. Three rules keep the choice of the kernel constant:
+therefore not depend on the other rows of the batch. But for matrices of another shape, torch may choose another kernel,
+which adds the numbers in another order. Three rules keep the choice of the kernel constant:
 
 - Memory holds the weights of a linear layer in the order of the transpose: (in, out). `fuse` changes the order.
 - Every matrix product has 8 to 128 rows (MIN_ROWS, MAX_TOKENS). `step_in_parts` divides a larger step.
 - `key_length` chooses the number of keys to which a step attends.
 
-The rules come from measurements (docs/results.md). On a CPU with other kernels, logits agree to about 1e-6. Padding a
-single sequence to eight rows costs time, so only deterministic mode follows the last two rules.
+The three rules come from measurements (docs/results.md). On a CPU with other kernels, logits agree to about 1e-6.
+Padding a single sequence to eight rows costs time, so only deterministic mode follows the last two rules.
 
-**Randomness.** A uniform random number chooses each token: for position p of a request with seed s, a hash of (s, p).
-An aborted request that is sent again with its partial output therefore continues with the same random numbers.
+**Randomness.** A random number chooses each token. For position p of a request with seed s, the number is a hash of
+(s, p). An aborted request that is sent again with its partial output therefore continues with the same random numbers.
 
-**Logprobs** are log_softmax(logits / T), after penalties, before top_p and top_k. T = 0 counts as T = 1 here.
+**Logprobs** are log_softmax(logits / T), after penalties, before top_p and top_k. T = 0 counts as T = 1.
 
 **Not supported:** sliding windows, recurrent layers, soft-capped attention, paged memory, any precision except float32.
 """
@@ -58,14 +58,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from inference.tiny.fast import FastForward, fits, fuse
-from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
+from inference.tiny.scheduler import PREFILL_TOKENS, SamplingParams, Scheduler, Sequence
 
 MIN_ROWS = 8  # smallest number of rows of a matrix product in deterministic mode
 MAX_TOKENS = 128  # largest number of rows of a matrix product in deterministic mode
 
 
 class ModelError(ValueError):
-    """A model folder or a set of weights cannot be used. The message says why in one line."""
+    """A model folder or a set of weights cannot be used. The error's message says in one line why."""
 
 
 # The cache, and the attention function that reads it
@@ -99,7 +99,8 @@ def slot_attention(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tens
     rows = stacked.shape[2]
     if q > 1:
         mask = mask.repeat(1, 1, rows // q, 1)
-    elif rows < min_rows:  # decoding: repeat the rows, and drop the copies after the product
+    # Decoding one token may give fewer rows than `min_rows`. Repeat the rows, and drop the copies after the product.
+    elif rows < min_rows:
         stacked = stacked.repeat(1, 1, -(-min_rows // rows), 1)
     out = F.scaled_dot_product_attention(stacked, key, value, mask, scale=kwargs.get("scaling"))
     return out[:, :, :rows].reshape(n, heads, q, d).transpose(1, 2).contiguous(), None
@@ -112,7 +113,8 @@ AttentionInterface.register("slots deterministic", functools.partial(slot_attent
 class SlotCache:
     """The keys and values of all slots, in one tensor `kv` (layers, 2, slots + 8, groups, positions, d).
 
-    The eight spare slots serve as additional rows of small batches. Padding writes its keys and values to the last
+    In deterministic mode every matrix product has at least eight rows (see "Bits" above), so a batch of fewer sequences
+    gets additional rows. The eight spare slots belong to these rows. Padding writes its keys and values to the last
     spare slot, `discard`.
     """
 
@@ -203,13 +205,13 @@ class TinyModel:
     def step(self, feeds: list[list[int]], cached: list[int], first_slot: int = 0, all_logits: bool = False) -> Tensor:
         """Run one forward pass. Row r feeds the tokens feeds[r] to slot first_slot + r, which has cached[r] tokens.
 
-        Returns the logits (n, k, vocab) of the last k columns. logits[:, -1] are the logits of each row's last token. k
-        is the length of the longest feed if `all_logits` is set, and 1 otherwise.
+        Returns the logits (n, k, vocab) of the last k columns. The entries logits[:, -1] are the logits of each row's
+        last token. The number k is the length of the longest feed if `all_logits` is set, and 1 otherwise.
         """
         # 1. Pad the batch: in deterministic mode, prefill has a multiple of 8 columns, and decode has at least 8 rows.
         n, longest = len(feeds), max(map(len, feeds))
         columns = round_up(longest, self.min_rows) if longest > 1 else 1
-        if self.min_rows > 1 and n * columns > MAX_TOKENS:
+        if n * columns > (MAX_TOKENS if self.min_rows > 1 else PREFILL_TOKENS):
             return self.step_in_parts(feeds, cached, first_slot, all_logits)
         rows = max(n, self.min_rows) if longest == 1 else n
         feeds, cached = feeds + [[]] * (rows - n), cached + [0] * (rows - n)
@@ -227,11 +229,13 @@ class TinyModel:
         n_keys = key_length(max(ends), deterministic=self.min_rows > 1)
         self.cache.begin_step(slots, positions, read, n_keys)
 
-        # 4. Mask: a token at position p attends to positions 0 to p. The mask is 0 there and -inf elsewhere.
+        # 4. Mask: a token at position p attends to positions 0 to p. The mask is 0 at positions 0 to p and -inf
+        # elsewhere.
         hidden = torch.arange(n_keys) > positions[:, None, :, None]  # (rows, 1, columns, keys)
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
-        # 5. Run the model. In each layer, `update` stores the new keys and values, and attention reads all of them.
+        # 5. Run the model. In each layer, `update` stores the new keys and values, and attention reads all keys and
+        # values.
         kept = columns if all_logits else min(columns, self.min_rows)
         if self.fast:
             logits = self.fast(ids, positions, mask, self.cache, kept)
@@ -241,7 +245,11 @@ class TinyModel:
         return logits[:n, -longest if all_logits else -1 :]
 
     def step_in_parts(self, feeds: list[list[int]], cached: list[int], first_slot: int, all_logits: bool) -> Tensor:
-        """Divide a step of more than MAX_TOKENS tokens into two: half of the rows each, or half of the only row."""
+        """Divide a step that is too large into two steps, each with half of the rows or with half of the only row.
+
+        The mask and the hidden layers of a step need memory for each fed token. A long prompt is fed in parts, so the
+        memory does not grow with the square of the prompt's length.
+        """
         half, cut = len(feeds) // 2, len(feeds[0]) // 2
         if half:
             upper = self.step(feeds[:half], cached[:half], first_slot, all_logits)
@@ -255,8 +263,8 @@ class TinyModel:
     def replace_weights(self, named: Mapping[str, Tensor], whole: bool = True) -> None:
         """Copy the tensors of `named` into the model's weights.
 
-        Raises ModelError if a name or a shape does not match, or if `whole` is set and a weight is missing. In these
-        cases no weight has changed.
+        Raises ModelError if a name or a shape does not match, or if `whole` is set and a weight is missing. After a
+        ModelError no weight has changed.
         """
         own = self.model.state_dict()
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
@@ -269,9 +277,15 @@ class TinyModel:
                 raise ModelError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}")
         for name, tensor in named.items():
             own[name].copy_(tensor)
-        # Bad weights may have left NaNs and infinities in the cache. The mask does not remove them: NaN + -inf is NaN,
-        # and 0 times NaN is NaN. The next line therefore replaces them by 0.
+        # Bad weights may have left NaNs and infinities in the cache. The mask does not remove NaNs: NaN + -inf is NaN,
+        # and 0 times NaN is NaN. The next line therefore writes 0 into the cache.
         self.cache.kv.nan_to_num_(0.0, 0.0, 0.0)
+
+    @torch.inference_mode()
+    def lose_weights(self) -> None:
+        """Overwrite all weights with NaN, because a server whose memory was released has lost its weights."""
+        for weight in self.model.parameters():
+            weight.fill_(torch.nan)
 
 
 # Reading new weights
@@ -301,7 +315,8 @@ class TensorReader(pickle.Unpickler):
     """An unpickler that accepts only tensors. A pickle from the network could otherwise call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the function or class with this name. Raises ModelError if a pickled tensor does not need it."""
+        """Return the function or class with this name. Raises ModelError if a pickled tensor does not need this
+        function or class."""
         if (module, name) == ("torch.storage", "_load_from_bytes"):  # torch's own function would read any pickle
             return lambda raw: torch.load(io.BytesIO(raw), weights_only=True)
         if (module, name) in {("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")}:

@@ -30,7 +30,8 @@ from run.fields import Refusal, as_object, get
 
 
 def parse_params(raw: Any, default_seed: int) -> SamplingParams:
-    """Parse and check sampling_params. A null counts as missing. Raises a Refusal that names the wrong fields."""
+    """Parse and check sampling_params. A field whose value is null counts as missing. Raises a Refusal that names the
+    wrong fields."""
     given = {name: value for name, value in as_object(raw, "sampling_params").items() if value is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
@@ -88,9 +89,9 @@ class Protocol:
     def answer(self, sequence: Sequence) -> dict[str, Any]:
         """Return the body of a reply that contains all tokens that the sequence has now.
 
-        The engine's thread may extend the sequence at the same time. The thread appends to `tokens`, then appends to
-        `logprobs`, and sets `finish` last. This method therefore reads `finish` first, and returns as many tokens as
-        there are logprobs.
+        The engine's thread may extend the sequence while `answer` reads the sequence. The thread appends to `tokens`,
+        then appends to `logprobs`, and sets `finish` last. `answer` therefore reads `finish` first, and returns as many
+        tokens as there are logprobs.
         """
         finish, n = sequence.finish, len(sequence.logprobs)
         ids = sequence.output[:n]
@@ -105,6 +106,6 @@ class Protocol:
 
     def text(self, ids: list[int], matched: int | str | None) -> str:
         """Return the output tokens as text. If a stop token or a stop string (`matched`) ended the output, the text
-        lacks it."""
+        does not contain this token or string."""
         text = self.decode(ids[:-1] if isinstance(matched, int) else ids, skip_special_tokens=True)
         return text.partition(matched)[0] if isinstance(matched, str) else text

@@ -3,8 +3,8 @@
 **The rule.** A request becomes a sequence. The sequence waits in a queue, runs in a *slot* (one row of the KV cache),
 and finishes once. A step feeds running sequences to the model, and each sequence that is fed gets one new token.
 
-**How it works.** The engine's thread calls `plan` and `extend` in turn. Between these two calls, `model.py` computes a
-forward pass.
+**How it works.** The engine's thread calls `plan` and `extend` in turn. Between `plan` and `extend`, `model.py`
+computes a forward pass.
 
     plan()      1. load new weights, if no sequence runs or generation is paused
                 2. admit waiting sequences into free slots
@@ -55,13 +55,13 @@ class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
     """SGLang's sampling_params and their limits. The last four parameters accept only their default values."""
 
     max_new_tokens: int = Field(default=128, ge=1, lt=2**31)
-    temperature: float = Field(default=1.0, ge=0, lt=2**31)  # 0: take the most likely token
+    temperature: float = Field(default=1.0, ge=0, lt=2**31)  # temperature 0: take the most likely token
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] = -1  # -1: keep all tokens
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     stop: list[Annotated[str, Field(min_length=1)]] = []
     stop_token_ids: list[int] = []
-    ignore_eos: bool = False  # also ignores stop_token_ids, as in SGLang
+    ignore_eos: bool = False  # ignore_eos also ignores stop_token_ids, as in SGLang
     sampling_seed: int = 0  # protocol.py fills in a random seed if the request has none
     min_p: float = Field(default=0.0, ge=0, le=0)
     presence_penalty: float = Field(default=0.0, ge=0, le=0)
@@ -93,14 +93,16 @@ class Sequence(GenerateRequest):
 
     # The scheduler uses these fields for its decisions:
     tokens: list[int] = field(init=False)  # prompt and output
-    logprobs: list[float] = field(default_factory=list)  # one for each output token
-    finish: dict[str, Any] | None = None  # SGLang's finish_reason; None until the sequence has finished
+    logprobs: list[float] = field(default_factory=list)  # one logprob for each output token
+    finish: dict[str, Any] | None = None  # SGLang's finish_reason; None until the sequence has finished.
     # Only the reply needs these fields:
-    version_starts: list[tuple[str, int]] = field(default_factory=list)  # (version, index of its first output token)
-    prompt_logprobs: list[float | None] = field(default_factory=list)  # one for each prompt token, if requested
+    version_starts: list[tuple[str, int]] = field(default_factory=list)  # (version, index of its first output token).
+    # If the request asks for them, this list has one logprob for each prompt token.
+    prompt_logprobs: list[float | None] = field(default_factory=list)
     retractions: int = 0  # how often a pause took the sequence out of its slot
     reused_tokens: int = 0  # number of tokens whose keys were in the cache when the sequence started
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # set at the end, and also at every token if `stream`
+    # This event is set when the sequence finishes. If `stream` is True, the event is also set at every token.
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -125,7 +127,7 @@ class Slot:
     """One row of the KV cache. A slot keeps the tokens of a finished sequence for later requests."""
 
     cached: list[int] = field(default_factory=list)  # tokens with keys and values in this slot, from position 0 on
-    stale: bool = False  # True if old weights computed some of these keys and values
+    stale: bool = False  # True if old weights computed some keys and values of this slot
     used: int = 0  # number of the last step that fed this slot
 
 
@@ -145,18 +147,20 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 
 
 class Scheduler:
-    """The queue, the slots and the current version. There is no lock: only the engine's thread calls this class."""
+    """The queue, the slots and the current version. The scheduler has no lock, because only the engine's thread calls
+    it."""
 
     def __init__(self, slots: int, max_total_tokens: int, version: str, decode: Callable[[list[int]], str]) -> None:
         self.max_total_tokens = max_total_tokens
-        self.decode = decode  # turns token ids into text, for the search for stop strings
+        self.decode = decode  # turns token ids into text, for the search for stop strings.
         # The state that changes:
         self.version = version
         self.paused: str | None = None  # mode of the current pause, or None
+        self.released = False  # True while the memory is released: no sequence is computed, paused or not
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # running[i] computes in slots[i]
         self.slots = [Slot() for _ in range(slots)]
-        self.moves: list[tuple[int, int]] = []  # pairs of slots that the cache must exchange before the next step
+        self.moves: list[tuple[int, int]] = []  # pairs of slots that the cache must exchange before the next step.
         # Functions that load new weights and call `renew`, oldest first. While a function waits, no sequence starts.
         self.updates: deque[Callable[[], None]] = deque()
         self.finished: list[Sequence] = []  # finished sequences that the server has not announced yet
@@ -179,7 +183,8 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def abort(self, matches: Callable[[Sequence], bool] = lambda _: True) -> None:
-        """Finish every running or waiting sequence for which `matches` returns True. No sequence loses a token."""
+        """Finish every running or waiting sequence for which `matches` returns True. The finished sequences lose no
+        token."""
         for sequence in self.live():
             if matches(sequence):
                 sequence.finish = {"type": "abort", "message": "Aborted"}
@@ -208,6 +213,14 @@ class Scheduler:
         """End the pause, so that `plan` returns steps again."""
         self.paused = None
 
+    def set_released(self, released: bool) -> None:
+        """Release the memory, or take it back. As in SGLang, a call at the wrong time ends the server."""
+        is_idle = not self.running and (self.paused or not self.waiting)
+        assert is_idle or not released, "release_memory_occupation should be called only when the server is idle"
+        assert released != self.released, "the memory is in this state already"
+        self.released = released
+        self.slots = [Slot() for _ in self.slots]
+
     def renew(self, version: str | None) -> None:
         """Mark all cached keys as stale after a weight update. Label new tokens with `version` if it is not None."""
         self.relabel(version or self.version)
@@ -231,10 +244,11 @@ class Scheduler:
         while self.updates and (self.paused or not self.running):
             load = self.updates.popleft()
             load()
-        if self.paused:
+        if self.paused or self.released:
             return Step(0, [], [], [])
         started = 0 if self.updates else self._admit()
-        first = len(self.running) - started if started else 0  # prefill only new sequences, or decode all
+        # If new sequences started, the step prefills only the new sequences. Otherwise the step decodes all sequences.
+        first = len(self.running) - started if started else 0
         sequences = self.running[first:]
         cached = [len(slot.cached) for slot in self.slots[first : len(self.running)]]
         feeds = [sequence.tokens[n:] for sequence, n in zip(sequences, cached, strict=True)]
@@ -269,7 +283,7 @@ class Scheduler:
                 break
             slot, reused = self._best_slot(sequence)
             longest = max(longest, len(sequence.tokens) - reused)
-            if started and (started + 1) * longest > PREFILL_TOKENS:  # all rows are padded to the longest
+            if started and (started + 1) * longest > PREFILL_TOKENS:  # all rows of a step are padded to the longest row
                 break
             self.waiting.popleft()
             self._exchange(slot, len(self.running))
@@ -308,7 +322,7 @@ class Scheduler:
             return {"type": "stop", "matched": token}
         if params.stop:
             # A stop string of n bytes is in the last n tokens, because a token has at least one byte. Eight more tokens
-            # are decoded before these n, because a decoder may change the first characters of a text.
+            # before these n tokens are decoded, because a decoder may change the first characters of a text.
             tail = max(len(stop.encode()) for stop in params.stop) + 8
             text = self.decode(sequence.output[-tail:])
             for stop in params.stop:

@@ -22,6 +22,7 @@ forward pass of the most common architecture. protocol.py translates the bodies 
     POST /pause_generation             {"mode": "abort" | "retract" | "in_place"}
     POST /continue_generation
     POST /update_weights_from_disk     {"model_path", "weight_version", "abort_all_requests"}
+    POST /release_memory_occupation    frees the memory of the weights and the cache, until /resume_memory_occupation
     POST /begin_weight_update, /end_weight_update; between the two, any number of
          /update_weights_from_distributed    {"names", "dtypes", "shapes", "group_name"}, while rank 0 broadcasts
          /update_weights_from_tensor         {"serialized_named_tensors"}
@@ -75,7 +76,8 @@ SPEAKS = "0.5.23"  # the SGLang version that tests/inference/test_contract.py co
 
 @contextlib.contextmanager
 def supervised() -> Iterator[None]:
-    """End the process if a bug raises an error in the engine's thread. Otherwise all clients would wait forever."""
+    """End the process if a bug raises an error in the engine's thread. If the process did not end, all clients would
+    wait forever."""
     try:
         yield
     except BaseException:
@@ -112,6 +114,11 @@ class Engine:
 
     # Called in the thread
 
+    def set_released(self, released: bool) -> None:
+        """Release the memory, or take it back. The weights are lost, so they become NaN."""
+        self.scheduler.set_released(released)
+        self.model.lose_weights()
+
     @supervised()
     def _event(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call `function` for a route, and put a step into the queue if no step is queued."""
@@ -122,7 +129,8 @@ class Engine:
 
     @supervised()
     def _step(self) -> None:
-        """Compute one step and wake the routes whose sequences changed. If the step was not empty, queue the next."""
+        """Compute one step and wake the routes whose sequences changed. If the step was not empty, queue the next
+        step."""
         self.stepping = run_step(self.scheduler, self.model)
         news, self.scheduler.finished = self.scheduler.finished, []
         if self.stepping:
@@ -153,7 +161,7 @@ class Server:
         self.key = key  # key that every request needs, except GET /health and /ready; "": no key
         self.scheduler = engine.scheduler
         self.protocol = protocol
-        self.model_path = model_path  # folder of the first weights and the tokenizer
+        self.model_path = model_path  # folder of the first weights and the tokenizer.
         # The state that changes:
         self.groups: dict[str, Any] = {}  # for each name, the process group that receives new weights
         self.in_session = False  # True between begin_weight_update and end_weight_update
@@ -165,12 +173,13 @@ class Server:
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             self.engine.loop = asyncio.get_running_loop()
             yield
-            # At shutdown, drop the waiting weight updates, which a pause would otherwise start. Then stop the steps.
+            # At shutdown, a pause stops the steps. A pause would also start the waiting weight updates, so these are
+            # removed first.
             self.engine.call(self.scheduler.updates.clear)
             paused = self.engine.call(self.scheduler.pause, "in_place")
             await asyncio.wait({paused}, timeout=10)
             if not paused.done():
-                os._exit(1)  # the thread hangs in a broadcast whose sender is gone
+                os._exit(1)  # the engine's thread hangs in a broadcast whose sender has died
 
         app = FastAPI(
             lifespan=lifespan, openapi_url=None, exception_handlers={Refusal: refuse, ClientDisconnect: refuse}
@@ -236,7 +245,15 @@ class Server:
         await self.engine.call(self.scheduler.resume)
         return reply({"message": "Generation continued.", "status": "ok"})
 
-    # New weights
+    # Memory and new weights
+
+    async def release_memory_occupation(self, _: Request) -> Response:
+        await self.engine.call(self.engine.set_released, True)
+        return Response()
+
+    async def resume_memory_occupation(self, _: Request) -> Response:
+        await self.engine.call(self.engine.set_released, False)
+        return Response()
 
     async def update_weights_from_disk(self, request: Request) -> Response:
         body = await self._body(request, model_path=str)
@@ -252,10 +269,10 @@ class Server:
         return await self._load(body, lambda: unpack_weights(body["serialized_named_tensors"]))
 
     async def _load(self, body: dict, read: Callable[[], dict[str, torch.Tensor]], whole: bool = False) -> Response:
-        """When the scheduler allows it, load the weights that `read` returns. Return the reply.
+        """Load the weights that `read` returns when the scheduler allows new weights. Return the reply.
 
-        If `whole` is set, `read` must return all weights. Otherwise `read` returns a part of the weights, and the call
-        must come between begin_weight_update and end_weight_update.
+        If `whole` is set, `read` must return all weights. Without `whole`, `read` returns a part of the weights, and
+        the call must come between begin_weight_update and end_weight_update.
         """
         version = get(body, "weight_version", str)
         if not (whole or self.in_session):
@@ -264,11 +281,15 @@ class Server:
             self.engine.call(self.scheduler.abort)
         answer = self.engine.loop.create_future()
 
-        def load() -> None:  # runs in the engine's thread
+        def load() -> None:  # load() runs in the engine's thread
             problem = None
             try:
+                if self.scheduler.released:
+                    raise RuntimeError("the memory is released: /resume_memory_occupation comes before an update")
                 self.engine.model.replace_weights(read(), whole)
-            except Exception as error:  # a broken file, pickle or peer may raise any error; no weight has changed
+            # A broken file, a broken pickle or a lost peer may raise any error. The error is raised before any weight
+            # changes.
+            except Exception as error:
                 problem = f"The old weights stay: {type(error).__name__}: {error}"
             else:
                 self.scheduler.renew(version)
@@ -292,7 +313,8 @@ class Server:
         try:
             self.groups[name] = await asyncio.to_thread(join_group, address, port, rank, world, name, "gloo")
         except asyncio.CancelledError:
-            os._exit(1)  # the server is shutting down, and the thread of join_group would keep it alive
+            # The server is shutting down, and the thread of join_group would keep the process alive.
+            os._exit(1)
         except Exception as error:  # torch raises errors of any type for a bad port or a missing peer
             return outcome(f"the process group was not formed: {error}")
         return outcome(None)

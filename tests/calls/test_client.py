@@ -200,8 +200,8 @@ async def test_a_lost_session_is_an_error(client: OpenAIProxyClient, app: Any) -
 
 
 async def test_a_start_without_a_grant_is_refused(app: Any) -> None:
-    """Without a grant the proxy refuses to start a session, and with a wrong admin key it refuses to grant one. In both
-    cases the client raises Refusal with the proxy's message and status."""
+    """Without a grant the proxy refuses to start a session. With a wrong admin key the proxy refuses to add a grant.
+    When the proxy refuses a request, the client raises Refusal with the proxy's message and status."""
     transport = httpx.ASGITransport(app)
     with pytest.raises(Refusal, match="grant_capacity") as refused:
         await OpenAIProxyClient(transport, "http://proxy", "admin", "t").__aenter__()
@@ -234,7 +234,7 @@ async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
 
 @pytest.fixture
 def direct(tiny_tokenizer: Any) -> Any:
-    """Return make(*texts, **options). It makes an ArealOpenAI client and an engine that answers with these texts."""
+    """Return make(*texts, **options), which makes an ArealOpenAI client and an engine that answers with these texts."""
 
     def make(*texts: str, **options: Any) -> tuple[ArealOpenAI, ScriptedEngine]:
         engine = ScriptedEngine(tiny_tokenizer, *texts)
@@ -244,8 +244,7 @@ def direct(tiny_tokenizer: Any) -> Any:
 
 
 async def test_the_direct_approach_of_agent_workflow(direct: Any) -> None:
-    """The "Direct Approach" example from AReaL's page Agent Workflow works. It uses create, set_last_reward,
-    apply_reward_discount and export_interactions."""
+    """The "Direct Approach" example from AReaL's page Agent Workflow works, from the calls to the export of rewards."""
     client, engine = direct("five", "four")
     first = await say(client, "2+2?")
     second = await say(client, "2+2?", first.choices[0].message.content, "wrong")
@@ -289,7 +288,7 @@ async def test_clients_do_not_share_a_session(direct: Any) -> None:
 
 
 class DocumentsMultiTurn(RolloutWorkflow):
-    """The "Multi-Turn Conversation Example" from AReaL's page OpenAI-Compatible Workflows."""
+    """This workflow is the "Multi-Turn Conversation Example" from AReaL's page OpenAI-Compatible Workflows."""
 
     def __init__(self, reward_fn: Any, gconfig: GenerationHyperparameters, tokenizer: Any, **kwargs: Any) -> None:
         self.gconfig, self.tokenizer = gconfig, tokenizer
@@ -315,7 +314,7 @@ class DocumentsMultiTurn(RolloutWorkflow):
                 max_completion_tokens=self.gconfig.max_new_tokens,
                 store=True,  # Important: enables caching
             )
-            # Get completion with token data
+            # get the completion and the data of its tokens
             comp_data = client.get_completions(completion.id)
             tokens = comp_data.tokens
             prompt, response = map(self.tokenizer.decode, (tokens.input_tokens, tokens.output_tokens))
@@ -357,7 +356,7 @@ async def test_the_multi_turn_workflow_of_openai_workflows(real_engine: RemoteIn
         assert row.tokens.output_logprobs == pytest.approx(scored[row.tokens.input_len :], abs=1e-4)
 
 
-# Cases in which AReaL's own client fails (docs/differences.md)
+# Tests of cases in which AReaL's own client fails (docs/differences.md)
 
 
 async def test_a_failed_call_leaves_nothing_in_the_tree(direct: Any) -> None:

@@ -38,7 +38,7 @@ def body_of(parse: Any, **fields: Any) -> dict[str, Any]:
 
 
 def read_reply(path: str, reply: Any) -> list[Message]:
-    """Return, in normal form, the messages that a client adds to its next request to repeat this reply."""
+    """Return the messages with which a client repeats this reply in its next request, in normal form."""
     if path == "chat/completions":
         return [normalise(reply)]
     if path == "responses":
@@ -111,8 +111,8 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 def echoed(pair: dict[str, Any]) -> tuple[list, int, int]:
-    """Return the items of the pair's second request, and the positions where the first reply begins and ends in
-    them."""
+    """Return the items of the pair's second request, and the positions where the first reply begins and ends in this
+    list."""
     key = "input" if pair["path"] == "responses" else "messages"
     items, begin = pair["child"][key], len(pair["parent"][key])
     end = begin + 1
@@ -450,8 +450,8 @@ def test_nothing_but_a_bad_request_is_raised(parse: Any, body: dict[str, Any], i
 
 
 def test_neutral_values_and_unknown_keys_are_accepted() -> None:
-    """Frameworks send unknown keys, and unsupported parameters with their default values. These keys and values do not
-    change the parsed request."""
+    """Frameworks send unknown keys, and unsupported parameters with their default values. Unknown keys and default
+    values do not change the parsed request."""
     body: dict[str, Any] = {
         "stream": False,
         "n": 1,
@@ -478,8 +478,8 @@ def test_neutral_values_and_unknown_keys_are_accepted() -> None:
 
 
 def test_sampling_parameters_are_translated() -> None:
-    """A parsed request contains only the sampling parameters that the agent set. The token limit may have any of three
-    names."""
+    """A parsed request contains only the sampling parameters that the agent set. The key of the token limit may have
+    any of three names."""
     body = {"temperature": 0, "top_p": 0.9, "stop": "\n", "seed": 7, "frequency_penalty": 1, "stop_token_ids": [5]}
     asked = {"temperature": 0.0, "top_p": 0.9, "stop": ["\n"], "seed": 7, "frequency_penalty": 1.0}
     asked |= {"max_new_tokens": 5, "stop_token_ids": [5]}

@@ -80,8 +80,8 @@ class Talk:
 @pytest.mark.parametrize("ends", ["the mark", "<|endoftext|>", ""])
 @pytest.mark.parametrize("last", ["", "\n", "\n\n"])
 def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name: str, ends: str, last: str) -> None:
-    """With any of these templates, concat exports the conversation as one row. Each sampled token is trained once, and
-    each turn has one end marker."""
+    """With the template of any model in this test, concat exports the conversation as one row. Each sampled token is
+    trained once, and each turn has one end marker."""
     talk = Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]))
     assert talk.prompts.splices
     mark = "<|im_start|>" if name == "nothing at the end" else "<|im_end|>"
@@ -102,7 +102,7 @@ def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name:
 @pytest.mark.parametrize("sampled", ["<|endoftext|><|im_end|>", "<|endoftext|>", "<|im_end|>", ""])
 def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) -> None:
     """A template may end a turn with several markers. If the model has sampled some of the markers, the next prompt
-    adds only the missing ones."""
+    adds only the missing markers."""
     template = HEAD + "{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}<|im_end|>\n" + TAIL
     talk = Talk(tokenizer_with(tiny_tokenizer, template))
     talk.say(user("one"), f"answer{sampled}", ends="")
@@ -196,9 +196,9 @@ IDS = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_except
     ],
 )
 def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: str, says: str | None) -> None:
-    """If a template refuses the tool calls, PromptBuilder tries two other forms. The first has ids of nine letters or
-    digits (Mistral), and the second has the arguments as text (DeepSeek). A call and its result always have the same
-    id."""
+    """If a template refuses the tool calls, PromptBuilder tries two other forms. In the first form, ids have nine
+    letters or digits (Mistral). In the second form, the arguments are text (DeepSeek). A call and its result always
+    have the same id."""
     prompts = PromptBuilder(tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL))
     call = {"id": "call_ab12_0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     messages = [
@@ -244,9 +244,10 @@ def read_all(reader: TextReader, tokens: list[int]) -> list[str]:
 def tokenizer_of(kind: str, of_bytes: Any) -> Any:
     """Return a tokenizer whose decoder joins tokens in the way that `kind` names.
 
-    With "bytes" a token is one byte. With "parts" a token is one to three bytes, which may belong to two characters.
-    With "words" the decoder puts a space between words. With "pieces" the decoder drops the first space of a text. With
-    "pieces and bytes" the vocabulary also has a token for each byte, as in Llama 2 and Gemma.
+    With kind "bytes" a token is one byte. With kind "parts" a token is one to three bytes, which may belong to two
+    characters. With kind "words" the decoder puts a space between words. With kind "pieces" the decoder drops the first
+    space of a text. With kind "pieces and bytes" the vocabulary also has a token for each byte, as in Llama 2 and
+    Gemma.
     """
     if kind == "bytes":
         return of_bytes
@@ -275,8 +276,8 @@ def tokenizer_of(kind: str, of_bytes: Any) -> Any:
     st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2),
 )
 def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind: str, stop: list[str]) -> None:
-    """Each text that `read` returns is a prefix of the later texts and of the whole text. This holds for any tokens,
-    any stop strings and any number of tokens per call."""
+    """Each text that `read` returns is a prefix of the later texts and of the whole text. This property holds for any
+    tokens, any stop strings and any number of tokens per call."""
     tokenizer = tokenizer_of(kind, tiny_tokenizer)
     if kind == "bytes":
         raw = data.draw(st.one_of(st.text(max_size=40).map(str.encode), st.binary(max_size=90)))

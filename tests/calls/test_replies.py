@@ -1,5 +1,5 @@
-"""The reply that the official SDKs rebuild from a stream is the same as without streaming. If a client sends a reply
-back, the proxy converts the reply to the same message that it stored."""
+"""The reply that an official SDK rebuilds from a stream is equal to the reply without streaming. If a client sends a
+reply back, the proxy converts this reply to the message that the tree has stored."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ def response_of(stop_reason: str = "stop") -> ModelResponse:
 
 
 def answer_of(name: str, parsed: Parsed = PARSED, stop_reason: str = "stop", **fields: Any) -> Answer:
-    """Return an answer in the protocol `name`. Its interaction id ends with ab12."""
+    """Return an answer in the protocol `name`. The answer's interaction id ends with ab12."""
     return Answer(PROTOCOLS[name].id_prefix + "ab12", response_of(stop_reason), parsed, **fields)
 
 
@@ -84,8 +84,8 @@ def accumulated(name: str, raw: bytes) -> dict[str, Any]:
 
 
 def said(value: Any) -> Any:
-    """Return a reply without the keys that may differ. These are times, and keys with null or parsed values that an
-    SDK's helper adds."""
+    """Return a reply without the keys that may differ. The keys that may differ are times, and keys with null or parsed
+    values that an SDK's helper adds."""
     if isinstance(value, dict):
         added = ["created", "created_at", "parsed_arguments", "parsed", *["index"] * ("function" in value)]
         return {key: said(item) for key, item in value.items() if item is not None and key not in added}
@@ -101,7 +101,7 @@ def nulls(value: Any, path: str = "") -> list[str]:
 
 
 def sent_back(name: str, reply: dict[str, Any]) -> dict[str, Any]:
-    """Return, in normal form, the message that a client adds to its next request to repeat this reply."""
+    """Return the message with which a client repeats this reply in its next request, in normal form."""
     if name == "chat/completions":
         return normalise(reply["choices"][0]["message"])
     if name == "responses":
@@ -142,8 +142,8 @@ def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, parsed: Parse
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_parser_is_sure_of_makes_a_stream(name: str) -> None:
-    """Until its end, a stream sends only text that OutputParser.certain returned. All events together still give the
-    whole reply."""
+    """Before its last events, a stream sends only text that OutputParser.certain returned. All events together still
+    give the whole reply."""
     parser, tools = OutputParser(), [{"type": "function", "function": {"name": "f"}}]
     text = '<think>\nhm, "<"\n</think>\n\nLet me see: 1 < 2 \n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     pieces, before = [], Parsed("")
@@ -160,7 +160,7 @@ def test_what_a_parser_is_sure_of_makes_a_stream(name: str) -> None:
     assert PROTOCOLS[name].stream(ASKED, "x", 0).grow([]) == b""
 
 
-# The keys and events that strict clients read
+# Tests of the keys and events that strict clients read
 
 
 def test_a_chat_completion_has_all_that_strict_clients_read() -> None:
@@ -194,8 +194,8 @@ def test_a_response_has_all_that_strict_clients_read() -> None:
 
 
 def test_a_message_has_all_that_strict_clients_read() -> None:
-    """A message has role, type, id, usage and stop_reason. It has no null citations, because Vercel's client rejects
-    null citations."""
+    """A message has role, type, id, usage and stop_reason. A message has no null citations, because Vercel's client
+    rejects null citations."""
     reply = whole("messages", answer_of("messages"))
     assert reply == {
         "id": "msg_ab12",
@@ -347,7 +347,7 @@ def accumulated_error(name: str, raw: bytes, status: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stream_that_breaks_off_is_an_error(name: str) -> None:
     """If an error occurs after the first bytes of a stream, the stream sends the error as an event, and the SDK raises
-    it."""
+    the error."""
     stream = PROTOCOLS[name].stream(ASKED, PROTOCOLS[name].id_prefix + "ab", 0)
     raw = stream.start(2) + stream.grow([("text", "Let")]) + stream.error(503, "no server answers")
     library: Any = anthropic if name == "messages" else openai

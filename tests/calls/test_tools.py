@@ -210,8 +210,8 @@ def templated(tiny_tokenizer: Any) -> Any:
 
 
 def test_a_tokenizers_own_template_is_used(templated: Any) -> None:
-    """A tokenizer's response template can parse only finished text. So a stream cannot send any part early, and a call
-    cannot be forced."""
+    """A tokenizer's response template can parse only finished text. With a response template, a stream therefore sends
+    no part early, and a call cannot be forced."""
     parser = OutputParser(templated)
     text = '[THINK]hm[/THINK]Well.[CALL]{"name": "f", "arguments": {"a": 1}}[/CALL]'
     assert parser.special_tokens

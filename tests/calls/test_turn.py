@@ -98,7 +98,7 @@ async def test_tokens_are_sent_while_others_are_still_sampled(start: Start) -> N
 
 async def test_who_hangs_up_on_a_stream_leaves_what_was_read(start: Start, tiny_tokenizer: Any) -> None:
     """If a client closes a stream early, the engine stops generating. The tokens that the client received become a
-    finished turn, and a later request can continue it."""
+    finished turn, and a later request can continue this turn."""
     harness = start("hello you", "more")
     session = await harness.start()
     harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
@@ -121,8 +121,8 @@ async def test_who_hangs_up_on_a_stream_leaves_what_was_read(start: Start, tiny_
 async def test_a_stream_that_holds_back_what_comes_is_not_silent(
     start: Start, monkeypatch: pytest.MonkeyPatch, pace: float
 ) -> None:
-    """A stream does not send a tool call before the call is complete. Until then the stream sends a comment every
-    PING_SECONDS."""
+    """A stream does not send a tool call before the call is complete. While the call is incomplete, the stream sends a
+    comment every PING_SECONDS."""
     harness, clock = start(CALL), Clock()
     session = await harness.start()
     monkeypatch.setattr("calls.turn.monotonic", clock)
@@ -291,8 +291,8 @@ async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("end", ["the caller hangs up", "an answer fails", "the session ends"])
 async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: bool, end: str) -> None:
-    """If a call for n answers fails or is cancelled, all of its answers are removed from the tree. There is one
-    exception: if the client closes a stream, the tree keeps the text that was sent."""
+    """If a call for n answers fails or is cancelled, all of its answers are removed from the tree. If the client closes
+    a stream, however, the tree keeps the text that was sent."""
     harness = start("my", "hello you")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -463,7 +463,8 @@ async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
 async def test_a_retry_of_a_call_that_a_thread_reads_gets_the_same_turn(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread reads a long body. If the client hangs up and retries during this time, the call still has one turn."""
+    """A thread reads a long body. If the client hangs up and retries while the thread reads, the call still has one
+    turn."""
     monkeypatch.setattr(proxy, "LONG_BODY", 0)
     harness = start("one", "two")
     session = await harness.start()
@@ -674,7 +675,7 @@ async def test_streaming_is_not_streaming_chat(real: Harness, seed: int) -> None
 async def test_streaming_is_not_streaming_responses(real: Harness, seed: int) -> None:
     """A streamed response has the same text and tokens as an unstreamed response."""
     sessions = [await real.start() for _ in range(2)]
-    stops = {"seed": seed, "stop_token_ids": list(range(100, 104))}  # so that the answer ends before a length limit
+    stops = {"seed": seed, "stop_token_ids": list(range(100, 104))}  # end the answer before a length limit
     request: Any = {"model": "m", "input": "hello", "extra_body": stops}
     async with sdk(real, f"/{sessions[0]}/v1") as client:
         whole = await client.responses.create(**request)

@@ -175,7 +175,7 @@ async def test_an_echo_without_reasoning_is_spliced(start: Start, name: str) -> 
 @pytest.mark.parametrize("store", ["ignore", "honour"])
 async def test_store_false_is_trained_unless_a_run_honours_it(start: Start, name: str, store: str) -> None:
     """Codex sends `store: false` with every call. By default a call with `store: false` is trained, and the row counts
-    such calls."""
+    the calls with `store: false`."""
     harness = start("one", store=store)
     session = await harness.start()
     await ask(harness, session, name, [user()], store=False)
@@ -232,7 +232,7 @@ def test_a_message_keeps_its_blocks_beside_tool_results() -> None:
     assert len(parse_anthropic({"messages": [user([result])]}).messages) == 1
 
 
-# The end of an answer, and the context
+# Tests of the end of an answer and of the context's length
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -256,7 +256,7 @@ async def test_a_stop_sequence_is_named(start: Start, stream: bool) -> None:
 
 @pytest.fixture
 async def limited(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> Any:
-    """A proxy in this process. Its engine uses a real server whose context has 2,048 tokens."""
+    """A proxy in this process. The proxy's engine uses a real server whose context has 2,048 tokens."""
     harness = Harness(tiny_tokenizer)
     harness.app = create_app(real_engine, tiny_tokenizer, "admin")
     harness.http._transport.app = harness.app  # type: ignore[attr-defined]
@@ -348,7 +348,7 @@ async def test_only_allowed_tools_are_called(tool_tokenizer: Any, name: str, mod
     if mode == "auto":  # the model called f, which is not allowed, so the call is text
         assert not calls
         assert "tool_call" in json.dumps(reply)
-    else:  # g is the only allowed tool, so the prompt ends with the beginning of its call
+    else:  # g is the only allowed tool, so the prompt ends with the beginning of a call of g
         assert prompt.endswith('<tool_call>\n{"name": "g", "arguments": ')
         assert len(calls) == 1
     await harness.http.aclose()
@@ -407,7 +407,7 @@ async def test_a_response_can_be_fetched(start: Start, stream: bool) -> None:
 
 
 async def test_the_input_of_a_response_can_be_listed(start: Start) -> None:
-    """GET /v1/responses/{id}/input_items lists everything that the response has read. These are the instructions, the
+    """GET /v1/responses/{id}/input_items lists everything that the response has read. The list contains instructions,
     earlier turns that the client has named by an id, reasoning, tool calls and results. An SDK that reads the list in
     pages gets every item."""
     harness = start(f"<think>hm</think>{CALL}", "21 degrees")

@@ -4,6 +4,6 @@
     python -m tests.explore --large    explore all machines at large bounds; print the states and the seconds
     python -m tests.explore --walk     follow random series of events far beyond these bounds
 
-Read search.py first: it explains what a machine is, and how the search works. Each other file holds one machine. A
-machine drives the shipped classes, not a model of them. docs/protocol.md states what the machines check.
+Read search.py first: it explains what a machine is, and how the search works. Each of the other files holds one
+machine. A machine drives the shipped classes, not a model of them. docs/protocol.md states what the machines check.
 """

@@ -22,23 +22,24 @@ WALKS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     *(("turns", turns.TurnMachine, (b,)) for b in turns.FAR),
     *(("updates", updates.UpdateMachine, (b,)) for b in updates.FAR),
 ]
-SEEDS, LENGTH = range(20), 2000  # random walks of each machine, and events of each walk
+SEEDS, LENGTH = range(20), 2000  # number of random walks of each machine, and of events in each walk
 
 
 def search(case: int) -> tuple[int, str]:
     """Explore one case. Return the number of states, and a line of the table."""
     name, machine, bounds = CASES[case]
+    began = time.process_time()
     graph = explore(machine(*bounds), keep=False)
-    described = ", ".join(map(str, bounds))
-    line = f"{name:<10}  {described}: {len(graph):,} states, {len(graph.sources):,} events, {graph.seconds:.0f} s"
+    described, seconds = ", ".join(map(str, bounds)), time.process_time() - began
+    line = f"{name:<10}  {described}: {len(graph):,} states, {len(graph.sources):,} events, {seconds:.0f} s of CPU time"
     return len(graph), line
 
 
 def stroll(case: int) -> tuple[int, str]:
-    """Walk through one machine with each seed. Return the number of events, and a line of the table."""
+    """Follow random events of one machine, with each seed. Return the number of events, and a line of the table."""
     name, machine, bounds = WALKS[case]
     began = time.monotonic()
-    states = sum(walk(machine(*bounds), seed, LENGTH) for seed in SEEDS)
+    states = sum(len(walk(machine(*bounds), seed, LENGTH)) for seed in SEEDS)
     described = ", ".join(map(str, bounds))
     seconds = time.monotonic() - began
     events = len(SEEDS) * LENGTH
@@ -47,9 +48,11 @@ def stroll(case: int) -> tuple[int, str]:
 
 def main(argv: list[str]) -> None:
     if argv == ["--show"]:
-        for mode in MODES:
-            graph = explore(dispatcher.DispatchMachine(mode, dispatcher.SMALLEST))
-            print(f"rollout.stale={mode}, {dispatcher.SMALLEST}\n{show(graph)}\n")
+        print(f"The dispatcher with {dispatcher.SMALLEST}, in each mode of rollout.stale.")
+        print(
+            "A line with a number is a state. A line with an arrow is an event, and the number of the state after it."
+        )
+        print(show(explore(dispatcher.DispatchMachine("wait", dispatcher.SMALLEST))))
         return
     if argv not in (["--large"], ["--walk"]):
         raise SystemExit("python -m tests.explore --show, --large or --walk")

@@ -7,7 +7,7 @@ group has tokens of every version between its start and its end. The properties:
     age          no trained token is older than eta
     gate         when a group starts, accepted + running <= (eta + version + 1) * B
     counters     submitted = enqueued + running + accepted + rejected + dropped, and each counter is right
-    starvation   no group waits longer than eta versions: mode wait: after its start; modes mask, drop: after its end
+    starvation   no group waits longer than eta versions (after its start in mode wait, after its end in mask and drop)
     lost         modes wait and mask drop no group
     deadlock     from every state the trainer can reach the last version
 
@@ -28,7 +28,7 @@ from .search import Broken, Event
 
 
 def clone(thing: Any) -> Any:
-    """Return a copy of an object with the same attributes. copy.copy does the same, and is slower."""
+    """Return a copy of an object with the same attributes. copy.copy does the same, but is slower."""
     new = object.__new__(type(thing))
     new.__dict__.update(thing.__dict__)
     return new
@@ -59,8 +59,9 @@ class World:
     version: int = 0
     training: bool = False  # whether the trainer has consumed a batch but not yet made the next version
     next_id: int = 0
-    started: dict[int, int] = field(default_factory=dict)  # task id -> version at the start
-    submitted: int = 0  # number of groups that the counters must add up to
+    started: dict[int, int] = field(default_factory=dict)  # for each task id, the version at the start
+    submitted: int = 0  # number of submitted groups, which the sum of all counters must equal
+    masked: int = 0  # number of groups that lost their old tokens when a step consumed them
     rejections: int = 0
     kills: int = 0
     saved: tuple[int, frozenset[int]] = (0, frozenset())  # the checkpoint: its version, and the ids of the open tasks
@@ -70,18 +71,19 @@ class World:
         return self.version
 
     def __str__(self) -> str:
-        groups = [
-            f"{self.started[i]}.." if data is None else f"{data.oldest}..{data.newest}"
+        parts = [f"version {self.version}" + ", the trainer trains" * self.training]
+        parts += [
+            f"group {i} runs since version {self.started[i]}"
+            if data is None
+            else f"group {i} has tokens of version{'' if data.oldest == data.newest else f's {data.oldest} to'} {data.newest}"
             for i, data in self.state.order.items()
         ]
-        trains = ", trains" if self.training else ""
-        killed = f", killed {self.kills} times" if self.kills else ""
-        rejected = f", {self.rejections} rejected" if self.rejections else ""
-        return f"version {self.version}{trains}; groups [{' '.join(groups)}]{rejected}{killed}"
+        counts = {"rejected": self.rejections, "dropped": self.state.manager.get_stats().dropped, "kills": self.kills}
+        return "; ".join(parts + [f"{name}: {count}" for name, count in counts.items() if count])
 
 
 class Bounds(NamedTuple):
-    """How far the search goes."""
+    """The limits of the search."""
 
     eta: int = 1
     batch: int = 1  # groups in a batch (B)
@@ -93,7 +95,8 @@ class Bounds(NamedTuple):
 
 @dataclass
 class DispatchMachine:
-    """DispatchState and StalenessManager, with a trainer, episodes, checkpoints and kills around them."""
+    """The machine of DispatchState and StalenessManager. Its events come from a trainer, episodes, checkpoints and
+    kills."""
 
     mode: str  # rollout.stale
     bounds: Bounds
@@ -169,7 +172,9 @@ class DispatchMachine:
         world.state.finish(TimedResult(task_id, 0, None, ValueError("a bug") if name == "fail" else None))
 
     def take(self, world: World, name: str) -> None:
+        finished = [*world.state.order.values()]
         groups = world.state.take(self.bounds.batch)
+        world.masked += sum(group not in finished for group in groups)
         world.training = bool(groups)
         if len(groups) not in (0, self.bounds.batch):
             raise Broken("counters", f"a batch of {len(groups)} groups")
@@ -246,9 +251,11 @@ LARGE = (
     Bounds(eta=2, batch=1, concurrent=3, versions=4, rejections=2),
     Bounds(eta=1, batch=1, concurrent=2, versions=3, rejections=1, kills=1),
     Bounds(eta=1, batch=2, concurrent=4, versions=4, rejections=0),
-    Bounds(eta=2, batch=2, concurrent=4, versions=4, rejections=1),
+    Bounds(eta=2, batch=2, concurrent=4, versions=5, rejections=2),
 )
+# Many rejections keep the pipeline empty, so that no group becomes too old. Two cases therefore have few rejections.
 FAR = (
     Bounds(eta=3, batch=4, concurrent=9, versions=10**6, rejections=10**6),
-    Bounds(eta=2, batch=2, concurrent=5, versions=10**6, rejections=10**6, kills=10**6),
+    Bounds(eta=2, batch=2, concurrent=9, versions=10**6, rejections=20),
+    Bounds(eta=2, batch=2, concurrent=5, versions=10**6, rejections=5, kills=20),
 )

@@ -1,7 +1,7 @@
 """An event loop without sockets, threads and waiting. A machine decides when something happens.
 
-`run` calls everything that is ready and returns when nothing more can happen by itself. A function for a thread waits
-in `threads` until the machine calls `run_thread`. The clock stands still, so no timer ever ends.
+`run` calls every callback that is ready, and returns when no callback is ready. A function for a thread waits in
+`threads` until the machine calls `run_thread`. The clock stands still, so no timer ever ends.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class StillLoop(asyncio.BaseEventLoop):
         return future
 
     def run_thread(self) -> None:
-        """Call the function that waits longest for a thread."""
+        """Call the function that has waited longest for a thread."""
         future, function = self.threads.pop(0)
         if not future.done():
             try:
@@ -43,7 +43,7 @@ class StillLoop(asyncio.BaseEventLoop):
                 future.set_exception(error)
 
     def run(self) -> None:
-        """Run everything that is ready."""
+        """Run every callback that is ready."""
         outer = events._get_running_loop()
         events._set_running_loop(self)
         try:

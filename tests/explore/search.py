@@ -2,10 +2,10 @@
 
 A **machine** describes a system: its initial states, the events that are possible in a state, and the properties that
 every state must have. `explore` visits all states, breadth first. Two states with the same key count as one state. So
-if two orders of events lead to the same situation, the search continues from there only once. If a property is broken,
-the error shows the shortest series of events that breaks the property. After the search, `explore` checks that a goal
-can be reached from every state. If no goal can be reached from a state, the state is a deadlock or part of a loop
-without a way out.
+if two orders of events lead to the same situation, the search continues from this situation only once. If a property is
+broken, the error shows the shortest series of events that breaks the property. After the search, `explore` checks that
+a goal can be reached from every state. If no goal can be reached from a state, the state is a deadlock or part of a
+loop without a way out.
 
 `walk` goes further than `explore` can: it follows random events and checks each state on its way.
 """
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 S = TypeVar("S")
 Event = tuple[Any, ...]  # the name of an event and its arguments
-Way = tuple[int, Event] | None  # the number of the state before, and the event; None: an initial state
+Way = tuple[int, Event] | None  # the number of the previous state, and the event; None: an initial state
 
 
 class Machine(Protocol[S]):
@@ -37,7 +37,7 @@ class Machine(Protocol[S]):
         ...
 
     def key(self, state: S) -> Hashable:
-        """Return what distinguishes this state from others."""
+        """Return a value that distinguishes this state from other states."""
         ...
 
     def check(self, state: S) -> None:
@@ -58,7 +58,7 @@ class Broken(AssertionError):
 
 
 class State(NamedTuple):
-    """A state: the events that lead to it, and what the machine saw there."""
+    """A state: the events that lead to the state, and what the machine saw in the state."""
 
     path: tuple[Event, ...]
     seen: Hashable
@@ -72,7 +72,10 @@ class State(NamedTuple):
 
 
 class PathMachine:
-    """A machine whose world cannot be copied. To reach a state, `run` repeats all events that lead to the state."""
+    """A machine whose state contains coroutines, which cannot be copied.
+
+    To reach a state, `run` repeats all events that lead to the state.
+    """
 
     def run(self, path: tuple[Event, ...]) -> State:
         """Let all events of a path happen in a new world, and return the state after them."""
@@ -105,8 +108,8 @@ class Graph:
     If the search does not keep the states, `states` and `events` are empty.
     """
 
-    states: list[Any] = field(default_factory=list)  # the first state found with each key
-    events: list[Event] = field(default_factory=list)  # the event of each transition
+    states: list[Any] = field(default_factory=list)  # for each key, the first state that was found
+    events: list[Event] = field(default_factory=list)  # for each transition, its event
     came_by: list[Way] = field(default_factory=list)  # the shortest way to each state
     sources: array = field(default_factory=lambda: array("I"))  # number of the state before each transition
     targets: array = field(default_factory=lambda: array("I"))  # number of the state after each transition
@@ -121,7 +124,7 @@ def explore(machine: Machine[S], keep: bool = True) -> Graph:
     """Visit all states of a machine. If a property does not hold, raise Broken with the shortest series of events that
     breaks it."""
     began, graph = time.monotonic(), Graph()
-    numbers: dict[Hashable, int] = {}  # the number of each key
+    numbers: dict[Hashable, int] = {}  # for each key, the number of its state
     queue: deque[tuple[int, S]] = deque()
 
     def visit(state: S, way: Way) -> int:
@@ -153,7 +156,8 @@ def explore(machine: Machine[S], keep: bool = True) -> Graph:
     if lost := stuck(graph):
         moves = {source for source, target in zip(graph.sources, graph.targets) if source != target}
         ends = [number for number in lost if number not in moves]
-        events = events_to(graph, graph.came_by[(ends or lost)[0]])  # an end where nothing happens explains it best
+        # If there is a state in which no event changes anything, this state explains the deadlock best.
+        events = events_to(graph, graph.came_by[(ends or lost)[0]])
         raise Broken("deadlock", f"no goal can be reached after these events:\n{story(machine, events)}")
     graph.seconds = time.monotonic() - began
     return graph
@@ -163,14 +167,14 @@ def stuck(graph: Graph) -> list[int]:
     """Return the states from which no goal can be reached, in the order of the search."""
     alive, before = bytearray(graph.goals), -1
     while before != (before := sum(alive)):
-        for k in range(len(graph.sources) - 1, -1, -1):  # backward, because later states are nearer to a goal
+        for k in range(len(graph.sources) - 1, -1, -1):  # backward, because later states are closer to a goal
             if alive[graph.targets[k]]:
                 alive[graph.sources[k]] = 1
     return [number for number in range(len(graph)) if not alive[number]]
 
 
 def events_to(graph: Graph, way: Way) -> list[Event]:
-    """Return the events from an initial state along `way`. Machines have one initial state if a story is told."""
+    """Return the events from an initial state along `way`."""
     events: list[Event] = []
     while way is not None:
         events.append(way[1])
@@ -179,7 +183,10 @@ def events_to(graph: Graph, way: Way) -> list[Event]:
 
 
 def story(machine: Machine[Any], events: Sequence[Event]) -> str:
-    """Return the events as text, one on each line, with the state before each event."""
+    """Return the events as text, one on each line, with the state before each event.
+
+    The events begin at the first initial state of the machine.
+    """
     state, lines = next(iter(machine.initial())), []
     for number, event in enumerate(events, start=1):
         lines.append(f"{number:>4}. {' '.join(map(str, event)):<24} in  {state}")
@@ -191,19 +198,22 @@ def story(machine: Machine[Any], events: Sequence[Event]) -> str:
 
 
 def show(graph: Graph) -> str:
-    """Return all states and transitions as text."""
-    lines = [[f"{number:>3}  {state}"] for number, state in enumerate(graph.states)]
+    """Return all states as text, and all events that change a state."""
+    ends = {0: "", 1: "   (goal)"}
+    lines = [[f"{number:>3}  {state}{ends[graph.goals[number]]}"] for number, state in enumerate(graph.states)]
     for source, event, target in zip(graph.sources, graph.events, graph.targets):
-        lines[source].append(f"       {' '.join(map(str, event))} -> {target}")
+        if source != target:
+            lines[source].append(f"       {' '.join(map(str, event))} -> {target}")
     return "\n".join(line for of_state in lines for line in of_state)
 
 
-def walk(machine: Machine[Any], seed: int, length: int) -> int:
-    """Follow `length` random events, check each state, and return the number of different states.
+def walk(machine: Machine[S], seed: int, length: int) -> list[S]:
+    """Follow `length` random events, check each state, and return the different states.
 
-    In a state without events, the walk begins again. Raises Broken with the events since this beginning.
+    In a state without events, the walk begins again. If a property does not hold, raise Broken with the events since
+    the walk's last beginning.
     """
-    rng, seen = random.Random(seed), set[Hashable]()
+    rng, seen = random.Random(seed), dict[Hashable, S]()
     state, events = next(iter(machine.initial())), list[Event]()
     try:
         for _ in range(length):
@@ -213,7 +223,7 @@ def walk(machine: Machine[Any], seed: int, length: int) -> int:
             events.append(rng.choice(possible))
             state = machine.apply(state, events[-1])
             machine.check(state)
-            seen.add(machine.key(state))
+            seen.setdefault(machine.key(state), state)
     except Broken as broken:
         raise Broken(broken.name, f"{broken.why}, seed {seed}\n{story(machine, events)}") from broken
-    return len(seen)
+    return [*seen.values()]

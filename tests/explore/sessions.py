@@ -2,7 +2,7 @@
 
 SessionMachine explores the real classes. The trainer adds grants, starts, ends, exports and discards sessions. Agents
 call, their turns end, and time passes in steps of 30 seconds. A turn is a stand-in with the two attributes that the
-table uses. The properties:
+table uses. From every state, all sessions and turns can end. The properties:
 
     grants     a session starts exactly if a grant is left that has not lapsed
     expiry     the table holds exactly the sessions that were not exported or discarded, and that were not idle for
@@ -11,7 +11,6 @@ table uses. The properties:
     stopped    a turn whose session has ended or is forgotten was told to stop
     access     a session's id leads to this session
     limit      a session never has more answers in flight than its limit
-    deadlock   from every state, all sessions and turns can end
 """
 
 import copy
@@ -26,7 +25,7 @@ from calls.messages import Refusal
 
 from .search import Broken, Event
 
-TICK, TIMEOUT = 30, 60  # seconds; a grant lapses after 60 seconds, too
+TICK, TIMEOUT = 30, 60  # in seconds; an unused grant also expires after TIMEOUT
 
 
 @dataclass(eq=False)
@@ -34,7 +33,7 @@ class Work:
     """A stand-in for a running turn."""
 
     ids: tuple[int, ...]
-    told: bool = False  # whether the turn was told to stop
+    told: bool = False  # whether the session has told the turn to stop
 
     def end_with_session(self) -> None:
         self.told = True
@@ -42,16 +41,16 @@ class Work:
 
 @dataclass(eq=False)
 class World:
-    """A state: the real table, and what an observer with pencil and paper knows about it."""
+    """A state: the real table, and what an independent observer knows about the table."""
 
     table: Any = None  # SessionTable
-    sessions: list[Any] = field(default_factory=list)  # all Sessions, also the forgotten ones
+    sessions: list[Any] = field(default_factory=list)  # all sessions, including the forgotten sessions
     now: int = 0
     used: dict[int, int] = field(
         default_factory=dict
-    )  # session -> last use, for each session that must be in the table
+    )  # for each session that must be in the table, the time of its last use
     ended: frozenset[int] = frozenset()
-    lapses: tuple[int, ...] = ()  # when each unused grant lapses
+    lapses: tuple[int, ...] = ()  # the times at which the unused grants expire
     granted: int = 0
 
     def __str__(self) -> str:
@@ -65,16 +64,16 @@ class World:
 
 
 class SessionBounds(NamedTuple):
-    """How far the search goes."""
+    """The limits of the search."""
 
     sessions: int = 2
-    answers: int = 2  # answers of a session in flight (Limits.answers)
+    answers: int = 2  # most answers that one session may have in flight (Limits.answers)
     grants: int = 3
 
 
 @dataclass
 class SessionMachine:
-    """SessionTable, with a trainer, agents and a clock around it."""
+    """The machine of SessionTable. Its events come from a trainer, agents and a clock."""
 
     bounds: SessionBounds
     module: ModuleType = calls.sessions  # the module to explore; a test passes a mutant
@@ -124,7 +123,7 @@ class SessionMachine:
         return world
 
     def look(self, world: World) -> None:
-        """Work out on paper which sessions expire."""
+        """Compute, independently of the table, which sessions expire."""
         for k, used in list(world.used.items()):
             if world.now - used >= TIMEOUT:
                 if world.sessions[k].running:

@@ -1,10 +1,11 @@
-"""The machine of the calls: Proxy (proxy.py), Turn (calls/turn.py), Session and the conversation tree (cache.py).
+"""The machine of the calls explores Proxy (proxy.py), Turn (calls/turn.py), Session and the tree (cache.py).
 
-TurnMachine drives the shipped endpoints of the proxy in an event loop of its own. Clients connect, hang up (the proxy
-notices this later) and retry. The engine sends tokens, finishes, fails, and needs a moment to abort. The trainer sets a
-reward, ends the session and exports it. Only the tokenizer and the engine are stand-ins: a token is a letter, and each
-generation has its own letter. The search cannot copy a running coroutine, so a state is the list of the events that
-lead to it, and an event is applied by running all events again. The properties:
+TurnMachine drives the shipped endpoints of the proxy in an event loop of its own. Clients connect, hang up and retry,
+and the proxy notices later that a client has hung up. The engine sends tokens, finishes, fails, and needs a moment to
+abort. The trainer sets a reward, ends the session and exports it. Only the tokenizer and the engine are stand-ins: a
+token is a letter, and each generation has its own letter, version and log-probabilities. The search cannot copy a
+running coroutine, so a state is the list of the events that lead to the state. To apply an event, the machine runs all
+events again. The properties:
 
     once      a call and its retries become at most one exported turn
     read      the export contains every reply that a client has read whole before the session ended
@@ -12,6 +13,7 @@ lead to it, and an event is applied by running all events again. The properties:
     stopped   a generation that nobody waits for, or whose session has ended, was told to stop
     answered  no client waits for a generation that is over
     tree      the unfinished turns of the tree are the running turns of the session
+    tokens    each sampled token is trained at most once, with its own log-probability and version
     rewards   the exported rewards equal a recomputation from the leaves to the roots
     deadlock  from every state, all clients get an answer, all generations end, and the session is forgotten
 """
@@ -58,14 +60,14 @@ class Letters:
 
 @dataclass(eq=False)
 class Generation:
-    """A generation of the engine. Its tokens are the letter `letter`."""
+    """One generation of the scripted engine. Each token of the generation is the letter `letter`."""
 
     letter: str
     body: str
     on_tokens: Any
     response: ModelResponse
     news: asyncio.Future
-    state: str = "runs"  # runs, stops (it was told to stop), over
+    state: str = "runs"  # runs, stops (after the engine's abort) or over
 
 
 @dataclass(eq=False)
@@ -77,7 +79,8 @@ class Engine:
     generations: list[Generation] = field(default_factory=list)
 
     async def agenerate(self, request: ModelRequest, on_tokens: Any = None) -> ModelResponse:
-        letter, loop = chr(ord("A") + len(self.generations)), asyncio.get_running_loop()
+        number, loop = len(self.generations), asyncio.get_running_loop()
+        letter = chr(ord("A") + number)
         body = chr(
             next(token for token in reversed(request.input_ids) if chr(token).islower() and chr(token) in "wxyz")
         )
@@ -90,14 +93,15 @@ class Engine:
                 own.news = loop.create_future()
                 if event == "fails":
                     raise EngineError("the server died", 503)
-                response.replace_from(response.output_len, ModelResponse([], [ord(letter)], [-0.5], [0], ""))
+                n = response.output_len
+                response.replace_from(n, ModelResponse([], [ord(letter)], [-1.0 - n - 100 * number], [number], ""))
                 response.stop_reason = "stop" if event == "finishes" else ""
                 if on_tokens:
                     on_tokens(response)
             return response
         except asyncio.CancelledError:
             own.state, own.news = "stops", loop.create_future()
-            await own.news  # the abort takes a moment
+            await own.news  # the abort ends only when the machine says so
             raise
         finally:
             own.state = "over"
@@ -108,21 +112,22 @@ class Client:
     """A connection of a client. `body` names the request, and `status` is 0 until the client has the answer."""
 
     body: str
-    marked: bool  # whether the header says that this is a retry
+    marked: bool  # whether the request's header says that the request is a retry
     hangup: asyncio.Future
     gone: bool = False  # whether the client has hung up
     status: int = 0
-    text: str = ""  # the text of the answer, if the client has read it whole
+    text: str = ""  # the text of the answer, if the client has read the whole answer
     in_time: bool = False  # whether the session was open when the client had read the answer
 
 
 class TurnBounds(NamedTuple):
-    """How far the search goes. Bodies w and x are calls, y is a call with a stream, z continues the answer to x."""
+    """The limits of the search. Bodies w and x are calls, y is a call with a stream, and z continues the answer to
+    x."""
 
     bodies: str = "x"
     connections: int = 3
     tokens: int = 1  # tokens of a generation before its last token
-    threads: bool = False  # whether a thread reads a body, as it does with long bodies
+    threads: bool = False  # whether a thread reads each body, as the proxy does with long bodies
     rewards: bool = False
 
 
@@ -155,7 +160,7 @@ class World:
             self.loop.run_thread()
         elif name in ("token", "finishes", "fails", "stopped"):
             self.engine.generations[args[0]].news.set_result(name)
-        elif name == "noticed as it finishes":  # both in one turn of the event loop
+        elif name == "noticed as it finishes":  # the event loop sees both events at once
             self.clients[args[0]].hangup.set_result(None)
             self.engine.generations[args[1]].news.set_result("finishes")
         else:
@@ -328,7 +333,20 @@ class World:
         if self.exported is not None:
             self.check_export(self.exported)
 
+    def check_tokens(self, rows: list[dict[str, list]]) -> None:
+        """Check the trained tokens of all rows of an export."""
+        names = "loss_mask", "input_ids", "versions", "logprobs"
+        tokens = [one for row in rows for mask, *one in zip(*map(row.get, names)) if mask]
+        for token, version, logprob in tokens:
+            g = self.engine.generations[version]
+            if chr(token) != g.letter or not 1 <= -logprob - 100 * version <= g.response.output_len:
+                raise Broken("tokens", f"token {chr(token)} has version {version} and log-probability {logprob}")
+        if len({logprob for *_, logprob in tokens}) < len(tokens):
+            raise Broken("tokens", f"a token is trained twice: {tokens}")
+
     def check_export(self, exported: dict[str, Any]) -> None:
+        self.check_tokens([row["tensors"] for row in exported.values()])
+        self.check_tokens([row.to_lists() for row in self.session.cache.export_interactions("concat").values()])
         texts: dict[str, str] = {}
         for name, row in exported.items():
             mask, ids = row["tensors"]["loss_mask"], row["tensors"]["input_ids"]
@@ -369,7 +387,7 @@ class World:
 
 @dataclass
 class TurnMachine(PathMachine):
-    """The proxy's endpoints, with clients, an engine and a trainer around them."""
+    """The machine of the proxy's endpoints. Its events come from clients, an engine and a trainer."""
 
     bounds: TurnBounds
     module: ModuleType = proxy  # the module to explore; a test passes a mutant

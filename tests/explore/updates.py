@@ -45,11 +45,11 @@ TRAINER = "trainer goes on", "trainer gets no answer", "trainer gets an error"
 
 
 class PathEnds(BaseException):
-    """All events of the path have happened."""
+    """Raised when all events of the path have happened."""
 
 
 class UpdateBounds(NamedTuple):
-    """How far the search goes."""
+    """The limits of the search."""
 
     servers: int = 1
     versions: int = 1  # weight updates
@@ -60,7 +60,7 @@ class UpdateBounds(NamedTuple):
 
 @dataclass(eq=False)
 class Generation:
-    """A request at a server. Each token has its true version and the server's label."""
+    """A generation request that a server is answering. Each token has its true version and the server's label."""
 
     limit: int
     stream: asyncio.Queue
@@ -187,7 +187,7 @@ class World:
         self.bounds, self.modules, self.folder, self.loop = bounds, modules, folder, StillLoop()
         self.clock, self.faults, self.attempts, self.version = 0.0, bounds.faults, 0, 0
         self.servers = [Server() for _ in range(bounds.servers)]
-        self.pending: tuple[str, Any] | None = None  # the call that the trainer makes next
+        self.pending: tuple[str, Any] | None = None  # the next call of the trainer
         self.trainer_ended = self.failed = False
         self.waits: list[asyncio.Future] = []
         self.request: asyncio.Task | None = None
@@ -261,15 +261,15 @@ class World:
         except (EngineError, ValueError) as error:
             self.failed = True
             if self.request is not None:
-                self.request.cancel()  # the proxy ends with the run
+                self.request.cancel()  # the end of the run also ends the proxy
                 self.loop.run()
             if isinstance(error, ValueError):
                 self.fail("has", str(error))
         rollout.destroy()
 
     def wait_for_trainer(self, url: str, body: Any) -> str:
-        """Let events happen until the trainer's next call is due. Return what becomes of the call."""
-        self.loop.run()  # the proxy notices what the call before has changed
+        """Let events happen until the trainer's next call is due. Return the result of this call."""
+        self.loop.run()  # the proxy notices the changes of the previous call
         self.look_at_request()
         self.pending = None if self.trainer_ended else (url, body)
         for event in self.path:
@@ -303,7 +303,7 @@ class World:
                 self.faults -= 1
                 if name == "dies":
                     server.die()
-                else:  # the connection breaks, and the server goes on
+                else:  # the connection breaks, and the server continues
                     next(iter(server.running.values())).stream.put_nowait(None)
         self.loop.run()
         self.look_at_request()
@@ -395,7 +395,7 @@ class World:
 
 @dataclass(eq=False)
 class UpdateMachine(PathMachine):
-    """The trainer's updates and a proxy's request, with servers around them."""
+    """The machine of the weight updates. Its events come from a trainer, a proxy with one request, and servers."""
 
     bounds: UpdateBounds
     modules: dict[str, ModuleType] = field(
@@ -427,6 +427,6 @@ class UpdateMachine(PathMachine):
             engine.logger.disabled = False
 
 
-SMALL = (UpdateBounds(), UpdateBounds(pause_mode="abort"), UpdateBounds(servers=2, tokens=1))
+SMALL = (UpdateBounds(tokens=1), UpdateBounds(tokens=1, pause_mode="abort"))
 LARGE = (UpdateBounds(2, 2, 2, 1), UpdateBounds(2, 1, 2, 2), UpdateBounds(1, 2, 3, 2, "abort"))
 FAR = (UpdateBounds(3, 4, 6, 6), UpdateBounds(3, 4, 6, 6, "abort"))

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
@@ -24,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine import generated
 
+import engine as engine_module
 from engine import EngineError, RemoteInfEngine
 from inference import servers as servers_module
 from inference.io_struct import GenerationHyperparameters, ModelRequest
@@ -43,8 +45,9 @@ class Machines:
         self.versions: dict[str, Any] = dict(versions)
         self.dead: set[str] = set()
         self.paused: set[str] = set()
-        self.mute: dict[str, int] = {}  # host -> how many more control answers arrive before one is lost
-        self.workers: list[Any] = []  # URLs that host "router" lists; the router sends requests for tokens to host a
+        self.mute: dict[str, int] = {}  # for each host, how many control answers arrive before an answer is lost.
+        # The URLs that host "router" lists. The router sends requests for tokens to host a.
+        self.workers: list[Any] = []
         self.asked: list[tuple[str, str]] = []  # (host, path) of each request
 
     def __call__(self, request: httpx.Request) -> Any:
@@ -131,6 +134,50 @@ def test_a_dead_server_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machines.generated_at() == [first] + [second] * 5
 
 
+def test_requests_wait_for_a_server_that_is_started_again() -> None:
+    """If all servers are dead and one of them is started again, requests wait for it, even after all their retries.
+    The new server gets no request before it has current weights."""
+    machines, sleeps = Machines(a=7), list[float]()
+    engine = machines.engine(A)
+    assert ask(engine) == [7]
+    machines.dead.add("a")
+
+    async def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 20:
+            machines.dead.remove("a")
+            machines.versions["a"] = "0-incomplete"
+        if len(sleeps) == 30:
+            assert machines.generated_at() == ["a", "a"]
+            machines.versions["a"] = 7
+
+    engine.sleep, engine.wait_for_servers = sleep, True
+    assert ask(engine) == [7]
+    assert len(sleeps) == 30
+
+
+def test_an_update_waits_for_a_server_that_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If all servers are dead when an update begins, the update waits until one of them is back, or until the run has
+    stopped. The same version is then sent only after `forget_sent`."""
+    machines = Machines(a=0)
+    engine = machines.engine(A)
+    engine.wait_for_servers = True
+    engine.executor = MagicMock()
+    machines.dead.add("a")
+    monkeypatch.setattr(engine_module.time, "sleep", lambda _: machines.dead.discard("a"))
+    update(engine, tmp_path, 1)
+    assert machines.versions == {"a": 1}
+    with pytest.raises(ValueError, match="version 1 is not newer than 1"):
+        engine.update_weights(WeightUpdateMeta(path=str(tmp_path), version=1))
+    engine.forget_sent()
+    engine.update_weights(WeightUpdateMeta(path=str(tmp_path), version=1))
+    machines.dead.add("a")
+    monkeypatch.undo()
+    engine.executor.dispatcher.check_alive.side_effect = RuntimeError("server-0 ended")
+    with pytest.raises(RuntimeError, match="server-0 ended"):
+        engine.pause()
+
+
 def test_an_update_goes_on_without_the_dead(tmp_path: Path) -> None:
     """An update succeeds while at least one server is alive. If all servers are dead, `pause` raises an error that
     names them."""
@@ -206,8 +253,8 @@ def test_a_process_that_is_told_nothing_waits_for_the_version(tmp_path: Path) ->
 
 
 def test_a_server_that_died_unseen_is_caught_by_its_tokens() -> None:
-    """If a server restarts, it generates tokens with version 0. The engine discards these tokens and repeats the
-    request at a different server."""
+    """If a server restarts, it generates tokens with version 0. The engine discards the tokens of a restarted server
+    and repeats the request at a different server."""
     machines, (first, second) = Machines(a=7, b=7), home()
     engine = machines.engine(A, B)
     assert ask(engine) == [7]
@@ -218,7 +265,7 @@ def test_a_server_that_died_unseen_is_caught_by_its_tokens() -> None:
 
 def test_a_version_above_the_trainers_is_refused_wherever_it_is_read() -> None:
     """A server counts as lost if its tokens or its label claim a version that the trainer has not made. The trainer
-    notices this, and so does every process that was told the trainer's version."""
+    notices such a version, and so does every process that knows the trainer's version."""
     machines, (first, second) = Machines(a=7, b=7), home()
     engine = machines.engine(A, B)
     engine.set_version(7)
@@ -229,8 +276,8 @@ def test_a_version_above_the_trainers_is_refused_wherever_it_is_read() -> None:
 
 
 def test_an_answer_from_before_an_update_is_no_restart() -> None:
-    """A request that was sent before version 8 appeared may still get tokens of version 7. A later request may
-    not."""
+    """A request that was sent before version 8 appeared may still get tokens of version 7. For a request that is sent
+    after version 8 appeared, tokens of version 7 are refused."""
     servers = Servers([A, B], Wire())
     servers.check_age(A, [7], sent_after=7)
     servers.check_age(B, [7, 8], sent_after=7)
@@ -386,7 +433,7 @@ class Pair:
                 process.wait(timeout=20)
 
 
-LONG = 1800  # tokens; enough that a completion is still running when its server is killed
+LONG = 1800  # tokens; a completion of this length is still running when its server is killed
 
 
 def test_kill_one_of_two_in_the_midst_of_generation(pair: Pair, other_model_dir: Path, tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ def state(tiny_model_dir: Path) -> dict[str, torch.Tensor]:
 
 
 class Servers:
-    """A fake of inference/servers.py::Servers. Its post_all records each call, and the folder's entries at that
-    moment."""
+    """A fake of inference/servers.py::Servers. The fake servers' post_all records each call, and the folder's entries
+    at that moment."""
 
     def __init__(self, root: Path, error: str | None = None) -> None:
         self.root, self.error = root, error
@@ -111,8 +111,8 @@ def test_the_same_version_may_be_written_again(state: dict, tiny_model_dir: Path
 
 
 def test_the_old_version_outlives_the_loading(tmp_path: Path):
-    """Version 1 is deleted only after every server has loaded version 2. Other files in the folder are not
-    deleted."""
+    """Version 1 is deleted only after every server has loaded version 2. An update deletes no other files in the
+    folder."""
     for name in ("v1", "v2", "vocabulary", "notes"):
         (tmp_path / name).mkdir()
     servers = Servers(tmp_path)
@@ -199,7 +199,7 @@ def test_buckets_hold_the_model_once(tmp_path: Path):
     )
     config.tie_word_embeddings = True
     model = AutoModelForCausalLM.from_config(config)
-    limit = 20_000 / 2**20  # MiB; the embedding has 64,000 bytes in bfloat16
+    limit = 20_000 / 2**20  # bucket size in MiB; the embedding has 64,000 bytes in bfloat16
     sent: list[tuple[str, torch.Tensor]] = []
     lent: list[weakref.ref] = []
     buckets = 0
@@ -308,13 +308,13 @@ class Meeting:
     """A process group in which a collective blocks until the trainer and every server have entered it, as in NCCL."""
 
     def __init__(self, servers: int) -> None:
-        self.barrier = threading.Barrier(1 + servers, timeout=10)  # if a side is missing, wait() raises an error
+        self.barrier = threading.Barrier(1 + servers, timeout=10)  # if a side does not enter, wait() raises an error
         self.pool = ThreadPoolExecutor(servers)
         self.servers = servers
-        self.done: list[str] = []  # the collectives that all sides have entered
+        self.done: list[str] = []  # the names of the collectives that all sides have entered
 
     def enter(self, name: str) -> None:
-        if self.barrier.wait() == 0:  # true in exactly one of the waiting threads
+        if self.barrier.wait() == 0:  # wait() returns 0 in exactly one of the waiting threads
             self.done.append(name)
 
     # The trainer's side
@@ -436,7 +436,7 @@ def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
         url = f"http://127.0.0.1:{port}"
         wait_until_up(url, server)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        # With this threshold glibc returns the memory of freed tensors to the system.
+        # With this MALLOC_MMAP_THRESHOLD_ glibc returns the memory of freed tensors to the system.
         environment = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536"}
         words = [str(tmp_path / "ranks.py"), url, str(path), "distributed", "8"]
         ranks = subprocess.run(

@@ -373,7 +373,7 @@ def test_one_success_ends_a_row_of_failures(make_stage):
 def test_a_row_of_rejections_is_logged_once(make_stage, caplog):
     """Many rejections in a row log one warning. An accepted group sets the count to 0."""
     stage = make_stage(eta=100, concurrent=1, max_failures=3)
-    accepted = (2, 10)  # 2, 7 and 3 rejections in a row
+    accepted = (2, 10)  # first 2, then 7, then 3 rejections in a row
     for task_id in range(14):
         stage.finish(task_id) if task_id in accepted else stage.reject(task_id)
     stage.submit(*range(14))
@@ -389,7 +389,7 @@ def test_an_exhausted_generator_is_an_error(make_stage):
 
 
 def test_a_stale_group_is_an_error(make_stage):
-    """A batch with a group older than eta raises StalenessError, and no group of the batch is consumed."""
+    """Consuming a batch with a group older than eta raises StalenessError, and no group of the batch is consumed."""
     stage = make_stage(eta=0, batch=1)
     stage.submit(0)
     stage.started(1)
@@ -436,8 +436,8 @@ def test_a_straggler_is_dropped_and_holds_up_no_batch(make_stage):
 
 
 def test_a_straggler_is_masked_and_holds_up_no_batch(make_stage):
-    """With stale=mask a batch does not wait for a slow group, and the slow group is consumed without its old
-    tokens. If the masking leaves a token that is too old, the batch raises StalenessError."""
+    """With stale=mask a batch does not wait for a slow group, and the slow group is consumed without its old tokens.
+    At the end, a faulty mask function removes no token, and consuming an old group raises StalenessError."""
     masks: list[int] = []
 
     def without_older(group: Group, oldest: int) -> Group | None:
@@ -467,8 +467,8 @@ def test_a_straggler_is_masked_and_holds_up_no_batch(make_stage):
 
 
 def test_wait_for_one_task(make_stage):
-    """wait_for_task returns one group by its id. This group is then in no later batch, and another group may start in
-    its place."""
+    """wait_for_task returns one group by its id. No later batch contains this group, and another group may start in its
+    place."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2)
     stage.finish(1)
@@ -579,7 +579,7 @@ def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
     async def interrupt(task: Prompt) -> None:
         with lock:  # the main thread releases the lock when it begins to wait
             pass
-        while not through.is_set():  # a loop, because the first signal may come before the wait
+        while not through.is_set():  # a loop sends the signal again, because the first signal may come before the wait
             signal.pthread_kill(main_thread, signal.SIGINT)
             await asyncio.sleep(1)
         await asyncio.get_running_loop().create_future()
@@ -604,9 +604,10 @@ def test_repr_shows_the_state(make_stage):
 
 
 class VirtualRunner(AsyncTaskRunner):
-    """A runner in virtual time: only wait_for moves the clock. A task takes durations(task_id) seconds."""
+    """A runner in virtual time: only wait_for moves the clock. The function durations(task_id) returns how many seconds
+    a task takes."""
 
-    def __init__(self, durations: Callable[[int], float]):  # does not start a thread or an event loop
+    def __init__(self, durations: Callable[[int], float]):  # a virtual runner starts neither a thread nor an event loop
         self.lock = threading.Condition()
         self.durations = durations
         self.now = 0.0

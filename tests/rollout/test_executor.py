@@ -44,7 +44,7 @@ class Waits(Echo):
         self.loop = asyncio.get_running_loop()
         self.started.append(data["n"])
         await self.gates[data["n"]].wait()
-        if data["n"] == 3:  # each episode lets an older episode end, so the oldest ends last
+        if data["n"] == 3:  # episode 3 ends first, then episodes 2, 1 and 0
             self.gates[2].set()
         elif data["n"] > 0:
             self.gates[data["n"] - 1].set()
@@ -119,8 +119,8 @@ def test_every_loader_begins_at_its_own_beginning(make: Make) -> None:
 
 
 def test_a_loader_that_raises_says_so_at_every_call(make: Make) -> None:
-    """If a dataloader raises an error, every call of prepare_batch raises the same error. Once repaired, the dataloader
-    starts again."""
+    """If a dataloader raises an error, every call of prepare_batch raises the same error. After the error is repaired,
+    the dataloader starts again."""
     samples: list[dict] = [{"n": 0}, {}]
 
     def collate(batch: list[dict]) -> list[dict]:
@@ -215,8 +215,8 @@ def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size:
     """If the proxy dies, the run stops before any episode counts as failed. Every later call of state_dict raises an
     error.
 
-    If the episode counted as failed, a new prompt would replace its prompt, and the next checkpoint would lack the old
-    prompt.
+    If the episode counted as failed, a new prompt would replace the episode's prompt. The next checkpoint would then
+    lack the old prompt.
     """
 
     class LosesItsProxy(Echo):
@@ -228,7 +228,7 @@ def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size:
     executor = make(hold_failures=0.5)
     threading.Timer(
         0.2, executor.fail, [RuntimeError("the proxy ended")]
-    ).start()  # in a run, the thread that watches the proxy calls fail()
+    ).start()  # in a real run, a thread watches the proxy and calls fail()
     with pytest.raises(RuntimeError, match="the proxy ended"):
         executor.prepare_batch(loader(SAMPLES), LosesItsProxy(), group_size=group_size)
     with pytest.raises(RuntimeError, match="the proxy ended"):
@@ -409,7 +409,8 @@ def test_the_tokens_age_is_taken_from_the_trajectory(make: Make) -> None:
 
 
 class OneIsSlow(Echo):
-    """Task 0 ends when the version is 2. Its three tokens have the versions 0, 1 and 2, and all are trained."""
+    """Task 0 ends when the version is 2. The task's three tokens have the versions 0, 1 and 2, and all three tokens are
+    trained."""
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
         traj = await super().arun_episode(engine, data)
@@ -424,7 +425,7 @@ class OneIsSlow(Echo):
 @pytest.mark.parametrize("stale", ["mask", "drop"])
 def test_no_step_waits_for_a_slow_group(make: Make, stale: str) -> None:
     """With stale=mask, the loss leaves out the tokens of a slow group that are older than eta. With stale=drop, the
-    whole group is dropped. In both cases no trained token is older than eta."""
+    whole group is dropped. With both settings no trained token is older than eta."""
     executor, data, slow = make(config={"max_head_offpolicyness": 1, "stale": stale}), loader(SAMPLES), list[int]()
     while not slow and executor.stats.dropped == 0:
         version, batch = executor.engine.get_version(), executor.prepare_batch(data, OneIsSlow())
@@ -498,7 +499,7 @@ def test_dumps_without_a_tokenizer_are_refused_at_the_start(make: Make, tmp_path
     make(dump_dir=tmp_path, config={"dump_to_file": False})
 
 
-# ---------------------------------------------------------------- agents, by the real proxy and server
+# ---------------------------------------------------------------- agents that call the real proxy and the real server
 
 
 class Talks:
@@ -555,8 +556,8 @@ NUMBERS = [1, 1.0, True, np.float32(1), np.int64(1), torch.tensor(1.0), torch.te
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda n: type(n).__name__)
 def test_an_agent_may_return_any_number(run_agent: Any, number: Any) -> None:
-    """If an agent returns a number, this is the reward of the last of its two completions. The first completion gets
-    turn_discount times this reward."""
+    """If an agent with two completions returns a number, the number is the reward of the last completion. The first
+    completion gets turn_discount times the reward of the last completion."""
     group, _ = run_agent(Talks(lambda ids: number), turn_discount=0.5, export_style="individual")
     assert group["rewards"].tolist() == [0.5, 1.0]
 
@@ -578,8 +579,8 @@ def test_a_dict_rewards_the_completions_it_names(run_agent: Any) -> None:
 
 
 def test_none_means_what_the_agent_set_itself(run_agent: Any) -> None:
-    """If an agent posts no reward and returns None, its episode is rejected. If it posts a reward of 0, its episode is
-    accepted."""
+    """If an agent posts no reward and returns None, its episode is rejected. If an agent posts a reward of 0, its
+    episode is accepted."""
     assert run_agent(Talks(lambda ids: None)) == (None, RolloutStat(rejected=1))
 
     class SetsItself(Talks):

@@ -84,7 +84,8 @@ async def test_both_modes_sample_the_same_tokens(proxy: ProxyAddress) -> None:
     apart = replace(inline, mode="subproc")
     rows = [to_tensors(await workflow.arun_episode(None, QUESTION)) for workflow in (inline, apart)]
     assert rows[0]["input_ids"].shape[1] > 40
-    for key in rows[0]:  # up to rounding, because the server adds numbers in another order if the prompt is cached
+    # A cached prompt changes the order in which the server adds numbers, so log-probabilities may differ in rounding.
+    for key in rows[0]:
         torch.testing.assert_close(rows[0][key], rows[1][key], rtol=0, atol=1e-5)
 
 
@@ -113,7 +114,7 @@ def test_an_agent_that_sets_nothing_is_rejected(run_agent: Run, mode: str) -> No
     assert run_agent(mode_agents.Talks, {"then": "is_silent"}, mode=mode) == ([None], RolloutStat(rejected=1))
 
 
-# ---------------------------------------------------------------- how an agent may end
+# ---------------------------------------------------------------- tests of the ways in which an agent may end
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_a_failing_agent_is_counted_and_the_next_one_runs(
     assert [None if group is None else group["rewards"].tolist() for group in groups] == [None, [1.0], None, [1.0]]
     assert (stats.failed, stats.rejected) == (2, 2)
     assert re.search(says, caplog.text)
-    assert "never retrieved" not in capfd.readouterr().err  # asyncio logs this if an SDK's client outlives its episode
+    assert "never retrieved" not in capfd.readouterr().err  # logged if an SDK's client outlives its episode
 
 
 def test_a_timed_out_episode_has_ended(run_agent: Run, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

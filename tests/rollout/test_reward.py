@@ -95,14 +95,15 @@ NUMBERS = [
 
 @pytest.mark.parametrize("value", NUMBERS, ids=lambda v: f"{type(v).__name__} {getattr(v, 'dtype', '')}")
 def test_every_kind_of_number_is_a_reward(value: Any) -> None:
-    """Numbers and bools of Python are valid rewards, and so are scalars of numpy and torch. Here each is 1.0."""
+    """Numbers and bools of Python are valid rewards, and so are scalars of numpy and torch."""
     assert parse_rewards(value) == 1.0
     assert type(parse_rewards(value)) is float
     assert parse_rewards({"chatcmpl-1": value, "chatcmpl-2": 0}) == {"chatcmpl-1": 1.0, "chatcmpl-2": 0.0}
 
 
 def test_none_says_that_the_agent_set_its_rewards_itself() -> None:
-    """A return value of None means that the agent has posted its rewards. It does not stand for a reward of 0."""
+    """A return value of None means that the agent has posted its rewards. A return value of None does not stand for a
+    reward of 0."""
     assert parse_rewards(None) is None
 
 
@@ -128,7 +129,8 @@ def test_a_reward_is_finite(value: Any) -> None:
 
 @pytest.mark.anyio
 async def test_a_plain_function_runs_in_another_process(rewards: ModuleType) -> None:
-    """A plain reward function runs in a worker process. Its arguments are the texts, the token ids and the sample."""
+    """A plain reward function runs in a worker process. The function's arguments are the texts, the token ids and the
+    sample."""
     assert await AsyncRewardWrapper(rewards.equals)("2+2?", "4", [1], [2], answer="4", extra=None) == 1.0
     assert await AsyncRewardWrapper(rewards.process_id)() != os.getpid()
 
@@ -210,8 +212,8 @@ async def test_a_death_is_noticed_whoever_lives_on(rewards: ModuleType, fifo: st
 async def test_what_is_no_text_in_sys_path_is_passed_over(
     rewards: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker starts even if sys.path contains an entry that is not a string. Python's import ignores such an
-    entry."""
+    """A worker starts even if sys.path contains an entry that is not a string. Python's import ignores an entry that is
+    not a string."""
     monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])
     async with asyncio.timeout(60):
         async with (pool := WorkerPool(1)).worker() as worker:
@@ -233,7 +235,7 @@ def test_a_worker_does_not_outlive_a_killed_trainer(rewards: ModuleType, tmp_pat
     (tmp_path / "trainer.py").write_text(TRAINER)
     paths = os.pathsep.join([str(ROOT), str(Path(rewards.__file__ or "").parent)])
     command = [sys.executable, str(tmp_path / "trainer.py"), busy, fifo]
-    env, quiet = os.environ | {"PYTHONPATH": paths}, subprocess.DEVNULL  # stderr would show Python's warning
+    env, quiet = os.environ | {"PYTHONPATH": paths}, subprocess.DEVNULL
     with subprocess.Popen(command, env=env, stderr=quiet) as trainer, open(fifo) as file:
         assert file.read(5) == "alive"
         trainer.kill()

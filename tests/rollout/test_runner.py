@@ -93,7 +93,8 @@ def test_runner_refuses_what_it_has_no_room_for(runner, ended):
 
 
 def test_our_own_error_in_the_thread_is_told(runner):
-    """If on_done raises an exception, the runner calls on_failure with it, and the runner's thread continues."""
+    """If on_done raises an exception, the runner calls on_failure with this exception, and the runner's thread
+    continues."""
     error = OSError("disk full")
     failures: queue.Queue[BaseException] = queue.Queue()
 

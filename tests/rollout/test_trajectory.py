@@ -29,8 +29,8 @@ def ints(*rows: list[int]) -> Tensor:
 
 
 def documented() -> dict[str, Tensor]:
-    """Return the example from AReaL's page Rollout Workflow, section "Tensor Dictionary Format". Its prompt has version
-    0, not -1."""
+    """Return the example from AReaL's page Rollout Workflow, section "Tensor Dictionary Format". The prompt of this
+    example has version 0, not -1."""
     return {
         "input_ids": ints([1, 2, 3, 4, 5]),
         "attention_mask": torch.ones(1, 5, dtype=torch.bool),
@@ -90,8 +90,8 @@ def test_complete_keeps_what_the_workflow_said() -> None:
 
 
 def test_unknown_versions_are_those_of_the_episodes_start() -> None:
-    """If the versions are missing, `complete` sets them to the version at the episode's start. So a group never seems
-    younger than it is."""
+    """If the versions are missing, `complete` sets them to the version at the episode's start. With this version, a
+    group never seems younger than its true age."""
     given = documented()
     del given["versions"]
     traj = complete(given, task_id=0, version=4)
@@ -99,8 +99,7 @@ def test_unknown_versions_are_those_of_the_episodes_start() -> None:
 
 
 def test_two_required_keys_are_enough_and_train_nothing() -> None:
-    """A trajectory with only input_ids and attention_mask is valid. Such a trajectory has no trained token and no
-    age."""
+    """A trajectory with only input_ids and attention_mask is valid, but has no trained token and no age."""
     traj = complete({"input_ids": ints([1, 2]), "attention_mask": ints([1, 1])}, task_id=0)
     assert traj["attention_mask"].dtype == torch.bool
     assert traj["loss_mask"].sum() == 0
@@ -187,7 +186,7 @@ def test_concat_knows_features_from_tokens(lengths: list[int], width: int, more:
     """concat_padded_tensors pads a user's tensor only if its second dimension equals the row length in every
     trajectory.
 
-    A feature whose width happens to equal the length of one row is not padded.
+    A feature tensor is not padded if its width equals the length of only one trajectory by chance.
     """
     trajectories = []
     for length in lengths:

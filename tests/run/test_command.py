@@ -1,16 +1,22 @@
 """Tests of the start of a run: what `open_run` sets for its block, and what Ctrl-C does."""
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import ROOT
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 
 from run.command import open_run
 from run.config import load
+from run.recover import unwrapped
 
 
 @pytest.mark.parametrize(("offload", "threads"), [("true", 3), ("false", 1)])
@@ -49,3 +55,32 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     assert done.returncode == 130
     assert done.stdout == "first\ngoes on\n"
     assert done.stderr.strip() == ""
+
+
+class InterruptedWriter(FileSystemWriter):
+    """Writes a checkpoint, and gets a signal or an error during the writing."""
+
+    def __init__(self, path: Path, act: Callable[[], Any]) -> None:
+        super().__init__(path)
+        self.act = act
+
+    def write_data(self, *args: Any) -> Any:
+        self.act()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_ctrl_c_during_a_checkpoint_ends_the_run_as_usual(tmp_path: Path) -> None:
+    """During a checkpoint, torch turns Ctrl-C into an exception of its own, and a run would end with a traceback and
+    exit code 1. The run turns this exception back into KeyboardInterrupt, so it ends with code 130. Other errors of a
+    checkpoint stay as they are."""
+
+    def full() -> None:
+        raise OSError("No space left on device")
+
+    ways: dict[type[BaseException], Callable[[], Any]] = {
+        KeyboardInterrupt: lambda: signal.raise_signal(signal.SIGINT),
+        CheckpointException: full,
+    }
+    for expected, act in ways.items():
+        with pytest.raises(expected), unwrapped():
+            dcp.save({"x": torch.ones(2)}, storage_writer=InterruptedWriter(tmp_path, act))

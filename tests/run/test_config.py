@@ -16,6 +16,7 @@ from test_structure import MODULES
 
 import tasks.guess
 import tasks.maze
+from inference.io_struct import GenerationHyperparameters
 from inference.weights import WeightUpdateMeta
 from run.config import ConfigError, changed, list_keys, load
 from run.fields import is_within
@@ -53,6 +54,7 @@ from run.keys import NEEDS, TrainConfig
         (["gconfig.presence_penalty=0.5"], "or set mode=eval"),
         (["gconfig.greedy=true"], "or set mode=eval"),
         (["gconfig.temperature=0"], "or set mode=eval"),
+        (["logger.tracker=wandbee"], "logger.tracker=wandbee is not installed here: pip install wandbee, or omit"),
         (["--fast"], "unrecognized arguments: --fast; options are"),
         (["train"], "cannot read 'train'"),
     ],
@@ -127,7 +129,7 @@ def test_a_key_without_effect_is_refused(name: str, need: str, tmp_path: Path) -
     later word."""
     (tmp_path / "empty.yaml").write_text("gconfig: {n_samples: 2}")
     base, conditions = ["--config", str(tmp_path / "empty.yaml")], need.split(" or ")
-    base += ["mode=eval"] * name.startswith("gconfig.")  # in training most of these keys are refused
+    base += ["mode=eval"] * ("gconfig." in name)  # in mode=train most keys of gconfig are refused
     useless = [word for condition in conditions for word in words_for(condition, wanted=False)]
     word = other_word(name)
     with pytest.raises(ConfigError) as error:
@@ -156,9 +158,10 @@ def test_keys_that_need_an_agent_or_a_task(monkeypatch: pytest.MonkeyPatch) -> N
     """The keys of rollout.openai are refused if the workflow is a RolloutWorkflow. The key success_above is refused if
     the task has its own function `success`."""
     words = ["--config", "configs/maze.yaml"]
-    load_workflow(load(words), tasks.maze, None, None, {})
+    defaults = {"gconfig": GenerationHyperparameters(), "tokenizer": None}
+    load_workflow(load(words), tasks.maze, defaults, None, {})
     with pytest.raises(ConfigError, match=r"rollout.openai has no effect: the workflow is a RolloutWorkflow"):
-        load_workflow(load([*words, "rollout.openai.turn_discount=0.5"]), tasks.maze, None, None, {})
+        load_workflow(load([*words, "rollout.openai.turn_discount=0.5"]), tasks.maze, defaults, None, {})
     monkeypatch.setattr(tasks.guess, "success", bool, raising=False)
     with pytest.raises(ConfigError, match=r"success_above has no effect: the task tasks.guess says"):
         load_inputs(load(["success_above=0.5"]))
@@ -221,6 +224,7 @@ MAY_BE_NEGATIVE = {
     "gconfig.frequency_penalty": {"-1", "-0.5"},
     "gconfig.presence_penalty": {"-1", "-0.5"},
     "gconfig.top_k": {"-1"},
+    "eval_gconfig.top_k": {"-1"},
 }
 
 
@@ -242,7 +246,7 @@ def test_a_number_outside_its_interval_is_refused(name: str, value: str, tmp_pat
     one line that names the key. The help text of a key that accepts 0 says what 0 does."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("gconfig: {n_samples: 2}")
-    words = ["mode=eval"] * name.startswith("gconfig.")  # in training most values of these keys are refused
+    words = ["mode=eval"] * ("gconfig." in name)  # in mode=train most of these values are refused
     try:
         config = load(["--config", str(recipe), f"{name}={value}", *words])
     except ConfigError as error:
@@ -259,7 +263,7 @@ def test_a_number_outside_its_interval_is_refused(name: str, value: str, tmp_pat
         assert value in MAY_BE_NEGATIVE[name]
 
 
-ZERO_IS_PLAIN = {  # keys whose help explains 0 without mentioning it
+ZERO_IS_PLAIN = {  # keys whose help explains 0 without the number 0
     "gconfig.frequency_penalty": "subtracted from",
     "gconfig.presence_penalty": "subtracted from",
     "gconfig.seed": "seed of the sampling",
@@ -272,7 +276,8 @@ ZERO_IS_PLAIN = {  # keys whose help explains 0 without mentioning it
     (0, "[-1, -1] or [1, inf)", False), (-1, "[-1, -1] or [1, inf)", True), (7, "[-1, -1] or [1, inf)", True),
 ])  # fmt: skip
 def test_an_interval_contains_its_square_ends(value: float, interval: str, inside: bool) -> None:
-    """A square bracket includes the end of an interval and a round bracket excludes it. NaN lies in no interval."""
+    """A square bracket includes the end of an interval and a round bracket excludes it. The number NaN lies in no
+    interval."""
     assert is_within(value, interval) is inside
 
 
@@ -318,7 +323,8 @@ def test_spellings_of_the_documents() -> None:
 
 @pytest.mark.parametrize(("word", "stale"), [("true", "drop"), ("false", "wait")])
 def test_drop_stale_is_another_name_of_stale(word: str, stale: str) -> None:
-    """rollout.drop_stale=true means rollout.stale=drop, and false means wait. An unknown value is refused."""
+    """rollout.drop_stale=true means rollout.stale=drop, and false means wait. An unknown value of rollout.drop_stale is
+    refused."""
     assert load([f"rollout.drop_stale={word}"]).rollout.stale == stale
     assert load([f"rollout.stale={stale}"]).rollout.stale == stale
     with pytest.raises(ConfigError, match=r"rollout\.stale"):
@@ -340,7 +346,7 @@ def test_derived_values_are_written_back() -> None:
 
 def test_the_servers_key_is_made_and_never_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A run that starts its servers makes a new key, unless the user gives one. The list of a run's changes does not
-    show the key, because the run's config.yaml does not contain the key."""
+    show this key, because the run's config.yaml does not contain the key."""
     monkeypatch.delenv("NANO_AREAL_SERVER_KEY", raising=False)
     new, other = load([]), load([])
     assert len(new.rollout.server_key) > 16
@@ -355,8 +361,8 @@ def test_the_servers_key_is_made_and_never_written(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_run_that_goes_on_says_what_is_set_otherwise(tmp_path: Path) -> None:
-    """`changed` lists the keys that differ from the config.yaml of an earlier run. Without a config.yaml the list
-    is empty."""
+    """`changed` lists the keys that differ from the config.yaml of an earlier run. Without a config.yaml the list of
+    changed keys is empty."""
     assert changed(tmp_path / "config.yaml", load([])) == []
     OmegaConf.save(asdict(load(["actor.eps_clip=0.1", "rollout.server_key=k"])), tmp_path / "config.yaml")
     assert changed(tmp_path / "config.yaml", load(["actor.eps_clip=0.1", "rollout.server_key=k"])) == []

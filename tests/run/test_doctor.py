@@ -29,7 +29,7 @@ from run.mismatch import Canary, compare_scores
 from training.actor import FSDPPPOActor
 from training.config import PPOActorConfig
 
-CONFIG = load([])  # the demo: eta 1, 20 members, float32
+CONFIG = load([])  # the demo's settings: eta 1, 20 members, float32
 HEALTHY: dict[str, Any] = {
     "success": 0.5,
     "reward": 0.5,
@@ -118,7 +118,7 @@ def test_a_rule_fires_on_the_sick_run_alone(rule: str, sick: dict[str, Any], nea
     steps = next(each.steps for each in RULES if each.name == rule)
     assert rule in rules_that_fire(lines_of(steps, **sick))
     assert rule not in rules_that_fire(lines_of(steps, **near))
-    assert rule not in rules_that_fire(lines_of(steps, **sick)[1:])  # fewer lines than the rule needs
+    assert rule not in rules_that_fire(lines_of(steps, **sick)[1:])  # the rule needs more lines of metrics
 
 
 def test_every_rule_has_a_case_and_an_entry() -> None:
@@ -177,7 +177,8 @@ def test_healthy_metrics_raise_nothing(lines: list[dict[str, Any]]) -> None:
 
 
 def test_missing_metrics_silence_a_rule() -> None:
-    """The lines of a run from an earlier revision may lack metrics. Then no rule fires, and no error is raised."""
+    """The lines of a run from an earlier revision may lack metrics. For such lines no rule fires, and no error is
+    raised."""
     assert examine([{"step": k} for k in range(1, 30)], CONFIG) == []
 
 
@@ -198,7 +199,7 @@ def test_a_finding_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
         doctor = doctor_of(tmp_path, "warn")
         for end in (1, 2, 3):
             doctor.check(sick[:end])
-    [said] = capsys.readouterr().out.splitlines()
+    [said] = capsys.readouterr().err.splitlines()
     assert said.startswith("doctor: step 1, lag = 8, limit 0. ")
     [finding] = map(json.loads, (tmp_path / "e" / "t" / "doctor.jsonl").read_text().splitlines())
     assert (finding["step"], finding["rule"], finding["text"]) == (1, "lag", said)
@@ -212,7 +213,7 @@ def test_strict_ends_the_run_and_off_is_silent(tmp_path: Path, capsys: pytest.Ca
     doctor_of(tmp_path / "slow", "strict").check(lines_of(10, rollout_wait_s=2.0))
     capsys.readouterr()
     doctor_of(tmp_path / "off", "off").check(lines_of(1, staleness_max=9.0))
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""
 
 
 # ---- the command
@@ -286,10 +287,10 @@ def test_scores_of_the_canary() -> None:
     """compare_scores counts servers with unchanged scores, and returns the largest difference from the trainer's
     scores. If all servers have the new weights, both numbers are 0."""
     old, new = torch.tensor([0.0, -1.0]), torch.tensor([0.0, -1.5])
-    before = torch.stack([old, old, old])  # the trainer and two servers
+    before = torch.stack([old, old, old])  # the scores of the trainer and of two servers
     assert compare_scores(before, torch.stack([new, new, new])) == {"canary_mismatch": 0.0, "canary_unchanged": 0}
     assert compare_scores(before, torch.stack([new, new, old])) == {"canary_mismatch": 0.5, "canary_unchanged": 1}
-    assert compare_scores(before, before)["canary_unchanged"] == 0  # the trainer has not moved
+    assert compare_scores(before, before)["canary_unchanged"] == 0  # the trainer's scores have not changed
     assert compare_scores(torch.empty(0), before)["canary_unchanged"] == 0  # the first update
     broken = torch.tensor([0.0, float("nan")])
     assert compare_scores(before, torch.stack([new, new, broken]))["canary_mismatch"] == float("inf")
@@ -313,7 +314,8 @@ def test_the_trainer_does_not_wait_for_the_canary(start_tiny_server: Any, tiny_m
     metrics = canary.finish()
     assert metrics["canary_mismatch"] < 1e-4
     assert metrics["canary_unchanged"] == 0
-    assert canary.before.shape == (2, 7)  # the trainer and one server; both rows have 7 tokens together
+    # The scores of the trainer and of one server, for 7 tokens in the two rows.
+    assert canary.before.shape == (2, 7)
     rollout.servers = Servers(["http://127.0.0.1:9"], Wire())
     canary.start(batch)
     assert canary.finish() == {}

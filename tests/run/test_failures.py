@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from runs import SMALL_GUESS, WITH_TEST_MODULES, command
 
-from run.failures import Failures
+from run.failures import Failures, report
 
 
 def raised(error: Exception) -> Exception:
@@ -20,8 +20,8 @@ def raised(error: Exception) -> Exception:
 
 
 def test_one_line_for_each_distinct_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Failures that differ only in numbers count as one failure. They get one line, one traceback, and at the end a
-    count."""
+    """Failures that differ only in numbers count as one failure. Such failures get one line, one traceback, and at the
+    end a count."""
     logger, log = logging.getLogger("nano_areal.test"), tmp_path / "logs" / "failures.log"
     failures = Failures(log)
     for k in range(5):
@@ -67,3 +67,25 @@ def test_a_failing_run_says_what_to_do(tmp_path: Path, agent: str, reason: str, 
     assert folder == f"the run's folder is {tmp_path}/e/t"
     assert again.startswith("to go on from the beginning")
     assert (tmp_path / "e/t/logs/failures.log").read_text().count("Traceback") <= 20
+
+
+def test_a_log_that_cannot_be_written_hides_no_reason(tmp_path: Path) -> None:
+    """If the disk is full, the traceback cannot be written either. The terminal still shows the reason and the remedy.
+    Here the log's folder is a file, so that nothing can be written into it."""
+    (tmp_path / "logs").write_text("")
+    text = report(OSError(28, "No space left on device"), tmp_path / "logs" / "failures.log")
+    assert "No space left on device" in text
+    assert "what to do: make room on the disk" in text
+
+
+@pytest.mark.runs
+def test_a_full_disk_ends_the_run_with_the_remedy(tmp_path: Path) -> None:
+    """A run that cannot write a checkpoint ends with the reason and with what to do. torch raises an exception that is
+    no subclass of Exception. The limit of file sizes is above the model's size, and below the checkpoint's size."""
+    words = command(tmp_path, *SMALL_GUESS, "max_steps=3", "recover_interval=1")
+    limited = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *words]
+    done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "error: the checkpoint" in done.stderr
+    assert "what to do: make room on the disk" in done.stderr

@@ -13,12 +13,12 @@ from conftest import ROOT
 from runs import is_alive
 
 from run.config import load
-from run.launch import plan_run
+from run.plan import plan_run
 
 sys.path.append(str(ROOT / "bench"))
 import gpu_check as bench  # type: ignore[import-not-found]
 
-MACHINES = {  # the machines whose cells the tests check
+MACHINES = {  # for each name, a machine whose cells the tests check
     "no GPU": bench.Machine(0, has_sglang=False),
     "one GPU": bench.Machine(1, has_sglang=True),
     "one GPU without SGLang": bench.Machine(1, has_sglang=False),
@@ -101,9 +101,9 @@ def check(work: Path, cells: list[Any], seconds: float = 600) -> tuple[int, dict
 
 def test_a_cell_that_hangs_is_ended_with_its_processes(tmp_path: Path) -> None:
     """A cell that runs longer than its limit is killed with all its processes, including an orphan in a session of its
-    own. Its row names the limit. After a cell that fails or cannot start, the next cell still runs. If the time for all
-    cells is over, the remaining cells get a row that says so. A second call repeats only the cells that have not
-    succeeded."""
+    own. The row of the killed cell names the limit. After a cell that fails or cannot start, the next cell still runs.
+    If the time for all cells is over, the remaining cells get a row that says so. A second call repeats only the cells
+    that have not succeeded."""
     script, pids = tmp_path / "stubborn.py", tmp_path / "pids"
     script.write_text(STUBBORN)
     count = f"open({str(tmp_path / 'count')!r}, 'a').write('x'); print('fine')"

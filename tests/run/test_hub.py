@@ -157,4 +157,4 @@ def test_a_run_keeps_the_revision(hub: Hub, tmp_path: Path) -> None:
     config = OmegaConf.load(tmp_path / "e/t/config.yaml")
     assert config.model_revision == COMMIT
     assert Path(config.model_path).name == COMMIT
-    assert sum(path.endswith("model.safetensors") for path in hub.asked) <= 2  # a HEAD and a GET
+    assert sum(path.endswith("model.safetensors") for path in hub.asked) <= 2  # the hub gets a HEAD and a GET

@@ -1,13 +1,20 @@
 """A user's modules may have nearly any name, because most modules of this project are in packages. If a user's
-module has the name of one of this project's modules, the run logs a warning."""
+module has the name of one of this project's modules, the run logs a warning. The first sample of the data must fit the
+workflow."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
+
+from run.config import ConfigError, load
+from run.inputs import load_inputs
+from workflow import RLVRWorkflow
 
 AGENT = """
 {imports}
@@ -46,3 +53,47 @@ def test_a_name_of_the_seven_is_taken(tmp_path: Path, tiny_model_dir: Path, name
     done = dry_run(tmp_path, tiny_model_dir, [name])
     assert done.returncode == 2
     assert f"`import {name}` finds this project's module first; rename your module" in done.stderr
+
+
+def needs_an_answer(prompt: str, completion: str, prompt_ids: list, completion_ids: list, answer: str, **_: Any) -> int:
+    return int(answer in completion)
+
+
+class NarrowAgent:
+    """An agent whose `run` does not accept the arguments that every agent gets."""
+
+    async def run(self, data: dict[str, Any], base_url: str) -> float:
+        return 1.0
+
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+LONG = [{"role": "user", "content": "hello " * 10_000}]
+
+
+@pytest.mark.parametrize(
+    ("workflow", "sample", "problem"),
+    [
+        (NarrowAgent, {"messages": MESSAGES}, "unexpected keyword argument 'api_key'"),
+        (RLVRWorkflow, {"messages": MESSAGES}, "missing a required argument: 'answer'"),
+        (RLVRWorkflow, {"answer": "1"}, "KeyError: 'messages'"),
+        (RLVRWorkflow, {"messages": LONG, "answer": "1"}, "tokens, and the context of the model"),
+        (RLVRWorkflow, {"messages": MESSAGES, "answer": "1"}, None),
+    ],
+)
+def test_the_first_sample_is_tried_before_anything_starts(
+    workflow: type, sample: dict[str, Any], problem: str | None, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """A missing column of a reward function, a prompt above the context and wrong arguments are found before the run
+    starts a process. The error is one line."""
+    data = tmp_path / "mine.jsonl"
+    data.write_text(json.dumps(sample) + "\n")
+    words = ["task=null", f"model_path={tiny_model_dir}", f"train_dataset.path={data}"]
+    kwargs = {"reward_fn": "test_inputs.needs_an_answer"} if workflow is RLVRWorkflow else {}
+    config = load([*words, "actor.kl_ctl=0"])
+    if problem is None:
+        assert load_inputs(config, workflow, kwargs).dataset == [sample]
+        return
+    with pytest.raises(ConfigError, match=problem) as caught:
+        load_inputs(config, workflow, kwargs)
+    assert "correct the columns, or the code that reads them" in str(caught.value)
+    assert "\n" not in str(caught.value)

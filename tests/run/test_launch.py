@@ -1,8 +1,6 @@
-"""Tests of the launcher: which processes a run plans, which configurations a run refuses, and what happens when a
-process ends.
+"""Tests of the child processes: what a process inherits, how it ends, and what happens when one dies early.
 
-The plan is a pure function of the configuration and the list of GPUs, so the tests of the plan need no GPUs. The tests
-of processes start real processes.
+The tests start real processes.
 """
 
 import io
@@ -10,273 +8,21 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from conftest import ROOT, free_port, rest_of
-from runs import SMALL_GUESS, assert_gone, command, is_alive, start_and_hold, wait_gone
+from conftest import ROOT, rest_of
+from runs import SMALL_GUESS, STRADDLING_MAZE, assert_gone, check_metrics, is_alive, run, start_and_hold, wait_gone
 
 import proxy
-from run.config import ConfigError, load
-from run.keys import TrainConfig
-from run.launch import (
-    Child,
-    Fleet,
-    Planned,
-    ProcessDied,
-    check_addresses,
-    check_memory,
-    check_sglang,
-    check_update_mode,
-    plan_servers,
-)
-from run.start import start_proxies
-
-
-def config(model: Path | str = "DIR", *words: str) -> TrainConfig:
-    """Return the GSM8K recipe's configuration with this model and these key=value words."""
-    return load(["--config", str(ROOT / "configs/gsm8k.yaml"), f"model_path={model}", *words])
-
-
-def gpus_of(gpus: int, ranks: int, *words: str) -> list[list[str]]:
-    """Return which GPUs each planned server gets, for this number of GPUs and ranks."""
-    plan = plan_servers(config("DIR", "server.backend=tiny", *words), [str(k) for k in range(gpus)], ranks)
-    return [process.gpus for process in plan]
-
-
-SGLANG = ["server.backend=sglang", "server.command=sglang"]  # the small server cannot use several GPUs
-
-
-# Which process gets which GPU
-
-
-@pytest.mark.parametrize(
-    ("gpus", "ranks", "words", "expected"),
-    [
-        (0, 1, [], [[]]),
-        (0, 1, ["server.count=2"], [[], []]),
-        (1, 1, [], [["0"]]),  # colocated, because there is only one GPU
-        (2, 1, [], [["1"]]),
-        (8, 4, [*SGLANG, "server.count=2", "server.tp_size=2"], [["4", "5"], ["6", "7"]]),
-        (8, 4, [*SGLANG, "server.count=1", "server.tp_size=2"], [["6", "7"]]),
-        (8, 8, [*SGLANG, "server.count=4", "server.tp_size=2"], [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]),
-        (8, 2, ["server.count=2", "server.colocate=true"], [["0"], ["1"]]),
-        (1, 1, ["server.count=2"], [["0"], ["0"]]),
-        (8, 8, ["rollout.server_addrs=[http://up]", "server.backend=auto"], []),
-    ],
-)
-def test_gpus_are_split_or_shared(gpus: int, ranks: int, words: list[str], expected: list[list[str]]) -> None:
-    """Trainers get the first GPUs and servers get the last GPUs. If there are too few GPUs, trainers and servers
-    share them."""
-    assert gpus_of(gpus, ranks, *words) == expected
-
-
-@pytest.mark.parametrize(
-    ("gpus", "ranks", "words"), [(2, 1, ["server.tp_size=4"]), (4, 3, ["server.tp_size=2", "server.colocate=false"])]
-)
-def test_too_few_gpus_are_refused(gpus: int, ranks: int, words: list[str]) -> None:
-    """If servers and ranks do not fit on the GPUs, planning raises an error."""
-    with pytest.raises(ConfigError, match="do not fit on"):
-        gpus_of(gpus, ranks, *words)
-
-
-def test_the_small_server_refuses_several_gpus() -> None:
-    """server.tp_size above 1 is an error if the small server would ignore the key."""
-    with pytest.raises(ConfigError, match=r"server.tp_size has no effect on the small server"):
-        plan_servers(load(["server.tp_size=2", "server.backend=tiny"]), [], ranks=1)
-
-
-def test_the_command_of_sglang() -> None:
-    """SGLang's command begins with run/leash.py and sets version 0 and a share of the memory. The user's arguments
-    come last."""
-    given = ["server.backend=sglang", "server.command='PY -m it'", "server.args=[--tool-call-parser,qwen]"]
-    [split] = plan_servers(config("DIR", *given), ["0", "1"], 1)
-    text = " ".join(split.command)
-    assert "run/leash.py --api-key PY -m it --model-path DIR --weight-version 0" in text
-    assert "--mem-fraction-static 0.85" in text
-    assert text.endswith("--tool-call-parser qwen")
-    [shared] = plan_servers(config("DIR", *given), ["0"], 1)
-    assert "--mem-fraction-static 0.6" in " ".join(shared.command)
-
-
-# What is refused
-
-
-SGLANG_WORDS = ("server.backend=sglang", "server.command='PY -m sglang.launch_server'")
-
-
-@pytest.mark.parametrize(
-    ("gpus", "ranks", "words", "says"),
-    [
-        (1, 1, ["weight_update.mode=distributed"], "share: set weight_update.mode=tensor, or server.colocate=false"),
-        (2, 2, ["weight_update.mode=distributed", "server.count=2"], "share: set weight_update.mode=disk"),
-        (2, 1, ["weight_update.mode=tensor"], "server-0 does not use GPU 0, as rank 0 does: .*mode=distributed"),
-        (
-            2,
-            2,
-            ["weight_update.mode=tensor", "server.count=2"],
-            "server-1 does not use GPU 0.* weight_update.mode=disk",
-        ),
-        (1, 1, ["weight_update.mode=tensor"], None),
-        (2, 2, ["weight_update.mode=tensor", "server.tp_size=2"], None),
-        (2, 1, ["weight_update.mode=distributed"], None),
-        (1, 1, ["weight_update.mode=disk"], None),
-        # The small server uses gloo.
-        (1, 1, ["weight_update.mode=distributed", "server.backend=tiny", "server.command=''"], None),
-        (0, 1, ["weight_update.mode=distributed"], None),
-    ],
-)
-def test_a_mode_of_the_update_that_the_gpus_rule_out_is_refused(
-    gpus: int, ranks: int, words: list[str], says: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The update mode distributed is refused if two processes share a GPU, because NCCL refuses this. The mode tensor
-    is refused if a server does not use rank 0's GPU. The error names a mode that works."""
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
-    names, given = [str(k) for k in range(gpus)], config("DIR", *SGLANG_WORDS[: 2 if gpus else 0], *words)
-    given.server.command = given.server.command.replace("PY", sys.executable)
-    with pytest.raises(ConfigError, match=says) if says else nullcontext():
-        check_update_mode(given, plan_servers(given, names, ranks), names)
-
-
-def test_another_version_of_nccl_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the server's own Python environment has another version of NCCL, the update mode distributed is refused, but
-    the mode disk is accepted."""
-    (tmp_path / "python").write_text("#!/bin/sh\necho '(2, 30, 1)'\n")
-    (tmp_path / "python").chmod(0o755)
-    for version in ((2, 30, 1), (2, 27, 5)):
-        monkeypatch.setattr(torch.cuda.nccl, "version", lambda version=version: version)
-        for mode in ("disk", "distributed"):
-            command = f"server.command='{tmp_path}/python -m sglang.launch_server'"
-            given = config("DIR", "server.backend=sglang", command, f"weight_update.mode={mode}")
-            refused = pytest.raises(ConfigError, match=r"NCCL \(2, 27, 5\) here, \(2, 30, 1\) in the server")
-            with refused if mode == "distributed" and version[1] == 27 else nullcontext():
-                check_update_mode(given, plan_servers(given, ["0", "1"], 1), ["0", "1"])
-
-
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, requires: str) -> None:
-    """Write the metadata of an sglang package that has this requirement into a folder, and put the folder on
-    sys.path."""
-    info = folder / "sglang-0.5.23.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\nRequires-Dist: {requires}\n")
-    monkeypatch.syspath_prepend(folder)
-
-
-def test_an_sglang_for_another_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If SGLang needs another version of torch than the installed version, an error names both versions."""
-    install(tmp_path, monkeypatch, "torch==1.0.1")
-    with pytest.raises(
-        ConfigError, match=r"sglang 0.5.23 was built for torch 1.0.1, but torch .* pip install torch==1.0.1"
-    ):
-        check_sglang()
-
-
-def test_an_sglang_for_this_torch_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An SGLang that was built for the installed torch is accepted."""
-    install(tmp_path, monkeypatch, f"torch=={torch.__version__.partition('+')[0]}")
-    check_sglang()
-
-
-def test_without_sglang_the_ways_to_it_are_named() -> None:
-    """If SGLang is missing, the message describes how to install SGLang and how to use SGLang from elsewhere."""
-    with pytest.raises(ConfigError, match=r"not installed here: pip install .* server.command=.* rollout.server_addrs"):
-        check_sglang()
-
-
-def test_a_port_that_is_taken_is_refused() -> None:
-    """A port that is in use is reported before any process starts."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"server.port: {port} cannot be used .*in use"):
-            check_addresses(config(), [Planned("server", [], [], port)])
-
-
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "no-scheme:1", "http://nowhere.invalid:1"])
-def test_a_server_that_does_not_answer_is_refused(url: str) -> None:
-    """Each address in rollout.server_addrs must answer before the run begins."""
-    with pytest.raises(ConfigError, match=f"rollout.server_addrs: {url} cannot be reached"):
-        check_addresses(config("DIR", f"rollout.server_addrs=['{url}']", "rollout.server_key=k"), [])
-
-
-def test_a_server_elsewhere_needs_a_key() -> None:
-    """An address of another machine is refused without rollout.server_key, because others may reach the server too."""
-    with pytest.raises(ConfigError, match=r"is not this machine: set rollout.server_key"):
-        check_addresses(config("DIR", "rollout.server_addrs=['http://gpu:1']"), [])
-
-
-@pytest.mark.parametrize(
-    ("routes", "end", "fits"),
-    [(set(), "", False), ({"/health"}, "", False), ({"/model_info"}, "", True), ({"/workers"}, "/", True)],
-)
-def test_a_server_of_another_kind_is_refused(routes: set[str], end: str, fits: bool) -> None:
-    """A server that is not an inference server is refused. A router is accepted, because a router answers GET
-    /workers."""
-
-    class Answers(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path in routes else 404)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever).start()
-        url = f"http://127.0.0.1:{server.server_port}{end}"
-        refused = pytest.raises(
-            ConfigError, match=f"server_addrs: {url} is no inference server of this key: it answered 404"
-        )
-        try:
-            with nullcontext() if fits else refused:
-                check_addresses(config("DIR", f"rollout.server_addrs=[{url}]"), [])
-        finally:
-            server.shutdown()
-
-
-def test_too_little_memory_says_what_to_turn_down() -> None:
-    """If the memory is too small, the message lists the keys to reduce, with the best key first."""
-    needs = [(Planned("rank 0", [], ["0"]), 30.0), (Planned("server-0", [], ["0", "1"]), 20.0)]
-    check_memory(needs, ["0", "1"], 50.0)
-    with pytest.raises(
-        ConfigError, match=r"50 GiB are needed \(rank 0 30.0, server-0 20.0\) and GPU 0 has 49"
-    ) as caught:
-        check_memory(needs, ["0", "1"], 49.0)
-    order = ["server.max_total_tokens", "actor.mb_tokens", "server.count", "nproc-per-node", "smaller model"]
-    places = [str(caught.value).index(word) for word in order]
-    assert places == sorted(places)
-
-
-def test_dry_run_starts_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """With --dry-run train.py prints processes, ports and memory, starts no process and writes no file."""
-    given = [f"model={tiny_model_dir}", "data=tests/data/gsm8k.jsonl", f"server.port={(port := free_port())}"]
-    whole = command(tmp_path, "--config", "configs/gsm8k.yaml", "--dry-run", *given, "server.max_total_tokens=4096")
-    done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    names = [line.split()[0] for line in done.stdout.splitlines()]
-    assert names[:4] == ["process", "rank", "server-0", "proxy-0"]
-    assert f" {port} " in done.stdout
-    assert "inference.tiny.server" in done.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unreachable_server_is_one_line(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """If no server answers at an address, train.py refuses the run with a one-line error and writes no file."""
-    whole = command(tmp_path, "rollout.server_addrs=[http://127.0.0.1:9]")
-    done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
-    [line] = done.stderr.splitlines()
-    assert line.startswith("error: rollout.server_addrs: http://127.0.0.1:9 cannot be reached")
-    assert list(tmp_path.iterdir()) == []
-
-
-# What happens when a process ends
+from run.config import load
+from run.launch import Child, Fleet, Planned, ProcessDied, plan_restart
+from run.start import plan_proxies
 
 
 def python(code: str, *words: str) -> list[str]:
@@ -308,23 +54,16 @@ def test_a_child_does_not_inherit_torchruns_variables(tmp_path: Path, monkeypatc
     assert seen["LOCAL_SCRATCH"] == "/scratch"
 
 
-def test_agents_requests_are_as_patient_as_configured(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The proxy's command line passes rollout.request_timeout and rollout.request_retries to the proxy's engine."""
-    planned, given = list[Planned](), {}
+def test_agents_requests_are_as_patient_as_configured(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proxy's command line passes rollout.request_timeout, rollout.request_retries and whether servers are started
+    again to the proxy's engine."""
+    given = {}
 
     class Recorder:
         def __init__(self, addresses: list[str], **options: object) -> None:
             given.update(options)
             raise ValueError("that is all")
 
-    def start(self: Fleet, process: Planned) -> Child:
-        planned.append(process)
-        return Child(process.name, "", tmp_path, None)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Fleet, "start", start)
-    monkeypatch.setattr(Child, "wait_ready", lambda child: child.url)
     monkeypatch.setattr(proxy, "ScheduledEngine", Recorder)
     words = [
         "rollout.request_timeout=7",
@@ -332,11 +71,32 @@ def test_agents_requests_are_as_patient_as_configured(
         "rollout.server_key=the server's",
         f"tokenizer_path={tiny_model_dir}",
     ]
-    start_proxies(config("DIR", *words), Fleet(tmp_path), ["http://up"])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(planned[0].keys)))
-    assert proxy.main([*planned[0].command[4:], "--port", "0"]) == 2
-    patience = {"request_timeout": 7.0, "request_retries": 5}
+    [planned] = plan_proxies(
+        load(["--config", str(ROOT / "configs/gsm8k.yaml"), "model_path=DIR", *words]),
+        ["http://up"],
+        wait_for_servers=True,
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(planned.keys)))
+    assert proxy.main([*planned.command[4:], "--port", "0"]) == 2
+    patience = {"request_timeout": 7.0, "request_retries": 5, "wait_for_servers": True}
     assert given == {**patience, "key": "the server's", "schedule": "runs/gsm8k/auto/schedule.jsonl", "replay": ""}
+
+
+def test_a_leash_passes_a_key_that_begins_with_a_hyphen() -> None:
+    """run/leash.py reads the server's key from its standard input, and the server's parser accepts any key.
+
+    One random key in 64 begins with "-". argparse would take such a word for an option.
+    """
+    parse = "import argparse; p = argparse.ArgumentParser(); p.add_argument('--api-key'); print(p.parse_args().api_key)"
+    command = [sys.executable, "run/leash.py", "--api-key", *python(parse)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as leash:
+        assert leash.stdin is not None
+        assert leash.stdout is not None
+        leash.stdin.write("-key\n")
+        leash.stdin.flush()
+        assert leash.stdout.readline() == "-key\n"
 
 
 def test_a_leash_ends_all_that_the_command_started(tmp_path: Path) -> None:
@@ -373,18 +133,19 @@ def test_a_leash_hands_on_the_exit_code() -> None:
 
 
 def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If one of two servers dies, the log shows its last output. If the second server dies too, the run ends."""
+    """If one of two servers dies and may not start again, the log shows its last output. If the second server dies too,
+    the run ends."""
     fleet = Fleet(tmp_path)
     speak = "import sys; print('my last words', flush=True); sys.stdin.read()"
     first, second = (fleet.start(Planned(f"server-{k}", python(speak))) for k in (0, 1))
     deaths: list[ProcessDied] = []
     told = threading.Event()
-    fleet.watch([deaths.append, lambda _: told.set()])
+    fleet.watch([deaths.append, lambda _: told.set()], 0, told.set)
     first.process.stdin.close()  # type: ignore[union-attr]
     first.process.wait(timeout=30)
     fleet.raise_death(ValueError("of an episode whose server died: another one will do"))
     deadline = time.monotonic() + 30
-    while "continues with 1" not in caplog.text:  # logged by the thread that watches the server
+    while "continues with 1" not in caplog.text:  # the thread that watches the server logs this line
         assert not told.wait(0.01)
         assert time.monotonic() < deadline
     second.process.stdin.close()  # type: ignore[union-attr]
@@ -396,16 +157,94 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
     fleet.stop()
 
 
-@pytest.mark.runs
-def test_a_run_outlives_one_of_its_two_servers(tmp_path: Path) -> None:
-    """If one of two servers is killed after the first step, the run reports the death and continues to its last
-    step."""
-    process, pids = start_and_hold(tmp_path, *SMALL_GUESS, "server.count=2", "max_steps=6")
+def test_which_process_is_started_again(tmp_path: Path) -> None:
+    """A dead inference server is started again on its old port, with a version label that is no number, at most
+    `max_restarts` times. A proxy is never started again, because its sessions are lost."""
+
+    def dead(name: str, restarts: int) -> Child:
+        planned = Planned(name, ["serve", "--weight-version", "0"], ["3"], keys=("secret",), restarts=restarts)
+        return Child(name, "http://127.0.0.1:4321", tmp_path, None, planned)  # type: ignore[arg-type]
+
+    again = plan_restart(dead("server-0", 1), 2)
+    assert again is not None
+    assert again.command == ["serve", "--weight-version", "0", "--weight-version", "0-incomplete"]
+    assert (again.port, again.gpus, again.keys, again.restarts) == (4321, ["3"], ("secret",), 2)
+    assert plan_restart(dead("server-0", 2), 2) is None
+    assert plan_restart(dead("proxy-0", 0), 2) is None
+
+
+SERVES = """import sys; from http.server import *
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self): self.send_response(200); self.end_headers()
+HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()"""
+
+
+def test_a_dead_server_is_started_again(tmp_path: Path) -> None:
+    """If the only server dies, it is started again at the same address, and its first log stays. If it dies a second
+    time, the run ends, because max_restarts is 1. While a run is ending, no server is started again."""
+    fleet, restarted, deaths = Fleet(tmp_path), threading.Event(), list[ProcessDied]()
+    died = threading.Event()
+    first = fleet.start(Planned("server-0", python(SERVES)))
+    url = first.wait_ready()
+    fleet.watch([deaths.append, lambda _: died.set()], max_restarts=1, on_restart=restarted.set)
+    first.process.kill()
+    assert restarted.wait(60)
+    [second] = fleet.children
+    assert (second.url, second.process.args[-4:-1]) == (url, ["--weight-version", "0-incomplete", "--port"])  # type: ignore
+    assert second.log != first.log
+    assert not died.is_set()
+    second.process.kill()
+    assert died.wait(60)
+    assert "server-0 ended with code -9" in str(deaths[0])
+    fleet.stop()
+    assert fleet.restart(second, second.planned) is None
+
+
+def kill_a_server(folder: Path, *words: str) -> tuple[str, list[dict[str, Any]]]:
+    """Train in `folder`, and kill an inference server after the first step. Return the run's output and metrics.
+
+    The run must succeed, and all its processes must end.
+    """
+    process, pids = start_and_hold(folder, *SMALL_GUESS, *words)
     os.kill(pids["inference.tiny.server"], signal.SIGKILL)
     process.send_signal(signal.SIGCONT)
     output = rest_of(process, 200)
     assert process.returncode == 0, output[-3000:]
+    assert_gone(pids)
+    return output, [json.loads(line) for line in (folder / "e/t/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("mode", ["disk", "distributed"])
+def test_a_run_starts_its_only_server_again(tmp_path: Path, mode: str) -> None:
+    """The only server is killed after it got the weights of the first step. The run starts the server again, pushes
+    these weights to it, and continues to its last step. No request fails, and the trainer's log-probabilities agree
+    with those of the new server."""
+    words = ["max_steps=4", f"weight_update.mode={mode}", "evaluator.interval=2"]
+    output, metrics = kill_a_server(tmp_path, *words)
+    assert "server-0 is started again" in output
+    assert len(metrics) == 4
+    check_metrics(metrics, eta=1)
+    assert metrics[3]["eval_rejected"] == 0
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("mode", ["disk", "tensor"])
+def test_a_run_releases_the_servers_memory(tmp_path: Path, mode: str) -> None:
+    """With server.release_memory the server loses its weights in every training step. The steps also interrupt the long
+    answers of the maze. The run loses no token, and its log-probabilities agree with the server's."""
+    words = [*STRADDLING_MAZE, "max_steps=3", "server.release_memory=true", f"weight_update.mode={mode}"]
+    metrics = run(tmp_path, *words)
+    check_metrics(metrics, eta=1)
+    assert any(line["mixed_version_share"] > 0 for line in metrics)
+
+
+@pytest.mark.runs
+def test_a_run_outlives_one_of_its_two_servers(tmp_path: Path) -> None:
+    """If one of two servers is killed after the first step and may not start again, the run reports the death and
+    continues to its last step."""
+    words = ["server.count=2", "server.max_restarts=0", "max_steps=6"]
+    output, metrics = kill_a_server(tmp_path, *words)
     assert "ended with code -9" in output
     assert "continues with 1 inference servers" in output
-    assert len((tmp_path / "e/t/metrics.jsonl").read_text().splitlines()) == 6
-    assert_gone(pids)
+    assert len(metrics) == 6

@@ -15,16 +15,16 @@ from calls.messages import PLACEHOLDER
 from inference.io_struct import ModelResponse
 from rollout.trajectory import complete, concat_padded_tensors
 from run.config import load
-from run.logger import COLUMNS, Logger, describe_batch
+from run.logger import COLUMNS, Logger, as_text, describe_batch
 from staleness import RolloutStat
 
 
 @pytest.fixture
 def logger(tmp_path: Path) -> Logger:
-    """A logger after step 12 of 64. In this step, one group was rejected and 131 members failed."""
+    """A logger after step 12 of 64. In step 12, one group was rejected and 131 members failed."""
     config = load([f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "logger.live=false"])
     config.run_dir.mkdir(parents=True)
-    logger = Logger(config, SimpleNamespace(stats=RolloutStat()))
+    logger = Logger(config, SimpleNamespace(stats=RolloutStat(), ended=34))
     line = {key: 0 if text == "{:d}" else 0.5 for key, _, text in COLUMNS}
     logger.history = [line | {"step": 12, "wall_s": 60.0, "rejected": 1, "failed_members": 131}]
     return logger
@@ -45,15 +45,15 @@ def test_the_table_fits_the_terminal(logger: Logger, monkeypatch: pytest.MonkeyP
     assert {"reward", "stale", "time s", "rejected", "failed", "members"} <= set(shown)
     assert row.split()[shown.index("members")] == "131"
     assert "…" not in file.getvalue()
-    assert "time 0:01:00, 0:04:20 left" in file.getvalue()
-    assert "groups of the batch" in status
+    assert "\n 1 of 64 steps; time 0:01:00, 0:04:20 left" in file.getvalue()
+    assert status.endswith("; 0 of 6 groups; 34 episodes, 120 a batch")
 
 
 def test_what_a_client_sends_unasked_is_counted_and_said_once(
     tiny_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each of two steps has a title call, a call with `store: false` and an image. The metrics count all of them. The
-    logger reports only the first of each kind, with the configuration key."""
+    """Each of two steps has a title call, a call with `store: false` and an image. The metrics count all three in both
+    steps. The logger reports them only in the first step, and names the configuration key of each."""
     cache = InteractionCache()
     for name, system in (("work", "You code."), ("title", "You write titles.")):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": f"hello {PLACEHOLDER}"}]
@@ -92,3 +92,11 @@ def test_what_a_client_sends_unasked_is_counted_and_said_once(
     assert "rollout.openai.store" in unstored
     assert "You code." in unstored
     assert "image" in image
+
+
+def test_a_mismatch_of_no_token_is_a_hyphen() -> None:
+    """If a batch has no token of the current version, `logp_mismatch` compares nothing and is 0. The terminal shows
+    "-", because "0e+00" would look like a perfect comparison."""
+    assert as_text({"logp_mismatch": 0.0}, "logp_mismatch", "{:.0e}") == "-"
+    assert as_text({"logp_mismatch": 3e-6}, "logp_mismatch", "{:.0e}") == "3e-06"
+    assert as_text({"failed": 0}, "failed", "{:d}") == "0"

@@ -16,8 +16,8 @@ from trainers import make_batch, make_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from run.config import ConfigError, load
-from run.launch import plan_run
-from run.memory import GIB, estimate_memory, saved_bytes, step_bytes
+from run.memory import GIB, describe_load, estimate_memory, saved_bytes, step_bytes
+from run.plan import plan_run
 from training import logprobs
 from training.actor import FSDPPPOActor
 
@@ -60,7 +60,7 @@ def bytes_saved(config: Any, dtype: torch.dtype, tokens: int) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         output = model.base_model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)
-        assert output.last_hidden_state.grad_fn is not None  # the graph and its tensors are alive until here
+        assert output.last_hidden_state.grad_fn is not None  # this line keeps the graph and its tensors alive
     return sum(saved.values())
 
 
@@ -111,10 +111,10 @@ SMALL = {
 @pytest.mark.parametrize(
     ("family", "vocabulary", "tied", "dtype", "checkpointing", "tokens"),
     [
-        ("qwen2", 4000, True, "bfloat16", False, 1024),  # saved activations are the largest part
+        ("qwen2", 4000, True, "bfloat16", False, 1024),  # here most memory is saved activations
         ("qwen2", 4000, True, "bfloat16", True, 1024),
         ("qwen3", 4000, True, "float32", True, 512),
-        ("llama", 16000, False, "bfloat16", True, 256),  # embedding and last layer are the largest part
+        ("llama", 16000, False, "bfloat16", True, 256),  # here most memory is the embedding and the last layer
         ("llama", 16000, True, "float32", False, 256),
     ],
 )
@@ -140,7 +140,7 @@ def test_the_estimate_of_a_training_step(
         batch = make_batch((128,) * (2 * tokens // 128))
         batch["prox_logp"] = torch.zeros(batch["input_ids"].shape)
         actor.compute_advantages(batch)
-        actor.ppo_update(batch)  # makes the moments of AdamW
+        actor.ppo_update(batch)  # the first update makes the moments of AdamW
         gc.collect()
         with LiveBytes() as measured:
             pytree.tree_map(measured.count, [[*actor.model.parameters()], [*actor.optimizer.state.values()]])
@@ -167,17 +167,39 @@ def test_the_plan_on_the_page(
     given = ["--config", "gsm8k", f"model_path={tmp_path}", *words, "--dry-run", "--gpus", str(gpus)]
     servers, text = plan_run(load([*given, "--gpu-memory", "64"]))
     assert all("sglang.launch_server" in server.command for server in servers)
-    shown = re.sub(r"(?m)^(?=process|rank|server|proxy)(.{34}).*", r"\1", text)  # without the column of commands
-    print(shown)  # to be copied to the page
+    shown = re.sub(r"(?m)^(?=process|rank|server|proxy)(.{34}).*", r"\1", text)  # leaves out the column of commands
+    print(shown)  # if the page is old, copy this text to the page
     assert shown in (ROOT / "docs/gpu.md").read_text()
 
 
+def test_a_released_server_is_counted_between_the_steps(tmp_path: Path) -> None:
+    """The plan of configs/gsm8k.yaml needs 48 GiB on one GPU. With server.release_memory 43 GiB suffice: the server has
+    its memory only between two steps, when the trainer has no activations."""
+    AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
+    given = ["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "1", "--gpu-memory", "43"]
+    with pytest.raises(ConfigError, match="about 47 GiB are needed"):
+        plan_run(load(given))
+    _, text = plan_run(load([*given, "server.release_memory=true"]))
+    assert "server.release_memory: in a step, a server needs 3.0; between steps, a rank 26.0" in text
+
+
+def test_the_plan_says_how_many_steps_stay_on_the_disk(tiny_model_dir: Path) -> None:
+    """With logger.keep_steps, the plan's line about the disk says for how many steps the files stay."""
+    for words, end in (
+        (["logger.keep_steps=100"], "one step a minute), kept for 100 steps"),
+        ([], "one step a minute)"),
+    ):
+        assert describe_load(load([f"model_path={tiny_model_dir}", *words]), 1000).endswith(end)
+
+
 def test_ranks_share_what_they_keep(tiny_model_dir: Path) -> None:
-    """Each of four ranks keeps a quarter of the parameters, gradients and moments. A server keeps weights and cache."""
+    """Each of four ranks keeps a quarter of the parameters, gradients and moments. A server keeps its weights and its
+    cache."""
     given = load(["--config", "gsm8k", f"model_path={tiny_model_dir}", "server.max_total_tokens=5000"])
     n = AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
-    (alone, server, counted), (shared, *_) = (estimate_memory(given, ranks, on_gpus=False) for ranks in (1, 4))
+    (alone, kept, server, counted), (shared, *_) = (estimate_memory(given, ranks, on_gpus=False) for ranks in (1, 4))
     assert counted == n
+    assert kept * GIB == pytest.approx(16 * n)
     assert (alone - shared) * GIB == pytest.approx(16 * n * 3 / 4)
     assert server * GIB == pytest.approx(4 * n + 2 * 4 * 2 * 16 * 2 * 5000)
 

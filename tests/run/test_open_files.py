@@ -1,4 +1,5 @@
-"""If a run needs more connections than the soft limit of open files allows, it raises the limit and loses no request.
+"""If a run needs more connections than the soft limit of open files allows, the run raises the limit and loses no
+request.
 
 Many systems set the soft limit to 1,024 files for each process. Each connection is an open file.
 """

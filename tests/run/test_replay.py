@@ -66,6 +66,8 @@ def test_a_restart_cancels_what_was_lost(tmp_path: Path) -> None:
     assert schedule.starts == {0: 0, 1: 0, 2: 0, 3: 1}
     assert schedule.calls[3] == {"3-0.0": call("3-0.0", [[1, 4, "t"]])}
     assert schedule.runs == [CODE, CODE]
+    schedule.cut(1)  # as in a replay that ends after step 1
+    assert schedule.steps == {0: [0]}
 
 
 def test_an_incomplete_line_is_read_later(tmp_path: Path) -> None:
@@ -141,7 +143,7 @@ async def test_each_span_waits_for_its_version(follow: Any) -> None:
 
 @pytest.mark.anyio
 async def test_after_other_tokens_a_task_is_free(follow: Any) -> None:
-    """If the server computes other tokens for an equal prompt, the later calls of the task are generated freely."""
+    """If the server computes other tokens than in the recorded run, later calls of the task are generated freely."""
     engine, _ = follow(call("7-0.0", [[0, 2, "other"]], stop="stop"))
     await engine.agenerate(request())
     assert (await engine.agenerate(request("7-0.1", [9]))).output_len == 50
@@ -160,7 +162,8 @@ async def test_another_call_is_refused_and_recorded(follow: Any, name: str, ids:
 
 @pytest.mark.anyio
 async def test_a_failed_call_fails_again(follow: Any) -> None:
-    """A call that failed in the recorded run fails with the same status, and so the agent can react as it did."""
+    """A call that failed in the recorded run fails with the same status in the replay, so the agent reacts in the same
+    way."""
     engine, servers = follow(call("7-0.0", [], failed=503))
     with pytest.raises(EngineError) as failed:
         await engine.agenerate(request())
@@ -170,8 +173,8 @@ async def test_a_failed_call_fails_again(follow: Any) -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["eval-7-0.0", "7b.0", ".0", ""])
 async def test_only_training_is_recorded(follow: Any, name: str) -> None:
-    """A call of an evaluation is generated freely, and leaves no line in the schedule. So does a call of a session
-    whose name is not that of a task."""
+    """A call of an evaluation is generated freely, and leaves no line in the schedule. A call of a session whose name
+    does not belong to a task also leaves no line."""
     engine, _ = follow(RECORDED)
     before = engine.schedule.read_bytes()
     assert (await engine.agenerate(request(name))).output_len == 50
@@ -200,7 +203,8 @@ def executor(tmp_path: Path, *own: dict[str, Any]) -> ReplayExecutor:
 
 
 def test_a_version_is_over_when_its_tokens_are_there(tmp_path: Path) -> None:
-    """A call is missing while it lacks tokens of the current version. Tokens of later versions are not needed yet."""
+    """A call counts as missing while it lacks tokens of the current version. A call needs no tokens of later versions
+    yet."""
     assert executor(tmp_path).missing_calls(7, 0) == ["7-0.0"]
     half = executor(tmp_path, call("7-0.0", RECORDED["spans"][:1]))
     assert (half.missing_calls(7, 0), half.missing_calls(7, 1)) == ([], ["7-0.0"])
@@ -215,7 +219,8 @@ def test_the_first_different_call_is_named(tmp_path: Path, line: dict[str, Any])
 
 
 def test_other_tokens_end_no_replay(tmp_path: Path) -> None:
-    """Other tokens for an equal prompt are a matter of the server. The task is free, and `compare` reports its step."""
+    """If an equal prompt gets other tokens, the server is the cause. The replay generates the task freely, and
+    `compare` reports the task's step."""
     assert executor(tmp_path, call("7-0.0", [[0, 2, "other"]])).missing_calls(7, 5) == []
 
 
@@ -233,8 +238,8 @@ def test_the_first_different_step_is_told_with_its_size(tmp_path: Path) -> None:
 
 
 def test_another_code_or_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay needs the revision and the keys of the run, and at least one finished step. The message names what
-    differs."""
+    """A replay needs the revision and the keys of the run, and at least one finished step. The message names the
+    revision or the keys that differ."""
     (tmp_path / "config.yaml").write_text(
         "actor: {eps_clip: 0.2}\ntrain_dataset: {batch_size: 1}\ngconfig: {n_samples: 2}\nrevision: r\n"
     )
@@ -275,7 +280,8 @@ def hash_of(run: Path, step: int) -> str:
 @pytest.mark.runs
 def test_a_run_with_everything_is_repeated_bit_by_bit(tmp_path: Path) -> None:
     """A run at eta 4 has interrupted completions and rejected groups, is killed and continued. Its replay makes the
-    same models in one go, and --replay-until ends earlier. Another configuration is refused."""
+    same models in one go, and --replay-until ends earlier, without groups of later steps. Another configuration is
+    refused."""
     words = [*MAZE, "trial_name=t", "max_steps=12", "recover_interval=5", "saver.interval=6"]
     words += ["should_accept_fn=walkers.has_signal"]
     assert train(tmp_path, *words, dies_at="step 8 ").returncode == -signal.SIGKILL
@@ -293,6 +299,8 @@ def test_a_run_with_everything_is_repeated_bit_by_bit(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert hash_of(tmp_path / "e/part", 6) == hash_of(tmp_path / "e/t", 6)
     assert not (tmp_path / "e/part/tokens/00007.safetensors").exists()
+    part = Schedule(tmp_path / "e/part" / FILE).read()
+    assert part.starts.keys() == {task for tasks in part.steps.values() for task in tasks}, "a later group started"
     done = train(tmp_path, "--replay", str(tmp_path / "e/t"), "actor.eps_clip=0.3")
     assert done.returncode == 2
     assert "actor.eps_clip=0.2 -> 0.3" in done.stderr

@@ -278,8 +278,8 @@ def test_the_curves_are_the_metrics(folder: Path) -> None:
 
 @pytest.mark.parametrize("gone", ["config.yaml", "metrics.jsonl", "trace.json", "tokens", "cut"])
 def test_a_crashed_run_has_a_report(folder: Path, gone: str) -> None:
-    """A report is written even if a file is missing. It is also written if a kill cut off the end of the metrics, the
-    trace and a batch."""
+    """A report is written even if a file is missing. A report is also written if a kill cut off the end of the metrics,
+    the trace and a batch."""
     if gone == "cut":
         for path in (folder / "metrics.jsonl", folder / "trace.json", folder / "tokens" / "00005.safetensors"):
             path.write_bytes(path.read_bytes()[:-40])
@@ -302,7 +302,8 @@ def test_a_wrong_folder_is_one_line(tmp_path: Path, words: list[str]) -> None:
 
 
 def test_two_runs_are_on_one_page(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The report of two run folders contains the data of both runs. Its file is named after the second folder."""
+    """The report of two run folders contains the data of both runs. The report's file is named after the second
+    folder."""
     other = shutil.copytree(folder, tmp_path / "other")
     assert main([str(folder), str(other)]) == 0
     path = folder / "beside-other.html"

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, free_port
+from conftest import ROOT, free_port, two_free_ports
 from runs import children
 
 pytestmark = pytest.mark.runs
@@ -59,6 +59,7 @@ def cluster(tmp_path: Path, tiny_model_dir: Path) -> dict[str, str]:
         "PORT": str(free_port()),
         "RENDEZVOUS_PORT": str(free_port()),
         "WAIT_SECONDS": "200",
+        "NANO_AREAL_SERVER_KEY": "-key",  # a random key may begin with "-"
     }
 
 
@@ -70,8 +71,8 @@ RECIPE = [
 
 
 def test_two_nodes_train(cluster: dict[str, str], tmp_path: Path) -> None:
-    """In a job with two nodes, one node generates and the second node trains. The server ends when the training is
-    done."""
+    """In a job with two nodes, the first node generates and the second node trains. The server of the job ends when the
+    training is done."""
     done = subprocess.run([str(SCRIPT), *RECIPE], cwd=ROOT, env=cluster, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = (tmp_path / "runs/gsm8k/t/metrics.jsonl").read_text().splitlines()
@@ -107,7 +108,7 @@ def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
     (tmp_path / "server.py").write_text(SERVER)
     (tmp_path / "torchrun").write_text('#!/bin/sh\necho "trainer with cores $CORES: $*"\nexec sleep 1000\n')
     (tmp_path / "torchrun").chmod(0o755)
-    port = free_port()
+    port = two_free_ports()
     job = cluster | {"SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_PER_TASK": "8", "TORCHRUN": str(tmp_path / "torchrun")}
     job |= {"SERVE": f"{sys.executable} {tmp_path}/server.py", "PORT": str(port)}
     with subprocess.Popen([str(SCRIPT), "seed=2"], cwd=ROOT, env=job, stdout=subprocess.PIPE, text=True) as process:

@@ -14,6 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import FAMILIES, NEVER, PLAIN, gradients, make_batch, make_config, make_family, prepare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -65,15 +67,34 @@ def parameters(actor: FSDPPPOActor) -> dict[str, Tensor]:
 
 def test_compute_logp_is_the_log_softmax_at_each_tokens_temperature(make_actor, plain):
     """Column t of compute_logp is log p(token t | earlier tokens) at the temperature of token t. Padding does not
-    change it."""
+    change these log-probabilities. Tokens outside loss_mask, such as a prompt, have the value 0."""
     batch = make_batch()
     with torch.no_grad():
         expected = plain_logp(plain, batch)
     for mb_tokens in (16384, 40, 1):
-        logp = make_actor(mb_tokens=mb_tokens).compute_logp(batch)
-        torch.testing.assert_close(logp, expected, atol=2e-5, rtol=0)
-        assert not logp[:, 0].any()
-        assert not logp[~batch["attention_mask"]].any()
+        actor = make_actor(mb_tokens=mb_tokens)
+        for mask in (batch["loss_mask"], batch["attention_mask"]):
+            logp = actor.compute_logp(batch | {"loss_mask": mask})
+            torch.testing.assert_close(logp, expected * mask, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"enable_tree_training": True}], ids=str)
+def test_compute_logp_reads_no_prompt_through_the_last_layer(make_actor, changes):
+    """In every layout, compute_logp computes the logits of the trained tokens and of no other token."""
+    batch, actor = make_batch(), make_actor(mb_tokens=40, **changes)
+    vocabulary = actor.model.config.vocab_size
+    rows = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func.overloadpacket is torch.ops.aten.mm and out.shape[1] == vocabulary:
+                rows.append(len(out))
+            return out
+
+    with Products():
+        actor.compute_logp(batch)
+    assert sum(rows) == batch["loss_mask"].sum()
 
 
 @pytest.mark.parametrize("mb_tokens", [16384, 40, 1])
@@ -81,10 +102,9 @@ def test_packed_rows_do_not_see_each_other(make_actor, plain, mb_tokens):
     """Sequences that are packed into one row get the same log-probabilities as separate sequences."""
     batch = make_batch()
     with torch.no_grad():
-        expected = plain_logp(plain, batch)
+        expected = plain_logp(plain, batch) * batch["loss_mask"]
     logp = make_actor(mb_tokens=mb_tokens, layout="packed").compute_logp(batch)
     torch.testing.assert_close(logp, expected, atol=2e-5, rtol=0)
-    assert not logp[~batch["attention_mask"]].any()
 
 
 @pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"enable_tree_training": True}], ids=str)
@@ -98,7 +118,7 @@ def test_a_layout_is_right_for_a_family_or_refuses_it(make_actor, tmp_path, name
         return
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        expected = plain_logp(model.eval(), batch)
+        expected = plain_logp(model.eval(), batch) * batch["loss_mask"]
     logp = make_actor(path, **changes).compute_logp(batch)
     torch.testing.assert_close(logp, expected, atol=1e-4, rtol=0)
 
@@ -158,6 +178,36 @@ def test_micro_batches_do_not_change_the_step(make_actor):
     assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
     for name in weights_a:
         torch.testing.assert_close(weights_a[name], weights_b[name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("own_unit", "units"), [(0, 3), (1_000_000, 1)])
+def test_a_single_rank_shards_small_layers_together(make_actor, monkeypatch, own_unit, units):
+    """On a single rank, small layers and the rest of the model are one unit of FSDP. Large layers are units of their
+    own. In both cases the update is the same."""
+    expected = make_actor()
+    monkeypatch.setattr("training.actor.OWN_UNIT", own_unit)
+    actor = make_actor()
+    assert sum(isinstance(module, FSDPModule) for module in actor.model.modules()) == units
+    for one in (expected, actor):
+        one.ppo_update(prepare(one, make_batch()))
+    for name, gradient in gradients(actor.model).items():
+        torch.testing.assert_close(gradient, gradients(expected.model)[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_every_epoch_uses_the_same_pieces(make_actor, monkeypatch, trees):
+    """A mini-batch is cut into pieces once, and all epochs use these pieces. Cutting a tree costs time."""
+    actor = make_actor(ppo_epochs=3, ppo_n_minibatches=2, enable_tree_training=trees)
+    batch, original = prepare(actor, make_batch()), actor.layout
+    cut: list[Any] = []
+
+    def counted(batch, rows, mb_tokens):
+        cut.append(rows)
+        return original.cut(batch, rows, mb_tokens)
+
+    monkeypatch.setattr(actor, "layout", original._replace(cut=counted))
+    actor.ppo_update(batch)
+    assert len(cut) == 2
 
 
 def test_the_first_update_on_fresh_data_is_the_policy_gradient(make_actor, plain):
@@ -346,8 +396,8 @@ def test_loglinear_without_versions_says_so(make_actor):
 
 
 def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
-    """The metric behave_ess is (sum w)^2 / (n sum w^2) over the tokens of the step. It is 1 if every token has the same
-    weight w."""
+    """The metric behave_ess is (sum w)^2 / (n sum w^2) over the tokens of the step. The metric behave_ess is 1 if every
+    token has the same weight w."""
     actor = make_actor(mb_tokens=40, behave_imp_weight_cap=None)
     batch = prepare(actor, make_batch())
     w = (batch["prox_logp"] - batch["logprobs"]).exp()[batch["loss_mask"] > 0]
@@ -359,8 +409,8 @@ def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
 
 
 def test_a_small_effective_sample_makes_a_small_step(make_actor):
-    """With ess_lr_power=p the learning rate of a mini-batch is multiplied by ESS^p, and so is the optimizer's step. The
-    metric lr shows this learning rate."""
+    """With ess_lr_power=p the learning rate of a mini-batch is multiplied by ESS^p. The optimizer's step becomes
+    smaller by the same factor, and the metric lr shows the learning rate."""
     steps, stats = {}, {}
     for power in (0.0, 0.5, 2.0):
         actor = make_actor(behave_imp_weight_cap=None, ppo_n_minibatches=1, ess_lr_power=power)
@@ -404,8 +454,8 @@ def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how)
     ],
 )
 def test_corrections_of_whole_rows_are_the_same_however_a_batch_is_cut(make_actor, keys):
-    """A row is never split between pieces. So ratios, weights and tests of whole rows give the same loss for all sizes
-    of pieces and all layouts."""
+    """A row is never split between pieces. The ratios, weights and tests of whole rows therefore give the same loss for
+    all sizes of pieces and all layouts."""
     cuts: tuple[dict[str, Any], ...] = ({}, {"mb_tokens": 40}, {"layout": "packed"}, {"enable_tree_training": True})
     stats = []
     for cut in cuts:
@@ -418,7 +468,7 @@ def test_corrections_of_whole_rows_are_the_same_however_a_batch_is_cut(make_acto
 
 
 def test_the_speed_counts_tokens_and_flops(make_actor):
-    """The metrics of the speed count the tokens of all rows. pi_prox needs a forward pass only if it is recomputed."""
+    """The metrics of the speed count the tokens of all rows. The FLOPs of pi_prox count only if it is recomputed."""
     batch = make_batch()
     tokens = int(batch["attention_mask"].sum())
     for method, per_parameter in (("recompute", 14), ("loglinear", 12)):
@@ -499,7 +549,8 @@ def test_the_mode_is_said_in_words():
 
 
 def test_the_learning_rate_schedule():
-    """The learning rate rises linearly during warm-up. It then follows its schedule, down to min_lr_ratio * lr."""
+    """The learning rate rises linearly during warm-up. The learning rate then follows its schedule, down to
+    min_lr_ratio * lr."""
     table = {
         "constant": [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1],
         "linear": [0.25, 0.5, 0.75, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1],
@@ -511,7 +562,8 @@ def test_the_learning_rate_schedule():
 
 
 def test_schedules_move_once_a_training_step(make_actor):
-    """Only step_lr_scheduler moves the schedules, by one step for each call. Mini-batches and epochs do not."""
+    """Only step_lr_scheduler moves the schedules, by one step for each call. Mini-batches and epochs do not move the
+    schedules."""
     actor = make_actor(ppo_n_minibatches=2, ppo_epochs=2, entropy_coeff=0.3, anneal=True)
     actor.config.optimizer.lr_scheduler_type = "linear"
     for step in range(3):
@@ -555,7 +607,7 @@ def test_a_resumed_optimizer_obeys_its_own_keys(make_actor, tmp_path):
     configuration."""
     actor = make_actor()
     actor.ppo_update(prepare(actor, make_batch()))
-    actor.save_state(tmp_path)
+    actor.save_state(tmp_path).result()
     moments = [state["exp_avg"].full_tensor() for state in actor.optimizer.state.values()]
     changed = OptimizerConfig(lr=3e-3, beta1=0.5, beta2=0.6, eps=1e-2, weight_decay=0.3)
     again = make_actor(optimizer=changed)
@@ -577,11 +629,14 @@ def test_saved_weights_are_a_hugging_face_model(make_actor, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint").eos_token == "<|im_end|>"
     assert json.loads((tmp_path / "checkpoint/config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
     with torch.no_grad():
-        torch.testing.assert_close(plain_logp(loaded, batch), actor.compute_logp(batch), atol=2e-5, rtol=0)
+        torch.testing.assert_close(
+            plain_logp(loaded, batch) * batch["loss_mask"], actor.compute_logp(batch), atol=2e-5, rtol=0
+        )
 
 
 def test_a_weight_update_writes_first_and_tells_the_servers_then(make_actor, tmp_path):
-    """update_weights writes a complete checkpoint. Only then does it tell the servers to load the checkpoint."""
+    """update_weights writes a complete checkpoint. Only after the whole checkpoint is written, update_weights tells the
+    servers to load it."""
     actor = make_actor()
     seen = []
 

@@ -16,8 +16,8 @@ from training.config import NormConfig, PPOActorConfig
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(-3, 3)), min_size=1, max_size=15))
 @settings(max_examples=100, deadline=None)
 def test_leave_one_out_is_the_mean_of_the_others(entries):
-    """An entry's leave-one-out baseline is the mean of the other entries in its cell. If there are none, it is the
-    entry's value."""
+    """An entry's leave-one-out baseline is the mean of the other entries in its cell. If the cell has no other entry,
+    the baseline is the entry's own value."""
     cell, x = torch.tensor([c for c, _ in entries]), torch.tensor([v for _, v in entries], dtype=torch.float64)
     expected = []
     for i, (c, value) in enumerate(entries):
@@ -107,14 +107,14 @@ def test_one_token_cannot_invert_an_advantage_through_k3():
 
 
 def test_two_probabilities_of_zero_have_no_distance():
-    """If the policy and the reference both exclude a token, each estimate is 0 and not NaN."""
+    """If the policy and the reference both give a token the probability 0, each KL estimate is 0 and not NaN."""
     for kind in ("k1", "k2", "k3"):
         assert kl_estimate(torch.tensor([-math.inf]), torch.tensor([-math.inf]), kind).item() == 0
 
 
 def test_the_turns_kl_and_the_kl_to_go_have_one_gradient():
-    """A token may be charged for the KL of the whole turn, or only for the KL from this token on. Both give the same
-    expected policy gradient. The test computes the exact expectation over all turns of two tokens."""
+    """A token may be charged for the KL of the whole turn, or only for the KL from this token on. Both ways give the
+    same expected policy gradient. The test computes the exact expectation over all turns of two tokens."""
     g = torch.Generator().manual_seed(3)
     first = torch.randn(3, generator=g, dtype=torch.float64, requires_grad=True)
     second = torch.randn(3, 3, generator=g, dtype=torch.float64, requires_grad=True)

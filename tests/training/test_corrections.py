@@ -237,8 +237,8 @@ def test_a_truncated_turn_is_not_trained():
 
 
 def test_a_truncated_turn_has_no_say_in_the_baseline():
-    """A truncated turn has the reward 0, because its true reward is unknown. Without this reward, the baseline of the
-    first turns is the mean over the other three rows."""
+    """The second row has the reward 0 only because its turn is truncated. When the turn leaves the loss, the baseline
+    of the first turns is the mean over the other three rows."""
     batch = truncated_batch()
     config = make_config(adv_norm=NormConfig(std_level="none"))
     before = compute_advantages(batch, config)

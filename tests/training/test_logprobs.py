@@ -29,7 +29,7 @@ def plain(hidden, weight, ids, temperatures):
 @pytest.mark.parametrize("chunk", [1, 5, 13, 1000, None])
 @pytest.mark.parametrize("uses", ["logp", "entropy", "both"])
 def test_chunks_change_neither_values_nor_gradients(chunk, uses):
-    """For every chunk size, log p, entropy and both gradients are the same as those computed from all logits."""
+    """For every chunk size, log p, entropy and both gradients equal the values that are computed from all logits."""
     results = []
     for function in (plain, lambda h, w, i, t: token_logprobs(h, w, i, t, chunk)):
         hidden, weight, ids, temperatures = make()

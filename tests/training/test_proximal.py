@@ -44,8 +44,8 @@ def test_on_fresh_data_loglinear_is_standard_ppo_bit_for_bit():
 
 
 def policy(version: float) -> torch.Tensor:
-    """Return the log-probabilities (400,) of one version of a policy. As the version grows, they follow a curve, so a
-    linear guess has an error."""
+    """Return the log-probabilities (400,) of one version of a policy. As the version grows, the log-probabilities
+    follow a curve, so a linear guess has an error."""
     g = torch.Generator().manual_seed(1)
     way = torch.randn(400, generator=g)
     return -2 + 0.05 * version * way + 0.01 * version**2 * torch.randn(400, generator=g)
@@ -59,7 +59,7 @@ def areal(old, theta, v_b, v):
 
 
 def test_the_error_falls_to_nothing_as_the_data_gets_fresh():
-    """The smaller the lag, the smaller the mean error of the guess. At lag 0 there is no error. At lag 1 the error
+    """The smaller the lag, the smaller the mean error of the guess. At lag 0 the guess has no error. At lag 1 the error
     is less than half of AReaL's error."""
     v, f = 9, 0.5
     theta, truth = policy(v + f), policy(v)

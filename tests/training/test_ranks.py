@@ -12,8 +12,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +23,10 @@ import torch
 from conftest import ROOT, free_port, make_byte_model, rest_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
 from trainers import gradients, make_batch, make_config, prepare
 
+from run.recover import Recovery, newest_checkpoint
 from training import ranks
 from training.actor import FSDPPPOActor
 from training.ranks import share
@@ -98,12 +102,37 @@ def work_wait(model_dir: Path, out: Path) -> None:
     actor.initialize(max_steps=1)
     print(f"ready {actor.rank} {os.getpid()}", flush=True)
     if actor.rank == 0:
-        signal.pause()  # like a wait for rollouts
+        signal.pause()  # this wait stands for a wait for rollouts
     if actor.rank == 2:
         if os.environ.get("RAISE"):
             raise ValueError("the rank's own error")
         signal.pause()
     share(None)
+
+
+def work_checkpoint(model_dir: Path, out: Path) -> None:
+    """Rank 1 writes its part of a checkpoint only after the next training step. Write what each rank then finds."""
+    actor = FSDPPPOActor(make_config(), model_dir)
+    actor.create_process_group()
+    actor.initialize(max_steps=4)
+    recovery, write, may_write = Recovery(out, "auto"), FileSystemWriter.write_data, threading.Event()
+    FileSystemWriter.write_data = lambda *args: may_write.wait(100) and write(*args)  # type: ignore[assignment,method-assign]
+    if actor.rank == 0:
+        may_write.set()
+    actor.ppo_update(prepare(actor, make_batch(LENGTHS)))
+    expected = {name: p.full_tensor().clone() for name, p in actor.model.named_parameters()}
+    recovery.save(1, actor, SimpleNamespace(state_dict=lambda: {"open": {}, "next_id": 0}))
+    actor.ppo_update(prepare(actor, make_batch(LENGTHS)))
+    early = newest_checkpoint(out)
+    torch.distributed.barrier()  # both ranks look before rank 1 writes
+    may_write.set()
+    recovery.close()
+    torch.distributed.barrier()  # rank 0 has made the checkpoint valid in its close()
+    late = newest_checkpoint(out)
+    actor.load_state(recovery.checkpoint(1))
+    same = all(torch.equal(p.full_tensor(), expected[name]) for name, p in actor.model.named_parameters())
+    (out / f"rank{actor.rank}.json").write_text(json.dumps([early, late, same]))
+    actor.destroy()
 
 
 # ---- the tests
@@ -129,7 +158,7 @@ def test_a_rank_chooses_its_gpu_before_it_joins(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.fixture(scope="module")
 def numbers(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[dict, dict]]:
-    """The tensors and metrics of work_numbers, for 1, 2 and 4 ranks."""
+    """The tensors and metrics that the program work_numbers writes with 1, 2 and 4 ranks."""
     found = {}
     for n in (1, 2, 4):
         out = tmp_path_factory.mktemp(f"world{n}")
@@ -172,6 +201,20 @@ def test_no_rank_but_the_first_reads_the_model(tmp_path: Path, tied: bool) -> No
     assert max(rank["held"] for rank in ranks) < 0.6 * total
 
 
+@pytest.mark.runs
+def test_two_ranks_train_while_one_writes_its_part_of_a_checkpoint(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """While rank 1 has not written its part, both ranks make the next step, and the checkpoint is not valid.
+
+    The thread that writes has a process group of its own. In the group of the main thread, the messages of the
+    checkpoint and of the training step would be mixed up.
+    """
+    process = start(2, __file__, "work_checkpoint", str(tiny_model_dir), str(tmp_path))
+    output = rest_of(process, 200)
+    assert process.returncode == 0, output
+    for rank in range(2):
+        assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == [0, 1, True]
+
+
 LEAVING = """
 import os, torch, torch.distributed as dist
 from training import ranks
@@ -187,7 +230,8 @@ os.write(1, f"left over: {left}\\n".encode())  # one write, because both ranks p
 @pytest.mark.runs
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists the threads of a process")
 def test_no_thread_outlives_the_process_group(tmp_path: Path) -> None:
-    """After leave_ranks a rank has no thread of gloo. Such a thread could abort the rank while the interpreter ends."""
+    """After leave_ranks a rank has no thread of gloo. A thread of gloo could abort the rank while the interpreter
+    ends."""
     (tmp_path / "leaving.py").write_text(LEAVING)
     process = start(2, str(tmp_path / "leaving.py"))
     output = rest_of(process, 120)
@@ -212,7 +256,7 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> No
     while len(pids) < 3:
         lines.append(process.stdout.readline())
         assert lines[-1], "".join(lines)
-        found = re.findall(r"ready (\d+) (\d+)(?=\D)", "".join(lines))  # two ranks may print in one line
+        found = re.findall(r"ready (\d+) (\d+)(?=\D)", "".join(lines))  # two ranks may print into one line
         pids = {int(rank): int(pid) for rank, pid in found}
     if how == "killed":
         os.kill(pids[2], signal.SIGKILL)
@@ -232,7 +276,7 @@ def start_node(folder: Path, port: int, log: Path, host: bool, held: bool) -> su
     node's rank stops itself after step 3."""
     launch = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     launch += [f"--rdzv-conf=is_host={int(host)}"]
-    small = ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "logger.live=false", "recover_interval=2"]
+    small = ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "logger.live=false", "recover_interval=1"]
     hold = ["tests/signalled.py", "step 3 ", str(int(signal.SIGSTOP))] if held else []
     run = [*hold, "train.py", *small, "max_steps=6", f"fileroot={folder}", "experiment_name=e", "trial_name=t"]
     command = [sys.executable, "-u", "-m", "torch.distributed.run", *launch, *run]
@@ -285,7 +329,8 @@ def test_two_nodes_train_and_come_back(tmp_path: Path) -> None:
     finally:
         for node in nodes:
             kill_node(node)
-    assert "continuing after step 2" in "".join(log.read_text() for log in logs)
+    # Step 3 was made, so the checkpoint of step 1 is complete. The checkpoint of step 2 may be half written.
+    assert re.search("continuing after step [12]", "".join(log.read_text() for log in logs))
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, 7))
 
 
@@ -315,7 +360,9 @@ def test_a_mistake_is_said_once_and_ends_all_ranks(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {work.__name__: work for work in (work_numbers, work_memory, work_wait)}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    {work.__name__: work for work in (work_numbers, work_memory, work_wait, work_checkpoint)}[sys.argv[1]](
+        *map(Path, sys.argv[2:])
+    )
 
 
 LISTENING = """
@@ -335,7 +382,7 @@ def test_a_single_rank_listens_on_the_loopback_address(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n127.0.0.2 another-name\n")
     setup = f"hostname another-name && mount --bind {shlex.quote(str(hosts))} /etc/hosts"
-    inside = ["unshare", "--map-root-user", "--uts", "--mount", "sh", "-c"]  # a namespace of its own for the hostname
+    inside = ["unshare", "--map-root-user", "--uts", "--mount", "sh", "-c"]  # runs a command with its own hostname
     if shutil.which("unshare") is None or subprocess.run([*inside, setup], capture_output=True).returncode:
         pytest.skip("this machine cannot give a process a hostname of its own")
     command = f"{setup} && exec {shlex.quote(sys.executable)} -c {shlex.quote(LISTENING)}"

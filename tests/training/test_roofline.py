@@ -28,7 +28,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 8, "num_key_value_heads": 8},
 }
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-# PyTorch counts the FLOPs of its attention kernels for GPUs. These are its formulas, for its kernel for CPUs.
+# PyTorch counts the FLOPs of its attention kernels for GPUs. This table gives the formulas of these kernels to
+# PyTorch's attention kernel for CPUs.
 ON_A_CPU = {
     ATTENTION: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
@@ -42,7 +43,7 @@ def test_the_table_on_the_page() -> None:
     peak, bandwidth = roofline.DEVICES["h100"]
     text = roofline.describe(roofline.SHAPES["1.5b"], roofline.Work(), 1e12 * peak, 1e9 * bandwidth)
     page = (ROOT / "docs/gpu.md").read_text()
-    print(text)  # to be copied to the page
+    print(text)  # if the page is old, copy this text to the page
     assert text.partition("\n\n")[0] in page
     assert "**This section is a roofline, and not a measurement.**" in page
 

@@ -188,7 +188,7 @@ def prefix(a: list[int], b: list[int]) -> list[int]:
 @pytest.mark.parametrize("seed", range(5))
 def test_interleaved_groups_find_each_other(seed: int) -> None:
     """Four groups of 8 rows become trees of at most 3,200 tokens in total, for any order of the rows. The rows of a
-    group share 200 tokens, and each row has 50 tokens of its own. AReaL's trees have 8,000 tokens."""
+    group share 200 tokens, and each row has 50 tokens of its own. For the same rows AReaL's trees have 8,000 tokens."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(1000) for _ in range(200)] for _ in range(4)]
     rows = [prompts[i % 4] + [rng.randrange(1000) for _ in range(50)] for i in range(32)]
@@ -231,7 +231,7 @@ def test_a_row_that_cannot_be_in_any_tree_is_an_error() -> None:
 @settings(max_examples=40, deadline=None)
 def test_a_tree_trains_as_its_rows_do(model: Any, seed: int, n: int, max_tokens: int) -> None:
     """The loss of trees agrees with the loss of the separate rows to 1e-6, and the gradients agree to 1e-5."""
-    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [[1, 2, 3]]  # [1, 2, 3] surely has tokens to predict
+    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [[1, 2, 3]]  # the last row has tokens to predict
     assert_same_lesson(learn(model, tree_logp(model, rows, max_tokens)), learn(model, separate_logp(model, rows)))
 
 
@@ -288,9 +288,9 @@ def test_flex_attention_sees_what_the_blocks_see() -> None:
     torch.testing.assert_close(ours.transpose(1, 2), flex, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("heads", [4, 6])  # if the number is no power of two, transformers repeats the keys
+@pytest.mark.parametrize("heads", [4, 6])  # if the number of heads is no power of two, transformers repeats the keys
 def test_output_and_gradients_are_those_of_the_dense_mask(heads: int) -> None:
-    """Output and gradients of tree_attention are those of attention with the N x N mask. On a GPU, tree_attention runs
+    """tree_attention has the same output and gradients as attention with the N x N mask. On a GPU, tree_attention runs
     FlexAttention's kernel."""
     [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
     made = [
@@ -424,7 +424,7 @@ def one_update(path: Path, trees: bool, **changes: Any) -> tuple[dict[str, float
     actor.compute_advantages(batch)
     stats = actor.ppo_update(batch)
     weights = actor.full_state()
-    torch.distributed.barrier()  # a rank waits for the other ranks here, because its end would close their connections
+    torch.distributed.barrier()  # each rank waits here, because the end of a rank closes the other ranks' connections
     actor.destroy()
     return stats | {"logp": float(batch["prox_logp"].sum())}, weights
 

@@ -23,7 +23,7 @@ from inference.tiny.model import (
     run_step,
     unpack_weights,
 )
-from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
+from inference.tiny.scheduler import PREFILL_TOKENS, SamplingParams, Scheduler, Sequence
 from inference.weights import serialise
 
 SHAPE: dict[str, Any] = {
@@ -48,7 +48,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(path: Path, family: str, noise: float = 0.0, **changes: Any) -> Path:
-    """Write a random model of this family. Add noise to its norms and biases, which are 1 and 0 in a new model."""
+    """Write a random model of this family. Add noise to the model's norms and biases, which are 1 and 0 in a new
+    model."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | changes), dtype=torch.float32)
     for name, weight in model.named_parameters():
@@ -79,7 +80,7 @@ def both(path: Path, **options: Any) -> tuple[TinyModel, TinyModel]:
 
 
 def generate(tiny: TinyModel) -> list[Sequence]:
-    """Return six finished sequences with prompts of 3 to 48 tokens. They run in four slots."""
+    """Return six finished sequences with prompts of 3 to 48 tokens. The six sequences run in four slots."""
     scheduler = Scheduler(tiny.slots, 10_000, "0", str)
     made = [
         Sequence(
@@ -209,8 +210,8 @@ def test_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("path_of_code", ["fast", "general"])
 def test_deterministic_products_have_a_bounded_number_of_rows(tmp_path: Path, path_of_code: str) -> None:
-    """In deterministic mode each matrix product has 8 to 128 rows. A prompt of any length gets the same logits as in a
-    single pass."""
+    """In deterministic mode each matrix product has 8 to 128 rows, so a long prompt takes several passes. Its logits
+    are the same as in a single pass."""
     fast, general = both(make_model(tmp_path, "qwen3"), deterministic=True)
     tiny = {"fast": fast, "general": general}[path_of_code]
     passes = []
@@ -232,6 +233,28 @@ def test_deterministic_products_have_a_bounded_number_of_rows(tmp_path: Path, pa
     for row, prompt in enumerate(prompts):
         torch.testing.assert_close(ours[row, -len(prompt) :], theirs[row, -len(prompt) :], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(last, whole.step([[1], [2]], [300, 70]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_long_prompt_is_fed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask has an entry for each fed token and each key, so a prompt that is fed whole needs memory that grows with
+    the square of its length. A long prompt is therefore fed in parts, and gets the logits of transformers."""
+    path = make_model(tmp_path, "qwen3", max_position_embeddings=4096)
+    tiny, prompt = TinyModel(str(path), 4), [3 * j % 90 for j in range(2500)]
+    sizes = []
+    begin_step = tiny.cache.begin_step
+
+    def counted(slots: torch.Tensor, *rest: Any) -> None:
+        sizes.append(slots.numel())
+        begin_step(slots, *rest)
+
+    monkeypatch.setattr(tiny.cache, "begin_step", counted)
+    ours = tiny.step([prompt, prompt[:9]], [0, 0])
+    assert max(sizes) <= PREFILL_TOKENS
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for row, ids in enumerate((prompt, prompt[:9])):
+        with torch.no_grad():
+            expected = theirs(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        torch.testing.assert_close(ours[row, -1], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_number_of_keys_covers_all_and_avoids_what_rounds_differently() -> None:

@@ -138,6 +138,36 @@ def test_a_straddling_completion_is_a_forward_pass_under_each_tokens_version(
         assert one.retractions == (mode == "retract")
 
 
+def test_a_released_server_computes_nothing_before_an_update(
+    tiny: TinyModel, tiny_model_dir: Path, other_model_dir: Path
+) -> None:
+    """A server whose memory is released has lost its weights. It computes no sequence, even after the end of the pause.
+    After new weights, a retracted sequence continues, and its tokens keep their versions. A release while a sequence
+    runs is an error, and so is taking memory back that was never released. SGLang ends at these errors, too."""
+    scheduler, one = make_scheduler(tiny.slots), sequence("a", [3, 4, 5], 12)
+    scheduler.submit(one)
+    for _ in range(5):
+        run_step(scheduler, tiny)
+    for released, says in ((True, "server is idle"), (False, "in this state already")):
+        with pytest.raises(AssertionError, match=says):
+            scheduler.set_released(released)
+    scheduler.pause("retract")
+    scheduler.set_released(True)
+    tiny.lose_weights()
+    scheduler.resume()
+    assert run_step(scheduler, tiny) is False
+    assert len(one.logprobs) == 5
+    scheduler.pause("retract")
+    scheduler.set_released(False)
+    update(tiny, scheduler, other_model_dir, "1")
+    scheduler.resume()
+    while run_step(scheduler, tiny):
+        pass
+    assert one.spans(12) == [{"version": "0", "start": 0, "end": 5}, {"version": "1", "start": 5, "end": 12}]
+    paths = {"0": tiny_model_dir, "1": other_model_dir}
+    assert one.logprobs == pytest.approx(versioned_logprobs(one, paths), abs=1e-4)
+
+
 def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path) -> None:
     """After an update in place, new queries attend to old keys, so no forward pass gives the same logprobs. If every
     weight changes by about 1 %, the error is larger than rounding and less than 0.5 nats."""
@@ -373,14 +403,14 @@ EVENTS = st.one_of(
 
 
 class Play:
-    """A scheduler that a test drives with events. There is no model: each new token's id is the number of earlier
-    tokens."""
+    """A scheduler that a test drives with events. The scheduler has no model: each new token's id is the number of
+    earlier tokens."""
 
     def __init__(self) -> None:
         self.scheduler = make_scheduler(slots=3, max_total_tokens=20)
         self.requests: list[Sequence] = []
-        self.tags: dict[str, list[str]] = {}  # rid -> the version that computed each output token
-        self.ended: dict[str, int] = {}  # rid -> the number of output tokens at the end
+        self.tags: dict[str, list[str]] = {}  # for each request id, the version that computed each output token
+        self.ended: dict[str, int] = {}  # for each request id, the number of output tokens at the end
         self.kv: list[list[tuple[int, int]]] = [[] for _ in range(3)]  # (token, version) for each key in each slot
         self.version = 0
 
@@ -507,8 +537,8 @@ def test_a_stop_string_ends_the_text_where_it_is_complete(
     ("name", "value"), [("top_k", 2**63), ("top_k", 2**31), ("max_new_tokens", 2**31), ("temperature", 2**63)]
 )
 def test_a_number_that_no_tensor_holds_is_refused(name: str, value: int) -> None:
-    """The server refuses a number that is too large for a tensor, and names the field. Such a number would crash the
-    server."""
+    """The server refuses a number that is too large for a tensor, and names the field. A number that is too large for a
+    tensor would crash the server."""
     with pytest.raises(Refusal, match=f"^{name}"):
         parse_params({name: value}, 0)
 
@@ -522,8 +552,8 @@ def test_any_integer_is_a_seed(seed: int) -> None:
 
 
 def overtaken(last: int) -> dict[str, Any]:
-    """Return Protocol.answer's answer for a sequence. The sequence's last token arrives during the call, when the call
-    reads attribute number `last`."""
+    """Return the answer of Protocol.answer for a sequence. The sequence's last token arrives during this call, when the
+    call reads attribute number `last`."""
     scheduler, looks = make_scheduler(slots=1), itertools.count()
     one = Sequence("a", [7], SamplingParams(), stop_ids=frozenset({2}), return_logprob=True)
     scheduler.submit(one)
@@ -568,8 +598,8 @@ def post(url: str, path: str, body: Any, **kwargs: Any) -> httpx.Response:
 
 
 def test_only_a_key_opens_the_server(start_tiny_server: StartServer) -> None:
-    """With --api-key, the server refuses every request without the key, except a health check. The engine sends the
-    key."""
+    """With --api-key, the server refuses every request without the key, except a health check. The engine sends this
+    key with every request."""
     url = start_tiny_server("--api-key", "secret")
     for path in (
         "/generate",
@@ -672,6 +702,16 @@ BAD_WEIGHTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def test_a_released_server_refuses_weights(start_tiny_server: StartServer) -> None:
+    """A server whose memory is released has no memory for new weights, so it refuses an update."""
+    url = start_tiny_server()
+    post(url, "/pause_generation", {"mode": "retract"})
+    assert post(url, "/release_memory_occupation", {}).status_code == 200
+    answer = post(url, "/update_weights_from_disk", {"model_path": "anywhere"})
+    assert (answer.status_code, "memory is released" in answer.text) == (400, True)
+    assert post(url, "/resume_memory_occupation", {}).status_code == 200
+
+
 def test_bad_weights_are_answered_and_kill_nothing(tiny_server: str) -> None:
     """The server answers every malformed weight update with status 400, and keeps its version and its weights."""
 
@@ -757,8 +797,8 @@ def test_what_cannot_start_says_so_in_one_line(tiny_model_dir: Path, tmp_path: P
 
 @pytest.mark.parametrize("how", ["parent", "interrupt", "update", "group"])
 def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
-    """The server ends on Ctrl-C, and when its parent closes the pipe. It ends even while a request is running, an
-    update is waiting, or a process group is waiting for rank 0."""
+    """The server ends on Ctrl-C, and when its parent closes the pipe. The server ends even while a request is running,
+    an update is waiting, or a process group is waiting for rank 0."""
     port = str(free_port())
     command = [sys.executable, "-m", "inference.tiny.server", "--model-path", str(tiny_model_dir), "--port", port]
     process = subprocess.Popen(
@@ -772,7 +812,8 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
     with httpx.stream("POST", url + "/generate", json=long, timeout=60) as response, ExitStack() as stack:
         next(response.iter_lines())
         if how == "update":
-            with socket.create_connection(("127.0.0.1", int(port))) as caller:  # closes when the update is waiting
+            # The block closes this connection when the update is waiting.
+            with socket.create_connection(("127.0.0.1", int(port))) as caller:
                 body = json.dumps({"model_path": str(tiny_model_dir)})
                 head = f"POST /update_weights_from_disk HTTP/1.1\r\nHost: server\r\nContent-Length: {len(body)}"
                 caller.sendall(f"{head}\r\n\r\n{body}".encode())

@@ -1,0 +1,345 @@
+"""Send random requests to every endpoint of the proxy and of the small server, and check that both keep working.
+
+    python bench/fuzz.py                         200,000 requests, seed 1 (`make soak`)
+    python bench/fuzz.py --requests 5000 --seed 7
+    python bench/fuzz.py --only 4711             sends only request 4711 of the seed, and prints the reply
+
+A random request begins as an honest request of its endpoint. The script changes random values of its body: other types,
+deep nesting, huge strings, missing and repeated fields. Then it may damage the bytes, the headers, the method or the
+path, send the request slowly, cut the request, or close its half of the connection. The keys are right or wrong.
+
+Each complete request must get a reply within 60 seconds, and no reply may have a status of 500 or above. An incomplete
+request must get a reply or a closed connection within 60 seconds. Honest sessions run beside the random requests, and
+bench/load.py checks their tokens. At the end the server must have the same version, the same answer to one prompt and
+no running request. Endpoints that may change a server's state with the right key have a server and a proxy of their
+own, so that no honest session can fail because of them. The two endpoints *_memory_occupation never get the right key,
+because a call at the wrong time ends the small server by design. Such a call ends SGLang, too.
+"""
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import copy
+import inspect
+import itertools
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from load import ADMIN, check, make_byte_model, process, session
+from transformers import AutoTokenizer
+
+from calls.client import OpenAIProxyClient
+from inference.tiny.server import Server
+from inference.wire import Wire, make_transport
+from proxy import create_app
+from run.fields import Refusal
+from run.serve import raise_open_files
+
+KEY, SECONDS, WORKERS = "key", 60, 24
+TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+CHAT = {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "stream": False, "stop": ["x"], "metadata": {}}
+HONEST: dict[str, Any] = {  # the end of a path -> an honest body; every other endpoint gets {}
+    "completions": {
+        "messages": [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "21"}]},
+        ],
+        **{"tools": [{"type": "function", "function": TOOL}], "tool_choice": "auto", "n": 1, "logprobs": True},
+        **{"seed": 1, "response_format": {"type": "text"}, "stream_options": {"include_usage": True}},
+        **CHAT,
+    },
+    "responses": {
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "21"},
+        ],
+        **{"instructions": "Be brief.", "max_output_tokens": 4, "tools": [{"type": "function"} | TOOL], "include": []},
+        **{"previous_response_id": None, "reasoning": {"effort": "low"}, "text": {"format": {"type": "text"}}},
+        **{"stream": False, "temperature": 1.0},
+    },
+    "messages": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "21"}]},
+        ],
+        **{"system": "Be brief.", "tools": [{"name": "f", "input_schema": {"type": "object"}}], "stop_sequences": []},
+        **{"tool_choice": {"type": "auto"}, "thinking": {"type": "disabled"}, "top_k": 5},
+        **CHAT,
+    },
+    "set_reward": {"reward": 1.0, "interaction_id": None},
+    "end_session": {"discard": False},
+    "export_trajectories": {"session_id": "@session", "style": "concat", "discount": 0.9, "rewards": [{"reward": 1.0}]},
+    "start_session": {"task_id": "t", "grant": True},
+    "set_version": {"version": 0},
+    "generate": {
+        "sampling_params": {
+            **{"max_new_tokens": 4, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "stop": ["ab"], "n": 1},
+            **{"stop_token_ids": [7], "sampling_seed": 1, "ignore_eos": False, "frequency_penalty": 0.5},
+        },
+        **{"input_ids": [1, 2, 3], "return_logprob": True, "logprob_start_len": 0, "rid": "r", "stream": False},
+    },
+    "abort_request": {"rid": "r"},
+    "pause_generation": {"mode": "retract"},
+    "update_weights_from_disk": {"model_path": "none", "weight_version": "9", "abort_all_requests": True},
+    "update_weights_from_tensor": {"serialized_named_tensors": ["gASVBAAAAAAAAABdlC4="], "weight_version": "9"},
+    "update_weights_from_distributed": {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "g"},
+    "init_weights_update_group": {"master_address": "a", "rank_offset": 1, "world_size": 2, "group_name": "g"},
+    "destroy_weights_update_group": {"group_name": "g"},
+    "update_weight_version": {"new_version": "9", "abort_all_requests": True},
+}
+HONEST["count_tokens"] = HONEST["messages"]
+SAFE = ("generate", "abort_request", "server_info", "model_info", "health", "ready")  # endpoints that change no state
+ODD = [None, True, False, 0, -1, 1.5, 1e308, -1e-320, 2**31, 2**63, 10**400, float("nan"), float("inf")]
+ODD += ["", "x", "0", "\ud800", "\0", "\N{SNOWMAN}" * 9, "user", "tool", "function", "system", "required", "resp_1"]
+ODD += [[], {}, [[]], [{}], {"": None}, {"type": "text"}, {"type": "json_schema"}, {"role": "user"}, ["a", 1, None]]
+HEADERS = [
+    *("Content-Type: application/xml", "Expect: 100-continue", "Connection: upgrade\r\nUpgrade: websocket"),
+    *("Content-Length: 1", "Content-Length: -1", "Content-Length: 9e9", "Transfer-Encoding: chunked", "Host: \xff\0"),
+    *("x-stainless-retry-count: \xff", "x-stainless-retry-count: 1", "x-api-key: \xe4", "Cookie: " + "c" * 9000),
+    *("Authorization: Basic x", "Authorization: Bearer \xff\xfe", "Authorization", ": empty", " folded: line"),
+    *("Accept-Encoding: " + ", ".join(["gzip"] * 500), "\r\n".join(f"h{k}: v" for k in range(300)), "Range: bytes=5-2"),
+]
+PATHS = [
+    "/",
+    "//",
+    "/../..",
+    "/%00",
+    "/%ff%fe",
+    "/" + "a" * 5000,
+    "/v1",
+    "/{}/v1",
+    "/?a=%zz",
+    "*",
+    "http://[/",
+    "no slash",
+]
+
+
+def odd(rng: random.Random) -> Any:
+    """Return a value that an honest body rarely has. "@deep900" stands for 900 nested lists."""
+    if rng.random() < 0.03:
+        return f"@deep{rng.choice([50, 220, 900, 100_000])}"
+    return "y" * 10 ** rng.choice([2, 3, 4, 6]) if rng.random() < 0.01 else copy.deepcopy(rng.choice(ODD))
+
+
+def mutate(rng: random.Random, value: Any) -> Any:
+    """Return a JSON value with one random change."""
+    if not (value and isinstance(value, dict | list)) or rng.random() < 0.05:
+        return odd(rng)
+    key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
+    what = rng.random()
+    if what < 0.6:
+        value[key] = mutate(rng, value[key])
+    elif what < 0.75:
+        del value[key]
+    elif isinstance(value, list):
+        value.insert(key, copy.deepcopy(rng.choice([value[key], odd(rng)])))
+    else:
+        value[rng.choice(["type", "content", "name", "stream", "n", "id", "\0"])] = odd(rng)
+    return value
+
+
+def body_of(rng: random.Random, name: str, session_id: str) -> bytes:
+    """Return the random body of a request to the endpoint `name`."""
+    body = copy.deepcopy(HONEST.get(name, {}))
+    for _ in range(rng.choice([0, 1, 1, 2, 5])):
+        body = mutate(rng, body)
+    if name == "init_weights_update_group" and isinstance(body, dict):
+        body["master_port"] = "a string, so that the server does not wait for other ranks"
+    raw = re.sub(r'"@deep(\d+)"', lambda m: "[" * int(m[1]) + "]" * int(m[1]), json.dumps(body))
+    raw = raw.replace("@session", session_id).encode()
+    kind = rng.randrange(12)
+    if kind == 0:
+        return raw[: rng.randrange(len(raw) + 1)]
+    if kind == 1:
+        at = rng.randrange(len(raw) + 1)
+        return raw[:at] + rng.randbytes(rng.randint(1, 3)) + raw[at + 1 :]
+    if kind == 2:
+        return raw.decode().encode(rng.choice(["utf-16", "utf-32", "utf-8-sig"]))
+    return rng.randbytes(rng.randrange(40)) if kind == 3 else raw
+
+
+def request_of(rng: random.Random, method: str, path: str, key: str, session_id: str) -> tuple[bytes, bool]:
+    """Return the bytes of a random request, and whether the request is complete and its HTTP is valid.
+
+    `method` is the endpoint's HTTP method.
+    """
+    name = path.rpartition("/")[2]
+    session_id = session_id if rng.random() < 0.95 else rng.choice(["x", "%00", "..", "v1", "a" * 3000])
+    path = re.sub(r"\{session_id\}", session_id, path)
+    path = re.sub(r"\{\w+(:path)?\}", rng.choice(["resp_1", "%2e%2e", "chatcmpl-" + "0" * 32]), path)
+    path, valid = (path, True) if rng.random() < 0.95 else (rng.choice(PATHS), False)
+    raw = body_of(rng, name, session_id)
+    method = method if rng.random() < 0.9 else rng.choice(["GET", "PUT", "HEAD", "OPTIONS", "DELETE", "FOO", ""])
+    lines = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(raw)}"]
+    lines += [f"Authorization: Bearer {key if rng.random() < 0.9 else rng.choice(['wrong', ADMIN * 99])}"]
+    if rng.random() < 0.1:
+        lines.insert(rng.randint(1, len(lines)), rng.choice(HEADERS))
+        valid = False
+    if rng.random() < 0.02:
+        lines[0] = rng.choice([f"{method} {path}", f"{method} {path} HTTP/1.0", f"{method}  {path} HTTP/9.9", "\0"])
+        valid = False
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + raw, valid and method not in ("FOO", "")
+
+
+async def send(rng: random.Random, port: int, raw: bytes, complete: bool) -> bytes | None:
+    """Send a request, perhaps slowly or in part. Return the reply, or None if the script hung up by itself."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
+    try:
+        cut = rng.random() < 0.05
+        raw = raw[: rng.randrange(len(raw))] if cut else raw
+        pieces = [raw] if rng.random() < 0.97 else [raw[:5], raw[5:40], raw[40:]]
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.02 * (len(pieces) > 1))
+        if cut and rng.random() < 0.5:
+            return None
+        if cut or not complete or rng.random() < 0.03:
+            complete = False
+            writer.write_eof()
+        reply = await reader.read()
+    except OSError:
+        reply = b""
+    finally:
+        writer.close()
+    # A server may refuse a long body before it has read the body. The network then loses the reply.
+    if complete and not reply and len(raw) < 2**16:
+        raise AssertionError("the connection was closed without a reply")
+    return reply
+
+
+def status_of(reply: bytes | None) -> str:
+    """Return the status of a reply as text. A stream that ends with a server's error counts as 500."""
+    found = re.match(rb"HTTP/1\.1 (?:100 [^\r]*\r\n\r\nHTTP/1\.1 )?(\d{3})", reply or b"")
+    error = b'"server_error"' in (reply or b"") or b'"api_error"' in (reply or b"")
+    return "hung up" if reply is None else "500" if error else found[1].decode() if found else "closed"
+
+
+class Fuzz:
+    """The addresses of the processes, and the counts of the replies."""
+
+    def __init__(self, seed: int, addresses: dict[str, str], tokenizer: Any) -> None:
+        self.seed, self.addresses, self.tokenizer = seed, addresses, tokenizer
+        self.wire, self.transport, self.honest = Wire(), make_transport(), 0
+        routes = [(route.path, min(route.methods - {"HEAD"})) for route in create_app(None, tokenizer, "").routes]
+        self.targets = [
+            ("control proxy" if path == "/set_version" else "proxy", ADMIN, method, path) for path, method in routes
+        ]
+        names = [name for name, _ in inspect.getmembers(Server, inspect.iscoroutinefunction) if name[0] != "_"]
+        names = sorted(names * 4)  # the proxy has several paths for each of its endpoints
+        self.targets += [("server" if n in SAFE else "control server", KEY, "POST", f"/{n}") for n in names]
+        self.counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+
+    async def one(self, number: int, session_id: str, other_id: str) -> None:
+        """Send request `number`. Raises SystemExit if the reply breaks a rule.
+
+        Requests that may end a session go to the session `other_id`.
+        """
+        rng = random.Random(f"{self.seed}.{number}")
+        where, key, method, path = rng.choice(self.targets)
+        key = "" if path.endswith("memory_occupation") else key
+        chosen = other_id if path.endswith(("end_session", "export_trajectories")) else session_id
+        raw, complete = request_of(rng, method, path, key, chosen)
+        begin = time.monotonic()
+        try:
+            async with asyncio.timeout(SECONDS):
+                reply = await send(rng, int(self.addresses[where].rpartition(":")[2]), raw, complete)
+            status = status_of(reply)
+        except (TimeoutError, AssertionError, OSError) as error:
+            reply, status = b"", f"{type(error).__name__} {error} after {time.monotonic() - begin:.0f} s"
+        self.counts[f"{where} {path.rpartition('/')[2]}"][status] += 1
+        if status not in ("closed", "hung up") and not "100" <= status < "500":
+            raise SystemExit(f"seed {self.seed}, request {number}: {status}\n{raw[:3000]!r}\n{reply!r}")
+
+    async def work(self, numbers: Any) -> None:
+        """Send the requests of a shared iterator. For every hundred requests, start two new sessions."""
+        while batch := list(itertools.islice(numbers, 100)):
+            with contextlib.suppress(Refusal):  # a random request may have exported the second session
+                async with self.client() as client, self.client() as other:
+                    for number in batch:
+                        await self.one(number, client.session_id, other.session_id)
+
+    def client(self) -> OpenAIProxyClient:
+        """Return the client of a new session."""
+        return OpenAIProxyClient(self.transport, self.addresses["proxy"], ADMIN, "fuzz", grant=True)
+
+    async def stay_honest(self, done: asyncio.Event) -> None:
+        """Run honest sessions until `done` is set, and one session after it."""
+        last = False
+        while not last:
+            last = done.is_set()
+            number = 10**6 + self.honest
+            row = await session(self.wire, self.transport, self.addresses["proxy"], number, 3, [])
+            check(self.tokenizer, *row)
+            self.honest += 1
+
+    async def state(self) -> Any:
+        """Wait until no request runs. Return the server's state, its version, and its likeliest answer to a prompt."""
+        server, wire = self.addresses["server"], Wire(key=KEY)
+        async with asyncio.timeout(SECONDS):
+            while "running=0, waiting=0" not in (info := await wire.call(server + "/server_info"))["state"]:
+                await asyncio.sleep(0.2)
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "max_new_tokens": 9}}
+        return info["state"], info["weight_version"], (await wire.call(server + "/generate", body))["output_ids"]
+
+    async def run(self, requests: int, only: int | None) -> None:
+        """Send all requests, or only one. Check the honest sessions and the server's state."""
+        before, done = await self.state(), asyncio.Event()
+        numbers = iter(range(requests) if only is None else [only])
+        honest = asyncio.ensure_future(self.stay_honest(done))
+        try:
+            await asyncio.gather(*(self.work(numbers) for _ in range(WORKERS)))
+        finally:
+            done.set()
+        await honest
+        assert (after := await self.state()) == before, (before, after)
+        await self.transport.aclose()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=200_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", type=int, help="send only the request of this number")
+    args, start = parser.parse_args(), time.monotonic()
+    raise_open_files()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        path, log = make_byte_model(Path(folder) / "model"), Path(folder) / "log"
+        addresses = {}
+        for name in ("", "control "):
+            server, _ = stack.enter_context(process("inference.tiny.server", path, "--api-key", KEY, log=log))
+            words = ["--server", server, "--server-key", KEY, "--admin-key", ADMIN]
+            proxy, _ = stack.enter_context(process("proxy", path, *words, log=log))
+            addresses |= {f"{name}server": server, f"{name}proxy": proxy}
+        fuzz = Fuzz(args.seed, addresses, AutoTokenizer.from_pretrained(path))
+        try:
+            asyncio.run(fuzz.run(args.requests, args.only))
+        finally:
+            logged = log.read_text()
+            print(logged[logged.find("Traceback") :][:6000] if "Traceback" in logged else "", file=sys.stderr)
+        assert "Traceback" not in logged, "a process has logged an error"
+    statuses = sorted({status for counts in fuzz.counts.values() for status in counts})
+    print(f"| endpoint | {' | '.join(statuses)} |\n|{'---|' * (len(statuses) + 1)}")
+    for endpoint, counts in sorted(fuzz.counts.items()):
+        print(f"| {endpoint} | {' | '.join(str(counts[status]) for status in statuses)} |")
+    sent = sum(counts.total() for counts in fuzz.counts.values())
+    print(
+        f"seed {args.seed}: {sent} requests in {time.monotonic() - start:.0f} s, none without an answer, no status 5xx"
+    )
+    print(f"{fuzz.honest} honest sessions beside them; the server's version, state and answer are unchanged")
+
+
+if __name__ == "__main__":
+    main()

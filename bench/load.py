@@ -1,0 +1,216 @@
+"""Claim: 1,000 concurrent sessions lose no answer and mix no answers, and memory does not grow with past sessions.
+
+    python bench/load.py                                                1,000 concurrent sessions with 10 turns each
+    python bench/load.py --sessions 10000 --concurrent 32 --turns 1 --out docs/reliability    also writes csv and svg
+    python bench/load.py --sessions 100 --concurrent 20 --cut 0.02       a slow and cutting network before the server
+
+The benchmark starts the small server and the proxy as processes, with a random model of two layers. Each session asks
+questions that contain its own number, and sends its whole history with every call. No call is repeated. At the end of a
+session the benchmark exports the session and checks the exported row:
+
+    text       the prompts contain the questions of this session in order, and no other question
+    tokens     the sampled tokens of each turn are the text that the client has read
+    logprobs   the log-probabilities are those that the client has read, and those of a forward pass of transformers
+
+The printed table has the resident memory and the open descriptors of both processes over the course of the benchmark.
+Descriptors are read from /proc, so the benchmark needs Linux.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import csv
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from conftest import free_port, make_byte_model, server_process
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from calls.client import OpenAIProxyClient
+from inference.wire import Wire, make_transport
+from run.serve import raise_open_files
+
+ADMIN, COLUMNS = "admin", ["calls", "seconds", "proxy_mb", "server_mb", "proxy_files", "server_files"]
+
+
+@contextlib.contextmanager
+def process(module: str, model: Path, *options: str, log: Path | None = None) -> Iterator[tuple[str, subprocess.Popen]]:
+    """Run the module of a server or a proxy as a process until the `with` block ends. Yields its URL and its Popen."""
+    command = [sys.executable, "-m", module, "--model-path", str(model), *options]
+    with (log or Path(os.devnull)).open("a") as out, server_process(*command, out=out) as (url, child):
+        yield url, child
+        assert child.poll() is None, f"{module} died"
+
+
+def start_relay(url: str, cut: float) -> str:
+    """Start a slow relay to a server, in a thread, and return its URL.
+
+    The relay delays every piece of data by up to 50 ms, and cuts the connection after a piece with probability `cut`.
+    """
+    rng, port, address = random.Random(1), free_port(), url.removeprefix("http://").split(":")
+
+    async def pipe(reader: asyncio.StreamReader, *writers: asyncio.StreamWriter) -> None:
+        while data := await reader.read(2**16):
+            await asyncio.sleep(rng.uniform(0, 0.05))
+            if rng.random() < cut:
+                writers[0].write(data[: rng.randrange(len(data))])
+                break
+            writers[0].write(data)
+        for writer in writers:
+            writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(*address)
+        with contextlib.suppress(OSError):
+            await asyncio.gather(pipe(reader, far_writer, writer), pipe(far_reader, writer, far_writer))
+
+    async def run() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", port) as server:
+            await server.serve_forever()
+
+    threading.Thread(target=asyncio.run, args=(run(),), daemon=True).start()
+    return f"http://127.0.0.1:{port}"
+
+
+def usage(pid: int) -> tuple[float, int]:
+    """Return the resident memory in MB and the number of open descriptors of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1), len(os.listdir(f"/proc/{pid}/fd"))
+
+
+async def session(wire: Wire, transport: Any, proxy: str, number: int, turns: int, seconds: list[float]) -> Any:
+    """Run one session. Return its questions, the replies that the client has read, and the exported row.
+
+    The function appends the seconds of each call to `seconds`.
+    """
+    messages, replies = [], []
+    async with OpenAIProxyClient(transport, proxy, ADMIN, str(number), grant=True) as client:
+        for turn in range(turns):
+            messages.append({"role": "user", "content": f"[{number}.{turn}]"})
+            body, start = {"messages": messages, "max_tokens": 8, "logprobs": True}, time.perf_counter()
+            answer = await wire.call(client.session_url + "/chat/completions", body, timeout=600)
+            seconds.append(time.perf_counter() - start)
+            replies.append(answer["choices"][0])
+            messages.append(replies[-1]["message"])
+        interactions = await client.finish(1.0, style="concat")
+    (row,) = [interaction.to_lists() for interaction in interactions.values()]
+    return [message["content"] for message in messages[::2]], replies, row
+
+
+def check(tokenizer: Any, questions: list[str], replies: list[Any], row: dict[str, list]) -> None:
+    """Check that a row has the questions and the answers of its own session."""
+    masked = [token for token, mask in zip(row["input_ids"], row["loss_mask"]) if not mask]
+    assert re.findall(r"\[\d+\.\d+\]", tokenizer.decode(masked)) == questions
+    for turn, reply in enumerate(replies):
+        mine = [k for k, mask in enumerate(row["loss_mask"]) if mask and row["turn_ids"][k] == turn]
+        text = tokenizer.decode([row["input_ids"][k] for k in mine], skip_special_tokens=True)
+        assert text == reply["message"]["content"], (text, reply)
+        assert [row["logprobs"][k] for k in mine] == [entry["logprob"] for entry in reply["logprobs"]["content"]]
+
+
+def worst_logprob(model: Any, row: dict[str, list]) -> float:
+    """Return how far the log-probabilities of the row's trained tokens are at most from those of a forward pass."""
+    ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"][1:], dtype=torch.bool)
+    with torch.no_grad():
+        logprobs = model(ids[None, :-1]).logits[0].float().log_softmax(-1)
+    logprobs = logprobs.gather(-1, ids[1:, None])[:, 0]
+    return float((logprobs - torch.tensor(row["logprobs"][1:]))[mask].abs().max())
+
+
+async def load(args: argparse.Namespace, proxy: str, pids: list[int], tokenizer: Any, model: Any) -> Any:
+    """Run all sessions. Return the seconds of the calls, the samples of memory, and the worst log-probability."""
+    transport, places = make_transport(), asyncio.Semaphore(args.concurrent)
+    wire = Wire(transport)
+    calls, seconds, samples, worst, start = args.sessions * args.turns, [], [], [0.0], time.monotonic()
+
+    async def one(number: int) -> None:
+        async with places:
+            done = await session(wire, transport, proxy, number, args.turns, seconds)
+        check(tokenizer, *done)
+        if number % args.forward == 0:
+            worst.append(worst_logprob(model, done[-1]))
+
+    async def sample() -> None:
+        for k in range(args.samples + 1):
+            while len(seconds) < calls * k // args.samples:
+                await asyncio.sleep(0.2)
+            (proxy_mb, proxy_files), (server_mb, server_files) = map(usage, pids)
+            now = round(time.monotonic() - start, 1)
+            samples.append([len(seconds), now, proxy_mb, server_mb, proxy_files, server_files])
+
+    await asyncio.gather(sample(), *map(one, range(args.sessions)))
+    await transport.aclose()
+    return sorted(seconds), samples, max(worst)
+
+
+def draw(path: Path, samples: list[list[float]]) -> None:
+    """Draw the samples of memory and of descriptors over the number of calls."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    for axis, title, first in zip(axes, ("resident memory, MB", "open descriptors"), (2, 4)):
+        for name, column in zip(("proxy", "small server"), (first, first + 1)):
+            axis.plot([s[0] for s in samples], [s[column] for s in samples], label=name)
+        axis.set(title=title, xlabel="calls", ylim=(0, None))
+        axis.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sessions", type=int, default=1000)
+    parser.add_argument("--concurrent", type=int, default=1000, help="sessions at the same time")
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument(
+        "--cut", type=float, default=0.0, help="a slow relay to the server cuts connections; a probability"
+    )
+    parser.add_argument("--samples", type=int, default=10, help="number of intervals between samples of memory")
+    parser.add_argument("--forward", type=int, default=10, help="every n-th session is computed by transformers, too")
+    parser.add_argument("--out", type=Path, help="path without suffix for a .csv and a .svg")
+    args = parser.parse_args()
+    raise_open_files()
+    torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_byte_model(Path(folder))
+        tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+        with contextlib.ExitStack() as stack:
+            server, first = stack.enter_context(process("inference.tiny.server", path))
+            address = start_relay(server, args.cut) if args.cut else server
+            words = ["--server", address, "--admin-key", ADMIN, "--wait-for-servers"]
+            proxy, second = stack.enter_context(process("proxy", path, *words))
+            seconds, samples, worst = asyncio.run(load(args, proxy, [second.pid, first.pid], tokenizer, model))
+    p50, p99 = seconds[len(seconds) // 2], seconds[len(seconds) * 99 // 100]
+    print(f"{args.sessions} sessions, {args.concurrent} at once, {args.turns} turns: {len(seconds)} calls answered,")
+    print(
+        f"none lost, none mixed; latency p50 {p50:.2f} s, p99 {p99:.2f} s; {len(seconds) / samples[-1][1]:.0f} calls/s"
+    )
+    print(f"largest difference of a log-probability from transformers: {worst:.1e}")
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    for row in samples:
+        print(f"| {' | '.join(map(str, row))} |")
+    if args.out:
+        with args.out.with_suffix(".csv").open("w", newline="") as table:
+            csv.writer(table, lineterminator="\n").writerows([COLUMNS, *samples])
+        draw(args.out.with_suffix(".svg"), samples)
+
+
+if __name__ == "__main__":
+    main()

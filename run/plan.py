@@ -1,0 +1,224 @@
+"""Plan the inference servers of a run, and refuse a run that cannot work.
+
+`plan_servers` decides which inference servers to start and on which GPUs. The plan depends only on the configuration
+and the GPUs. The trainer's ranks get the first GPUs and the servers get the last GPUs. Ranks and servers share GPUs if
+there are too few GPUs, or if `server.colocate` is true. With 8 GPUs, 4 ranks and 2 servers of 2 GPUs each, the ranks
+get GPUs 0 to 3. One server gets GPUs 4 and 5, and the other gets GPUs 6 and 7. `--dry-run` prints the plan and starts
+nothing.
+
+`plan_run` refuses a run that cannot work. The error is one line with the reason: a port is in use, a server does not
+answer, the installed SGLang needs another version of torch, or the estimated memory is too large (run/memory.py).
+run/launch.py starts what was planned.
+"""
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+import httpx
+import torch
+
+from run.config import ConfigError
+from run.keys import ServerConfig, TrainConfig
+from run.launch import ROOT, Planned, own_command, words
+from run.memory import CUDA_BYTES, GIB, check_memory, describe_load, estimate_memory
+from run.serve import listen, raise_open_files
+
+
+def visible_gpus() -> list[str]:
+    """Return the names of the GPUs that the run may use, as in CUDA_VISIBLE_DEVICES."""
+    numbers = [str(i) for i in range(torch.cuda.device_count())]
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",")[: len(numbers)] if named else numbers
+
+
+def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Planned]:
+    """Return the servers to start on the GPUs `gpus`. The machine of these GPUs also runs `ranks` trainer processes.
+
+    If rollout.server_addrs is set, the list is empty. Raises ConfigError if there are too few GPUs.
+    """
+    server = config.server
+    if config.rollout.server_addrs:
+        return []
+    tp, spare = server.tp_size, gpus[ranks:]
+    wanted = server.count * tp
+    shared = len(spare) < wanted if server.colocate is None else server.colocate
+    pool = gpus * server.count if shared else spare[-wanted:]  # on shared GPUs, the servers use all GPUs in turn
+    if gpus and len(pool) < wanted:
+        need = f"server.count={server.count} with server.tp_size={tp}"
+        remedy = "lower them, or set server.colocate=true"
+        raise ConfigError(f"{need} and {ranks} trainers do not fit on {len(gpus)} GPUs: {remedy}")
+    if gpus and server.release_memory and not shared:
+        raise ConfigError("server.release_memory only costs time if no server shares a GPU with the trainer: omit it")
+    share = server.mem_fraction or (0.6 if shared else 0.85)
+    command, keys = server_command(config, share if gpus else None), (config.rollout.server_key,)
+    return [
+        Planned(f"server-{k}", command, pool[k * tp : (k + 1) * tp], server.port + k if server.port else 0, keys)
+        for k in range(server.count)
+    ]
+
+
+def server_command(config: TrainConfig, mem_fraction: float | None) -> list[str]:
+    """Return the command that starts an inference server, without the port.
+
+    `mem_fraction` is the server's share of the memory of each GPU, or None without GPUs. The user's `server.args` come
+    last, so they override earlier options.
+    """
+    server = config.server
+    options: dict[str, object] = {
+        "--model-path": config.model_path,
+        "--weight-version": 0,
+        "--max-running-requests": server.max_running_requests,
+        "--max-total-tokens": server.max_total_tokens,
+    }
+    installed = config.gpus or importlib.util.find_spec("sglang") is not None
+    if server.backend == "tiny" or (server.backend == "auto" and not (mem_fraction and installed)):
+        for name in ("tp_size", "mem_fraction", "fp32_head", "command"):
+            if getattr(server, name) != getattr(ServerConfig(), name):
+                raise ConfigError(f"server.{name} has no effect on the small server: omit it, or use SGLang")
+        return own_command("inference.tiny.server", options | {"--seed": config.seed, "--api-key": "-"}, *server.args)
+    if not server.command and not config.gpus:
+        check_sglang()
+    command = shlex.split(server.command) or [sys.executable, "-m", "sglang.launch_server"]
+    options |= {"--tp-size": server.tp_size, "--random-seed": config.seed, "--mem-fraction-static": mem_fraction}
+    flags = ["--enable-fp32-lm-head"] if server.fp32_head and mem_fraction else []
+    flags += ["--enable-memory-saver"] if server.release_memory and mem_fraction else []
+    leash = [sys.executable, str(ROOT / "run" / "leash.py"), "--api-key"]
+    return [*leash, *command, *words(options), *flags, *server.args]
+
+
+def check_sglang() -> None:
+    """Raise ConfigError if sglang is missing, or if sglang needs a version of torch that is not installed."""
+    elsewhere = "or use SGLang elsewhere: server.command='PYTHON -m sglang.launch_server' or rollout.server_addrs=[URL]"
+    try:
+        version, requires = metadata.version("sglang"), metadata.requires("sglang") or []
+    except metadata.PackageNotFoundError as error:
+        raise ConfigError(f"sglang is not installed here: pip install -e '.[gpu]', {elsewhere}") from error
+    wanted = [match[1] for line in requires if (match := re.match(r"torch\s*\(?==\s*([\w.]+)", line))]
+    here = metadata.version("torch").partition("+")[0]
+    if wanted and here not in wanted:
+        remedy = f"pip install torch=={wanted[0]}, {elsewhere}"
+        raise ConfigError(f"sglang {version} was built for torch {wanted[0]}, but torch {here} is installed: {remedy}")
+
+
+def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
+    """Raise ConfigError if a planned port is in use or if an address in rollout.server_addrs does not answer.
+
+    An inference server answers GET /model_info. A router answers GET /workers.
+    """
+    for url in config.rollout.server_addrs:
+        try:
+            if not config.rollout.server_key and httpx.URL(url).host not in ("127.0.0.1", "::1", "localhost"):
+                raise ConfigError(f"rollout.server_addrs: {url} is not this machine: set rollout.server_key")
+            urls = [url.rstrip("/") + path for path in ("/model_info", "/workers")]
+            headers = {"authorization": f"Bearer {config.rollout.server_key or 'none'}"}
+            status = [httpx.get(each, headers=headers, timeout=10, trust_env=False).status_code for each in urls]
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise ConfigError(f"rollout.server_addrs: {url} cannot be reached ({error}); is it running?") from error
+        if 200 not in status:
+            raise ConfigError(f"rollout.server_addrs: {url} is no inference server of this key (status {status[0]})")
+    for process in planned:
+        try:
+            listen("127.0.0.1", process.port or 0).close()
+        except OSError as error:
+            raise ConfigError(f"server.port: {process.port} cannot be used ({error}); 0 takes any free port") from error
+
+
+def check_open_files(config: TrainConfig, limit: int) -> None:
+    """Raise ConfigError if a process may need more than `limit` open files. Each connection is an open file.
+
+    The proxy has two connections for a call of an agent, one to the agent and one to an inference server. The trainer
+    has two connections for an episode: one for the agent, and one to start and end the agent's session.
+    """
+    episodes = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
+    if (needed := 2 * episodes + 256) > limit:
+        remedy = "raise it (ulimit -Hn), or lower rollout.max_concurrent_rollouts or gconfig.n_samples"
+        raise ConfigError(f"{episodes} running episodes need {needed} open files, but the limit is {limit}: {remedy}")
+
+
+def servers_on_gpus(planned: list[Planned]) -> list[Planned]:
+    """Return the servers that compute on GPUs. The small server computes on the CPU, even if it has a GPU."""
+    return [process for process in planned if process.gpus and "inference.tiny.server" not in process.command]
+
+
+def choose_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[str]) -> tuple[Any, str]:
+    """Return weight_update.mode, and why the plan has chosen it. The mode "auto" becomes the fastest that can work."""
+    mode, used = config.weight_update.mode, [gpu for p in servers_on_gpus(planned) for gpu in p.gpus]
+    if mode != "auto":
+        return mode, "the configuration sets it"
+    if config.weight_update.path:
+        return "disk", "weight_update.path is set"
+    if not used or config.server.command:
+        return "disk", "no server of this environment uses a GPU"
+    if all(gpus[0] in process.gpus for process in planned):
+        return "tensor", "every server uses the trainer's first GPU"
+    if len({gpus[0], *used}) == 1 + len(used):
+        return "distributed", "no server shares a GPU with the trainer's first rank"
+    return "disk", "some servers share GPUs with each other or with the trainer's first rank"
+
+
+def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[str]) -> None:
+    """Raise ConfigError if weight_update.mode cannot work on these GPUs. Rank 0 sends the weights from the first GPU.
+
+    In mode distributed NCCL refuses two processes on one GPU, and all processes need the same version of NCCL. In mode
+    tensor a server reads the weights from the memory of rank 0's GPU. The small server has none of these limits.
+    """
+    mode, on_gpus = config.weight_update.mode, servers_on_gpus(planned)
+    used = [*gpus[:1], *(gpu for p in on_gpus for gpu in p.gpus)]
+    away = [p.name for p in on_gpus if gpus[0] not in p.gpus]
+    is_shared = len(set(used)) < len(used)
+    if mode == "distributed" and is_shared:
+        remedy = f"set weight_update.mode={'disk' if away else 'tensor'}, or server.colocate=false"
+        raise ConfigError(f"weight_update.mode=distributed: NCCL refuses GPUs that two processes share: {remedy}")
+    if mode == "tensor" and away:
+        remedy = f"set weight_update.mode={'disk' if is_shared else 'distributed'}"
+        raise ConfigError(f"weight_update.mode=tensor: {away[0]} does not use GPU {gpus[0]}, as rank 0 does: {remedy}")
+    if mode == "distributed" and on_gpus and config.server.command:
+        show = [shlex.split(config.server.command)[0], "-c", "import torch; print(torch.cuda.nccl.version())"]
+        theirs = subprocess.run(show, capture_output=True, text=True).stdout.strip()
+        if theirs.startswith("(") and theirs != str(ours := torch.cuda.nccl.version()):
+            remedy = f"install the torch of {show[0]} here, or set weight_update.mode=disk"
+            raise ConfigError(f"weight_update.mode=distributed: NCCL {ours} here, {theirs} in the server: {remedy}")
+
+
+def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
+    """Check the whole plan, then return the servers to start and the text that `--dry-run` prints.
+
+    Raises ConfigError for a run that cannot work.
+    """
+    gpus, ranks = visible_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets LOCAL_WORLD_SIZE
+    machine = (torch.cuda.mem_get_info()[1] if gpus else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / GIB
+    if config.gpus:  # plan as if this machine had these GPUs
+        gpus, machine = [str(k) for k in range(config.gpus)], config.gpu_memory
+    servers = plan_servers(config, gpus, ranks)
+    check_open_files(config, raise_open_files())
+    check_addresses(config, servers)
+    config.weight_update.mode, why = choose_update_mode(config, servers, gpus)
+    check_update_mode(config, servers, gpus)
+    step, kept, server, parameters = estimate_memory(config, int(os.environ.get("WORLD_SIZE", 1)), bool(gpus))
+    trainers = [Planned(f"rank {k}", ["train.py"], gpus[k : k + 1], port=None) for k in range(ranks)]
+    proxies = [Planned(f"proxy-{k}", ["proxy.py"]) for k in range(config.proxy.workers)]
+
+    def needs(rank: float, server: float) -> list[tuple[Planned, float]]:
+        return [*((p, rank) for p in trainers), *((p, server) for p in servers), *((p, 0.3) for p in proxies)]
+
+    is_released, idle = bool(gpus) and config.server.release_memory, CUDA_BYTES / GIB
+    for phase in ((step, idle), (kept, server)) if is_released else ((step, server),):
+        check_memory(needs(*phase), gpus, machine)
+    rows = [("process", "GPUs", "port", "GiB", "command")]
+    for p, gib in needs(step, server):
+        port = {0: "any", None: "-"}.get(p.port, str(p.port))
+        rows.append((p.name, ",".join(p.gpus) or "-", port, f"{gib:.1f}", shlex.join(p.command)))
+    rows += [("(is up)", "", "", "", url) for url in config.rollout.server_addrs]
+    lines = ["{:10}{:8}{:10}{:>6}  {}".format(*row) for row in rows]
+    lines.append(f"{parameters:,} parameters; GiB for each rank, and for each GPU of a server, are estimates")
+    if is_released:
+        lines.append(f"server.release_memory: in a step, a server needs {idle:.1f}; between steps, a rank {kept:.1f}")
+    lines.append(f"weight_update.mode={config.weight_update.mode}: {why}")
+    lines.append(describe_load(config, parameters))
+    return servers, "\n".join(lines)

@@ -1,0 +1,51 @@
+"""Print the first words of train.py, show a clock, and make a run silent with `--quiet`.
+
+Imports, models and servers take seconds or minutes. On a terminal, a clock therefore counts the seconds since the
+start, from the first words until the results are printed. During training the live table (run/logger.py) is below the
+clock. While there is a clock, rich prints every line and breaks long lines. The results contain commands, which must
+not be broken, so the clock ends before the results. If the output goes to a file, there is no clock: each event of the
+start and each training step is one line.
+
+With `--quiet` a run prints only warnings, errors and its results at the end. Warnings and errors go to the standard
+error. The run redirects its standard output until the results are there.
+
+train.py imports this module before torch, so this module imports nothing that takes long.
+"""
+
+import atexit
+import os
+import sys
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from time import monotonic
+
+from rich.console import Console
+from rich.live import Live
+
+from run.config import load
+
+BEGIN = monotonic()
+clock = Live(get_renderable=lambda: f"{monotonic() - BEGIN:.0f} s since start", refresh_per_second=2, transient=True)
+before_results = ExitStack()  # its `close` ends the silence of a quiet run, and the clock
+
+
+def greet(words: list[str]) -> None:
+    """Print the first words of train.py and start the clock, or print the help. `words` is the command line."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    if {"-h", "--help"} & {*words}:
+        if is_first:
+            load(["--help"])  # prints the keys and ends this process
+        sys.exit()
+    if not is_first or {"--quiet", "quiet=true"} & {*words}:
+        return
+    if "--dry-run" not in words:
+        print("nano-areal: importing torch and transformers", flush=True)
+    if Console().is_terminal:
+        clock.start()
+        before_results.callback(clock.stop)  # also shows the cursor again
+        atexit.register(before_results.close)  # ends the clock after an error, too
+
+
+def hush() -> None:
+    """Discard everything that is printed on the standard output, until `before_results` is closed."""
+    before_results.enter_context(redirect_stdout(before_results.enter_context(Path(os.devnull).open("w"))))  # noqa: SIM115

@@ -1,0 +1,89 @@
+"""A server closes a connection whose request header is too long or never ends."""
+
+import http.client
+import itertools
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+from conftest import ROOT
+
+SERVER = """
+import sys
+from fastapi import FastAPI, Request, Response
+from run import serve
+
+async def length(request: Request) -> Response:
+    return Response(str(len(await request.body())))
+
+serve.HEADER_SECONDS = float(sys.argv[1])
+app = FastAPI()
+app.add_route("/", length, methods=["POST"])
+listener = serve.listen("127.0.0.1", 0)
+print(listener.getsockname()[1], flush=True)
+serve.serve(app, listener, exit_with_parent=True)
+"""
+POST = b"POST / HTTP/1.1\r\nHost: x\r\n"
+Connect = Callable[[], socket.socket]
+
+
+@pytest.fixture
+def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
+    """A function that connects to a server process. The test's parameter is the time limit of a header in seconds."""
+    command = [sys.executable, "-c", SERVER, str(request.param)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process:
+        port = int(process.stdout.readline())
+        yield lambda: socket.create_connection(("127.0.0.1", port), timeout=60)
+        process.stdin.close()
+
+
+def read_until(connection: socket.socket, end: bytes) -> bytes:
+    """Return what the server sends until `end` arrives or the server closes the connection."""
+    read = b""
+    while not read.endswith(end) and (piece := connection.recv(2**16)):
+        read += piece
+    return read
+
+
+@pytest.mark.parametrize("connect", [60], indirect=True)
+@pytest.mark.parametrize(
+    "start",
+    [
+        POST + b"X-Endless: ",  # one header without end
+        POST + b"Content-Length: 1\r\n\r\nx" + POST + b"X-Endless: ",  # the second request of a connection
+        POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX-Trailer: ",  # a header after the body
+    ],
+    ids=["first", "second", "trailer"],
+)
+def test_a_header_without_end_is_refused(connect: Connect, start: bytes) -> None:
+    """A client sends a header of 32 MB without an end. The server refuses the header and closes the connection."""
+    with connect() as connection, pytest.raises(ConnectionError):
+        connection.sendall(start + b"x" * 2**25)
+
+
+@pytest.mark.parametrize("connect", [60], indirect=True)
+def test_long_headers_and_long_bodies_are_served(connect: Connect) -> None:
+    """A header of 60 KB and a body of 10 MB are below the limits, also if the body arrives in many chunks."""
+    with connect() as connection:
+        client = http.client.HTTPConnection("127.0.0.1")
+        client.sock = connection
+        for body in (b"x" * 10**7, itertools.repeat(b"xx", 10**5)):
+            client.request("POST", "/", body, {"X-Long": "x" * 60_000}, encode_chunked=True)
+            assert int(client.getresponse().read()) in (10**7, 2 * 10**5)
+
+
+@pytest.mark.parametrize("connect", [1], indirect=True)
+def test_a_header_that_does_not_arrive_in_time_ends_the_connection(connect: Connect) -> None:
+    """If no whole header arrives in time, the server closes the connection: the client sent nothing, or only a part of
+    a header. The time limit also applies to the second request of a connection."""
+    with connect() as silent, connect() as halted, connect() as second:
+        second.sendall(POST + b"Content-Length: 1\r\n\r\nx")
+        halted.sendall(POST)
+        assert read_until(second, b"\r\n\r\n1")
+        second.sendall(b"\r\n")
+        assert not any(read_until(connection, b"nothing") for connection in (silent, halted, second))

@@ -1,0 +1,92 @@
+"""What a user sees before the first training step: the first words, a clock on a terminal, and silence with --quiet."""
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+SHOW = """
+import sys
+from rich.live import Live
+from run.terminal import before_results, greet
+greet(sys.argv[1:])
+print("a model is made", flush=True)
+with Live("the table"):
+    print("a step", flush=True)
+print("the end", flush=True)
+before_results.close()
+print("the results " * 10, flush=True)
+"""
+
+
+def on_a_terminal(*words: str) -> str:
+    """Return what a terminal receives from a process that greets, shows a table and ends."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(ROOT)
+        os.execve(sys.executable, [sys.executable, "-c", SHOW, *words], {**os.environ, "TERM": "xterm"})
+    received = b""
+    while True:
+        try:
+            received += os.read(terminal, 65536)
+        except OSError:  # the process has ended
+            break
+    os.close(terminal)
+    assert os.waitpid(child, 0)[1] == 0
+    return received.decode()
+
+
+def test_a_clock_counts_before_and_after_the_table() -> None:
+    """On a terminal, a clock is below the words of the start, and above the live table. Before the results the clock is
+    deleted and the cursor is visible. No line of the results is broken."""
+    whole = on_a_terminal()
+    before, table, after = whole.replace("a step", "CUT").replace("the end", "CUT").split("CUT")
+    assert before.index("importing torch") < before.index("a model is made") < before.index("s since start")
+    assert table.index("s since start") < table.index("the table")
+    assert "s since start" in after
+    assert "the table" not in after
+    assert after.rindex("\x1b[2K") > after.rindex("s since start")
+    assert whole.rindex("\x1b[?25h") > whole.rindex("\x1b[?25l")
+    assert after.endswith("the results " * 10 + "\r\n")
+
+
+def test_a_file_gets_no_clock() -> None:
+    """If the output goes to a file, it contains only whole lines and no control characters."""
+    done = subprocess.run([sys.executable, "-c", SHOW], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    first, *others = done.stdout.splitlines()
+    assert first == "nano-areal: importing torch and transformers"
+    assert others[:2] == ["a model is made", "a step"]
+    assert "\x1b" not in done.stdout
+    assert "since start" not in done.stdout
+
+
+def test_quiet_starts_without_a_word() -> None:
+    """With --quiet there are neither first words nor a clock."""
+    assert on_a_terminal("--quiet").splitlines()[0] == "a model is made"
+
+
+def test_a_ready_part_names_the_time_of_the_clock(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line about a ready server counts the seconds from the first words, as the clock does. The imports before the
+    start of the run are included."""
+    from run import start
+
+    monkeypatch.setattr(start, "BEGIN", start.time.monotonic() - 100)
+    start.say_ready("server-0")
+    assert capsys.readouterr().out == "server-0 is ready after 100 s\n"
+
+
+def test_silence_ends_with_the_results(capsys: pytest.CaptureFixture[str]) -> None:
+    """A quiet run discards its standard output until the results are printed. Warnings are printed at once."""
+    from run.terminal import before_results, hush
+
+    hush()
+    print("a step")
+    print("a warning", file=sys.stderr)
+    before_results.close()
+    print("the results")
+    assert capsys.readouterr() == ("the results\n", "a warning\n")
