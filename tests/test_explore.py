@@ -204,7 +204,7 @@ TURN_MUTANTS = [
     ("tree", LONG, proxy, "            turn.forget()\n", ""),
     ("rewards", XZ, cache, "(interaction.reward or 0.0) + gamma *", "(interaction.reward or 0.0) + "),
     ("rewards", XZ, cache, "child_rewards[interaction.parent].append", "child_rewards[interaction].append"),
-    ("deadlock", X, proxy, 'self.sessions.forget(session)\n        return reply({"inter', 'return reply({"inter'),
+    ("deadlock", X, proxy, 'forget(session)\n        return reply({"interactions"', 'return reply({"interactions"'),
     ("deadlock", X, calls.sessions, "        session.ended = True\n", ""),
     ("tokens", XZ, rollout.rows, "[span] = turn.tokens.output_logprobs", "[span] = last.output_logprobs"),
     ("tokens", XZ, rollout.rows, "[span] = turn.tokens.output_versions", "[span] = last.output_versions"),
