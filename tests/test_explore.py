@@ -188,6 +188,7 @@ def test_a_planted_error_of_the_sessions_is_found_by_name(name: str, line: str, 
 
 # property, bounds, module, the code, and the changed code
 X, Y, WX = TurnBounds("x", 2, 0), TurnBounds("y", 2, 0), TurnBounds("wx", 2, 0)
+EXPORT = 'return reply({"interactions"'
 XZ, LONG = TurnBounds("xz", 2, 0, rewards=True), TurnBounds("x", 2, 0, threads=True)
 TURN_MUTANTS = [
     ("once", X, calls.turn, "if not equal or not says_so:", "if not equal or says_so:"),
@@ -204,7 +205,7 @@ TURN_MUTANTS = [
     ("tree", LONG, proxy, "            turn.forget()\n", ""),
     ("rewards", XZ, cache, "(interaction.reward or 0.0) + gamma *", "(interaction.reward or 0.0) + "),
     ("rewards", XZ, cache, "child_rewards[interaction.parent].append", "child_rewards[interaction].append"),
-    ("deadlock", X, proxy, 'forget(session)\n        return reply({"interactions"', 'return reply({"interactions"'),
+    ("deadlock", X, proxy, f"self.sessions.forget(session)\n        {EXPORT}", EXPORT),
     ("deadlock", X, calls.sessions, "        session.ended = True\n", ""),
     ("tokens", XZ, rollout.rows, "[span] = turn.tokens.output_logprobs", "[span] = last.output_logprobs"),
     ("tokens", XZ, rollout.rows, "[span] = turn.tokens.output_versions", "[span] = last.output_versions"),
