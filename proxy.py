@@ -31,7 +31,7 @@ An example: a call becomes a prompt. In the session's first turn the model answe
     5. engine.py requests the tokens from a server, and calls/replies.py writes the reply, whole or as a stream.
 
 Sampling. The option `sampling` gives default values of the sampling parameters. An evaluation's session may have other
-default values. An agent can override each default value, unless the option `fixed_sampling` names the parameter. If an
+default values. An agent can override each default value, unless the key `fixed_sampling` names the parameter. If an
 agent sets top_p or a penalty, training cannot reproduce the probabilities, so the turn is left out of the loss.
 
 Errors. The proxy answers an agent's mistake with a 4xx status and an error in the agent's protocol. SDKs retry a
@@ -49,12 +49,13 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Collection
-from dataclasses import KW_ONLY, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
+from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -62,13 +63,13 @@ from cache import Interaction, check_style
 from calls.messages import AgentRequest, Refusal, get
 from calls.prompts import PromptBuilder, TextReader
 from calls.replies import PROTOCOLS, Protocol, input_items
-from calls.sessions import Limits, Session, SessionTable
-from calls.side_conversations import PATTERNS
+from calls.sessions import Session, SessionTable
 from calls.tools import OutputParser
 from calls.turn import EventStream, Turn, earlier_turn
 from engine import EngineError
 from inference.io_struct import SAMPLING_KEYS, GenerationHyperparameters, ModelRequest, call_seed
 from run.fields import as_object
+from run.keys import OpenAIConfig
 from run.schedule import ScheduledEngine
 from run.serve import bearer, check_key, listen, load_tokenizer, read_object, read_secret, reply, serve
 
@@ -82,27 +83,19 @@ class Proxy:
     engine: Any
     tokenizer: Any
     admin_key: str
-    _: KW_ONLY
+    keys: OpenAIConfig = field(default_factory=OpenAIConfig)  # the configuration keys of rollout.openai
     seed: int | None = None  # an integer makes the sampling of a run repeatable
     sampling: dict[str, Any] = field(default_factory=dict)  # default values of GenerationHyperparameters
-    side_conversations: Collection[str] = PATTERNS  # regular expressions that calls/side_conversations.py explains
-    fixed_sampling: Collection[str] = ()  # fields of `sampling` that an agent cannot change
-    store: str = "ignore"  # "honour": a call with `store: false` is not trained; "ignore": the call is trained
-    session_timeout_seconds: float = 3600.0  # seconds after which an idle session is forgotten
-    chat_template_type: str = "concat"  # "concat" or "hf", which calls/prompts.py explains
-    tool_call_parser: str | None = None  # form in which the model writes tool calls (calls/tools.py)
-    reasoning_parser: str | None = None  # form in which the model writes reasoning (calls/tools.py)
-    limits: Limits = field(default_factory=Limits)  # limits on the requests and answers of one session
     clock: Callable[[], float] = time.monotonic  # function that returns the time in seconds
 
     def __post_init__(self) -> None:
-        context = getattr(self.engine, "context_length", None)  # tokens
-        self.prompts = PromptBuilder(self.tokenizer, self.chat_template_type, context)
-        self.parser = OutputParser(self.tokenizer, self.tool_call_parser, self.reasoning_parser)
-        self.sessions = SessionTable(self.session_timeout_seconds, self.clock, self.side_conversations)
-        self.sessions.limits = self.limits
+        keys, context = self.keys, getattr(self.engine, "context_length", None)  # tokens
+        self.prompts = PromptBuilder(self.tokenizer, keys.chat_template_type, context)
+        self.parser = OutputParser(self.tokenizer, keys.tool_call_parser, keys.reasoning_parser)
+        self.sessions = SessionTable(keys.session_timeout_seconds, self.clock, keys.side_conversations)
+        self.sessions.limits = keys.limits
         GenerationHyperparameters(**self.sampling)  # raises TypeError for an unknown field
-        if strange := set(self.fixed_sampling) - SAMPLING_KEYS:
+        if strange := set(keys.fixed_sampling) - SAMPLING_KEYS:
             raise ValueError(f"fixed_sampling: {', '.join(sorted(strange))} is no field of GenerationHyperparameters")
         self._stop_token_ids = [self.tokenizer.eos_token_id] if self.tokenizer.eos_token_id is not None else []
 
@@ -156,7 +149,7 @@ class Proxy:
         gconfigs = [self.gconfig(ask, session, k) for k in range(ask.n)]
         names = [f"{session.task_id}.{session.calls + k}" for k in range(ask.n)]
         session.calls += ask.n
-        turn = Turn(session, protocol, ask, self.parser, self.store)
+        turn = Turn(session, protocol, ask, self.parser, self.keys.store)
         try:
             prompt, opening = await in_thread(raw, lambda: self.prompt(ask, turn.parent))
             if session.ended:
@@ -184,7 +177,7 @@ class Proxy:
     def gconfig(self, ask: AgentRequest, session: Session, k: int) -> GenerationHyperparameters:
         """Return the sampling parameters of a call's k-th answer. The engine limits max_new_tokens to the context."""
         defaults = self.sampling | session.sampling
-        own = {name: v for name, v in ask.sampling.items() if name not in defaults.keys() & self.fixed_sampling}
+        own = {name: v for name, v in ask.sampling.items() if name not in defaults.keys() & self.keys.fixed_sampling}
         chosen = defaults | own
         chosen["stop_token_ids"] = [*self._stop_token_ids, *chosen.get("stop_token_ids", [])]
         if "seed" in own:
@@ -353,9 +346,10 @@ async def error_reply(request: Request, error: Exception) -> Response:
 def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> FastAPI:
     """Return the web application.
 
-    `engine` has the method `async agenerate(ModelRequest)`. `options` are fields of `Proxy`.
+    `engine` has the method `async agenerate(ModelRequest)`. `options` are keys of rollout.openai and fields of `Proxy`.
     """
-    proxy = Proxy(engine, tokenizer, admin_key, **options)
+    keys = OpenAIConfig(**{name: options.pop(name) for name in vars(OpenAIConfig()) if name in options})
+    proxy = Proxy(engine, tokenizer, admin_key, keys, **options)
     handlers: Any = dict.fromkeys((ValueError, EngineError, HTTPException, ClientDisconnect), error_reply)
     app = FastAPI(title="nano-areal proxy", openapi_url=None, exception_handlers=handlers)
     app.state.proxy = proxy
@@ -393,14 +387,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--request-timeout", type=float, default=3600.0, help="seconds that one generation may take")
     add("--request-retries", type=int, default=3, help="number of retries after a connection error or a 5xx status")
     add("--wait-for-servers", action="store_true", help="lost servers are started again: requests wait for them")
-    add("--session-timeout-seconds", type=float, default=3600.0, help="seconds until an idle session is forgotten")
-    add("--chat-template-type", choices=["concat", "hf"], default="concat", help="hf: render every prompt in full")
-    add("--side-conversations", type=orjson.loads, default=PATTERNS, help="JSON list of patterns of unrewarded calls")
-    add("--store", choices=["honour", "ignore"], default="ignore", help="honour: do not train calls with store: false")
-    add("--limits", type=lambda text: Limits(**orjson.loads(text)), default="{}", help="limits of a session as JSON")
-    add("--fixed-sampling", action="append", default=[], help="a field of --sampling that agents cannot change")
-    add("--tool-call-parser", help="form of tool calls (calls/tools.py); default: the tokenizer's form, or qwen")
-    add("--reasoning-parser", help="form of the reasoning; default: <think> ... </think>")
+    add("--openai", type=orjson.loads, default={}, help='keys of rollout.openai as JSON, like {"store": "honour"}')
     add("--schedule", default=os.devnull, help="file to which each call is recorded (run/schedule.py)")
     add("--replay", default="", help="folder of the run whose calls are repeated (run/replay.py)")
     add("--exit-with-parent", action="store_true", help="exit when standard input is closed")
@@ -421,8 +408,9 @@ def main(argv: list[str] | None = None) -> int:
             engine.initialize()
             if engine.context_length:
                 args.sampling = {"max_new_tokens": engine.context_length} | args.sampling
-            options = {f.name: getattr(args, f.name) for f in fields(Proxy) if f.kw_only and f.name in args}
-            app = create_app(engine, tokenizer, key, **options)
+            given = vars(OpenAIConfig(**args.openai))  # raises TypeError for an unknown key
+            openai = TypeAdapter(OpenAIConfig).validate_python(given)  # raises ValueError for a wrong value
+            app = create_app(engine, tokenizer, key, seed=args.seed, sampling=args.sampling, **vars(openai))
         except (OSError, ValueError, TypeError, EngineError) as error:
             print("error:", " ".join(str(error).split())[:300], file=sys.stderr)
             return 2

@@ -177,8 +177,8 @@ class OpenAIProxyClient:
 class ArealOpenAI(openai.AsyncOpenAI):
     """An AsyncOpenAI client. The proxy's code answers the client's requests inside this process.
 
-    `engine` has the method `async agenerate(ModelRequest)`. `options` are fields of `proxy.Proxy`, such as `seed` and
-    `sampling`. `cache` is the conversation tree of the client's only session.
+    `engine` has the method `async agenerate(ModelRequest)`. `options` are keys of rollout.openai and fields of
+    `proxy.Proxy`, such as `seed` and `sampling`. `cache` is the conversation tree of the client's only session.
     """
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:

@@ -37,9 +37,6 @@ from run.replay import ReplayExecutor, facts
 from run.schedule import EVENTS, FILE, ScheduledEngine
 from run.terminal import BEGIN
 
-# The keys of rollout.openai that are also command-line options of the proxy.
-PROXY_KEYS = "session_timeout_seconds chat_template_type tool_call_parser reasoning_parser store fixed_sampling"
-
 Keys = tuple[str, ...]  # the admin key of the proxies, and the key of the servers
 Keep = Callable[[int, Trajectory], None]  # keep(task_id, group) saves a finished group for a restart
 
@@ -169,7 +166,7 @@ def plan_proxies(config: TrainConfig, servers: list[str], wait_for_servers: bool
 
     With `wait_for_servers`, an agent's request waits while all servers are lost.
     """
-    openai, gconfig = config.rollout.openai, config.gconfig
+    rollout, gconfig = config.rollout, config.gconfig
     options: dict[str, object] = {
         "--server": servers,
         "--admin-key": "-",
@@ -179,12 +176,11 @@ def plan_proxies(config: TrainConfig, servers: list[str], wait_for_servers: bool
         "--sampling": json.dumps(asdict(gconfig.new(n_samples=1))),
         "--schedule": config.run_dir / FILE,
         "--replay": config.replay,
-        "--limits": json.dumps(asdict(openai.limits)),
-        "--side-conversations": json.dumps(openai.side_conversations),
+        "--openai": json.dumps(asdict(rollout.openai)),
+        "--request-timeout": rollout.request_timeout,
+        "--request-retries": rollout.request_retries,
     }
-    for keys, names in ((config.rollout, "request_timeout request_retries"), (openai, PROXY_KEYS)):
-        options |= {f"--{name.replace('_', '-')}": getattr(keys, name) for name in names.split()}
     flags = ["--wait-for-servers"] * wait_for_servers
     command = own_command("proxy", options, *flags)
-    secret_lines = secrets.token_urlsafe(16), config.rollout.server_key
+    secret_lines = secrets.token_urlsafe(16), rollout.server_key
     return [Planned(f"proxy-{k}", command, keys=secret_lines) for k in range(config.proxy.workers)]

@@ -46,7 +46,7 @@ RAISED_BY = {
     "ways to start on GPUs": 141,
     "the algorithm's corners": 114,
     "the report": 241,
-    "keys, limits, checked answers": 106,
+    "keys, limits, checked answers": 92,
     "what real clients send": 43,
     "the documents' examples, a trainer in a script, every user": 54,
     "a fast path of the small server": 79,
