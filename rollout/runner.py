@@ -107,13 +107,16 @@ class AsyncTaskRunner:
         return self._thread.is_alive()
 
     def find_blocker(self, seconds: float) -> str | None:
-        """Return the function that blocks the loop for `seconds`, as "name (file:line)", or None if the loop runs.
+        """Return the function that blocks the loop for `seconds`, as "name (file:line)". Return None if the loop runs, or
+        if it has ended.
 
         Functions of Python's library and of installed packages are skipped. Call this method from another thread.
         """
         ran = threading.Event()
-        with suppress(RuntimeError):  # the loop is closed
+        try:
             self._loop.call_soon_threadsafe(ran.set)
+        except RuntimeError:  # the loop is closed
+            return None
         # If the whole process was suspended during the first wait, the second wait gives the loop time to answer.
         if ran.wait(seconds) or ran.wait(seconds / 10) or not self.is_alive():
             return None

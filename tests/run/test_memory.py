@@ -137,10 +137,11 @@ def test_the_estimate_of_a_training_step(
     actor.create_process_group()
     try:
         actor.initialize(max_steps=1)
-        batch = make_batch((128,) * (2 * tokens // 128))
-        batch["prox_logp"] = torch.zeros(batch["input_ids"].shape)
-        actor.compute_advantages(batch)
-        actor.ppo_update(batch)  # the first update makes the moments of AdamW
+        small, batch = make_batch((128,) * 2), make_batch((128,) * (2 * tokens // 128))
+        for rows in (small, batch):
+            rows["prox_logp"] = torch.zeros(rows["input_ids"].shape)
+            actor.compute_advantages(rows)
+        actor.ppo_update(small)  # the first update makes the moments of AdamW
         gc.collect()
         with LiveBytes() as measured:
             pytree.tree_map(measured.count, [[*actor.model.parameters()], [*actor.optimizer.state.values()]])
