@@ -107,8 +107,8 @@ class AsyncTaskRunner:
         return self._thread.is_alive()
 
     def find_blocker(self, seconds: float) -> str | None:
-        """Return the function that blocks the loop for `seconds`, as "name (file:line)". Return None if the loop runs or
-        has ended.
+        """Return the function that blocks the loop for `seconds`, as "name (file:line)". Return None if the loop runs
+        or has ended.
 
         Functions of Python's library and of installed packages are skipped. Call this method from another thread.
         """
