@@ -157,20 +157,23 @@ async def load(args: argparse.Namespace, proxy: str, pids: list[int], tokenizer:
     return sorted(seconds), samples, max(worst)
 
 
-def draw(path: Path, samples: list[list[float]]) -> None:
-    """Draw the samples of memory and of descriptors over the number of calls."""
+def write_usage(path: Path, columns: list[str], samples: list[list[float]]) -> None:
+    """Write samples as a table (.csv), and draw memory and descriptors over the first column (.svg)."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
+    with path.with_suffix(".csv").open("w", newline="") as table:
+        csv.writer(table, lineterminator="\n").writerows([columns, *samples])
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")
-    for axis, title, first in zip(axes, ("resident memory, MB", "open descriptors"), (2, 4)):
-        for name, column in zip(("proxy", "small server"), (first, first + 1)):
-            axis.plot([s[0] for s in samples], [s[column] for s in samples], label=name)
-        axis.set(title=title, xlabel="calls", ylim=(0, None))
+    for axis, title, unit in zip(axes, ("resident memory, MB", "open descriptors"), ("_mb", "_files")):
+        for name, values in zip(columns, zip(*samples)):
+            if name.endswith(unit):
+                axis.plot([row[0] for row in samples], values, label=name.removesuffix(unit))
+        axis.set(title=title, xlabel=columns[0], ylim=(0, None))
         axis.legend(frameon=False)
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
 
 
 def main() -> None:
@@ -207,9 +210,7 @@ def main() -> None:
     for row in samples:
         print(f"| {' | '.join(map(str, row))} |")
     if args.out:
-        with args.out.with_suffix(".csv").open("w", newline="") as table:
-            csv.writer(table, lineterminator="\n").writerows([COLUMNS, *samples])
-        draw(args.out.with_suffix(".svg"), samples)
+        write_usage(args.out, COLUMNS, samples)
 
 
 if __name__ == "__main__":

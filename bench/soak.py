@@ -3,6 +3,7 @@
     python bench/soak.py                    30 kills over 60 steps of the demo, seed 1 (`make soak`)
     python bench/soak.py --kills 5 --steps 12 --seed 7
     python bench/soak.py --freezes 10 --steps 20    stop a process 10 times for up to 10 s (SIGSTOP, SIGCONT), no kills
+    python bench/soak.py --steps 170 --usage docs/episodes    20,400 episodes, no kills; writes memory and descriptors
 
 After a random number of steps the script kills the trainer, the proxy or the server (kill -9). Then the script starts
 the run again with an identical command. Every random choice comes from the printed seed.
@@ -23,11 +24,12 @@ import sys
 import time
 from pathlib import Path
 
+from load import usage, write_usage
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"trainer": "train.py", "proxy": "-m proxy", "server": "-m inference.tiny.server"}
-BATCH, ETA = 6, 2
+BATCH, ETA, GAMES = 6, 2, 20  # prompt groups in a step, largest age, games of a prompt group in the demo
 
 
 def pids(run: subprocess.Popen) -> dict[str, int]:
@@ -106,6 +108,28 @@ def freeze(command: list[str], rng: random.Random, freezes: int, log: Path) -> N
     assert (run.returncode, seen) == (0, freezes), f"exit code {run.returncode}; see {log}"
 
 
+def watch(command: list[str], log: Path, steps: int, path: Path) -> None:
+    """Run the command to its end. Write the memory and the descriptors of its processes at 40 steps to `path`."""
+    samples, begin = list[list[float]](), time.monotonic()
+    with (
+        log.open("a") as out,
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=out, text=True) as run,
+    ):
+        assert run.stdout is not None
+        for line in run.stdout:
+            out.write(line)
+            step = int(line.split()[1].split("/")[0]) if line.startswith("step ") else 0
+            if step and step % max(steps // 40, 1) == 0 and step < steps:  # after the last step the processes end
+                up = pids(run)
+                (mb, files) = zip(*(usage(up[role]) for role in SCRIPTS))
+                samples.append([BATCH * GAMES * step, round(time.monotonic() - begin, 1), *mb, *files])
+    assert run.returncode == 0, f"exit code {run.returncode}; see {log}"
+    columns = ["episodes", "seconds", *(f"{role}_{unit}" for unit in ("mb", "files") for role in SCRIPTS)]
+    write_usage(path, columns, samples)
+    for row in (columns, *samples):
+        print(f"| {' | '.join(map(str, row))} |")
+
+
 def check(run_dir: Path, steps: int) -> None:
     """Check the trained samples of all steps, and print a summary."""
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -131,6 +155,7 @@ def main() -> None:
     parser.add_argument("--freezes", type=int, default=0, help="stop processes for a time, and kill none")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--usage", type=Path, help="measure memory and descriptors, kill none; path without suffix")
     parser.add_argument("--fileroot", type=Path, default=Path("runs/soak"))
     args = parser.parse_args()
     rng, name = random.Random(args.seed), time.strftime("%Y%m%d-%H%M%S")
@@ -138,10 +163,13 @@ def main() -> None:
     run_dir.mkdir(parents=True)
     words = [f"fileroot={args.fileroot}", f"trial_name={name}", "logger.live=false", "logger.sample_interval=0"]
     words += [f"max_steps={args.steps}", f"rollout.max_head_offpolicyness={ETA}", "recover_interval=2"]
-    words += ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "actor.ppo_epochs=1"]
+    if not args.usage:
+        words += ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "actor.ppo_epochs=1"]
     command = [sys.executable, "-u", "train.py", *words]
     print(f"seed {args.seed}; {' '.join(command[1:])}", flush=True)
-    if args.freezes:
+    if args.usage:
+        watch(command, run_dir / "soak.log", args.steps, args.usage)
+    elif args.freezes:
         freeze(command, rng, args.freezes, run_dir / "soak.log")
     else:
         kill(command, rng, args.kills, run_dir)
