@@ -162,8 +162,9 @@ class RemoteInfEngine:
         """
         url = server + "/generate"
         start = response.output_len
+        g = req.gconfig
         oldest_allowed = self.servers.newest  # tokens of an older version mean that the server was restarted
-        body = generate_body(response.input_tokens + response.output_tokens, req.gconfig, start)
+        body = generate_body(response.input_tokens + response.output_tokens, g, start)
         body |= {"rid": rid, "stream": on_tokens is not None}
 
         # 1. Receive the tokens. The last event sets `stop_reason`. If the answer ends without this event, the segment
@@ -174,6 +175,9 @@ class RemoteInfEngine:
             async with contextlib.aclosing(self._wire.stream(url, body, self.request_timeout)) as events:
                 async for event in events:
                     segment = parse_segment(event, self.vocab_size)
+                    sent = response.output_tokens[start:]
+                    if segment.output_tokens[: len(sent)] != sent or start + segment.output_len > g.max_new_tokens:
+                        raise EngineError(f"{url} changed tokens that it had sent, or sent too many tokens", 503)
                     self.servers.check_age(server, segment.output_versions, oldest_allowed)
                     response.replace_from(start, segment)
                     if on_tokens and segment.output_len:
@@ -185,7 +189,7 @@ class RemoteInfEngine:
             raise
 
         # 2. Return if the segment is complete. A failure after the last token does no harm.
-        if response.stop_reason or response.output_len >= req.gconfig.max_new_tokens:
+        if response.stop_reason or response.output_len >= g.max_new_tokens:
             return
 
         # 3. The segment is incomplete. Tell the server to stop generating, and raise the failure.
@@ -207,8 +211,8 @@ class RemoteInfEngine:
     async def _ask_a_server(self, key: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
         """Call `ask` with the server of conversation `key`, and return the result. If the server fails, wait and retry.
 
-        An EngineError with status 503 means that the server failed. Each retry chooses a living server, if any server
-        is alive. When no retry is left, the last error is raised. An error with a different status is raised at once.
+        An EngineError with status 502 or 503 means that the server failed. Each retry chooses a living server, if any
+        server is alive. When no retry is left, the last error is raised. An error with status 400 is raised at once.
         """
         for failures in itertools.count(1):
             server = await self.servers.choose(key)
@@ -218,7 +222,7 @@ class RemoteInfEngine:
             try:
                 return await ask(server)
             except EngineError as error:
-                if error.status != 503:
+                if error.status == 400:
                     raise
                 self.servers.lose(server, error)
                 if failures > self.request_retries:

@@ -3,6 +3,7 @@
     python bench/load.py                                                1,000 concurrent sessions with 10 turns each
     python bench/load.py --sessions 10000 --concurrent 32 --turns 1 --out docs/reliability    also writes csv and svg
     python bench/load.py --sessions 100 --concurrent 20 --cut 0.02       a slow and cutting network before the server
+    python bench/load.py --sessions 400 --concurrent 20 --garbage        a second server answers with garbage
 
 The benchmark starts the small server and the proxy as processes, with a random model of two layers. Each session asks
 questions that contain its own number, and sends its whole history with every call. No call is repeated. At the end of a
@@ -41,7 +42,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from calls.client import OpenAIProxyClient
-from inference.wire import Wire, make_transport
+from inference.wire import Wire, make_transport, run_all
 from run.serve import raise_open_files
 
 ADMIN, COLUMNS = "admin", ["calls", "seconds", "proxy_mb", "server_mb", "proxy_files", "server_files"]
@@ -186,6 +187,7 @@ def main() -> None:
     )
     parser.add_argument("--samples", type=int, default=10, help="number of intervals between samples of memory")
     parser.add_argument("--forward", type=int, default=10, help="every n-th session is computed by transformers, too")
+    parser.add_argument("--garbage", action="store_true", help="a second server answers with garbage")
     parser.add_argument("--out", type=Path, help="path without suffix for a .csv and a .svg")
     args = parser.parse_args()
     raise_open_files()
@@ -197,9 +199,17 @@ def main() -> None:
         with contextlib.ExitStack() as stack:
             server, first = stack.enter_context(process("inference.tiny.server", path))
             address = start_relay(server, args.cut) if args.cut else server
-            words = ["--server", address, "--admin-key", ADMIN, "--wait-for-servers"]
-            proxy, second = stack.enter_context(process("proxy", path, *words))
+            words = ["--server", address, "--admin-key", ADMIN, "--wait-for-servers", "--request-timeout", "30"]
+            log = Path(folder) / "proxy.log"
+            if args.garbage:
+                garbage, _ = stack.enter_context(process("tests.garbage_server", path))
+                words += ["--server", garbage]
+            proxy, second = stack.enter_context(process("proxy", path, *words, log=log))
+            run_all([Wire(key=ADMIN).call(proxy + "/set_version", {"version": 0})])
             seconds, samples, worst = asyncio.run(load(args, proxy, [second.pid, first.pid], tokenizer, model))
+            if args.garbage:
+                seen = run_all([Wire().call(garbage + "/server_info")])[0]["seen"]
+                print(f"{seen} requests got garbage; the log of the proxy:\n{log.read_text()}")
     p50, p99 = seconds[len(seconds) // 2], seconds[len(seconds) * 99 // 100]
     print(f"{args.sessions} sessions, {args.concurrent} at once, {args.turns} turns: {len(seconds)} calls answered,")
     print(

@@ -172,15 +172,16 @@ def check_segment(tokens: list[int], entries: list[list], spans: list[dict[str, 
 
     The ids must be integers in the vocabulary, and must match the ids beside the logprobs. A logprob may exceed 0 only
     by a rounding error. The spans must cover all tokens without a gap, and their versions must never decrease.
+    Tensors of the trainer must be able to hold the logprobs (float32) and the versions (int32).
     """
     if tokens and ({*map(type, tokens)} != {int} or min(tokens) < 0 or max(tokens) >= (vocab_size or 2**31)):
         raise EngineError(f"an answer has an id that is no integer below {vocab_size}", 503)
-    if [entry[1] for entry in entries] != tokens or max((entry[0] for entry in entries), default=0) > 1e-3:
-        raise EngineError("an answer has other ids beside the logprobs, or a positive logprob", 503)
+    if [entry[1] for entry in entries] != tokens or not all(-1e30 < entry[0] <= 1e-3 for entry in entries):
+        raise EngineError("an answer has other ids beside the logprobs, or a logprob that is no logarithm", 503)
     bounds = [0, *(end for span in spans for end in (span["start"], span["end"])), len(tokens)]
     versions = [int(span["version"]) for span in spans]
-    if bounds[::2] != bounds[1::2] or bounds != sorted(bounds) or versions != sorted(versions):
-        raise EngineError(f"the spans {spans} do not cover {len(tokens)} tokens with versions that never fall", 503)
+    if bounds[::2] != bounds[1::2] or bounds != sorted(bounds) or sorted(most := [*versions, 2**31 - 1]) != most:
+        raise EngineError(f"the spans {spans[:9]} do not cover {len(tokens)} tokens with versions that never fall", 503)
 
 
 def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> ModelResponse:
@@ -201,7 +202,7 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
         spans = meta.get("weight_versions") or [whole]
         check_segment(tokens, entries, spans, vocab_size)
         versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         hint = "start SGLang with --weight-version 0, and check that its last weight update succeeded"
         # The status 503 makes the client try again. A server that has completed the update may answer then.
         status = 503 if "-incomplete" in str(error) else 502

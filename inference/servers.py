@@ -44,11 +44,12 @@ import hashlib
 import logging
 import math
 import time
+from collections import Counter
 from typing import Any
 
 import httpx
 
-from inference.wire import CALL_TIMEOUT, EngineError, Wire, run_all
+from inference.wire import CALL_TIMEOUT, EngineError, Wire, is_logged, run_all
 
 logger = logging.getLogger("nano_areal.servers")
 
@@ -86,6 +87,7 @@ class Servers:
         # The lost servers and routers: for each URL, why it was lost. The trainer's thread and the rollout loop both
         # change this dictionary, so a loop over it uses a copy.
         self.lost: dict[str, str] = {}
+        self.losses: Counter[str] = Counter()  # for each URL, how often it was lost
         self._look_at: dict[str, float] = {}  # for each lost URL, the time of its next test call (time.monotonic())
 
     # Questions
@@ -106,12 +108,16 @@ class Servers:
         self._look_at[url] = time.monotonic() + LOOK_AGAIN
         if url not in self.lost:
             self.lost[url] = str(why)
-            logger.warning("lost server %s (%s); %d of %d left", url, why, len(self.living()), len(self.workers))
+            self.losses[url] += 1
+            counts = self.losses[url], len(self.living()), len(self.workers)
+            if is_logged(self.losses[url]):
+                logger.warning("lost server %s (%s); lost %d times; %d of %d left", url, why, *counts)
 
     def find(self, url: str) -> None:
         """Mark lost server `url` as living, because the server answers again and its weights may be used."""
         self.lost.pop(url, None)  # another thread may have removed the URL already
-        logger.warning("server %s is back", url)
+        if is_logged(self.losses[url]):
+            logger.warning("server %s is back", url)
 
     def check_age(self, url: str, versions: list[int], sent_after: int) -> None:
         """Check the versions of new tokens from server `url`, and update `newest`.

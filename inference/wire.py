@@ -16,6 +16,10 @@ httpx (package httpx-aiohttp). `Wire` also bypasses httpx's client class. The HT
 tokens of the segment in every event. If several events arrive together, `Wire.stream` therefore parses only the newest
 event.
 
+**Garbage.** A server may answer with anything. Every error of HTTP or JSON, an answer without end, and an answer that
+is too long become an EngineError, so that the engine can send the request to another server. If this process has no
+free file descriptor for a connection, the request waits, because the server has done nothing wrong.
+
 **Event loops.** A connection belongs to the event loop that opened the connection, and can be closed only in this loop.
 `PerLoop` therefore gives each event loop its own connections. A thread without an event loop calls `run_all`, which
 makes many calls at once.
@@ -23,9 +27,13 @@ makes many calls at once.
 
 import asyncio
 import contextlib
+import errno
+import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Any, Generic, TypeVar
 
+import aiohttp
 import httpx
 import orjson
 from httpx_aiohttp import AiohttpTransport
@@ -35,8 +43,12 @@ CONNECT_TIMEOUT = 10.0  # seconds to open a connection.
 # An idle connection stays open for this number of seconds. The limit is below uvicorn's 5 seconds, so the client closes
 # the connection first.
 KEEPALIVE = 4.0
+MOST_BYTES = 2**26  # length of an answer or of one event; a longer answer is an error of its server
+OPEN_AGAIN = 0.1  # seconds between two tries to open a connection while this process has no free file descriptor
 HEADERS = {"content-type": "application/json"}
 TLS = httpx.create_ssl_context()  # this context is made once, because making a context takes 20 ms
+
+logger = logging.getLogger("nano_areal.wire")
 
 T = TypeVar("T", bound=Any)
 
@@ -49,7 +61,12 @@ class EngineError(RuntimeError):
         self.status, self.code = status, code  # code: OpenAI's name of the error, or ""
 
 
-def read_answer(url: str, status: int, content: bytes) -> dict[str, Any]:
+def is_logged(count: int) -> bool:
+    """Return True for the counts 1, 2, 4, 8, ... An event that happens again and again gets few lines in the log."""
+    return not count & (count - 1)
+
+
+def read_answer(url: str, status: int, content: bytes | bytearray) -> dict[str, Any]:
     """Return the parsed body of a successful answer, or raise EngineError with the server's error message.
 
     SGLang and FastAPI use several forms of error bodies. If an error occurs in the middle of a stream, the HTTP status
@@ -68,7 +85,8 @@ def read_answer(url: str, status: int, content: bytes) -> dict[str, Any]:
         code = error.get("code")
         status = code if isinstance(code, int) else status
         error = error.get("message") or error.get("detail") or body
-    raise EngineError(f"{url} answered {status}: {error}", 400 if 400 <= status < 500 else 503)
+    words = " ".join(str(error).split())[:500]
+    raise EngineError(f"{url} answered {status}: {words}", 400 if 400 <= status < 500 else 503)
 
 
 def many_connections(http: Any = httpx) -> dict[str, Any]:
@@ -132,6 +150,7 @@ class Wire:
     def __init__(self, transport: httpx.MockTransport | None = None, key: str = "") -> None:
         self._headers = HEADERS | ({"authorization": f"Bearer {key}"} if key else {})
         self._transports: PerLoop[httpx.AsyncBaseTransport] = PerLoop(lambda: transport or make_transport())
+        self._short = 0  # how often a request found no free file descriptor
 
     async def call(self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
         """Send `body` by POST, or send a GET if `body` is None. Return the parsed answer. Raises EngineError."""
@@ -143,26 +162,50 @@ class Wire:
 
         If several events arrive together, only the newest event is yielded. An answer that is not a stream is yielded
         as one event. Raises EngineError if the server is silent for `timeout` seconds, cannot be reached, or reports an
-        error.
+        error. Also raises EngineError if an event, or an answer that is not a stream, takes longer than `timeout`
+        seconds to arrive or is longer than MOST_BYTES.
         """
         method, content = ("GET", None) if body is None else ("POST", orjson.dumps(body))
         timeouts = httpx.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT)).as_dict()
         request = httpx.Request(method, url, content=content, headers=self._headers, extensions={"timeout": timeouts})
-        transport = await self._transports.get()
         try:
-            response = await transport.handle_async_request(request)
-            kind = response.headers.get("content-type", "")
+            response = await self._open(request, timeout)
+            streams = response.headers.get("content-type", "").startswith("text/event-stream")
+            streams, deadline, unread = streams and response.status_code == 200, time.monotonic() + timeout, bytearray()
             async with contextlib.aclosing(response):
-                if response.status_code != 200 or not kind.startswith("text/event-stream"):
-                    yield read_answer(url, response.status_code, await response.aread())
-                    return
-                unfinished = b""
-                async for chunk in response.aiter_raw():
-                    *events, unfinished = (unfinished + chunk).split(b"\n\n")
+                async for chunk in response.aiter_bytes():
+                    unread += chunk
+                    if len(unread) > MOST_BYTES or time.monotonic() > deadline:
+                        raise EngineError(f"{url} sent {len(unread)} bytes without an end", 503)
+                    if not streams or b"\n\n" not in unread[-len(chunk) - 1 :]:
+                        continue
+                    *events, unread = unread.split(b"\n\n")
                     events = [event for event in events if event.strip() and not event.endswith(b"[DONE]")]
                     if events:
+                        deadline = time.monotonic() + timeout
                         yield read_answer(url, 200, events[-1].removeprefix(b"data:"))
-        except httpx.TimeoutException as error:
+                if not streams:
+                    yield read_answer(url, response.status_code, unread)
+        except httpx.ReadTimeout as error:
             raise EngineError(f"{url} was silent for {timeout} s (is it dead, or was it left paused?)", 503) from error
-        except httpx.TransportError as error:
-            raise EngineError(f"{url} cannot be reached: {error!r}", 503) from error
+        except (httpx.RequestError, aiohttp.ClientError) as error:
+            # httpx-aiohttp calls most errors a ConnectTimeout, so the message contains the error of aiohttp.
+            why = " ".join(str(error.__cause__ or error).split())[:300]
+            raise EngineError(f"{url} cannot be reached: {why}", 503) from error
+
+    async def _open(self, request: httpx.Request, timeout: float) -> httpx.Response:
+        """Send a request and return the head of the answer.
+
+        If this process has no free file descriptor, wait up to `timeout` seconds for one. The server is healthy then.
+        """
+        transport, deadline = await self._transports.get(), time.monotonic() + timeout
+        while True:
+            try:
+                return await transport.handle_async_request(request)
+            except httpx.TransportError as error:
+                if getattr(error.__cause__, "errno", None) != errno.EMFILE or time.monotonic() > deadline:
+                    raise
+            self._short += 1
+            if is_logged(self._short):
+                logger.warning("no file descriptor is free (raise ulimit -n): requests waited %d times", self._short)
+            await asyncio.sleep(OPEN_AGAIN)

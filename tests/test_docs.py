@@ -76,6 +76,7 @@ RAISED_BY = {
     "small layers in one unit, pieces for all epochs": 6,
     "no wait for the canary, sampling that training cannot reproduce": 16,
     "evaluations with their own sampling": 23,
+    "servers that answer garbage, requests that wait for a file descriptor": 40,
 }
 
 

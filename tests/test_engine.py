@@ -13,7 +13,7 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -294,6 +294,24 @@ async def test_an_answer_that_makes_no_sense_is_an_error_of_its_server(answer: h
     engine.vocab_size = 100
     response = await engine.agenerate(request())
     assert (response.output_tokens, response.output_versions) == ([7], [0])
+    assert len(engine.servers.lost) == 1
+
+
+@pytest.mark.anyio
+async def test_tokens_that_were_sent_are_never_changed() -> None:
+    """If a server's later event has other tokens than an earlier event, the engine keeps the earlier tokens, and
+    another server continues after them."""
+
+    async def events() -> AsyncIterator[bytes]:
+        for tokens in ([4, 5], [4, 6, 7]):
+            event = generated(tokens, finish_reason=None).content
+            yield b"data: " + event + b"\n\n"
+
+    stream = httpx.Response(200, headers={"content-type": "text/event-stream"}, content=events())
+    engine, seen = Script(stream, generated([7])).engine(A, B), list[list[int]]()
+    response = await engine.agenerate(request(), lambda so_far: seen.append([*so_far.output_tokens]))
+    assert response.output_tokens == [4, 5, 7]
+    assert seen == [[4, 5], [4, 5, 7]]
     assert len(engine.servers.lost) == 1
 
 

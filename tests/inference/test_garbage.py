@@ -1,0 +1,73 @@
+"""A server process that answers with garbage costs no completion and adds no wrong token.
+
+The garbage comes from tests/garbage_server.py. A healthy small server runs beside it.
+"""
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import server_process
+from garbage_server import KINDS
+from transformers import AutoModelForCausalLM
+
+import engine as engine_module
+from engine import RemoteInfEngine
+from inference import servers, wire
+from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
+from inference.servers import rank_servers
+
+GARBAGE = [sys.executable, "tests/garbage_server.py", "--model-path"]
+
+
+def worst_logprob(model: Any, response: ModelResponse) -> float:
+    """Return how far the response's log-probabilities are at most from those of a forward pass of transformers."""
+    ids = torch.tensor([response.input_tokens + response.output_tokens])
+    with torch.no_grad():
+        logprobs = model(ids).logits[0, response.input_len - 1 : -1].float().log_softmax(-1)
+    mine = logprobs.gather(-1, ids[0, response.input_len :, None])[:, 0]
+    return float((mine - torch.tensor(response.output_logprobs)).abs().max())
+
+
+def test_garbage_of_every_kind_costs_no_completion(
+    tiny_server: str, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every kind of garbage is sent to a request, and to a request that streams. Each request gets its completion from
+    the healthy server, and the log names the other server in lines with a count."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    monkeypatch.setattr(servers, "LOOK_AGAIN", 3600.0)  # the test itself says when the server is back
+    monkeypatch.setattr(engine_module, "FAILURE_WAIT", (0.0, 0.0))
+    monkeypatch.setattr(wire, "MOST_BYTES", 2**22)
+    with server_process(*GARBAGE, str(tiny_model_dir), out=subprocess.DEVNULL) as (garbage, _):
+        engine = RemoteInfEngine([tiny_server, garbage], request_timeout=5.0)
+        engine.initialize()
+        engine.set_version(0)
+        session = next(f"{k}" for k in range(100) if rank_servers([tiny_server, garbage], f"{k}")[0] == garbage)
+
+        async def ask(streams: bool) -> ModelResponse:
+            request = ModelRequest([1, 2, 3], session=session, gconfig=GenerationHyperparameters(max_new_tokens=8))
+            lengths: list[int] = []
+            on_tokens = (lambda so_far: lengths.append(so_far.output_len)) if streams else None
+            answer = await engine.agenerate(request, on_tokens)
+            assert lengths == sorted(lengths)
+            return answer
+
+        for lost in range(1, 2 * len(KINDS) + 1):
+            response = asyncio.run(ask(streams=lost > len(KINDS)))
+            assert 0 < response.output_len <= 8
+            assert set(response.output_versions) == {0}
+            assert worst_logprob(model, response) < 1e-4
+            assert engine.servers.losses == Counter({garbage: lost})
+            engine.servers.find(garbage)
+        seen = asyncio.run(engine._wire.call(garbage + "/server_info"))["seen"]
+        assert seen == 2 * len(KINDS)
+        engine.destroy()
+    counts = [re.search(r"lost (\d+) times", line) for line in caplog.messages]
+    assert [int(count[1]) for count in counts if count] == [1, 2, 4, 8, 16, 32, 64]
+    assert all("\n" not in line and len(line) < 1000 for line in caplog.messages)
