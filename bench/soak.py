@@ -5,8 +5,8 @@
     python bench/soak.py --freezes 10 --steps 20    stop a process 10 times for up to 10 s (SIGSTOP, SIGCONT), no kills
     python bench/soak.py --steps 170 --usage docs/episodes    20,400 episodes, no kills; writes memory and descriptors
 
-After a random number of steps the script kills the trainer, the proxy or the server (kill -9). Then the script starts
-the run again with an identical command. Every random choice comes from the printed seed.
+After a random number of steps, or during the start, the script kills the trainer, the proxy or the server (kill -9).
+Then it starts the run again with an identical command. Every random choice comes from the printed seed.
 
 At the end the script checks the trained samples (tokens/*.safetensors). Every step occurs exactly once. No prompt group
 is used in more than one step. Each of the first (steps - eta - 1) * 6 groups is used in a step, where 6 is the batch
@@ -53,12 +53,16 @@ def live(command: list[str], rng: random.Random, log: Path) -> tuple[int, str]:
 
     Returns the run's exit code and a description of the kill.
     """
-    lines, moment = rng.choice([1, 1, 2, 3, 4, 5, 6, 8]), rng.uniform(0, 0.5)
+    kind, number, moment = rng.choice(["line", *["step"] * 4]), rng.randint(1, 6), rng.uniform(0, 0.5)
     with log.open("a") as out:
         run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=out, text=True)
         assert run.stdout is not None
-        for _ in range(lines):
-            out.write(run.stdout.readline())
+        seen = 0
+        for line in run.stdout:
+            out.write(line)
+            seen += kind == "line" or line.startswith("step ")
+            if seen == number:
+                break
         time.sleep(moment)  # the kill comes at a random moment
         up = pids(run)
         victim = rng.choice(sorted(up))
@@ -71,7 +75,7 @@ def live(command: list[str], rng: random.Random, log: Path) -> tuple[int, str]:
         if time.monotonic() > deadline:
             raise SystemExit(f"{left} of {up} outlived the {victim}")
         time.sleep(0.05)
-    return run.returncode, f"{victim} after {lines} lines and {moment:.2f} s"
+    return run.returncode, f"{victim} {moment:.2f} s after {kind} {number}"
 
 
 def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> None:

@@ -235,7 +235,8 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
 
 
 def read_run(folder: Path, share: float = 1.0) -> Record:
-    """Return the data of a run for the page. `share` is the run's share of the tokens on the page.
+    """Return the data of a run for the page. A page shows at most a fixed number of tokens, and `share` is the part
+    of this number that the run may use.
 
     Raises ValueError if the folder holds no files of a run.
     """

@@ -127,7 +127,7 @@ class ScheduledEngine(RemoteInfEngine):
             file.write(orjson.dumps(fact) + b"\n")
 
     def recorded_call(self, name: str) -> Fact | None:
-        """Return the recorded line of a call, {} if there is none, or None if the task may be generated freely."""
+        """Return the recorded line of a call, {} if it has no line, or None if its whole task has no line."""
         calls = self.recorded.calls.get(task_of(name)) if name else None
         return None if calls is None else calls.get(name, {})
 

@@ -66,7 +66,7 @@ from training.proximal import guess_errors, interpolation, loglinear
 from training.ranks import join_ranks, leave_ranks, share
 from training.tree_attention import TREES
 
-OWN_UNIT = 1_000_000  # on a single rank, a layer with fewer parameters than this is not sharded on its own
+OWN_UNIT = 1_000_000  # with one rank, layers with fewer parameters are no FSDP units of their own
 
 
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:

@@ -437,7 +437,8 @@ def test_a_straggler_is_dropped_and_holds_up_no_batch(make_stage):
 
 def test_a_straggler_is_masked_and_holds_up_no_batch(make_stage):
     """With stale=mask a batch does not wait for a slow group, and the slow group is consumed without its old tokens.
-    At the end, a faulty mask function removes no token, and consuming an old group raises StalenessError."""
+    The last lines of this test use a mask function that wrongly removes no token: consuming an old group then raises
+    StalenessError."""
     masks: list[int] = []
 
     def without_older(group: Group, oldest: int) -> Group | None:
