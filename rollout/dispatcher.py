@@ -96,8 +96,7 @@ class DispatchState(Generic[TInput, TResult]):
     rejected: deque[int] = field(default_factory=lambda: deque(maxlen=10_000))  # rejected tasks, for wait_for_task
     paused: bool = False
     failure: tuple[str, BaseException] | None = None  # message and cause of the stop; None while the run goes on
-    interrupted: bool = False  # True after Ctrl-C: the next wait raises KeyboardInterrupt
-    server_restarted: bool = False  # True: the next wait raises ServerRestarted
+    interrupts: set[type[BaseException]] = field(default_factory=set)  # exceptions that the next waits raise
     errors_in_a_row: int = 0
     first_error: BaseException | None = None  # the first error of the current series of errors
     rejected_in_a_row: int = 0
@@ -343,16 +342,10 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self._produce()
             self.runner.lock.notify_all()
 
-    def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the waiting caller, or in the next caller that waits. Tasks continue to run."""
+    def interrupt(self, error: type[BaseException]) -> None:
+        """Raise `error` in the waiting caller, or in the next caller that waits. Tasks continue to run."""
         with self.runner.lock:
-            self._state.interrupted = True
-            self.runner.lock.notify_all()
-
-    def on_server_restart(self) -> None:
-        """Raise ServerRestarted in the waiting caller, or in the next caller that waits. Tasks continue to run."""
-        with self.runner.lock:
-            self._state.server_restarted = True
+            self._state.interrupts.add(error)
             self.runner.lock.notify_all()
 
     def fail(self, error: BaseException, message: str = "") -> None:
@@ -400,11 +393,8 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
 
         def attempt_while_alive() -> T:
             self.check_alive()
-            if self._state.interrupted:
-                raise KeyboardInterrupt
-            if self._state.server_restarted:
-                self._state.server_restarted = False
-                raise ServerRestarted
+            if self._state.interrupts:
+                raise self._state.interrupts.pop()
             result = attempt()
             self._produce()  # attempt() may have dropped or withdrawn groups, so their places are free
             if not result and timeout is None and self._state.is_stalled():

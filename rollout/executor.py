@@ -173,11 +173,9 @@ class WorkflowExecutor:
             gate, oldest, max_queue, config.stale, without_older, max_failures, self.trace
         )
         self.dispatcher = BatchTaskDispatcher(self._run_episode, state)
-        # The engine calls `pause`, `resume` and `on_new_version`. The watcher of the processes calls `fail` and
-        # `on_server_restart`.
+        # The engine calls `pause`, `resume` and `on_new_version`. The watcher of the processes calls `fail`.
         self.pause, self.resume = self.dispatcher.pause, self.dispatcher.resume
         self.on_new_version, self.fail = self.dispatcher.on_new_version, self.dispatcher.fail
-        self.on_server_restart = self.dispatcher.on_server_restart
         # All mutable state of this object. The dispatcher and the staleness manager have state of their own.
         self._cursor = DataCursor()
         self.ended = 0  # members of groups whose episodes have ended, for the live table

@@ -85,7 +85,7 @@ def interruptible(executor: Any, save: Callable[[], None]) -> Iterator[None]:
 
     def stop() -> None:
         print("Ctrl-C: the step ends, then a checkpoint is written; a second Ctrl-C ends at once", flush=True)
-        executor.dispatcher.interrupt()
+        executor.dispatcher.interrupt(KeyboardInterrupt)
 
     # The interrupted main thread may hold a lock that `stop` needs, so another thread calls `stop`.
     on_ctrl_c(lambda *_: threading.Thread(target=stop).start())

@@ -26,6 +26,7 @@ from typing import Any
 from inference.servers import Servers
 from inference.weights import WeightUpdateMeta, label
 from inference.wire import Wire
+from rollout.dispatcher import ServerRestarted
 from rollout.executor import ProxyAddress, WorkflowExecutor
 from rollout.trajectory import Trajectory
 from run.inputs import Inputs
@@ -145,7 +146,7 @@ def start_rollout(run: Run, keys: Keys, keep: Keep | None = None) -> tuple[Sched
 
     def on_restart() -> None:
         for waiting in (executor, evaluation):
-            waiting.on_server_restart()
+            waiting.dispatcher.interrupt(ServerRestarted)
 
     run.fleet.watch([executor.fail, evaluation.fail], max_restarts(run), on_restart)
     return rollout, evaluation

@@ -677,7 +677,7 @@ def test_an_interrupt_leaves_every_group_where_it_was() -> None:
     stage.started(2)
     stage.finish(0)
     stage.dispatcher.wait_for_task(0, DEADLINE)
-    stage.dispatcher.interrupt()
+    stage.dispatcher.interrupt(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         stage.take(1)
     assert stage.dispatcher.in_flight() == {1}
