@@ -70,27 +70,17 @@ class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
 
 
 @dataclass(eq=False)
-class GenerateRequest:
-    """One prompt of a client's POST /generate. The fields never change."""
+class Sequence:
+    """One prompt of a client's POST /generate, together with the results of its steps so far."""
 
+    # The request. These fields never change:
     rid: str  # the request's id, for /abort_request
     prompt: list[int]
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()  # token ids that end the output
     stream: bool = False  # True if the client receives every token immediately
     return_logprob: bool = False  # True if the reply contains logprobs
-    wants_prompt_logprobs: bool = False  # True if the reply also contains logprobs of the prompt
-
-    @property
-    def reserved(self) -> int:
-        """The largest number of tokens that this request may store in the cache."""
-        return len(self.prompt) + self.params.max_new_tokens
-
-
-@dataclass(eq=False)
-class Sequence(GenerateRequest):
-    """A request together with the results of its steps so far."""
-
+    wants_prompt_logprobs: bool = False  # True if the reply also contains logprobs of the prompt.
     # The scheduler uses these fields for its decisions:
     tokens: list[int] = field(init=False)  # prompt and output
     logprobs: list[float] = field(default_factory=list)  # one logprob for each output token
@@ -106,6 +96,11 @@ class Sequence(GenerateRequest):
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+
+    @property
+    def reserved(self) -> int:
+        """The largest number of tokens that this sequence may store in the cache."""
+        return len(self.prompt) + self.params.max_new_tokens
 
     @property
     def output(self) -> list[int]:
