@@ -179,6 +179,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
 
     `engine` has the method `async agenerate(ModelRequest)`. `options` are keys of rollout.openai and fields of
     `proxy.Proxy`, such as `seed` and `sampling`. `cache` is the conversation tree of the client's only session.
+    The methods for rewards and the export are the tree's own (cache.py).
     """
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:
@@ -187,7 +188,9 @@ class ArealOpenAI(openai.AsyncOpenAI):
         options = {"session_timeout_seconds": math.inf} | options
         app = create_app(engine, tokenizer, secrets.token_urlsafe(), **options)
         session = app.state.proxy.start_own_session(task_id)
-        self.cache = session.cache
+        self.cache = cache = session.cache
+        self.set_reward, self.set_last_reward = cache.set_reward, cache.set_last_reward
+        self.apply_reward_discount, self.export_interactions = cache.apply_reward_discount, cache.export_interactions
         http_client = openai.DefaultAsyncHttpxClient(transport=sdk_http.ASGITransport(app), timeout=None)
         url = f"http://in-process/{session.session_id}/v1"
         super().__init__(base_url=url, api_key=session.session_id, http_client=http_client, max_retries=0)
@@ -204,31 +207,6 @@ class ArealOpenAI(openai.AsyncOpenAI):
     def get_interaction(self, interaction_id: str) -> Interaction:
         """Return the interaction of the completion or response with this id. Raises KeyError for an unknown id."""
         return self.cache[interaction_id]
-
-    def set_reward(self, interaction_id: str, reward: float) -> None:
-        """Set the reward of one interaction.
-
-        Raises KeyError if the id is unknown or the call has not finished, ValueError if the reward is not finite.
-        """
-        self.cache.set_reward(interaction_id, reward)
-
-    def set_last_reward(self, reward: float) -> None:
-        """Set the reward of the last finished interaction. Raises KeyError or ValueError, as `set_reward` does."""
-        self.cache.set_last_reward(reward)
-
-    def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Add the discounted rewards of later turns to each reward (`cache.py`).
-
-        Raises RuntimeError if the rewards are already discounted.
-        """
-        self.cache.apply_reward_discount(turn_discount)
-
-    def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
-        """Return all finished interactions (style "individual"), or only the last of each row (style "concat").
-
-        Raises ValueError for an unknown style.
-        """
-        return self.cache.export_interactions(style)
 
     def export_completions(self, turn_discount: float = 1.0) -> dict[str, Interaction]:
         """Discount the rewards and return all interactions. This method comes from AReaL's older API."""
