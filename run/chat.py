@@ -11,7 +11,7 @@ temperature 0. For the demo, think of a number from 1 to 6 and type `guess a num
 import secrets
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -36,12 +36,9 @@ def main(words: list[str]) -> int:
     print(f"the model of step {step}; end with Ctrl-D. To play the demo, type: guess a number", flush=True)
     key, messages = secrets.token_urlsafe(), list[dict]()
     command = own_command("inference.tiny.server", {"--model-path": model, "--api-key": "-"})
-    with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:
-        fleet = Fleet(Path(logs))
-        stack.callback(fleet.stop)
+    with tempfile.TemporaryDirectory() as logs, closing(Fleet(Path(logs))) as fleet:
         engine = RemoteInfEngine([fleet.start(Planned("server", command, keys=(key,))).wait_ready()], key=key)
         engine.initialize()
-        stack.callback(engine.destroy)
         tokenizer = AutoTokenizer.from_pretrained(model)
         sampling = GenerationHyperparameters(max_new_tokens=gconfig.max_new_tokens)
         for line in sys.stdin:

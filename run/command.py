@@ -165,12 +165,12 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
             torch.set_num_threads(max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1))
         fleet = Fleet(config.run_dir / "logs")
         stack.callback(Failures(fleet.log_dir / FAILURES).close)
-        if loaded and config.mode == "train":
+        is_training = bool(loaded) and config.mode == "train"
+        if is_training:
             # The report is written last, after the trace is closed, and also after a failure.
             stack.callback(write_report, config.run_dir)
-        stack.callback(fleet.stop)
-        traced = loaded and config.mode == "train" and config.rollout.enable_tracing
-        trace = Trace(config.run_dir / "trace.json" if traced else None)
+        stack.callback(fleet.close)
+        trace = Trace(config.run_dir / "trace.json" if is_training and config.rollout.enable_tracing else None)
         stack.callback(trace.close)
         try:
             yield Run(config, inputs, servers, fleet, trace, stack)

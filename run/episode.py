@@ -16,7 +16,7 @@ import json
 import secrets
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--discount", type=float, default=1.0, help="share of a turn's final reward that is added to the turn before")
     args = parser.parse_args(argv)
     options: dict[str, object] = {"--model-path": args.model_path}
-    with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:
-        fleet = Fleet(Path(logs))
-        stack.callback(fleet.stop)
+    with tempfile.TemporaryDirectory() as logs, closing(Fleet(Path(logs))) as fleet:
         # The exit code of an error is 2 until all arguments are checked, and 1 afterwards.
         code = 2
         try:

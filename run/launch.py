@@ -106,13 +106,13 @@ class Child:
 
 
 class Fleet:
-    """The child processes of this process. `start` starts one child, `stop` ends all children."""
+    """The child processes of this process. `start` starts one child, `close` ends all children."""
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
         self.children: list[Child] = []
         self.stopping = False
-        self.lock = threading.Lock()  # held while a server is started again, so that `stop` misses no process
+        self.lock = threading.Lock()  # held while a server is started again, so that `close` misses no process
 
     def start(self, planned: Planned) -> Child:
         """Start a process and return at once. The returned child's `wait_ready` waits until the process answers."""
@@ -186,7 +186,7 @@ class Fleet:
         if lost := [child.last_words() for child in dead if not self.replacements(child)]:
             raise ProcessDied("\n".join(lost)) from error
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the children in the reverse order of their start: close the pipes, wait, then kill."""
         with self.lock:
             self.stopping = True

@@ -46,7 +46,7 @@ def test_a_child_does_not_inherit_torchruns_variables(tmp_path: Path, monkeypatc
     fleet = Fleet(tmp_path)
     child = fleet.start(Planned("server-0", python(show)))
     child.process.wait(timeout=30)
-    fleet.stop()
+    fleet.close()
     seen = json.loads(child.log.read_text())
     assert {
         name for name in added if re.search("RANK|WORLD_SIZE|ROLE|MASTER|TORCHELASTIC", name)
@@ -154,7 +154,7 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
     assert [r for r in caplog.messages if "server-0" in r and "my last words" in r and "continues with 1" in r]
     with pytest.raises(ProcessDied, match="server-1"):
         fleet.raise_death(ValueError("something else"))
-    fleet.stop()
+    fleet.close()
 
 
 def test_which_process_is_started_again(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_dead_server_is_started_again(tmp_path: Path) -> None:
     second.process.kill()
     assert died.wait(60)
     assert "server-0 ended with code -9" in str(deaths[0])
-    fleet.stop()
+    fleet.close()
     assert fleet.restart(second, second.planned) is None
 
 
