@@ -83,35 +83,19 @@ def behaviour_weight(log_weight: Tensor, config: PPOActorConfig) -> tuple[Tensor
     return clamped if config.behave_imp_weight_action == "clamp" else torch.where(outside, 0.0, weight), outside
 
 
-def has_drifted(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, cap: float) -> Tensor:
-    """Return a mask of the tokens of every sequence whose geometric mean of w is outside 1/cap .. cap."""
-    # |1/n sum_t log w_t| > log c
-    return reduce_sequence(log_weight, mask, sequence_ids, "mean").abs() > math.log(cap)
-
-
-def has_strange_token(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, bound: float) -> Tensor:
-    """Return a mask of all tokens of every sequence that has a token with k2 above the bound."""
-    # max_t (log w_t)^2 / 2 > bound
-    return reduce_sequence(log_weight.square() / 2, mask, sequence_ids, "amax") > bound
-
-
-def has_impossible_token(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, bound: float) -> Tensor:
-    """Return a mask of all tokens of every sequence that has a token with w below the bound."""
-    # min_t w_t < bound
-    return reduce_sequence(log_weight, mask, sequence_ids, "amin") < math.log(bound)
-
-
 def rejected(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, config: PPOActorConfig) -> Tensor:
     """Return a mask of all tokens of every sequence that fails one of the tests that the configuration turns on."""
-    tests = {
-        has_drifted: config.reject_geometric_mean,
-        has_strange_token: config.reject_max_k2,
-        has_impossible_token: config.reject_veto,
-    }
     result = torch.zeros_like(mask)
-    for test, bound in tests.items():
-        if bound is not None:
-            result |= test(log_weight, mask, sequence_ids, bound)
+    # geometric mean: |1/n sum_t log w_t| > log c
+    if config.reject_geometric_mean is not None:
+        mean = reduce_sequence(log_weight, mask, sequence_ids, "mean")
+        result |= mean.abs() > math.log(config.reject_geometric_mean)
+    # max k2: max_t (log w_t)^2 / 2 > c
+    if config.reject_max_k2 is not None:
+        result |= reduce_sequence(log_weight.square() / 2, mask, sequence_ids, "amax") > config.reject_max_k2
+    # veto: min_t w_t < c
+    if config.reject_veto is not None:
+        result |= reduce_sequence(log_weight, mask, sequence_ids, "amin") < math.log(config.reject_veto)
     return result
 
 
