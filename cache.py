@@ -15,7 +15,8 @@ without a parent is a root. Clients reorder keys and change spaces, so messages 
 
 Most calls continue the call that finished last. The cache therefore first checks whether a request begins with the
 whole conversation of the last finished call. If so, the cache follows only the messages after this conversation. This
-check compares the messages as JSON texts, because Python's `==` cannot tell `True` from 1.
+check compares messages with `==`, which cannot tell `True` from 1. The cache therefore also compares the canonical
+forms of tool calls that contain true, false, 0 or 1.
 
 Rewards. The final reward R of a turn i is computed from the leaves to the roots:
 
@@ -38,19 +39,19 @@ two turns have identical messages and outputs, the next call becomes a child of 
 """
 
 import copy
+import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-import orjson
-
 from calls.messages import Message, Refusal, canonical
 from calls.side_conversations import PATTERNS, find_side_conversations
 from inference.io_struct import ModelResponse
 from rollout.rows import is_left_out, make_row, row_to_tensors
 
+TRUE_OR_ONE = re.compile(r"\b(true|false|[01])\b")  # values in JSON that Python's == confuses: True == 1, False == 0
 LARGEST_REWARD = 1e30  # maximum absolute value of a reward, so that a sum of many rewards fits into a float32
 
 
@@ -148,6 +149,9 @@ class Node:
     edges: dict[Hashable, "Node"] = field(default_factory=dict)  # canonical message -> the node after this message
     ended: list[Interaction] = field(default_factory=list)  # finished interactions that end at this node, oldest first
 
+    # The messages on the path whose tool calls contain a match of TRUE_OR_ONE: (position, canonical form) of each.
+    doubtful: tuple[tuple[int, tuple], ...] = ()
+
 
 class InteractionCache(OrderedDict[str, Interaction]):
     """The interactions of one session by completion id, in the order of their requests.
@@ -197,8 +201,10 @@ class InteractionCache(OrderedDict[str, Interaction]):
         interaction = self[interaction_id]
         interaction.model_response, interaction.output_message_list = response, output
         node, rest = self._unfinished.pop(interaction_id)
-        for message in rest + output:
-            node = node.edges.setdefault(canonical(message), Node())
+        for k, message in enumerate(rest + output, len(interaction.messages) - len(rest)):
+            edge = canonical(message)
+            doubtful = (*node.doubtful, (k, edge)) if TRUE_OR_ONE.search(edge[2]) else node.doubtful
+            node = node.edges.setdefault(edge, Node(doubtful=doubtful))
         node.ended.append(interaction)
         self._newest = interaction.conversation, node
 
@@ -226,7 +232,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         """
         conversation, node = self._newest
         known = len(conversation)
-        if orjson.dumps(messages[:known]) != orjson.dumps(conversation):
+        if messages[:known] != conversation or any(canonical(messages[k]) != edge for k, edge in node.doubtful):
             node, known = self._empty_prefix, 0
         parent = node.ended[-1] if node.ended else None
         for message in messages[known:]:
