@@ -87,8 +87,8 @@ def list_cells(machine: Machine, work: Path) -> list[Cell]:
     big = "1.5b" if machine.gpus else "tiny"
     cells = [Cell("probe", [*own, "probe"], 120), Cell("head", [*own, "head", "--shape", big], 120)]
     train = [*own, "trainer", str(work / f"model-{big}"), "--shape", big]
-    for name, options in {"packed": [], "padded": [], "tree": [], "long": ["--long"]}.items():
-        layout = "packed" if name == "long" else name
+    for name, options in {"packed": [], "eager": ["--eager"], "padded": [], "tree": [], "long": ["--long"]}.items():
+        layout = "packed" if name in ("eager", "long") else name
         cells.append(Cell(f"train-{name}", [*train, "--layout", layout, *options], 300, shape=big))
     for name in ("test_logprobs", "test_layout", "test_actor", "test_tree_attention"):
         words = [*("-q", "-m", "not runs", "-p", "no:cacheprovider"), f"tests/training/{name}.py"]
@@ -104,7 +104,8 @@ def list_runs(machine: Machine, work: Path) -> list[Cell]:
         "sync-disk": ["weight_update.mode=disk", "rollout.max_head_offpolicyness=0"],
         "async-tensor": ["weight_update.mode=tensor"],
         "released": ["server.release_memory=true"],
-        "packed": ["actor.layout=packed"],
+        "padded": ["actor.layout=padded"],
+        "eager": ["actor.compile=false"],
         "tree": ["actor.enable_tree_training=true"],
         "torchrun": [],
         "long": [f"gconfig.max_new_tokens={long}", "gconfig.n_samples=4", "train_dataset.batch_size=4"],
@@ -464,7 +465,7 @@ def make_rows(n: int, longest: int, vocabulary: int) -> dict[str, Any]:
     }
 
 
-def trainer(path: Path, shape: str, layout: str, is_long: bool) -> dict[str, Any]:
+def trainer(path: Path, shape: str, layout: str, is_long: bool, is_eager: bool) -> dict[str, Any]:
     """Train the actor for a few steps on random rows. Return the speed and the peak memory of the last steps."""
     import torch
     from roofline import Work, flops, shape_of, step_parts
@@ -480,6 +481,7 @@ def trainer(path: Path, shape: str, layout: str, is_long: bool) -> dict[str, Any
         dtype="bfloat16" if on_gpu else "float32",
         mb_tokens=max(16384, longest),
         layout="packed" if layout == "packed" else "padded",
+        compile=False if is_eager else None,
         enable_tree_training=layout == "tree",
         gradient_checkpointing=True,
         ppo_n_minibatches=2,
@@ -530,6 +532,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=[*SHAPES], default="tiny")
     parser.add_argument("--layout", choices=["packed", "padded", "tree"], default="packed")
     parser.add_argument("--long", action="store_true")
+    parser.add_argument("--eager", action="store_true", help="with part trainer: compile nothing")
     parser.add_argument("--list", action="store_true", help="print the cells, and start nothing")
     parser.add_argument("--gpus", type=int, help="with --list: the cells of a machine with this number of GPUs")
     parser.add_argument("--cells", nargs="+", help="run only these cells")
@@ -539,7 +542,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.part:
         parts = {"probe": probe, "head": lambda: head(args.shape)}
-        parts["trainer"] = lambda: trainer(args.model, args.shape, args.layout, args.long)
+        parts["trainer"] = lambda: trainer(args.model, args.shape, args.layout, args.long, args.eager)
         print(json.dumps(parts[args.part]()))
         return 0
 

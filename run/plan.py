@@ -22,12 +22,14 @@ from typing import Any
 
 import httpx
 import torch
+from transformers import AutoConfig
 
 from run.config import ConfigError
 from run.keys import ServerConfig, TrainConfig
 from run.launch import ROOT, Planned, own_command, words
 from run.memory import CUDA_BYTES, GIB, check_memory, describe_load, estimate_memory
 from run.serve import listen, raise_open_files
+from training.layout import pick_layout
 
 
 def visible_gpus() -> list[str]:
@@ -186,6 +188,14 @@ def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[st
             raise ConfigError(f"weight_update.mode=distributed: NCCL {ours} here, {theirs} in the server: {remedy}")
 
 
+def describe_layout(config: TrainConfig, device: str) -> str:
+    """Return the plan's line about the layout of the trainer's rows and about compiled layers."""
+    assert config.model_path is not None
+    shape = AutoConfig.from_pretrained(config.model_path).get_text_config()
+    compiled, (layout, why) = config.actor.is_compiled(device), pick_layout(config.actor, device, shape)
+    return f"trainer: {layout} rows ({why}); layers are {'' if compiled else 'not '}compiled"
+
+
 def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     """Check the whole plan, then return the servers to start and the text that `--dry-run` prints.
 
@@ -220,5 +230,5 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     if is_released:
         lines.append(f"server.release_memory: in a step, a server needs {idle:.1f}; between steps, a rank {kept:.1f}")
     lines.append(f"weight_update.mode={config.weight_update.mode}: {why}")
-    lines.append(describe_load(config, parameters))
+    lines += [describe_layout(config, "cuda" if gpus else "cpu"), describe_load(config, parameters)]
     return servers, "\n".join(lines)

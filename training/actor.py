@@ -60,7 +60,7 @@ from ppo import aggregation_weights, compute_advantages, ppo_actor_loss_fn
 from training.advantages import kl_estimate
 from training.config import OptimizerConfig, PPOActorConfig
 from training.corrections import effective_sample_size, without_truncated
-from training.layout import LAYOUTS, Batch, Piece, TokenIndex, refuse_layers, row_lengths, split_minibatches
+from training.layout import LAYOUTS, Batch, Piece, pick_layout, refuse_layers, row_lengths, split_minibatches
 from training.logprobs import add_read_hidden, token_logprobs
 from training.proximal import guess_errors, interpolation, loglinear
 from training.ranks import join_ranks, leave_ranks, share
@@ -96,11 +96,12 @@ class FSDPEngine:
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         self.config, self.model_path = config, str(model_path)
-        self.layout = TREES if config.enable_tree_training else LAYOUTS[config.layout]
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
-        # All mutable state: the model, and whether this object made the process group and must end it.
+        self.is_compiled = config.is_compiled(self.device.type)
+        # All mutable state: the model and its layout, and whether this object made the process group and must end it.
         self.model: Any = None
+        self.layout = LAYOUTS["padded"]  # `initialize` chooses the layout by the model
         self.owns_process_group = False
 
     @property
@@ -113,7 +114,10 @@ class FSDPEngine:
 
     def initialize(self) -> None:
         """Make the sharded model and load its weights. All ranks call this method; only rank 0 reads the files."""
-        config, attention = AutoConfig.from_pretrained(self.model_path), self.layout.attention
+        config = AutoConfig.from_pretrained(self.model_path)
+        name, _ = pick_layout(self.config, self.device.type, config.get_text_config())
+        self.layout = (LAYOUTS | {"tree": TREES})[name]
+        attention = self.layout.attention
         with torch.device("meta"):  # tensors on the device "meta" have shapes but no values
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
         if self.layout is not LAYOUTS["padded"]:
@@ -122,10 +126,13 @@ class FSDPEngine:
         self.shard(model, layers)
         self.load(model)
         model.eval()  # no dropout
-        if self.config.gradient_checkpointing:
-            # transformers' own switch for gradient checkpointing works only in training mode, and some models apply
-            # dropout in training mode.
-            for layer in layers:
+        for layer in layers:
+            if self.is_compiled:
+                # Only `forward` is compiled. FSDP's hooks and the checkpoint stay outside the graph.
+                layer.forward = torch.compile(layer.forward, dynamic=True)
+            if self.config.gradient_checkpointing:
+                # transformers' own switch for gradient checkpointing works only in training mode, and some models apply
+                # dropout in training mode.
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         add_read_hidden(model)
         self.model = model
@@ -176,7 +183,7 @@ class FSDPEngine:
                 logp[index] = piece_logp.cpu()  # (N,)
         return self.all_reduce(logp)  # the rank that computed a token has the token's value, and all other ranks have 0
 
-    def forward(self, batch: Batch, piece: Piece, mask: Tensor) -> tuple[TokenIndex, Tensor, Tensor]:
+    def forward(self, batch: Batch, piece: Piece, mask: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
         """Run the model on a piece and compute log p and entropy of N tokens: the tokens whose `mask` (B, T) is set.
 
         Returns the index of the N tokens in the batch, their log-probabilities (N,), and the entropies (N,) of the
@@ -188,7 +195,7 @@ class FSDPEngine:
 
         def read(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
             states = hidden.flatten(0, 1)[predicted_by.to(self.device)]  # (b, t, D) -> (b * t, D) -> (N, D)
-            return token_logprobs(states, weight, ids, temperatures)
+            return token_logprobs(states, weight, ids, temperatures, compiled=self.is_compiled)
 
         inputs = {key: x.to(self.device) if isinstance(x, Tensor) else x for key, x in piece.inputs.items()}
         return index, *self.model.read_hidden(read, **inputs)  # ((N,), (N,)), (N,), (N,)

@@ -46,7 +46,8 @@ class PPOActorConfig:
     ppo_n_minibatches: Count = 4  # optimizer steps per pass over the batch
     ppo_epochs: Count = 1  # passes over the batch
     mb_tokens: Count = 16384  # maximum tokens per forward pass, with padding; a larger mini-batch takes several passes
-    layout: Literal["padded", "packed"] = "padded"  # padded: one row per sequence; packed: sequences end to end
+    layout: Literal["auto", "padded", "packed"] = "auto"  # padded: one row per sequence; packed: sequences end to end
+    compile: bool | None = None  # true: torch.compile fuses the operations of each layer; default: true only on a GPU
     gradient_checkpointing: bool = False  # true: save memory by recomputing layers in the backward pass
     enable_tree_training: bool = False  # true: compute the shared beginning of several rows only once
     offload: bool = False  # true: parameters, gradients and optimizer are in host memory, which is slow (docs/gpu.md)
@@ -83,3 +84,7 @@ class PPOActorConfig:
     reward_clip: Positive = 20.0  # scaled rewards are clipped to the range from -reward_clip to reward_clip
     adv_norm: NormConfig = field(default_factory=NormConfig)  # baseline and divisor of the advantages
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
+
+    def is_compiled(self, device: str) -> bool:
+        """Return whether torch.compile fuses the layers' operations. By default it does on a GPU, except with trees."""
+        return device == "cuda" and not self.enable_tree_training if self.compile is None else self.compile

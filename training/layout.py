@@ -43,6 +43,8 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from training.config import PPOActorConfig
+
 Batch = dict[str, Tensor]
 TokenIndex = tuple[Tensor, Tensor]  # rows (N,) and columns (N,) of a batch, so that batch[key][index] is (N,)
 
@@ -148,7 +150,7 @@ def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]
     pieces = []
     for part in split_packs(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][part].bool()  # (b, T)
-        row, column = real.nonzero(as_tuple=True)  # (t,), (t,): all tokens, row after row
+        row, column = (x.clone() for x in real.nonzero(as_tuple=True))  # (t,), (t,): all tokens, row after row
         ids = batch["input_ids"][part][real].long()[None]  # (1, t)
         lengths = real.sum(1)  # (b,)
         bounds = F.pad(lengths.cumsum(0), (1, 0)).int()  # (b + 1,) where each sequence begins, then t
@@ -165,6 +167,12 @@ def refuse(features: Iterable[str]) -> None:
         raise ValueError(f"packed rows and trees allow no {names}; set actor.layout=padded, enable_tree_training=false")
 
 
+def beyond_full_attention(shape: Any) -> set[str]:
+    """Return the types of layers of a model, given its text configuration, that are not plain causal attention."""
+    window = ["sliding_window"] if getattr(shape, "sliding_window", None) else []
+    return set(getattr(shape, "layer_types", None) or window) - {"full_attention"}
+
+
 def refuse_layers(model: Any) -> None:
     """Raise ValueError at the start of a run if the model has layers that packed rows and trees cannot compute.
 
@@ -172,16 +180,36 @@ def refuse_layers(model: Any) -> None:
     """
     if not model._supports_sdpa:
         raise ValueError(f"{type(model).__name__} has attention of its own, so no layout here can train it")
-    config = model.config.get_text_config()
-    window = ["sliding_window"] if getattr(config, "sliding_window", None) else []
-    layer_types = getattr(config, "layer_types", None) or window
-    refuse(set(layer_types) - {"full_attention"})
+    refuse(beyond_full_attention(model.config.get_text_config()))
+
+
+def fits_kernel(device: str, dtype: torch.dtype, d: int) -> bool:
+    """Return whether torch.nn.attention.varlen computes heads of `d` numbers of type `dtype` on this type of device."""
+    return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and d % 8 == 0 and d <= 256
 
 
 def has_kernel(query: Tensor) -> bool:
     """Return whether torch.nn.attention.varlen can compute the attention of `query` (1, heads, t, d)."""
-    half, d = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
-    return query.is_cuda and half and d % 8 == 0 and d <= 256
+    return fits_kernel(query.device.type, query.dtype, query.shape[-1])
+
+
+def pick_layout(actor: PPOActorConfig, device: str, shape: Any) -> tuple[str, str]:
+    """Return the name of the trainer's layout, and the reason. By default the layout depends on the type of `device`.
+
+    `shape` is the model's text configuration. The default never takes a layout that refuses the model.
+    """
+    if actor.enable_tree_training:
+        return "tree", "actor.enable_tree_training is set"
+    if actor.layout != "auto":
+        return actor.layout, "the configuration sets it"
+    if device != "cuda":
+        return "padded", "the trainer has no GPU"
+    if layers := beyond_full_attention(shape):
+        return "padded", f"the model has {', '.join(sorted(layers))}"
+    d = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    if not fits_kernel(device, getattr(torch, actor.dtype), d):
+        return "padded", f"no kernel computes packed rows in {actor.dtype} with heads of {d} numbers"
+    return "packed", "one kernel computes all sequences, and no padding is computed"
 
 
 def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any):
@@ -200,11 +228,17 @@ def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: A
         causal: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": gqa}
         out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, **causal)  # (t, heads, d)
         return out.unsqueeze(0), None  # (1, t, heads, d)
+    return attend_one_by_one(query, key, value, bounds, scaling, gqa), None
+
+
+@torch.compiler.disable  # a compiler would compile again for every number of sequences
+def attend_one_by_one(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scaling: float, gqa: bool) -> Tensor:
+    """Compute the attention of attend_apart with one call of scaled_dot_product_attention for each sequence."""
     lengths, parts = bounds.diff().tolist(), []
     how: dict[str, Any] = {"is_causal": True, "scale": scaling, "enable_gqa": gqa}
     for q, k, v in zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2)):
         parts.append(F.scaled_dot_product_attention(q, k, v, **how))  # (1, heads, length, d)
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None  # (1, t, heads, d)
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous()  # (1, t, heads, d)
 
 
 AttentionInterface.register("packed", attend_apart)

@@ -40,7 +40,7 @@ cap or shift their logits. `add_read_hidden` refuses such models.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -72,35 +72,58 @@ def chunk_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return (hidden @ weight.t()).float()  # (c, D) @ (D, V) -> (c, V)
 
 
-def chunk_log_softmax(hidden: Tensor, weight: Tensor, tau: Tensor) -> Tensor:
-    """Return the (c, V) log-probabilities of the whole vocabulary for one chunk of c tokens, computed in float32."""
-    # z = W h / tau
-    z = chunk_logits(hidden, weight).div_(tau[:, None])  # (c, V) / (c, 1) -> (c, V)
+def chunk_results(logits: Tensor, ids: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logp (c,) and entropy (c,) of one chunk of c tokens with logits (c, V)."""
+    # z = W h / tau,  log p_j = z_j - log sum_k exp z_k
+    log_p = torch.log_softmax(logits / tau[:, None], dim=-1)  # (c, V) / (c, 1) -> (c, V)
+    del logits  # free the logits before the next matrices need memory
 
-    # log p_j = z_j - log sum_k exp z_k
-    return torch.log_softmax(z, dim=-1)  # (c, V)
+    # logp = log p_id
+    logp = log_p.gather(1, ids[:, None])[:, 0]  # (c, V) -> (c, 1) -> (c,)
+
+    # entropy = - sum_j p_j log p_j
+    return logp, -(log_p.exp() * log_p).sum(-1)  # (c,), (c, V) -> (c,)
+
+
+def chunk_gradient(
+    logits: Tensor, ids: Tensor, tau: Tensor, entropy: Tensor, g: Tensor, e: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of the loss with respect to the logits (c, V) of one chunk, as numbers of type `dtype`."""
+    log_p = torch.log_softmax(logits / tau[:, None], dim=-1)  # (c, V)
+    del logits  # free the logits before the next matrices need memory
+    p = log_p.exp()  # (c, V)
+
+    # d loss / d z_j = g ([j = id] - p_j): -g p_j for all words, and + g for the sampled token
+    grad_z = p * -g[:, None]  # (c, V)
+    grad_z.scatter_add_(1, ids[:, None], g[:, None])  # (c, 1) added into (c, V)
+    if e is not None:
+        # d loss / d z_j -= e p_j (log p_j + entropy), computed in place to save memory
+        log_p += entropy[:, None]  # (c, V)
+        grad_z -= p.mul_(log_p).mul_(e[:, None])  # (c, V)
+    return grad_z.div_(tau[:, None]).to(dtype)  # (c, V)
+
+
+@cache
+def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, compiled so that its pointwise operations read and write a chunk's logits less often."""
+    return torch.compile(function, dynamic=True)
 
 
 class TokenLogprobs(torch.autograd.Function):
     """Compute logp and entropy chunk by chunk. The backward pass computes each chunk's logits again."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, tau: Tensor, chunk: int):
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, tau: Tensor, chunk: int, compiled: bool):
+        results = fuse(chunk_results) if compiled else chunk_results
         logp = hidden.new_empty(len(ids), dtype=torch.float32)  # (N,)
         entropy = hidden.new_empty(len(ids), dtype=torch.float32)  # (N,)
         for part in chunks(len(ids), chunk):
-            log_p = chunk_log_softmax(hidden[part], weight, tau[part])  # (c, V)
-
-            # logp = log p_id
-            logp[part] = log_p.gather(1, ids[part, None])[:, 0]  # (c, V) -> (c, 1) -> (c,)
-
-            # entropy = - sum_j p_j log p_j
-            entropy[part] = -(log_p.exp() * log_p).sum(-1)  # (c, V) -> (c,)
+            logp[part], entropy[part] = results(chunk_logits(hidden[part], weight), ids[part], tau[part])  # (c,), (c,)
 
         # No saved tensor has the size of the logits, (N, V).
         ctx.save_for_backward(hidden, weight, ids, tau, entropy)
         ctx.set_materialize_grads(False)  # a result that the loss does not use has the gradient None
-        ctx.chunk = chunk
+        ctx.chunk, ctx.gradient = chunk, fuse(chunk_gradient) if compiled else chunk_gradient
         return logp, entropy
 
     @staticmethod
@@ -110,30 +133,23 @@ class TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)  # (N, D)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, D), summed over the chunks in float32
         for part in chunks(len(ids), ctx.chunk):
-            log_p = chunk_log_softmax(hidden[part], weight, tau[part])  # (c, V)
-            p = log_p.exp()  # (c, V)
-
-            # d loss / d z_j = g ([j = id] - p_j): -g p_j for all words, and + g for the sampled token
-            grad_z = p * -g[part, None]  # (c, V)
-            grad_z.scatter_add_(1, ids[part, None], g[part, None])  # (c, 1) added into (c, V)
-            if e is not None:
-                # d loss / d z_j -= e p_j (log p_j + entropy), computed in place to save memory
-                log_p += entropy[part, None]  # (c, V)
-                grad_z -= p.mul_(log_p).mul_(e[part, None])  # (c, V)
-            grad_z = grad_z.div_(tau[part, None]).to(weight.dtype)  # (c, V)
+            entropy_c, g_c, e_c = entropy[part], g[part], None if e is None else e[part]  # (c,), (c,), (c,)
+            grad_z = ctx.gradient(
+                chunk_logits(hidden[part], weight), ids[part], tau[part], entropy_c, g_c, e_c, weight.dtype
+            )  # (c, V)
 
             # d loss / d h = W^T (d loss / d z) / tau
             grad_hidden[part] = grad_z @ weight  # (c, V) @ (V, D) -> (c, D)
 
             # d loss / d W = sum over tokens of (d loss / d z) h^T / tau
             grad_weight += grad_z.t() @ hidden[part]  # (V, c) @ (c, D) -> (V, D)
-            del log_p, p, grad_z  # free this chunk's matrices before the next chunk needs memory.
-        # PyTorch expects one gradient for each argument of forward. ids, tau and chunk get None.
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            del grad_z  # free this chunk's matrices before the next chunk needs memory.
+        # PyTorch expects one gradient for each argument of forward. All but hidden and weight get None.
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, ids: Tensor, temperatures: Tensor, chunk: int | None = None
+    hidden: Tensor, weight: Tensor, ids: Tensor, temperatures: Tensor, chunk: int | None = None, compiled: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities (N,) of N tokens and the entropies (N,) of their distributions, in nats.
 
@@ -142,12 +158,13 @@ def token_logprobs(
         ids           (N,)    the tokens that were sampled
         temperatures  (N,)    float32, the temperature at which each token was sampled
         chunk                 the number of tokens in a chunk; default: CHUNK_ELEMENTS logits
+        compiled              whether torch.compile fuses the pointwise operations of a chunk
 
     Both results are float32. Gradients flow to `hidden` and `weight`.
     """
     chunk = chunk or max(1, CHUNK_ELEMENTS[hidden.device.type] // len(weight))
     tau = torch.where(temperatures > 0, temperatures, 1.0)  # (N,)
-    return TokenLogprobs.apply(hidden, weight, ids, tau, chunk)
+    return TokenLogprobs.apply(hidden, weight, ids, tau, chunk, compiled)
 
 
 def read_hidden(model: Any, read: Callable[[Tensor, Tensor], Any], **inputs: Any) -> Any:

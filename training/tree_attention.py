@@ -219,6 +219,7 @@ def tree_attention(
     return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None  # (1, N, heads, d)
 
 
-AttentionInterface.register("tree", tree_attention)
+# A compiler would compile again for every tree, so a compiled layer leaves its graph for the attention.
+AttentionInterface.register("tree", torch.compiler.disable(tree_attention))
 
 TREES = Layout("tree", cut_trees)

@@ -1,12 +1,16 @@
 """Computing log-probabilities in chunks gives the same values and gradients as computing them from all logits."""
 
+import shutil
+from functools import partial
+
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import DEVICE
 
-from training.logprobs import CHUNK_ELEMENTS, chunk_logits, token_logprobs
+from training.logprobs import CHUNK_ELEMENTS, chunk_logits, fuse, token_logprobs
 
 
 def make(n=13, width=8, vocabulary=29, seed=0):
@@ -77,6 +81,37 @@ def test_half_precision_weights_get_gradients_of_their_type():
     assert logp.dtype == torch.float32
     assert half_weight.grad.dtype == torch.bfloat16
     torch.testing.assert_close(logp.cpu(), expected, atol=0.3, rtol=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backend):
+    """Compiled pointwise operations give the same values and gradients in float32, with and without the gradient of the
+    entropy. The number of tokens in a chunk makes no further graph."""
+    if backend == "inductor" and not shutil.which("g++"):
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    counters.clear()
+    fuse.cache_clear()
+    for has_entropy in (False, True):
+        results = []
+        for compiled in (False, True):
+            hidden, weight, ids, temperatures = make()
+            leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
+            for chunk in (5, 4, 7):  # 13 tokens
+                logp, entropy = token_logprobs(leaves[0], leaves[1], ids, temperatures, chunk, compiled)
+            loss = (logp * torch.arange(1, 14)).sum()
+            (loss + 0.7 * entropy.sum() if has_entropy else loss).backward()
+            results.append((logp, entropy, *(x.grad for x in leaves)))
+        for plain_one, compiled_one in zip(*results, strict=True):
+            torch.testing.assert_close(compiled_one, plain_one, atol=1e-5, rtol=1e-5)
+    # The results of one token and of several, and the gradient with and without that of the entropy.
+    assert counters["stats"]["unique_graphs"] == 4
+    assert not counters["graph_break"]
+    fuse.cache_clear()
+    torch._dynamo.reset()
 
 
 class Products(TorchDispatchMode):

@@ -1,0 +1,133 @@
+"""Compiled layers compute the same numbers, in a bounded number of graphs. No test needs a GPU.
+
+Most tests count the graphs that the compiler makes of the Python code, and run each graph with the backend "eager",
+which computes every operation as usual. The kernel of packed rows is the kernel for CPUs of test_layout.py.
+"""
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_layout import gpu_kernel  # noqa: F401  # a fixture; the import also registers the kernel
+from torch import Tensor
+from torch._dynamo.utils import counters
+from trainers import FAMILIES, NEVER, PLAIN, gradients, make_batch, make_config, make_family, prepare
+from transformers import AutoConfig
+
+from training import actor as actor_module
+from training import logprobs
+from training.actor import FSDPPPOActor
+from training.config import PPOActorConfig
+from training.layout import pick_layout
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # the compiler looks at every input
+    pytest.mark.usefixtures("forget"),
+]
+COMPILE = torch.compile
+HEAD_GRAPHS = 2  # the results of a chunk, and its gradient without the entropy's
+
+
+@pytest.fixture
+def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget all graphs before and after a test, and let torch.compile use the backend "eager"."""
+    monkeypatch.setattr(torch, "compile", partial(COMPILE, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    logprobs.fuse.cache_clear()
+    yield
+    torch._dynamo.reset()
+    logprobs.fuse.cache_clear()
+
+
+def train(path: Path, batches: list[Any], **changes: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Train an actor on the batches. Return the losses and the gradients of the last step."""
+    actor = FSDPPPOActor(make_config(mb_tokens=40, **changes), path)
+    actor.create_process_group()
+    actor.initialize(max_steps=10)
+    losses = [actor.ppo_update(prepare(actor, dict(batch)))["loss"] for batch in batches]
+    found = gradients(actor.model)
+    actor.destroy()
+    return losses, found
+
+
+def make_batches(n: int) -> list[Any]:
+    """Make n batches of 1 to 9 rows, of up to 38 tokens. The first batch has one row."""
+    draw = random.Random(0)
+    sizes = [[38]] + [[draw.randint(4, 38) for _ in range(draw.randint(1, 9))] for _ in range(n - 1)]
+    return [make_batch(tuple(lengths), seed) for seed, lengths in enumerate(sizes)]
+
+
+def check_same(path: Path, batches: list[Any], **changes: Any) -> int:
+    """Check that compiled layers give the same losses and gradients. Return how many graphs the layers have."""
+    expected, plain = train(path, batches, compile=False, **changes)
+    assert not counters["stats"]
+    losses, found = train(path, batches, compile=True, **changes)
+    assert losses == pytest.approx(expected, abs=1e-5)
+    for name, gradient in plain.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4)
+    return counters["stats"]["unique_graphs"] - HEAD_GRAPHS
+
+
+def test_padded_rows_have_four_graphs(monkeypatch, tiny_model_dir):
+    """All layers share four graphs, and no layer leaves its graph: one row or several rows, with or without gradients.
+    Further shapes make no graph. Checkpointing and a unit of FSDP for each layer change nothing."""
+    monkeypatch.setattr(actor_module, "OWN_UNIT", 0)
+    assert check_same(tiny_model_dir, make_batches(4), gradient_checkpointing=True) == 4
+    assert not counters["graph_break"]
+
+
+def test_packed_rows_have_two_graphs(gpu_kernel, tiny_model_dir):  # noqa: F811
+    """With the kernel, all layers share two graphs, with and without gradients, because a packed piece is always one
+    row. The number of sequences and the longest sequence make no further graph."""
+    assert check_same(tiny_model_dir, make_batches(4), layout="packed", dtype="bfloat16") == 2
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("changes", [{"layout": "packed"}], ids=str)
+def test_attention_outside_the_graphs(tiny_model_dir, changes):
+    """Trees, and packed rows without the kernel, compute the attention outside the graphs. Each layer then has four
+    graphs with gradients and four without. If two sizes of the first piece are equal by chance, the compiler assumes
+    that they are always equal, and makes a graph once more when they are not."""
+    assert 8 <= check_same(tiny_model_dir, make_batches(4), **changes) <= 12
+    [reason] = counters["graph_break"]
+    assert "torch.compiler.disable" in reason
+
+
+CASES = [
+    ({}, "cuda", ("packed", True)),
+    ({}, "cpu", ("padded", False)),
+    ({"layout": "padded"}, "cuda", ("padded", True)),
+    ({"layout": "packed", "compile": True}, "cpu", ("packed", True)),
+    ({"compile": False}, "cuda", ("packed", False)),
+    ({"dtype": "float32"}, "cuda", ("padded", True)),
+    ({"enable_tree_training": True}, "cuda", ("tree", False)),
+    ({"enable_tree_training": True, "compile": True}, "cuda", ("tree", True)),
+]
+
+
+@pytest.mark.parametrize(("changes", "device", "expected"), CASES, ids=str)
+def test_the_defaults_depend_on_the_device(changes, device, expected):
+    """On a GPU, packed rows and compiled layers are the defaults. A key that is set always wins."""
+    config = PPOActorConfig(**{"dtype": "bfloat16"} | changes)
+    shape = AutoConfig.for_model("qwen2", hidden_size=64, num_attention_heads=4)
+    assert (pick_layout(config, device, shape)[0], config.is_compiled(device)) == expected
+
+
+@pytest.mark.parametrize("name", sorted({*FAMILIES} - {*NEVER}))
+def test_the_default_layout_refuses_no_model(tmp_path, name):
+    """On a GPU, a model that packed rows refuse is trained with padded rows, and the plan says why."""
+    shape = AutoConfig.from_pretrained(make_family(tmp_path, name)).get_text_config()
+    layout, why = pick_layout(PPOActorConfig(dtype="bfloat16"), "cuda", shape)
+    assert layout == ("packed" if name in PLAIN else "padded"), why
+
+
+def test_heads_that_the_kernel_cannot_compute():
+    """Without a kernel, packed rows are slow on a GPU, so padded rows are the default."""
+    shape = AutoConfig.for_model("qwen2", hidden_size=80, num_attention_heads=4)
+    layout, why = pick_layout(PPOActorConfig(dtype="bfloat16"), "cuda", shape)
+    assert (layout, why) == ("padded", "no kernel computes packed rows in bfloat16 with heads of 20 numbers")
