@@ -1,17 +1,18 @@
 """Kill random processes of a run, restart the run each time, and check that each step is in the results exactly once.
 
-    python bench/soak.py                    30 kills over 60 steps of the demo, seed 1 (`make soak`)
+    python bench/soak.py                    60 kills over 200 steps of the demo, seed 1 (`make soak`)
     python bench/soak.py --kills 5 --steps 12 --seed 7
     python bench/soak.py --freezes 10 --steps 20    stop a process 10 times for up to 10 s (SIGSTOP, SIGCONT), no kills
     python bench/soak.py --steps 170 --usage docs/episodes    20,400 episodes, no kills; writes memory and descriptors
 
 After a random number of steps, or during the start, the script kills the trainer, the proxy or the server (kill -9).
-Then it starts the run again with an identical command. Every random choice comes from the printed seed.
+When the run has ended, the script starts it again with an identical command. A run survives the death of a server.
+Every random choice comes from the printed seed.
 
 At the end the script checks the trained samples (tokens/*.safetensors). Every step occurs exactly once. No prompt group
 is used in more than one step. Each of the first (steps - eta - 1) * 6 groups is used in a step, where 6 is the batch
 size. Staleness is at most eta in every step. No token was sampled by a newer version than the version that was trained
-on it. After each kill, the script also checks that every process of the run ends.
+on it. After each end of a run, the script also checks that every process of the run has ended.
 """
 
 import argparse
@@ -22,7 +23,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from load import usage, write_usage
 from safetensors.torch import load_file
@@ -48,53 +51,56 @@ def is_alive(pid: int) -> bool:
     return bool(state) and not state.startswith("Z")
 
 
-def live(command: list[str], rng: random.Random, log: Path) -> tuple[int, str]:
-    """Start the run, kill one of its processes at a random moment, and wait until all its processes have ended.
+def start(command: list[str], log: TextIO) -> subprocess.Popen:
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
 
-    Returns the run's exit code and a description of the kill.
-    """
-    kind, number, moment = rng.choice(["line", *["step"] * 4]), rng.randint(1, 6), rng.uniform(0, 0.5)
-    with log.open("a") as out:
-        run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=out, text=True)
-        assert run.stdout is not None
-        seen = 0
-        for line in run.stdout:
-            out.write(line)
-            seen += kind == "line" or line.startswith("step ")
-            if seen == number:
-                break
-        time.sleep(moment)  # the kill comes at a random moment
-        up = pids(run)
-        victim = rng.choice(sorted(up))
-        if run.poll() is None:
-            os.kill(up[victim], signal.SIGKILL)
-        rest, _ = run.communicate(timeout=120)
-        out.write(rest)
+
+def end(run: subprocess.Popen, up: set[int], log: TextIO, seconds: float | None = 120) -> int:
+    """Wait until the run and all its processes have ended. Return the run's exit code."""
+    log.write(run.communicate(timeout=seconds)[0])
     deadline = time.monotonic() + 120  # a server that is still importing modules takes longer to end
-    while left := [pid for pid in up.values() if is_alive(pid)]:
+    while left := [pid for pid in up if is_alive(pid)]:
         if time.monotonic() > deadline:
-            raise SystemExit(f"{left} of {up} outlived the {victim}")
+            raise SystemExit(f"processes {left} outlived the run")
         time.sleep(0.05)
-    return run.returncode, f"{victim} {moment:.2f} s after {kind} {number}"
+    return run.returncode
 
 
 def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> None:
-    """Start the run again after each kill, and at last run it to its end."""
-    for number in range(1, kills + 1):
-        code, what = live(command, rng, run_dir / "soak.log")
-        lines = (run_dir / "metrics.jsonl").read_text().count("\n") if (run_dir / "metrics.jsonl").exists() else 0
-        print(f"kill {number}: {what}; exit code {code}, {lines} lines in metrics.jsonl", flush=True)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stdout[-2000:] + done.stderr[-4000:])
+    """Kill random processes of the run. Start the run again when it has ended, and at last let it run to its end.
+
+    A run survives the death of a server, at most server.max_restarts times.
+    """
+    with (run_dir / "soak.log").open("a") as log:
+        run, up, done = start(command, log), set[int](), 0
+        while done < kills:
+            kind, number, moment = rng.choice(["line", *["step"] * 4]), rng.randint(1, 6), rng.uniform(0, 0.5)
+            assert run.stdout is not None
+            while number and (line := run.stdout.readline()):
+                log.write(line)
+                number -= kind == "line" or line.startswith("step ")
+            time.sleep(moment)  # the kill comes at a random moment
+            now = pids(run)
+            victim, code = rng.choice(sorted(now)), run.poll()
+            up |= {*now.values()}
+            if code is None:
+                with suppress(ProcessLookupError):  # the process has ended by itself
+                    os.kill(now[victim], signal.SIGKILL)
+                done += 1
+                lines = (
+                    (run_dir / "metrics.jsonl").read_text().count("\n") if (run_dir / "metrics.jsonl").exists() else 0
+                )
+                print(f"kill {done}: {victim}, {lines} lines in metrics.jsonl", flush=True)
+            if code is not None or victim != "server":
+                print(f"the run ended with exit code {end(run, up, log)}", flush=True)
+                run, up = start(command, log), set()
+        if end(run, up, log, None):
+            raise SystemExit(f"the last start failed; see {log.name}")
 
 
 def freeze(command: list[str], rng: random.Random, freezes: int, log: Path) -> None:
     """Run the command to its end. After random lines, stop one of its processes for up to 10 seconds."""
-    with (
-        log.open("a") as out,
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=out, text=True) as run,
-    ):
+    with log.open("a") as out, start(command, out) as run:
         assert run.stdout is not None
         seen, steps = 0, 0
         for line in run.stdout:
@@ -115,10 +121,7 @@ def freeze(command: list[str], rng: random.Random, freezes: int, log: Path) -> N
 def watch(command: list[str], log: Path, steps: int, path: Path) -> None:
     """Run the command to its end. Write the memory and the descriptors of its processes at 40 steps to `path`."""
     samples, begin = list[list[float]](), time.monotonic()
-    with (
-        log.open("a") as out,
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=out, text=True) as run,
-    ):
+    with log.open("a") as out, start(command, out) as run:
         assert run.stdout is not None
         for line in run.stdout:
             out.write(line)
@@ -155,9 +158,9 @@ def check(run_dir: Path, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--freezes", type=int, default=0, help="stop processes for a time, and kill none")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--usage", type=Path, help="measure memory and descriptors, kill none; path without suffix")
     parser.add_argument("--fileroot", type=Path, default=Path("runs/soak"))

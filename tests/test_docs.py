@@ -60,7 +60,7 @@ RAISED_BY = {
     "the terminal, the chat": 73,
     "speed on GPUs": 24,
     "released memory, the mode of weight updates, float32 logits": 71,
-    "true is not 1 in the conversation tree": 1,
+    "true is not 1 in the conversation tree": 5,
     "the schedule of a run, and its replay": 205,
     "retries of a long call, a label that arrives with its weights": 4,
     "help in groups with choices, the README of a run": 6,
