@@ -35,7 +35,9 @@ schedule: it requests the tokens of a span when the servers have the span's vers
 """
 
 import asyncio
+import functools
 import hashlib
+import io
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -121,10 +123,14 @@ class ScheduledEngine(RemoteInfEngine):
         super().__post_init__()
         self.recorded = Schedule(Path(self.replay) / FILE if self.replay else os.devnull).read()
 
+    @functools.cached_property
+    def _file(self) -> io.FileIO:
+        """The schedule, which stays open, so that a call needs no free file descriptor."""
+        return io.FileIO(self.schedule, "a")
+
     def record(self, **fact: Any) -> None:
         """Append one fact to the schedule."""
-        with open(self.schedule, "ab", buffering=0) as file:
-            file.write(orjson.dumps(fact) + b"\n")
+        self._file.write(orjson.dumps(fact) + b"\n")
 
     def recorded_call(self, name: str) -> Fact | None:
         """Return the recorded line of a call, {} if it has no line, or None if its whole task has no line."""

@@ -5,14 +5,18 @@ A server opens its port before it loads a model or tokenizer, and ends when its 
 OSError or ValueError. The message says in one line what to do, and the server's script prints this line.
 """
 
+import asyncio
+import collections
 import contextlib
+import functools
+import logging
 import os
 import resource
 import secrets
 import socket
 import sys
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 import uvicorn
@@ -22,6 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from run.fields import Refusal, as_object
 
 HEADER_BYTES = 2**16  # length of a request's header; a longer header is refused
+FREE_SHARE = 0.2  # share of the file descriptors that connections of clients leave free, for the process's own use
 HEADER_SECONDS = 60.0  # time within which the header of a request must arrive
 
 
@@ -105,6 +110,55 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
 
+class Repeats(logging.Filter):
+    """Lets warning 1, 2, 4, 8, ... of each kind pass, with its number. uvicorn would log every malformed request."""
+
+    counts: ClassVar[collections.Counter[str]] = collections.Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        self.counts[record.msg] += 1
+        count = self.counts[record.msg]
+        record.msg += f" ({count} times)"
+        return not count & (count - 1)
+
+
+class PatientServer(uvicorn.Server):
+    """A server of uvicorn whose new clients wait in the listener's queue while few file descriptors are free.
+
+    uvloop's own loop would close the connections of these clients. The limit may change while the process runs.
+    """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        self.accepting = [asyncio.ensure_future(self.accept(listener)) for listener in sockets or []]
+
+    async def accept(self, listener: socket.socket) -> None:
+        """Accept connections until the task is cancelled."""
+        loop, state = asyncio.get_running_loop(), (self.config, self.server_state, self.lifespan.state)
+        protocol = functools.partial(BoundedProtocol, *state)
+        listener.listen(self.config.backlog)
+        listener.setblocking(False)
+        while True:
+            try:
+                with listener.dup() as lowest_free:
+                    is_short = lowest_free.fileno() > resource.getrlimit(resource.RLIMIT_NOFILE)[0] * (1 - FREE_SHARE)
+                if not is_short:
+                    connection, _ = await loop.sock_accept(listener)
+                    await loop.connect_accepted_socket(protocol, connection)
+            except OSError:
+                is_short = True
+            if is_short:
+                logging.getLogger("uvicorn.error").warning("few file descriptors are free, so new connections wait")
+                await asyncio.sleep(0.1)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in self.accepting:
+            task.cancel()
+        await super().shutdown(sockets)
+
+
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
     """Serve `app` until the process receives a signal. With `exit_with_parent`, also stop when standard input closes.
 
@@ -114,8 +168,8 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
     # A request would fail if the server closed the connection just when the client sends the request. The server
     # therefore keeps idle connections open for 75 s, much longer than clients do.
     options: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}  # seconds
-    options |= {"http": BoundedProtocol}
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, **options))
+    server = PatientServer(uvicorn.Config(app, log_level="warning", access_log=False, **options))
+    logging.getLogger("uvicorn.error").addFilter(Repeats())
 
     def follow_parent() -> None:
         while os.read(0, 4096):  # sys.stdin.read would hold a lock, so the process would hang at exit

@@ -78,6 +78,7 @@ RAISED_BY = {
     "evaluations with their own sampling": 23,
     "servers that answer garbage, requests that wait for a file descriptor": 40,
     "compiled layers, packed rows as the default on a GPU": 46,
+    "clients that wait for a file descriptor, few lines for malformed requests": 43,
 }
 
 

@@ -17,6 +17,8 @@ import openai
 import pytest
 from conftest import ROOT, free_port, wait_until_up
 from harness import ADMIN, HELLO, Clock, Connection, Harness, reply_message, sdk
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import proxy
 from calls import tools
@@ -432,6 +434,37 @@ async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) ->
     harness.engine.hold.set()
     assert [len(call["choices"]) for call in await asyncio.gather(*calls)] == [4, 4]
     assert (await waiting)["choices"]
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=12))
+def test_a_call_waits_for_few_answers_of_other_sessions(tiny_tokenizer: Any, calls: list[tuple[int, int]]) -> None:
+    """Three sessions call in any order, with any n, and no answer ends. A further session's call then reaches the
+    engine at once, behind at most `running` answers of each other session."""
+
+    async def run() -> None:
+        harness = Harness(tiny_tokenizer, limits=Limits(running=3))
+        harness.engine.hold = asyncio.Event()
+        flood, other = [await harness.start() for _ in range(3)], await harness.start()
+        tasks = [asyncio.create_task(harness.chat(flood[who], HELLO, n=n, seed=k)) for k, (who, n) in enumerate(calls)]
+        wanted = {session: sum(n for who, n in calls if flood[who] == session) for session in flood}
+        ahead = sum(min(3, count) for count in wanted.values())
+
+        def open_calls() -> int:
+            return sum(len(session.running) for session in harness.sessions.values())
+
+        async with asyncio.timeout(60):
+            while len(harness.engine.requests) < ahead or open_calls() < len(calls):
+                await asyncio.sleep(0)
+            tasks.append(asyncio.create_task(harness.chat(other, HELLO)))
+            while len(harness.engine.requests) == ahead:
+                await asyncio.sleep(0)
+        assert [request.session for request in harness.engine.requests[ahead:]] == [other]
+        harness.engine.hold.set()
+        assert [len(reply["choices"]) for reply in await asyncio.gather(*tasks)] == [*(n for _, n in calls), 1]
+        await harness.http.aclose()
+
+    asyncio.run(run())
 
 
 async def test_a_body_that_never_ends_is_a_408(start: Start) -> None:

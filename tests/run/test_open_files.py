@@ -6,16 +6,20 @@ Many systems set the soft limit to 1,024 files for each process. Each connection
 
 import asyncio
 import resource
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
+import openai
 import pytest
-from conftest import ROOT, free_port, wait_until_up
+from conftest import ROOT, free_port, server_process, wait_until_up
 from runs import SMALL_GUESS, command
 
 from inference.wire import Wire
@@ -75,6 +79,69 @@ def test_2000_requests_in_flight_lose_none(addresses: tuple[str, str]) -> None:
 
     httpx.post(server + "/pause_generation", json={"mode": "retract"}).raise_for_status()
     assert asyncio.run(ask_all()) == [1] * REQUESTS
+
+
+@pytest.fixture
+def logged(tiny_model_dir: Path, tmp_path: Path) -> Iterator[tuple[str, str, list[int], Path]]:
+    """A small server and its proxy: their URLs, their process ids, and the file with the log of both."""
+    log = tmp_path / "log"
+    words = ["--model-path", str(tiny_model_dir)]
+    with log.open("a") as out, ExitStack() as stack:
+        command = [sys.executable, "-m", "inference.tiny.server", *words]
+        server, first = stack.enter_context(server_process(*command, out=out))
+        command = [sys.executable, "-m", "proxy", *words, "--server", server, "--admin-key", "secret"]
+        proxy, second = stack.enter_context(server_process(*command, out=out))
+        yield server, proxy, [first.pid, second.pid], log
+
+
+def wait_for(log: Path, words: str) -> None:
+    """Wait until a log contains `words`."""
+    deadline = time.monotonic() + 100
+    while words not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="prlimit is a call of Linux")
+def test_without_free_descriptors_no_call_is_lost(logged: tuple[str, str, list[int], Path]) -> None:
+    """An attacker holds all connections that server and proxy can open, then the proxy gets no descriptor at all. The
+    calls of the OpenAI SDK wait, and all are answered once descriptors are free. No server counts as lost."""
+    server, proxy, pids, log = logged
+    admin = {"authorization": "Bearer secret"}
+    body = {"task_id": "1", "grant": True}
+    session = httpx.post(proxy + "/rl/start_session", json=body, headers=admin).json()["session_id"]
+
+    def ask(number: int) -> int:
+        with openai.OpenAI(base_url=f"{proxy}/{session}/v1", api_key="DUMMY") as client:
+            messages: Any = [{"role": "user", "content": f"question {number}"}]
+            reply = client.chat.completions.create(model="m", messages=messages, max_completion_tokens=4, n=4)
+            return len(reply.choices)
+
+    with ThreadPoolExecutor(10) as pool, ExitStack() as attack:
+        assert ask(-1) == 4
+        limits = [resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in pids]
+        for pid, (_, hard) in zip(pids, limits):
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (100, hard))
+        for url in (server, proxy) * 150:
+            address = url.removeprefix("http://").split(":")
+            attack.enter_context(socket.create_connection((address[0], int(address[1])), timeout=60))
+        calls = [pool.submit(ask, number) for number in range(10)]
+        wait_for(log, "few file descriptors are free, so new connections wait (8 times)")
+        attack.close()
+        assert [call.result(timeout=200) for call in calls] == [4] * 10
+
+        with httpx.Client(base_url=proxy, timeout=200) as client:
+            assert client.get("/health").status_code == 200  # this connection stays open
+            resource.prlimit(pids[1], resource.RLIMIT_NOFILE, (12, limits[1][1]))
+            path, messages = f"/{session}/v1/chat/completions", [{"role": "user", "content": "last"}]
+            last = pool.submit(client.post, path, json={"messages": messages, "max_tokens": 4, "n": 128})
+            wait_for(log, "no file descriptor is free")
+            resource.prlimit(pids[1], resource.RLIMIT_NOFILE, limits[1])
+            assert len(last.result(timeout=200).json()["choices"]) == 128
+        assert ask(11) == 4
+    lines = log.read_text().splitlines()
+    assert [line for line in lines if "lost server" in line or "Traceback" in line] == []
+    assert len(lines) < 40
 
 
 @pytest.mark.runs

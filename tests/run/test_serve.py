@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -30,10 +31,12 @@ Connect = Callable[[], socket.socket]
 
 
 @pytest.fixture
-def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
     """A function that connects to a server process. The test's parameter is the time limit of a header in seconds."""
     command = [sys.executable, "-c", SERVER, str(request.param)]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with (tmp_path / "log").open("w") as log:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=log, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
     with process:
@@ -87,3 +90,14 @@ def test_a_header_that_does_not_arrive_in_time_ends_the_connection(connect: Conn
         assert read_until(second, b"\r\n\r\n1")
         second.sendall(b"\r\n")
         assert not any(read_until(connection, b"nothing") for connection in (silent, halted, second))
+
+
+@pytest.mark.parametrize("connect", [60], indirect=True)
+def test_malformed_requests_get_few_lines_in_the_log(connect: Connect, tmp_path: Path) -> None:
+    """100 malformed requests get the lines 1, 2, 4, ..., 64 of the log, each with its number."""
+    for _ in range(100):
+        with connect() as connection:
+            connection.sendall(b"nonsense\r\n\r\n")
+            assert read_until(connection, b"nothing").startswith(b"HTTP/1.1 400 ")
+    lines = [line for line in (tmp_path / "log").read_text().splitlines() if "Invalid HTTP request" in line]
+    assert [line.rpartition("(")[2] for line in lines] == [f"{2**k} times)" for k in range(7)]
