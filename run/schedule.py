@@ -35,11 +35,10 @@ schedule: it requests the tokens of a span when the servers have the span's vers
 """
 
 import asyncio
-import functools
 import hashlib
-import io
 import os
 import re
+import weakref
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -121,16 +120,14 @@ class ScheduledEngine(RemoteInfEngine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # The schedule stays open as long as the engine lives, so that a call needs no free file descriptor.
+        self._file = os.open(self.schedule, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        weakref.finalize(self, os.close, self._file)
         self.recorded = Schedule(Path(self.replay) / FILE if self.replay else os.devnull).read()
-
-    @functools.cached_property
-    def _file(self) -> io.FileIO:
-        """The schedule, which stays open, so that a call needs no free file descriptor."""
-        return io.FileIO(self.schedule, "a")
 
     def record(self, **fact: Any) -> None:
         """Append one fact to the schedule."""
-        self._file.write(orjson.dumps(fact) + b"\n")
+        os.write(self._file, orjson.dumps(fact) + b"\n")
 
     def recorded_call(self, name: str) -> Fact | None:
         """Return the recorded line of a call, {} if it has no line, or None if its whole task has no line."""
