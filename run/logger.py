@@ -274,8 +274,9 @@ class Logger:
         phase, begin = self.trace.phase if self.trace else ("", self.start)
         finished = min(batch, max(0, self.executor.stats.accepted - done * batch))
         step, seconds = min(done + 1, self.config.max_steps), f"{time.monotonic() - begin:.0f} s"
-        ended = f"{self.executor.ended} episodes, {batch * self.config.gconfig.n_samples} a batch"
-        doing = f"step {step}, {phase.replace('_', ' ')}, {seconds}; {finished} of {batch} groups; {ended}"
+        members = self.config.gconfig.n_samples
+        ended = f"; {self.executor.ended} episodes, {batch * members} a batch" if members > 1 else ""
+        doing = f"step {step}, {phase.replace('_', ' ')}, {seconds}; {finished} of {batch} groups{ended}"
         bar = ProgressBar(total=self.config.max_steps, completed=done, width=30)
         pace = self._time() if done else "the first is running"
         return Group(table, bar, f" {done} of {self.config.max_steps} steps; {pace}", doing)
