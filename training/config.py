@@ -5,10 +5,14 @@ ppo.py need no other keys of a run's configuration. The full name of a key begin
 actor.eps_clip or actor.adv_norm.per_turn. docs/algorithm.md gives the equation that each key changes.
 """
 
+import os
+import shutil
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from run.fields import Count, CountOrZero, NonNegative, Positive, Share
+
+HAS_C_COMPILER = any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))  # Triton needs one on a GPU
 
 
 @dataclass
@@ -47,7 +51,7 @@ class PPOActorConfig:
     ppo_epochs: Count = 1  # passes over the batch
     mb_tokens: Count = 16384  # maximum tokens per forward pass, with padding; a larger mini-batch takes several passes
     layout: Literal["auto", "padded", "packed"] = "auto"  # padded: one row per sequence; packed: sequences end to end
-    compile: bool | None = None  # true: torch.compile fuses the operations of each layer; default: true only on a GPU
+    compile: bool | None = None  # true: torch.compile fuses the operations of each layer; default: on a GPU
     gradient_checkpointing: bool = False  # true: save memory by recomputing layers in the backward pass
     enable_tree_training: bool = False  # true: compute the shared beginning of several rows only once
     offload: bool = False  # true: parameters, gradients and optimizer are in host memory, which is slow (docs/gpu.md)
@@ -86,5 +90,10 @@ class PPOActorConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
 
     def is_compiled(self, device: str) -> bool:
-        """Return whether torch.compile fuses the layers' operations. By default it does on a GPU, except with trees."""
-        return device == "cuda" and not self.enable_tree_training if self.compile is None else self.compile
+        """Return whether torch.compile fuses the layers' operations.
+
+        By default it does on a GPU, except with trees or without a C compiler.
+        """
+        if self.compile is None:
+            return device == "cuda" and HAS_C_COMPILER and not self.enable_tree_training
+        return self.compile

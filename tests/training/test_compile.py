@@ -111,11 +111,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("changes", "device", "expected"), CASES, ids=str)
-def test_the_defaults_depend_on_the_device(changes, device, expected):
+def test_the_defaults_depend_on_the_device(changes, device, expected, monkeypatch):
     """On a GPU, packed rows and compiled layers are the defaults. A key that is set always wins."""
+    monkeypatch.setattr("training.config.HAS_C_COMPILER", True)
     config = PPOActorConfig(**{"dtype": "bfloat16"} | changes)
     shape = AutoConfig.for_model("qwen2", hidden_size=64, num_attention_heads=4)
     assert (pick_layout(config, device, shape)[0], config.is_compiled(device)) == expected
+    monkeypatch.setattr("training.config.HAS_C_COMPILER", False)
+    assert config.is_compiled(device) == bool(config.compile), "nothing can be compiled without a C compiler"
 
 
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - {*NEVER}))
