@@ -34,7 +34,7 @@ lint: $(VENV)/ready            ## check format, style and types
 structure: $(VENV)/ready       ## draw docs/structure.svg, the picture of the imports between the modules
 	$(BIN)/python docs/structure.py
 
-soak: $(VENV)/ready            ## kill a run 30 times at random and check its samples; then send 200,000 random requests
+soak: $(VENV)/ready            ## kill processes of a run 60 times at random and check its samples; then send 200,000 random requests
 	$(BIN)/python bench/soak.py
 	$(BIN)/python bench/fuzz.py
 
