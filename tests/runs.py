@@ -37,7 +37,7 @@ def signalled(command: list[str], line: str, number: signal.Signals) -> list[str
 def run(tmp_path: Path, *words: str) -> list[dict]:
     """Run train.py to its end and return the lines of its metrics.jsonl."""
     done = subprocess.run(
-        command(tmp_path, *words), cwd=ROOT, env=WITH_TEST_MODULES, capture_output=True, text=True, timeout=300
+        command(tmp_path, *words), cwd=ROOT, env=WITH_TEST_MODULES, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = (tmp_path / "e" / "t" / "metrics.jsonl").read_text().splitlines()
