@@ -143,9 +143,9 @@ def test_a_timed_out_episode_has_ended(run_agent: Run, caplog: pytest.LogCapture
     os.mkfifo(fifo := tmp_path / "fifo")
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     hangs = {"then": "hangs", "fifo": str(fifo)}
-    groups, stats = run_agent(mode_agents.Talks, hangs, subproc_max_workers=1, episode_timeout_seconds=10)
+    groups, stats = run_agent(mode_agents.Talks, hangs, subproc_max_workers=1, episode_timeout_seconds=20)
     assert groups == [None]
-    assert "took longer than 10 s (rollout.openai.episode_timeout_seconds)" in caplog.text
+    assert "took longer than 20 s (rollout.openai.episode_timeout_seconds)" in caplog.text
     os.set_blocking(reader, True)
     with open(reader) as file:
         assert file.read() == "alive"  # read() reached the end, so no process holds the named pipe open
