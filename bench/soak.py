@@ -119,7 +119,8 @@ def freeze(command: list[str], rng: random.Random, freezes: int, log: Path) -> N
 
 
 def watch(command: list[str], log: Path, steps: int, path: Path) -> None:
-    """Run the command to its end. Write the memory and the descriptors of its processes at 40 steps to `path`."""
+    """Run the command to its end. At 40 of its steps, measure the memory and the
+    descriptors of its processes, and write them to `path`."""
     samples, begin = list[list[float]](), time.monotonic()
     with log.open("a") as out, start(command, out) as run:
         assert run.stdout is not None

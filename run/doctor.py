@@ -6,8 +6,8 @@ lines of metrics.jsonl and of the configuration. The rule fires if the measure i
     five lines with kl = 0, 0.05, 0.3, 0.3, 0.4: the median 0.3 is above the limit 0.1, so the rule `kl` fires
 
 docs/doctor.md has an entry for each rule, and the doctor prints the first paragraph of the entry. The doctor reports
-each rule once in a run: on the terminal, and as one line of doctor.jsonl. With doctor=strict every rule except
-`waiting` also ends the run.
+each rule once in a run: on the terminal, and as one line of doctor.jsonl. With doctor=strict an alarm of any
+rule but `waiting` also ends the run.
 
 Two rules cannot wait for the end of a step. The step may never end if an agent blocks the event loop, or if groups are
 rejected without end. A thread therefore checks these two rules while the trainer waits (`watch`).

@@ -100,7 +100,7 @@ varlen._varlen_attn_backward.register_kernel("cpu")(backward)
 
 @pytest.fixture
 def gpu_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make layout.py treat tensors on a CPU like tensors on a GPU."""
+    """Let layout.py take the path with the kernel on a CPU, for tensors in bfloat16."""
     monkeypatch.setattr(layout, "has_kernel", lambda query: query.dtype == torch.bfloat16)
 
 
