@@ -278,14 +278,31 @@ def least(actions: dict[str, Callable[[], Any]], rounds: int = 12) -> dict[str, 
     return {name: min(times[1:]) for name, times in found.items()}  # the first round is slower and does not count
 
 
+def make_models(layers: int, width: int, vocabulary: int, dtype: Any, folder: Path) -> tuple[Any, Any, Any]:
+    """Make a small random model. Return its configuration, an actor that trains it, and the plain model."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from training.actor import FSDPPPOActor
+    from training.config import PPOActorConfig
+
+    heads = {"num_attention_heads": width // 64, "num_key_value_heads": max(1, width // 256)}
+    keys = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    config = AutoConfig.for_model("qwen2", **keys, **heads, tie_word_embeddings=True, pad_token_id=0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
+    actor = FSDPPPOActor(PPOActorConfig(dtype=str(dtype).removeprefix("torch.")), folder / "model")
+    actor.create_process_group()
+    actor.initialize(max_steps=10)
+    plain: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).to(actor.device)
+    return config, actor, plain
+
+
 def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, folder: Path) -> str:
     """Measure each part of a small model's step on this machine. Return a table of estimates and measurements."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+    from transformers import DynamicCache
 
     from inference.weights import write_checkpoint
-    from training.actor import FSDPPPOActor
-    from training.config import PPOActorConfig
     from training.logprobs import token_logprobs
 
     torch.set_num_threads(1)  # as train.py
@@ -296,14 +313,7 @@ def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, fo
     y = torch.zeros_like(x)
 
     # 1. Make a small model, and the inputs of each part.
-    heads = {"num_attention_heads": width // 64, "num_key_value_heads": max(1, width // 256)}
-    keys = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers, "vocab_size": vocabulary}
-    config = AutoConfig.for_model("qwen2", **keys, **heads, tie_word_embeddings=True, pad_token_id=0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
-    actor = FSDPPPOActor(PPOActorConfig(dtype=str(dtype).removeprefix("torch.")), folder / "model")
-    actor.create_process_group()
-    actor.initialize(max_steps=10)
-    plain: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
+    config, actor, plain = make_models(layers, width, vocabulary, dtype, folder)
     s, w = shape_of(config), Work(rows, length // 4, length - length // 4, 1, rows * length, b, False, slots=rows)
     ids = torch.randint(0, vocabulary, (rows, length), device=device)
     trained, tau = ids[:, w.prompt :].flatten(), torch.ones(rows * w.answer, device=device)
