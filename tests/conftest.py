@@ -108,8 +108,8 @@ def free_port() -> int:
 def two_free_ports() -> int:
     """Return the number of a free port whose next port is free, too.
 
-    Linux takes the local ports of outgoing connections from 32768 on. The two ports lie below, so no connection of
-    another test takes them.
+    Linux takes the local ports of outgoing connections from 32768 on. The two ports are below 32768, so no outgoing
+    connection of another test takes them.
     """
     while True:
         port = random.randrange(20000, 32000)
@@ -120,7 +120,7 @@ def two_free_ports() -> int:
 
 
 def idle_connections(transport: Any) -> int:
-    """Return how many idle connections a transport of `make_transport` keeps open."""
+    """Return how many idle connections a transport keeps open. The transport must come from `make_transport`."""
     return sum(map(len, transport.client.connector._conns.values()))
 
 
@@ -155,9 +155,10 @@ def wait_until_up(url: str, process: subprocess.Popen, path: str = "/health", se
 
 @contextmanager
 def server_process(*command: str, out: Any = None, seconds: float = 300) -> Iterator[tuple[str, subprocess.Popen]]:
-    """Run the command of a server, with a free port, until the `with` block ends. Yields its URL and its process.
+    """Run a server's command with a free port until the `with` block ends. Yield the server's URL and process.
 
-    The server must answer within `seconds`. `out` gets its output, as in subprocess.
+    The server must answer within `seconds`. `out` receives the server's output, like stdout and stderr of
+    subprocess.Popen.
     """
     port = free_port()
     whole = [*command, "--port", str(port), "--exit-with-parent"]
@@ -188,7 +189,7 @@ SGLANG = os.environ.get("NANO_AREAL_SGLANG", "")
 
 @contextmanager
 def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
-    """Run the real, unmodified SGLang on a CPU until the `with` block ends. Yields SGLang's URL."""
+    """Run the real, unmodified SGLang on a CPU until the `with` block ends. Yield SGLang's URL."""
     command = [SGLANG, str(ROOT / "tests/sglang_cpu/launch.py"), "--model-path", str(model_dir), *extra]
     with log.open("wb") as out:
         try:

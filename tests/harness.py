@@ -151,7 +151,8 @@ class Connection:
 
 
 def client_options(path: str, api_key: str) -> dict[str, Any]:
-    """Return the options that both SDKs share: no retries, and an error for a reply that its type does not allow."""
+    """Return the options of the clients of both SDKs (OpenAI's and Anthropic's): no retries, and an error for a reply
+    that does not match its declared type."""
     base_url = f"http://proxy{path}"
     return {"base_url": base_url, "api_key": api_key, "max_retries": 0, "_strict_response_validation": True}
 

@@ -1,5 +1,5 @@
-"""Helpers for tests of whole runs: start train.py as a user does, wait for a step, and check that its child processes
-end."""
+"""Helpers for tests of whole runs: start train.py as a user does, wait for a step, and check that the child processes
+of train.py end."""
 
 import json
 import os

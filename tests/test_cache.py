@@ -184,8 +184,8 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
 
 @given(calls)
 def test_a_row_of_concat_continues_the_row_that_trains_its_parent(session: list[Call]) -> None:
-    """In style concat, a row's parent is the row that trains the turn before the row's first trained turn. A row that
-    begins with a root has no parent."""
+    """In an export in style concat, a row's parent is the row that trains the parent of the row's first trained turn.
+    If this first trained turn is a root, the row has no parent."""
     cache = play(session)
     rows = cache.export_interactions("concat")
     row_of = {turn: row for row in rows.values() for turn, is_trained in row.row_turns if is_trained}
@@ -402,8 +402,8 @@ def test_a_side_conversation_that_is_rewarded_is_trained() -> None:
 
 
 def test_what_comes_later_is_no_side_conversation() -> None:
-    """The last call gets the reward, even if it has no tools and a different prompt. Identical drafts are not side
-    conversations if the agent continues one of them."""
+    """The last call gets the reward, even if it has no tools and its prompt differs from the other calls' prompts. Two
+    calls with identical messages are not side conversations if the agent continues one of them."""
     cache = InteractionCache()
     cache.enter("work", turn([user("work")], tools=TOOLS))
     cache.enter("answer", turn([user("answer")]))
@@ -436,7 +436,8 @@ def test_an_orphan_leaves_no_trace() -> None:
 
 @given(calls, st.lists(st.integers(0, 11)))
 def test_what_failed_leaves_no_trace(session: list[Call], orphans: list[int]) -> None:
-    """Failed calls do not change the tree of a session, even after orphans were dropped."""
+    """A session with failed calls has the same tree as the session without these calls, even after orphans (turns whose
+    reply no client will read) were dropped."""
     caches = play(session), play([call for call in session if call.finishes])
     for cache in caches:
         for name in list(cache):

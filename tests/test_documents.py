@@ -165,7 +165,7 @@ def read(document: str) -> str:
 
 
 def spans(document: str) -> dict[str, tuple[int, int]]:
-    """Return where each block of a document begins and ends. A block begins after the end of the block before it."""
+    """Return where each block of a document begins and ends. A block begins after the end of the previous block."""
     text, end, found = read(document), 0, {}
     for name, block in BLOCKS.items():
         if block.document == document:
@@ -283,7 +283,8 @@ def test_a_configuration_is_a_recipe(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a module with the agents from the page Agent Workflow. The environment has no vendor's API key."""
+    """Return the name of a module with the two agents from AReaL's page Agent Workflow. The environment has no vendor's
+    API key."""
     head = "from openai import AsyncOpenAI\n\n\ndef compute_reward(response, answer):\n    return 0.5\n\n\n"
     name = f"agents_{uuid.uuid4().hex}"
     (tmp_path / f"{name}.py").write_text(head + block("agent") + "\n\n\n" + block("sync agent"))
@@ -296,8 +297,8 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize(("agent", "mode"), [("MyAgent", "inline"), ("MySyncAgent", "subproc")])
 async def test_the_agents_run(agents: str, proxy: ProxyAddress, agent: str, mode: str) -> None:
-    """Both example agents make their clients as on AReaL's page. In mode inline the environment has a placeholder key
-    and no URL."""
+    """Both agents from AReaL's page Agent Workflow make their clients as the page shows, and each gets an answer. In
+    mode inline the environment has a placeholder key and no URL."""
     workflow: Any = resolve_workflow(f"{agents}.{agent}", proxy=vars(proxy) | {"mode": mode})
     (turn,) = (await workflow.arun_episode(None, QUESTION)).values()
     assert turn.reward == 0.5
@@ -308,7 +309,8 @@ async def test_the_agents_run(agents: str, proxy: ProxyAddress, agent: str, mode
 
 
 async def test_an_interaction_of_the_proxy_has_the_documents_fields(agents: str, proxy: ProxyAddress) -> None:
-    """An exported interaction has each field of the page's dataclass, with the type that AReaL's page gives."""
+    """An exported interaction has each field of the dataclass on AReaL's page Agent Workflow, with the field's type on
+    this page."""
     workflow: Any = resolve_workflow(f"{agents}.MyAgent", proxy=vars(proxy))
     (turn,) = (await workflow.arun_episode(None, QUESTION)).values()
     named = (await execute("interaction"))["InteractionWithTokenLogpReward"]
@@ -347,7 +349,8 @@ async def test_the_listing_of_the_proxy_workflow_runs(proxy: ProxyAddress) -> No
 
 
 def test_the_page_names_the_routes_and_the_body_of_an_export() -> None:
-    """The fields of the page's export request are the arguments of OpenAIProxyClient.export_interactions."""
+    """On AReaL's page Agent Workflow, the body of an export request has the fields that
+    OpenAIProxyClient.export_interactions has as arguments."""
     body = re.search(r'Body: (\{"session_id".*\})', read(AGENT))
     assert body is not None
     fields = ast.literal_eval(body[1]).keys() - {"session_id"}
@@ -358,14 +361,14 @@ def test_the_page_names_the_routes_and_the_body_of_an_export() -> None:
 
 
 async def test_the_public_names(tiny_tokenizer: Any) -> None:
-    """The four public names on AReaL's page can be imported from this project."""
+    """The four public names on AReaL's page Agent Workflow can be imported from this project."""
     names = await execute("public")
     assert names["ArealOpenAI"] is ArealOpenAI
     assert names["OpenAIProxyWorkflow"] is OpenAIProxyWorkflow
 
 
 async def test_the_direct_approach(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """The page's workflow MyWorkflow returns one interaction with its reward."""
+    """The workflow MyWorkflow from AReaL's page Agent Workflow returns one interaction with its reward."""
     names = await execute("direct", compute_reward=lambda response, answer: len(response.choices) / 2)
     workflow = names["MyWorkflow"]()
     workflow.tokenizer = tiny_tokenizer
@@ -375,7 +378,7 @@ async def test_the_direct_approach(real_engine: RemoteInfEngine, tiny_tokenizer:
 
 
 async def test_the_client_and_its_rewards(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """The client answers a call that names no model, accepts rewards, and exports tensors. `completion` has the SDK's
+    """ArealOpenAI answers a call that names no model, accepts rewards, and exports tensors. The answer has the SDK's
     type ChatCompletion."""
     names = await execute("client", engine=real_engine, tokenizer=tiny_tokenizer)
     client, completion = names["client"], names["completion"]
@@ -404,8 +407,8 @@ async def test_tools(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("name", ["older workflow", "multi turn"])
 async def test_a_workflow_with_the_older_method(name: str, real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """A class that has only the method `_run_one_episode` is accepted as a workflow. The multi-turn example asks again
-    until the reward is 1."""
+    """A class that has only the method `_run_one_episode` is accepted as a workflow. AReaL's multi-turn example asks
+    the model again until the reward is 1."""
     stub = {"prompt": "", "response": "", "input_tokens": [], "output_tokens": []}
     names = await (execute("older workflow") if name == "older workflow" else execute("multi turn", **stub))
     namespace = {"_run_one_episode": names["_run_one_episode"]} if name == "multi turn" else {}
@@ -427,7 +430,7 @@ async def test_a_workflow_with_the_older_method(name: str, real_engine: RemoteIn
 
 
 async def test_backpropagation(tiny_tokenizer: Any) -> None:
-    """In a chain of three turns, this project computes the same discounted rewards as AReaL's page."""
+    """In a chain of three turns, this project computes the same discounted rewards as AReaL's page Agent Workflow."""
     from harness import ScriptedEngine
 
     client = ArealOpenAI(ScriptedEngine(tiny_tokenizer, "a", "b", "c"), tiny_tokenizer)
@@ -445,7 +448,7 @@ async def test_backpropagation(tiny_tokenizer: Any) -> None:
 
 
 async def test_the_interface(tiny_tokenizer: Any) -> None:
-    """RolloutWorkflow's method arun_episode has the same parameters as on AReaL's page."""
+    """RolloutWorkflow.arun_episode has the same parameters as on AReaL's page Rollout Workflow."""
     names = {"ABC": ABC, "abstractmethod": abstractmethod}
     theirs = (await execute("interface", **names))["RolloutWorkflow"].arun_episode
     assert list(inspect.signature(theirs).parameters) == ["self", "engine", "data"]
@@ -455,7 +458,8 @@ async def test_the_interface(tiny_tokenizer: Any) -> None:
 
 
 def test_the_example_value() -> None:
-    """The trajectory on AReaL's page passes the check, and `complete` adds the missing tensors."""
+    """The trajectory on AReaL's page Rollout Workflow passes check_trajectory_format, and `complete` adds its missing
+    tensors."""
     namespace: dict[str, Any] = {"torch": torch}
     exec("def example():\n" + "\n".join("    " + line for line in block("example value").splitlines()), namespace)
     trajectory = namespace["example"]()
@@ -464,7 +468,8 @@ def test_the_example_value() -> None:
 
 
 async def test_the_context(tiny_tokenizer: Any) -> None:
-    """The episode on AReaL's page reads the context of a training episode and of an evaluation."""
+    """The episode on AReaL's page Rollout Workflow reads the workflow context, both in training and in an
+    evaluation."""
     episode = (await execute("context"))["arun_episode"]
     for is_eval in (False, True):
         workflow_context.set(WorkflowContext(is_eval=is_eval, task_id=3))
@@ -472,7 +477,7 @@ async def test_the_context(tiny_tokenizer: Any) -> None:
 
 
 def test_a_dump_line(tiny_tokenizer: Any) -> None:
-    """A line of a dump has the same keys as the line on AReaL's page, in the same order."""
+    """A line of a dump has the same keys as the line on AReaL's page Rollout Workflow, in the same order."""
     trajectory = complete(
         {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.bool)}, task_id=42
     )
@@ -482,7 +487,8 @@ def test_a_dump_line(tiny_tokenizer: Any) -> None:
 
 @pytest.fixture
 def custom() -> type:
-    """The page's custom workflow. The class adds the two methods that AReaL's page leaves to its reader."""
+    """Return the custom workflow from AReaL's page Rollout Workflow. The returned class adds the two methods that the
+    page leaves to its reader."""
     exec(block("custom"), names := {"uuid": uuid, **NAMES})
     page: Any = names["MyWorkflow"]
 
@@ -499,8 +505,8 @@ def custom() -> type:
 async def test_a_custom_workflow_is_submitted_and_trained(
     custom: type, real_engine: RemoteInfEngine, tiny_tokenizer: Any
 ) -> None:
-    """`engine.submit(data=..., workflow=..., workflow_kwargs=..., group_size=4)` runs the page's workflow in a group.
-    A negative reward rejects the sample."""
+    """`engine.submit(data=..., workflow=..., workflow_kwargs=..., group_size=4)` runs the custom workflow from AReaL's
+    page in a group. A negative reward rejects the sample."""
     executor = WorkflowExecutor(real_engine, RolloutConfig(max_head_offpolicyness=9), tiny_tokenizer, SHORT)
     try:
         for reward in (1.0, -1.0):
@@ -565,7 +571,7 @@ class Version:
 
 
 async def test_the_listing_of_the_gate_agrees(tiny_tokenizer: Any) -> None:
-    """With the same events, the write-up's gate has the same counts and the same capacity as this project's
+    """If both get the same events, the write-up's gate has the same counts and the same capacity as this project's
     StalenessManager."""
     rng, version = random.Random(0), Version()
     ours = StalenessManager(version, max_concurrent_rollouts=7, consumer_batch_size=3, max_staleness=2)
@@ -678,7 +684,8 @@ async def test_the_listing_of_the_producer_starts_tasks(tiny_tokenizer: Any) -> 
 
 
 def test_the_loop(start_tiny_server: StartServer, tiny_model_dir: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """The loop of appendix A.1 trains two steps with eta = 0, and the server gets the versions 1 and 2."""
+    """The loop of the write-up's appendix A.1 trains two steps with eta = 0, and the server gets the versions 1 and
+    2."""
     server, saved, evaluated = start_tiny_server(), tmp_path / "saved", list[int]()
     config = load(["gconfig.n_samples=2", "gconfig.max_new_tokens=4", "actor.ppo_n_minibatches=1", "actor.kl_ctl=0"])
     rollout = RemoteInfEngine([server])

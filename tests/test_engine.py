@@ -61,8 +61,8 @@ def without_spans(tokens: list[int], finish: str, version: int) -> httpx.Respons
 
 
 class Script:
-    """Servers that answer /generate with the lines of a script, and all other requests with success. The last line
-    answers all further requests."""
+    """Servers that answer /generate with the lines of a script, and all other requests with success. The last line also
+    answers every later request to /generate."""
 
     def __init__(self, *answers: Answer, info: dict[str, Any] | None = None) -> None:
         self.answers = list(answers)
@@ -243,7 +243,8 @@ async def test_gives_up_after_the_retries():
     ],
 )
 async def test_a_wrong_request_is_sent_once(body: dict[str, Any]):
-    """After an answer of 400 the engine does not retry, and the engine's error contains the server's message."""
+    """After an answer with status 400 the engine does not retry, and the engine's error contains the server's
+    message."""
     script = Script(httpx.Response(400, json=body))
     with pytest.raises(EngineError, match="unknown field: top_q") as caught:
         await script.engine().agenerate(request())
@@ -433,8 +434,8 @@ KEYS = st.text(min_size=1, max_size=8)
 
 @given(KEYS, st.sets(KEYS, min_size=2, max_size=8), st.data())
 def test_a_lost_server_moves_only_its_own_conversations(key: str, servers: set[str], data: st.DataObject):
-    """If one server is removed, only that server's conversations move to other servers. The next test checks keys that
-    are numbers, which stand for prompt groups."""
+    """If one server is removed, only that server's conversations move to other servers. A key that is a number stands
+    for a prompt group; `test_groups_are_spread_evenly` checks these keys."""
     assume(not key.isdecimal())
     order = rank_servers(sorted(servers), key)
     lost = data.draw(st.sampled_from(order))
@@ -444,8 +445,8 @@ def test_a_lost_server_moves_only_its_own_conversations(key: str, servers: set[s
 
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 8), st.data())
 def test_groups_are_spread_evenly(first: int, groups: int, count: int, data: st.DataObject):
-    """If consecutive prompt groups are divided among the servers, each server gets equally many, or one more. If a
-    server is lost, only its groups move. In a long series, the moved groups are spread over all other servers."""
+    """If consecutive prompt groups are divided among the servers, the numbers of groups of any two servers differ by at
+    most one. The ranking for a group contains every server, so another server can take the group if one is lost."""
     servers = [f"http://s{k}" for k in range(count)]
     keys = [str(n) for n in range(first, first + groups)]
     counts = Counter(rank_servers(servers, key)[0] for key in keys)
@@ -455,7 +456,8 @@ def test_groups_are_spread_evenly(first: int, groups: int, count: int, data: st.
 
 
 def test_groups_of_a_lost_server_are_spread():
-    """If one of five servers is lost, each of the other four servers gets 20 to 30 % of its 1,000 groups."""
+    """If one of five servers is lost, each of the other four servers gets 20 to 30 % of the lost server's 1,000
+    groups."""
     servers = [f"http://s{k}" for k in range(5)]
     moved = Counter(rank_servers(servers, str(n))[1] for n in range(2, 5000, 5))
     assert sorted(moved) == [server for server in servers if server != rank_servers(servers, "2")[0]]

@@ -161,8 +161,8 @@ def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
 ) -> None:
     """AutoGen with reflection and Vercel's AI SDK ask for the last answer without tools. Codex and opencode send
     `store: false`, and opencode asks for a title. The agent's three turns are one path of the tree, and all three turns
-    have the same reward. Each token is trained once, and only a turn with other tools begins a new row. The title is
-    not trained."""
+    have the same reward. Each token is trained once. A turn's prompt begins with the tokens of the previous turn,
+    unless the tools have changed. The title is not trained."""
     style = {"export_style": "individual", "episode_timeout": 300}
     (exported,) = episodes(module, servers["proxy"], [1], **style)
     rows = {turn: turn.to_lists() for turn in exported.values()}

@@ -94,7 +94,7 @@ WALKS = [
 
 @pytest.mark.parametrize(("machine", "bounds"), WALKS)
 def test_random_walks_far_beyond_the_bounds_keep_every_property(machine: Callable[..., Any], bounds: Any) -> None:
-    """Random series of events reach sizes that the search cannot reach."""
+    """Long random series of events, with larger bounds than the search can cover, keep every property, too."""
     length = 100 if machine in (TurnMachine, UpdateMachine) else 300
     assert len(walk(machine(*bounds), 0, length)) > 50
 
@@ -121,8 +121,8 @@ def mutant(module: ModuleType, line: str = "", changed: str = "") -> ModuleType:
 
 
 def find_error(machine: Any, name: str) -> str:
-    """Explore a machine with a planted error. Return the list of events that leads to the error. The error must break
-    the property `name`."""
+    """Explore a state machine whose modules have a planted error, and return the list of events that leads to the
+    error. The error must break the property `name`."""
     with pytest.raises(Broken) as caught:
         explore(machine, keep=False)
     assert caught.value.name == name, caught.value
@@ -131,7 +131,7 @@ def find_error(machine: Any, name: str) -> str:
 
 
 DISPATCHER, STALENESS = rollout.dispatcher, staleness
-# property, mode, module, the code, and the changed code
+# For each mutant: the property that it breaks, the mode, the module, the original code, and the changed code
 MUTANTS = [
     ("gate", "wait", STALENESS, "(self.max_staleness + version + 1) *", "(self.max_staleness + version + 2) *"),
     ("gate", "mask", STALENESS, "places - (stat.accepted + stat.running)", "places - stat.accepted"),
@@ -162,7 +162,7 @@ def test_a_planted_error_of_the_dispatcher_is_found_by_name(
     assert "in  version 0" in story
 
 
-# property, the code of calls/sessions.py, and the changed code
+# For each mutant: the property that it breaks, the original code of calls/sessions.py, and the changed code
 SESSION_MUTANTS = [
     ("grants", "self._grants[0] <= self.clock()", "self._grants[0] < self.clock()"),
     ("grants", "        self._grants.popleft()\n        self.expire()\n", "        self.expire()\n"),
@@ -186,7 +186,7 @@ def test_a_planted_error_of_the_sessions_is_found_by_name(name: str, line: str, 
     find_error(SessionMachine(SessionBounds(), mutant(calls.sessions, line, changed)), name)
 
 
-# property, bounds, module, the code, and the changed code
+# For each mutant: the property that it breaks, the bounds, the module, the original code, and the changed code
 X, Y, WX = TurnBounds("x", 2, 0), TurnBounds("y", 2, 0), TurnBounds("wx", 2, 0)
 EXPORT = 'return reply({"interactions"'
 XZ, LONG = TurnBounds("xz", 2, 0, rewards=True), TurnBounds("x", 2, 0, threads=True)
@@ -218,7 +218,8 @@ UPDATE = inference.servers, inference.weights, engine, train
 
 
 def with_mutant(modules: Iterable[ModuleType], module: ModuleType, line: str, changed: str) -> list[ModuleType]:
-    """Return copies of modules that import each other. One copy has a planted error. Imported modules come first."""
+    """Return copies of the modules. A copy imports other copies instead of the originals, and the copy of `module` has
+    a planted error. In `modules`, a module comes after all modules that it imports."""
     copies: dict[ModuleType, ModuleType] = {}
     for original in modules:
         copies[original] = copy = mutant(original, line, changed) if original is module else mutant(original)
@@ -241,7 +242,7 @@ def test_a_planted_error_of_a_call_is_found_by_name(
     find_error(TurnMachine(bounds, with_mutant(PROXY, module, line, changed)[-1]), name)
 
 
-# property, bounds, module, the code, and the changed code
+# For each mutant: the property that it breaks, the bounds, the module, the original code, and the changed code
 SEGMENT = "segment = parse_segment(event, self.vocab_size)"
 ONE, TWO, ABORT = UpdateBounds(), UpdateBounds(servers=2, tokens=1), UpdateBounds(pause_mode="abort")
 NEVER = "await asyncio.Event().wait()"
@@ -297,12 +298,14 @@ def test_a_planted_error_of_an_update_is_found_by_name(
 
 @pytest.mark.parametrize(("module", "line"), [error[2:4] for error in TURN_MUTANTS + UPDATE_MUTANTS])
 def test_a_planted_error_changes_one_place(module: ModuleType, line: str) -> None:
-    """The code that a planted error of a slow test replaces stands in its module one time."""
+    """The slow tests plant an error by replacing a piece of code. This quick test checks that the piece occurs in its
+    module exactly once."""
     assert inspect.getsource(module).count(line) == 1
 
 
 def test_each_property_has_two_mutants() -> None:
-    """docs/protocol.md names every property that a machine can report. Each property has at least two mutants."""
+    """docs/protocol.md names every property that a state machine of tests/explore can report as broken. Each property
+    has at least two mutants."""
     mutants = Counter(f"dispatcher: {name}" for name, *_ in MUTANTS)
     mutants += Counter(f"sessions: {name}" for name, *_ in SESSION_MUTANTS)
     mutants += Counter(f"turns: {name}" for name, *_ in TURN_MUTANTS)
@@ -340,8 +343,9 @@ def swapped(events: list[Any], first: int, second: int) -> list[Any]:
 @pytest.mark.runs
 @pytest.mark.parametrize(("mode", "batch"), [("wait", 3), ("drop", 1), ("mask", 1)])
 def test_the_trace_of_a_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, batch: int) -> None:
-    """The machine repeats each event of a real run, with equal consequences. Four planted changes of the trace are
-    found: another order in a batch, a start before the gate opens, a group that is consumed twice, a lost event."""
+    """The dispatcher's state machine can repeat each event in the trace of a real run, with the same consequences. The
+    check finds four planted changes of the trace: two groups consumed in the opposite order, a start before the gate
+    opens, a group that is consumed twice, and a lost event."""
     words = ["--config", "configs/maze.yaml", f"rollout.stale={mode}", f"train_dataset.batch_size={batch}"]
     words += ["gconfig.n_samples=2", "gconfig.max_new_tokens=100", "actor.ppo_n_minibatches=1", "max_steps=8"]
     words += ["rollout.max_head_offpolicyness=1", "should_accept_fn=walkers.has_signal"]
@@ -365,7 +369,8 @@ def test_the_trace_of_a_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, 
 
 
 def test_a_falling_version_is_found_in_a_schedule() -> None:
-    """The versions of a call grow, and lie between the start of its group and the step that consumes the group."""
+    """The versions of a call never fall, and they lie between the version at the start of its group and the version at
+    which the group is consumed. `check_calls` raises Broken for any other call."""
     for spans, start, consumed in (([[2, 5, ""], [1, 9, ""]], 0, 3), ([[1, 5, ""]], 2, 3), ([[4, 5, ""]], 2, 3)):
         schedule = Schedule("", starts={7: start}, calls={7: {"7-0.0": {"spans": spans}}})
         with pytest.raises(Broken, match="is consumed in"):

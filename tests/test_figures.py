@@ -23,7 +23,7 @@ spec.loader.exec_module(figures)
 
 @pytest.fixture(scope="module")
 def pictures() -> dict[str, str]:
-    """Every figure, drawn again."""
+    """Draw every figure again, and return the name and the SVG text of each."""
     return figures.draw_all()
 
 
@@ -54,7 +54,8 @@ def test_every_figure_is_on_a_page(pictures: dict[str, str]) -> None:
 
 
 def test_the_tree_shows_the_rewards_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rewards in the tree are those that cache.py computes: B has .5 x mean(1, 0), and A .5 x mean(.25, .5)."""
+    """The figure of the tree shows the rewards that cache.py computes: B has 0.5 * mean(1, 0) = 0.25, and A has 0.5 *
+    mean(0.25, 0.5) = 0.1875."""
     assert figures.compute_rewards() == {"A": 0.1875, "B": 0.25, "C": 0.5, "D": 1.0, "E": 0.0}
     before = figures.draw_tree()
     monkeypatch.setattr(InteractionCache, "apply_reward_discount", lambda self, discount: None)

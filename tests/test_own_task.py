@@ -53,7 +53,8 @@ def test_the_page_has_its_files_and_commands() -> None:
 
 @pytest.mark.runs
 def test_the_page(project: Path) -> None:
-    """The commands of the page make a model that sorts, with an agent and with a reward function."""
+    """The commands of the page train one model with an agent and one with a reward function, and both models learn to
+    sort."""
     said = [shell(command, project) for command in COMMANDS]
     assert "1 turns" in said[1]
     before, after = (float(re.findall(r"eval_success ([\d.]+)", said[i])[0]) for i in (2, 4))

@@ -147,8 +147,8 @@ async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "none"])
 async def test_another_form_is_read_with_its_marks(start: Start, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
-    """If the model may call tools, the parser gets the text with its special tokens, because some SGLang parsers search
-    for them."""
+    """If the model may call tools, the parser gets the text with its special tokens, because some of SGLang's parsers
+    search for special tokens."""
     read: list[str] = []
 
     def parse(text: str, offered: Any) -> tuple[str, list]:
@@ -238,8 +238,9 @@ async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> N
 
 
 async def test_a_session_may_have_default_values_of_its_own(start: Start) -> None:
-    """A session of an evaluation replaces the proxy's default values. An agent can override the session's values,
-    unless they are fixed. A parameter with an unknown name is refused."""
+    """A session, for example of an evaluation, may replace the proxy's default sampling parameters. An agent can
+    override a parameter of its session, unless `fixed_sampling` contains the parameter. A parameter with an unknown
+    name is refused."""
     harness = start(sampling={"temperature": 1.0, "max_new_tokens": 9}, fixed_sampling=["temperature"])
     for sampling in (None, {"temperature": 0.0, "max_new_tokens": 5}):
         await harness.post("/grant_capacity", headers=ADMIN)
@@ -413,8 +414,8 @@ async def test_a_request_beyond_the_limits_is_refused(start: Start, body: dict[s
 
 
 async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) -> None:
-    """At most `running` answers of a session are generated at once, and at most `answers` run or wait. The calls of
-    other sessions continue."""
+    """At most `limits.running` answers of a session are generated at once, and at most `limits.answers` are generated
+    or wait. The calls of other sessions continue."""
     harness = start(limits=Limits(running=3, answers=8))
     flood, other = await harness.start(), await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -439,8 +440,8 @@ async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) ->
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=12))
 def test_a_call_waits_for_few_answers_of_other_sessions(tiny_tokenizer: Any, calls: list[tuple[int, int]]) -> None:
-    """Three sessions call in any order, with any n, and no answer ends. A further session's call then reaches the
-    engine at once, behind at most `running` answers of each other session."""
+    """Three sessions call in any order, each time with any number n of answers, and no answer ends. A call of a fourth
+    session then reaches the engine at once, behind at most `limits.running` answers of each of the three."""
 
     async def run() -> None:
         harness = Harness(tiny_tokenizer, limits=Limits(running=3))

@@ -111,7 +111,8 @@ def test_maze_staleness(tmp_path: Path, eta: int) -> None:
 def test_synchronous_runs_repeat(guess_run) -> None:
     """Two runs with eta = 0 and the same seed have the same metrics.
 
-    Only `accepted` may differ: a step writes its line after its push, so some groups of the next batch may be counted.
+    Only the metric `accepted` may differ. A step writes its metrics after it has pushed its weights, so `accepted` may
+    already count some groups of the next batch.
     """
     (_, first), (_, second) = guess_run(0), guess_run(0, "again")
     exact = ("reward", "success", "tokens", "staleness_max", "rejected")
@@ -235,7 +236,7 @@ def test_sigterm_of_2000_tasks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["inference.tiny.server", "proxy"])
 def test_killed_server(tmp_path: Path, victim: str) -> None:
-    """The run ends if the proxy dies, or if the only server dies and may not start again. The last message names the
+    """The run ends if the proxy dies, or if the only server dies and max_restarts is 0. The last message names the dead
     process and its exit code."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000", "server.max_restarts=0")
     os.kill(pids[victim], signal.SIGKILL)

@@ -273,8 +273,8 @@ def test_a_template_that_rewrites_history_is_refused(tiny_tokenizer: Any) -> Non
 
 @pytest.mark.anyio
 async def test_the_noise_of_a_request_depends_on_the_episode_and_on_nothing_else(tiny_tokenizer: Any) -> None:
-    """Each member, task and turn has a different sampling seed. Two runs with the same run seed have the same sampling
-    seeds."""
+    """Each turn of each member of each task has its own sampling seed. Two runs with the same run seed have the same
+    sampling seeds."""
 
     async def seeds(task_id: int, run_seed: int | None) -> list[int | None]:
         engine = ScriptedEngine(tiny_tokenizer)

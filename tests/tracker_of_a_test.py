@@ -1,4 +1,5 @@
-"""A tracker with the interface that wandb and trackio share. It writes its calls to the folder of all runs."""
+"""A tracker with the interface that wandb and trackio share. Each call of its functions becomes a line of a file in the
+folder of all runs."""
 
 import json
 from pathlib import Path
