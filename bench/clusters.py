@@ -179,19 +179,19 @@ def paper_table(rows: Rows) -> list[str]:
     step = {key: found["step_s"] for key, found in rows.items()}
     sync, pair = step["1.5B", "128", "sync", "wait"], [step["1.5B", "128", "4", order] for order in PAIR]
     lines = head("what", "paper", "simulated, wait", "simulated, mask")
-    lines.append(row("1.5 B, 128 GPUs: seconds of a synchronous step", 148, f"{sync:.0f}", "as wait"))
+    lines.append(row("1.5 B, 128 GPUs: seconds of a synchronous step", 148, f"{sync:.0f}", "same as wait"))
     lines.append(row("1.5 B, 128 GPUs: seconds of an asynchronous step, eta 4", 53, *(f"{s:.0f}" for s in pair)))
-    lines.append(row("the same: synchronous over asynchronous", "2.77", *(f"{sync / s:.2f}" for s in pair)))
+    lines.append(row("1.5 B, 128 GPUs: synchronous over asynchronous seconds, eta 4", "2.77", *(f"{sync / s:.2f}" for s in pair)))
     large = [step["7B", "192", "sync", "wait"] / step["7B", "192", "4", order] for order in PAIR]
-    lines.append(row("7 B, 192 GPUs: synchronous over asynchronous", "2.27", *(f"{x:.2f}" for x in large)))
+    lines.append(row("7 B, 192 GPUs: synchronous over asynchronous seconds", "2.27", *(f"{x:.2f}" for x in large)))
     for name, paper in (("1.5B", "+12%"), ("7B", "+17%")):
         times = [[step[f"{name} {kind}", "32", "4", order] for kind in ("finished", "interrupted")] for order in PAIR]
         gains = (f"{whole / cut - 1:+.0%}" for whole, cut in times)
-        lines.append(row(f"{name.replace('B', ' B')}, 32 GPUs: what interruption gains", paper, *gains))
+        lines.append(row(f"{name.replace('B', ' B')}, 32 GPUs: speed gained by interruption", paper, *gains))
     gain = [step["1.5B", "128", "4", order] / step["1.5B", "512", "4", order] for order in PAIR]
     lines.append(row("1.5 B, eta 4: speed of 512 GPUs over 128", "near 4 (linear)", *(f"{x:.1f}" for x in gain)))
     gain = [sync / step["1.5B", "512", "sync", "wait"]]
-    lines.append(row("1.5 B, synchronous: speed of 512 GPUs over 128", "", f"{gain[0]:.1f}", "as wait"))
+    lines.append(row("1.5 B, synchronous: speed of 512 GPUs over 128", "", f"{gain[0]:.1f}", "same as wait"))
     return lines
 
 
