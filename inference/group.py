@@ -1,15 +1,16 @@
-"""This module builds the process group in which the trainer broadcasts new weights to the servers (mode distributed).
+"""Build the process group in which the trainer broadcasts new weights to the servers (weights.py, mode distributed).
 
-The trainer is rank 0 and hosts the key-value store where the ranks meet. Every GPU of every server is one more rank.
-SGLang joins through torch.distributed, which puts three prefixes before each key of the store. `join_group` uses the
-same three prefixes, so the trainer and an SGLang server find each other's keys. The small server calls `join_group`
-too. The new group is separate from torch's default group, which connects the ranks of the trainer.
+The members of a process group are called ranks. The trainer is rank 0 and hosts the key-value store where the ranks
+find each other. Every GPU of every server is one more rank. SGLang joins through torch.distributed, which puts three
+prefixes before each key of the store. `join_group` uses the same three prefixes, so the trainer and an SGLang server
+find each other's keys. The small server (inference/tiny) calls `join_group` too. The new group is separate from torch's
+default group, which connects the trainer's own processes.
 """
 
 from datetime import timedelta
 from typing import Any
 
-BUCKET_TIMEOUT = 600.0  # longest time, in seconds, to send one bucket or to wait for all ranks to join
+BUCKET_TIMEOUT = 600.0  # longest time, in seconds, to broadcast one bucket of tensors or to wait for all ranks
 
 
 def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:

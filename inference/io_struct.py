@@ -3,27 +3,27 @@
     ModelRequest -> sampling_params -> POST /generate -> parse_segment -> ModelResponse
 
 **Requests.** A request contains every sampling parameter. If a parameter were missing, the server would use the value
-in the model's generation_config.json. The trainer would not know the value of this parameter.
+in the model's generation_config.json, which the trainer does not know.
 
 **Answers.** Training needs three facts about each token: its id, its log-probability under the policy that sampled it,
-and the version of this policy. An answer without one of these facts is an error.
+and the version of this policy. An answer that lacks one of these facts is an error.
 
     output_ids               [17, 4, 9]
     output_token_logprobs    [[-0.2, 17, null], [-1.1, 4, null], [-0.4, 9, null]]     logprob, token id, text
     weight_versions          [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
 
-In this example, version 3 computed the first two tokens and version 4 computed the third token. SGLang before version
-0.5.19 reports only `weight_version`, the version at the end of the answer.
+In this example, version 3 computed the first two tokens and version 4 computed the third token. Versions of SGLang
+older than 0.5.19 report only `weight_version`, the version at the end of the answer.
 
-**Finish reasons.** `abort` without a status means that a pause interrupted the request. The engine continues an
-interrupted request later. `abort` with a status is an error: 4xx if the request is wrong, 5xx if the server has no room
-for it.
+**Finish reasons.** The finish reason `abort` without a status means that a pause interrupted the request. The engine
+(engine.py) continues an interrupted request later. `abort` with a status is an error: the status is 4xx if the request
+is wrong, and 5xx if the server has no room for the request.
 
-**Logprobs.** A server computes a logprob as log_softmax(logits / temperature) over the whole vocabulary. top_p, top_k,
-penalties and grammars change which tokens are sampled, but they do not change the reported logprob. `trains_exactly` is
-True if training can reproduce the sampling distribution: the request uses none of these options and is not greedy.
+**Logprobs.** A server computes a logprob as log_softmax(logits / temperature) over the whole vocabulary. With top_p,
+top_k, penalties or a grammar, the server samples from another distribution. `trains_exactly` is True if training can
+reproduce the sampling distribution: the request uses none of these four options and is not greedy.
 
-AReaL's areal/api/io_struct.py uses the same class names (write-up, section 2). engine.py sends the requests.
+AReaL's areal/api/io_struct.py uses the same class names (section 2 of the write-up, see docs/companion.md).
 """
 
 import hashlib
@@ -73,9 +73,9 @@ SAMPLING_KEYS = {f.name for f in fields(GenerationHyperparameters)}
 
 @dataclass
 class ModelRequest:
-    """A request to complete one prompt, given as token ids. Requests with the same `affinity` go to the same server."""
+    """A request to complete one prompt. Requests with the same `affinity` go to the same server."""
 
-    input_ids: list[int]
+    input_ids: list[int]  # the token ids of the prompt
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     tokenizer: Any = None
@@ -90,7 +90,7 @@ class ModelRequest:
     def affinity(self) -> str:
         """The key that chooses a server: the number of the prompt group, such as "7" for call "7-3.1".
 
-        If a request has no group, the key is its session. If it has no session either, the key is its `rid`.
+        If a request has no group, the key is its session. If the request has no session either, the key is its `rid`.
         """
         group, dash, _ = self.call.partition("-")
         return group if dash and group.isdecimal() else self.session or self.rid
@@ -100,9 +100,10 @@ class ModelRequest:
 class ModelResponse:
     """The completion of one request. Each output list has one entry per generated token, including the stop token.
 
-    The engine returns a completion with `stop_reason` "stop" or "length", and the parser of tool calls may change it to
-    "tool_calls". A segment that a pause interrupted has the stop reason "abort". A segment that is still being streamed
-    has the stop reason "".
+    The engine returns a completion with the stop reason "stop" or "length", and the parser of tool calls may change the
+    stop reason to "tool_calls". A segment, the part of a completion that one POST /generate produces, is a
+    ModelResponse too. A segment that a pause interrupted has the stop reason "abort". A segment that is still being
+    streamed has the stop reason "".
     """
 
     input_tokens: list[int] = field(default_factory=list)
@@ -170,14 +171,14 @@ def probe(input_ids: list[int]) -> dict[str, Any]:
 def check_segment(tokens: list[int], entries: list[list], spans: list[dict[str, Any]], vocab_size: int | None) -> None:
     """Raise EngineError (503) if an answer contradicts itself or cannot come from a model with `vocab_size` token ids.
 
-    The ids must be integers in the vocabulary, and must match the ids beside the logprobs. A logprob may exceed 0 only
-    by a rounding error. The spans must cover all tokens without a gap, and their versions must never decrease.
-    Tensors of the trainer must be able to hold the logprobs (float32) and the versions (int32).
+    The token ids must be integers in the vocabulary, and must equal the ids in output_token_logprobs. A logprob may
+    exceed 0 only by a rounding error. The spans must cover all tokens without a gap, and their versions must never
+    decrease. Tensors of the trainer must be able to hold the logprobs (float32) and the versions (int32).
     """
     if tokens and ({*map(type, tokens)} != {int} or min(tokens) < 0 or max(tokens) >= (vocab_size or 2**31)):
-        raise EngineError(f"an answer has an id that is no integer below {vocab_size}", 503)
+        raise EngineError(f"a token id of an answer is not an integer below {vocab_size}", 503)
     if [entry[1] for entry in entries] != tokens or not all(-1e30 < entry[0] <= 1e-3 for entry in entries):
-        raise EngineError("an answer has other ids beside the logprobs, or a logprob that is no logarithm", 503)
+        raise EngineError("an answer has other ids beside its logprobs, or a logprob that is not from -1e30 to 0", 503)
     bounds = [0, *(end for span in spans for end in (span["start"], span["end"])), len(tokens)]
     versions = [int(span["version"]) for span in spans]
     if bounds[::2] != bounds[1::2] or bounds != sorted(bounds) or sorted(most := [*versions, 2**31 - 1]) != most:
@@ -187,9 +188,9 @@ def check_segment(tokens: list[int], entries: list[list], spans: list[dict[str, 
 def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> ModelResponse:
     """Parse an answer of a server, or one event of a stream. Every event except the last has stop_reason "".
 
-    Raises EngineError. The status is 400 or 503 if the server reports an error. The status is 503 if the server's last
-    weight update was not completed, or if the answer contradicts itself. The status is 502 if the answer lacks a fact
-    that training needs.
+    Raises EngineError. If the server reports an error, the status is 400 for a wrong request and 503 otherwise. The
+    status is also 503 if the server's last weight update was not completed, or if the answer contradicts itself. The
+    status is 502 if the answer lacks a fact that training needs.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]

@@ -3,11 +3,11 @@
 **A request survives the loss of its server.** The request keeps the tokens that have arrived, and a different server
 generates the missing tokens.
 
-**Affinity.** All conversations of a prompt group go to one server. This server computes the prompt once, and has cached
-the beginning of each conversation. `rank_servers` orders the servers for each group, and the group uses the first
-living server. With N servers, server n mod N comes first for group n. A hash of URL and group orders the other servers
-(rendezvous hashing). If a server is lost, only its groups move, and they spread over all other servers. All processes
-compute the same order. For a request without a group, the session takes the place of the group.
+**Affinity.** All conversations of a prompt group go to one server. This server computes the prompt once, and finds the
+beginning of each conversation in its cache. `rank_servers` orders the servers for each group, and the group uses the
+first living server. With N servers, server n mod N comes first for group n. A hash of URL and group orders the other
+servers (rendezvous hashing). If a server is lost, its groups spread over all other servers, and no other group moves.
+All processes compute the same order of servers. If a request has no group, its session takes the place of the group.
 
 **Two states.** Each process keeps its own record of each server. Processes do not tell each other about lost servers.
 
@@ -18,12 +18,12 @@ A lost server may be dead, may have restarted with its first weights, or may be 
 rules exclude tokens of old weights:
 
 - Before each update the trainer calls its lost servers. A lost server that answers receives the update, too.
-- Any other process asks a lost server for its version every few seconds. A process that has received tokens of version
-  7 uses the server again only when the server reports version 7 or newer.
-- A server may restart between two requests, and then has version 0 again. The engine therefore checks the versions of
-  every answer. A weight update pauses all servers before it changes the first server. If tokens of version 7 have
-  arrived before a request is sent, this request must therefore get tokens of version 7 or newer. The engine discards
-  older tokens, and marks their server as lost.
+- Every other process asks its lost servers for their versions every few seconds. A process that has received tokens of
+  version 7 uses a lost server again only when this server reports version 7 or newer.
+- A server may restart between two requests, and then has version 0 again. The engine (engine.py) therefore checks the
+  versions of every answer. A weight update pauses all servers before it changes the first server, and resumes them
+  after it has changed the last server. If tokens of version 7 have arrived before a request is sent, this request must
+  therefore get tokens of version 7 or newer. The engine discards older tokens, and marks their server as lost.
 
 After an update the trainer sends /continue_generation to lost servers too, because a lost server may be alive. Without
 this call, the server would stay paused, and other processes would wait for it. If a server received only a part of an
@@ -31,13 +31,13 @@ update, it reports version "7-incomplete", and every engine refuses its tokens.
 
 **Routers.** An address may belong to an sglang-router. Requests for tokens go to the router, which chooses a worker.
 The router does not forward abort, pause, continue and weight updates, so the engine sends these calls to each worker.
-The trainer requests the list of workers (GET /workers) before each update, so a new worker gets the weights in the next
+The trainer requests the list of workers (GET /workers) before each update, so a new worker gets the weights of the next
 update. A proxy requests the list only when it starts, so it sends no aborts to workers that join later.
 
-**Not promised.** If the trainer cannot reach a server during an update, the server keeps its old weights. A process
-that has received no token of the new version may still use this server. The server labels its tokens correctly with the
-older version. If a server hangs with open connections, it counts as lost only after `request_timeout`. If a server dies
-during an update in mode distributed, the run ends.
+**Not promised.** If the trainer cannot reach a server during an update, the server keeps its old weights. Until a
+process receives a token of the new version, it may still use this server. The server labels its tokens correctly with
+the older version. If a server hangs with open connections, it counts as lost only after `request_timeout`. If a server
+dies during an update in mode distributed, the run ends.
 """
 
 import hashlib
@@ -83,7 +83,7 @@ class Servers:
         # The state that changes:
         self.workers_of = {address: [address] for address in self.addresses}  # for each address, URLs of its servers
         self.newest = 0  # newest version of all tokens received so far
-        self.limit = math.inf  # the trainer's version; infinite if this process does not know the version.
+        self.limit = math.inf  # the trainer's version; infinite if this process does not know the trainer's version.
         # The lost servers and routers: for each URL, why it was lost. The trainer's thread and the rollout loop both
         # change this dictionary, so a loop over it uses a copy.
         self.lost: dict[str, str] = {}
@@ -134,11 +134,11 @@ class Servers:
         self.newest = max([self.newest, *versions])
 
     async def choose(self, key: str) -> str:
-        """Return the address for requests with `key`: the first living address in their ranking.
+        """Return the address for requests with `key`: the first living address in the ranking of `key`.
 
-        If a server in the ranking is lost and its next test call is due, the method makes the call. If the server has
-        current weights, the method returns this server. If all servers stay lost, the method returns the server whose
-        next test call is due first.
+        If a server in the ranking is lost and its next test call is due, the method makes the call. If the answer shows
+        that the server has current weights, the method returns this server. If all servers stay lost, the method
+        returns the server whose next test call is due first.
         """
         ranking = rank_servers(self.addresses, key)
         for url in ranking:
@@ -169,7 +169,7 @@ class Servers:
         A lost server that answers may have old weights, but it gets the weight update that follows. Raises EngineError
         if a known router does not answer.
         """
-        # 1. Send all questions at once. An address that is no router answers /workers with status 404.
+        # 1. Send all questions at once. The address of a server that is not a router answers /workers with status 404.
         urls = [address + "/workers" for address in self.addresses] + [url + "/model_info" for url in list(self.lost)]
         results = run_all((self._wire.call(url, timeout=LOOK_TIMEOUT) for url in urls), return_exceptions=True)
         answers = {url: result for url, result in zip(urls, results) if isinstance(result, dict)}
@@ -184,16 +184,16 @@ class Servers:
             elif self.workers_of[address] != [address]:
                 raise EngineError(f"no answer from the router {address}", 503)
 
-        # 3. Mark the lost servers that answered as living.
+        # 3. Mark as living each lost server that answered.
         for worker in self.workers:
             if worker + "/model_info" in answers:
                 self.find(worker)
 
     def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT, lost: bool = False) -> list[Any]:
-        """Send `body` to all living servers at once, and return all their answers in the order of `workers`.
+        """Send `body` to `path` of all living servers at once, and return their answers in the order of `workers`.
 
-        If `body` is a list, it has one body for each living server. If `body` is None, the call is a GET. With `lost`,
-        lost servers get the call too, and their answers are ignored.
+        If `body` is a list, it has one body for each living server. If `body` is None, the call is a GET. If `lost` is
+        true, lost servers get the call too, and their answers are ignored.
 
         A server that cannot be reached becomes lost, and the call succeeds with the remaining answers. If a server
         answers with an error, or no server is left, the method raises EngineError with the errors of all failed

@@ -11,33 +11,33 @@
 **The order of an update**, as the training loop calls it:
 
     write_weights                  mode disk: rank 0 writes the directory while the servers still generate
-    pause                          the servers stop generating (without a pause they would first finish all requests)
-    label "7-incomplete"           `send` begins: from now on every engine refuses the tokens of these servers
+    pause                          the servers stop generating (without a pause, the update would wait for all requests)
+    label "7-incomplete"           `send` begins: from now on every engine (engine.py) refuses the servers' tokens
     disk, distributed or tensor    every server loads the new weights and drops the KV cache of the old weights
     label "7"                      `send` ends: every server has all weights (in mode disk, the load sets this label)
     set_version(7)                 the staleness gate admits rollouts that start with version 7
-    resume                         the servers continue; if the trainer fails before, `destroy` lets them continue
+    resume                         the servers continue (if the trainer fails earlier, `destroy` lets them continue)
 
 In pause mode in_place the servers keep the KV cache (`flush_cache` is off), because their running requests use it.
 
-**If an update fails** half way, a server has some weights of version 6 and some of version 7. SGLang alone would report
-version 6 after such a failed update. The label "7-incomplete" prevents this wrong report of version 6. The engine
-cannot read the label as a number, so the engine refuses the server's tokens.
+**If an update fails** half way, a server may have some weights of version 6 and some of version 7. Without the label
+"7-incomplete", SGLang would still report version 6. The engine cannot read this label as a number, so the engine
+refuses the server's tokens.
 
 **Files.** The trainer writes a directory under a temporary name, and renames the directory when all files are complete.
 No server can therefore read an incomplete directory. If a write crashes, the next write deletes the incomplete
-directory. After all servers have loaded a version, the trainer deletes the directories of older versions.
+directory. After all servers have loaded a version, the trainer deletes the directories of all other versions.
 
-**Buckets.** In modes distributed and tensor, `named_buckets` gathers a sharded model in buckets of `bucket_mb` MiB. A
-tensor larger than `bucket_mb` has its own bucket. `named_buckets` frees each bucket before it gathers the next, so no
-rank ever holds the whole model.
+**Buckets.** In modes distributed and tensor, `named_buckets` gathers a sharded model in buckets of at most `bucket_mb`
+MiB. A tensor larger than `bucket_mb` has its own bucket. `named_buckets` frees each bucket before it gathers the next,
+so no rank ever holds the whole model.
 
-**The group** of mode distributed exists only during one update, so a server that dies between two updates breaks no
-group. Making a group takes 20 ms over gloo on one machine. With NCCL, three calls block until every rank has made the
+**The group** of mode distributed exists only during one update, so the death of a server between two updates breaks no
+group. Making a group with gloo takes 20 ms on one machine. With NCCL, three calls block until every rank has made the
 same call: creating the group, broadcasting, and destroying the group. For each of these calls, the trainer therefore
 sends the servers a request in a thread (`meanwhile`), and makes its own call while the request waits.
 
-**Not promised.** If the machine loses power, a file may be lost. The trainer keeps a separate checkpoint.
+**Not promised.** If the machine loses power, a file of weights may be lost. The run's checkpoints are separate files.
 """
 
 import base64
@@ -99,7 +99,7 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
     the previous bucket.
 
     Tensors have the names and shapes of the checkpoint files, because a server skips unknown names. In memory,
-    transformers fuses the experts of a mixture-of-experts model. `revert_weight_conversion` splits them again.
+    transformers fuses the experts of a mixture-of-experts model. `revert_weight_conversion` splits the experts again.
     FSDPEngine refuses models whose weights cannot be split.
     """
     from torch.distributed.tensor import DTensor
@@ -186,7 +186,7 @@ def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll, _: Iterable[Buck
     If a server fails, no directory is deleted, because another server may still be loading.
     """
     body = {"model_path": str(meta.directory), "abort_all_requests": False, "flush_cache": meta.flush_cache}
-    # One call carries the weights and the label, so a server that restarts before the call gets neither.
+    # One call changes the weights and the label together, so no server gets the label without the weights.
     body["weight_version"] = str(meta.version)
     post_all("/update_weights_from_disk", body, timeout=LOAD_TIMEOUT)
     for other in meta.directory.parent.glob("v*"):
@@ -222,10 +222,11 @@ def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: 
 
 @contextmanager
 def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
-    """Send `body` to all servers in a thread while the caller's block runs. At the end of the block wait for the
-    servers' answers.
+    """Send `body` to all servers in a thread while the block of the `with` statement runs. At the end of the block,
+    wait for the servers' answers.
 
-    If a server refuses, the block may fail too, because a rank is missing. The caller then gets the server's error.
+    If a server refuses, the block may fail too, because a rank is missing. The error that the caller gets is then the
+    server's error.
     """
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, path, body, timeout=BUCKET_TIMEOUT)
@@ -236,7 +237,7 @@ def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
 
 
 def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAll) -> None:
-    """Send the names, dtypes and shapes of one bucket to the servers, and broadcast its tensors at the same time."""
+    """Send the servers the names, dtypes and shapes of a bucket's tensors, and broadcast the tensors meanwhile."""
     described = {
         "names": [name for name, _ in bucket],
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],

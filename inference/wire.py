@@ -8,17 +8,17 @@ server's URL. The status of an EngineError tells the caller how to react:
     503  no answer arrived, or the server failed: try again, perhaps at another server
 
 **Connections.** Each request in flight has its own connection, and idle connections stay open for later requests. The
-HTTP parser of httpx is written in Python, and the parser of aiohttp in C. `make_transport` therefore puts aiohttp under
-httpx (package httpx-aiohttp). `Wire` also bypasses httpx's client class. The HTTP client of agents uses aiohttp too
-(workflow.py). docs/log.md has the measurements.
+HTTP parser of httpx is written in Python, and the parser of aiohttp in C. `make_transport` therefore lets httpx send
+its requests through aiohttp (package httpx-aiohttp). `Wire` also bypasses httpx's client class. The HTTP client of
+agents uses aiohttp too (workflow.py). docs/log.md has measurements of the CPU time.
 
-**Streams.** `Wire.stream` yields the server-sent events of an answer while they arrive. An inference server repeats all
-tokens of the segment in every event. If several events arrive together, `Wire.stream` therefore parses only the newest
-event.
+**Streams.** `Wire.stream` yields the server-sent events of an answer while they arrive. In every event, an inference
+server repeats all tokens that it has generated for the request. If several events arrive together, `Wire.stream`
+therefore parses only the newest event.
 
-**Garbage.** A server may answer with anything. Every error of HTTP or JSON, an answer without end, and an answer that
-is too long become an EngineError, so that the engine can send the request to another server. If this process has no
-free file descriptor for a connection, the request waits, because the server has done nothing wrong.
+**Garbage.** A server may answer with anything. Every error of HTTP or JSON becomes an EngineError, and so does an
+answer that is too long or does not end. The engine can then send the request to another server. If this process has no
+free file descriptor for a connection, the request does not fail but waits, because the server has done nothing wrong.
 
 **Event loops.** A connection belongs to the event loop that opened the connection, and can be closed only in this loop.
 `PerLoop` therefore gives each event loop its own connections. A thread without an event loop calls `run_all`, which
@@ -43,7 +43,7 @@ CONNECT_TIMEOUT = 10.0  # seconds to open a connection.
 # An idle connection stays open for this number of seconds. The limit is below uvicorn's 5 seconds, so the client closes
 # the connection first.
 KEEPALIVE = 4.0
-MOST_BYTES = 2**26  # length of an answer or of one event; a longer answer is an error of its server
+MOST_BYTES = 2**26  # largest length in bytes of an answer or of one event; a longer answer is the server's error
 OPEN_AGAIN = 0.1  # seconds between two tries to open a connection while this process has no free file descriptor
 HEADERS = {"content-type": "application/json"}
 TLS = httpx.create_ssl_context()  # this context is made once, because making a context takes 20 ms
@@ -118,8 +118,8 @@ class PerLoop(Generic[T]):
         return await anext(self._keepers[loop])
 
     async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T, None]:
-        # When an event loop ends, asyncio closes its generators after its tasks. The generator of a loop then closes
-        # the loop's object.
+        # When an event loop ends, asyncio ends the loop's tasks first, and then closes the loop's generators. The
+        # generator made here then closes the loop's object.
         try:
             async with contextlib.aclosing(self._make()) as thing:
                 while True:
@@ -142,7 +142,7 @@ def run_all(calls: Iterable[Awaitable[Any]], return_exceptions: bool = False) ->
 
 
 class Wire:
-    """A client that sends requests with the key `key` to any number of servers.
+    """A client that sends requests to any number of servers. Each request carries the API key `key`.
 
     A test may pass a `transport` that takes the place of the network.
     """
@@ -196,7 +196,8 @@ class Wire:
     async def _open(self, request: httpx.Request, timeout: float) -> httpx.Response:
         """Send a request and return the head of the answer.
 
-        If this process has no free file descriptor, wait up to `timeout` seconds for one. The server is healthy then.
+        If this process has no free file descriptor, wait up to `timeout` seconds for one, because the server has not
+        failed.
         """
         transport, deadline = await self._transports.get(), time.monotonic() + timeout
         while True:

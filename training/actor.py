@@ -9,14 +9,15 @@ In each training step train.py calls the actor in this order:
     actor.ppo_update(batch)                             a few optimizer steps
     actor.update_weights(meta)                          the servers load the new weights
 
-FSDPEngine is a frozen model that computes log-probabilities. The reference model is an FSDPEngine. FSDPPPOActor is the
-policy: an FSDPEngine with an optimizer, learning rate schedule, policy version, and connection to the servers.
+FSDPEngine is a frozen model that computes log-probabilities. The reference model `ref` is an FSDPEngine. FSDPPPOActor
+is the policy: an FSDPEngine that also has an optimizer, a learning rate schedule, a policy version, and a connection to
+the servers.
 
 **A batch is cut twice.** First the B rows of the batch are dealt to mini-batches, and each mini-batch makes one
 optimizer step. Rows are dealt by length, so that all mini-batches have about the same number of tokens. Then the rows
-of a mini-batch are cut into pieces, and each piece makes one forward and one backward pass of at most `mb_tokens`
-tokens. The loss of each piece is divided by the mini-batch's number of trained tokens, counted over all ranks. The
-gradients of the pieces therefore add up to the gradient of the mini-batch, and the size of a piece changes only time
+of a mini-batch are cut into pieces of at most `mb_tokens` tokens, and each piece makes one forward and one backward
+pass. The loss of each piece is divided by the mini-batch's number of trained tokens, counted over all ranks. The
+gradients of the pieces therefore add up to the gradient of the mini-batch, and the size of the pieces changes only time
 and memory. Example: 64 rows of 1,000 tokens, 4 mini-batches and mb_tokens=4096 give 4 optimizer steps, each with 16
 rows in 4 pieces.
 
@@ -66,7 +67,7 @@ from training.proximal import guess_errors, interpolation, loglinear
 from training.ranks import join_ranks, leave_ranks, share
 from training.tree_attention import TREES
 
-OWN_UNIT = 1_000_000  # with one rank, layers with fewer parameters are no FSDP units of their own
+OWN_UNIT = 1_000_000  # if there is only one rank, a layer with fewer parameters is not an FSDP unit of its own
 
 
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
@@ -101,7 +102,7 @@ class FSDPEngine:
         self.is_compiled = config.is_compiled(self.device.type)
         # All mutable state: the model and its layout, and whether this object made the process group and must end it.
         self.model: Any = None
-        self.layout = LAYOUTS["padded"]  # `initialize` chooses the layout by the model
+        self.layout = LAYOUTS["padded"]  # `initialize` sets the layout of this run (pick_layout)
         self.owns_process_group = False
 
     @property
@@ -109,7 +110,8 @@ class FSDPEngine:
         return dist.get_rank()
 
     def create_process_group(self) -> None:
-        """Join the ranks of torchrun, or make a process group of one rank. An existing process group is kept."""
+        """Join the ranks of torchrun, or make a process group of one rank. If a process group exists already, keep the
+        existing group."""
         self.owns_process_group = join_ranks() or self.owns_process_group
 
     def initialize(self) -> None:
@@ -140,7 +142,8 @@ class FSDPEngine:
     def shard(self, model: Any, layers: list[Any]) -> None:
         """Shard each decoder layer of the model, and then the rest of the model, over all ranks.
 
-        A single rank gathers nothing, so its small layers stay in one unit with the rest. Each unit costs time.
+        Each separately sharded module (FSDP unit) costs time. A single rank gathers nothing, so it keeps small layers
+        in one unit with the rest of the model.
         """
         if dist.get_world_size() == 1:
             layers = [layer for layer in layers if sum(p.numel() for p in layer.parameters()) >= OWN_UNIT]
@@ -157,7 +160,7 @@ class FSDPEngine:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
             # transformers converted the tensors of the files by rules. The weight update (inference/weights.py) undoes
-            # these rules, one tensor at a time. It cannot undo a rule that splits a tensor of the files.
+            # these rules, one tensor at a time. The weight update cannot undo a rule that splits a tensor of the files.
             model._weight_conversions = whole._weight_conversions
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
                 raise ValueError(f"{type(model).__name__} splits its files' tensors, which cannot be undone")
@@ -173,8 +176,8 @@ class FSDPEngine:
     def compute_logp(self, batch: Batch) -> Tensor:
         """Return log p(token t | tokens before t), (B, T) float32, at each token's temperature.
 
-        Only tokens whose loss_mask is set are computed, because the last layer is expensive; all others have the value
-        0. All ranks call this method with the same batch and get the same result.
+        The method computes only the tokens whose loss_mask is set, because the last layer is expensive. All other
+        tokens have the value 0. All ranks call this method with the same batch and get the same result.
         """
         logp = torch.zeros(batch["input_ids"].shape)  # (B, T)
         with torch.no_grad():
@@ -207,10 +210,10 @@ class FSDPEngine:
         return x
 
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
-        """Deal `rows` to the ranks, about as many tokens to each rank, and return this rank's rows, cut into pieces.
+        """Deal `rows` to the ranks, about the same number of tokens to each. Return this rank's rows, cut into pieces.
 
         In FSDP all ranks take part in gathering each layer, so all ranks must make the same number of forward passes. A
-        rank with fewer pieces computes additional pieces and does not use their results.
+        rank with fewer pieces therefore repeats a piece and does not use the result.
         """
         lengths = row_lengths(batch)
         shares = split_minibatches([lengths[row] for row in rows], dist.get_world_size())
@@ -248,18 +251,19 @@ class FSDPPPOActor(FSDPEngine):
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         super().__init__(config, model_path)
-        # Whether pi_prox is guessed from versions (`proximal.py`), for the loss or only for the metrics.
+        # True if pi_prox is guessed from versions (`proximal.py`), for the loss or only for the metrics.
         self.guesses = config.use_decoupled_loss and config.prox_logp_method != "recompute"
         # All mutable state of the policy, in addition to the model.
         self.optimizer: Any = None
-        self.steps, self.max_steps = 0, 1  # finished training steps, and training steps of the whole run
+        self.steps, self.max_steps = 0, 1  # number of training steps: finished ones, and all of the run
         self.version = 0
         self.rollout: Any = None  # the rollout engine, which only rank 0 uses
         self.weight_update_meta = weights.WeightUpdateMeta()
         self.written: int | None = None  # newest version whose files were written (mode disk)
 
     def initialize(self, max_steps: int) -> None:  # type: ignore[override]
-        """Load the model and make the optimizer. Learning rate schedule and `anneal` end after `max_steps` steps."""
+        """Load the model and make the optimizer. The learning rate schedule and `anneal` end after `max_steps` training
+        steps."""
         super().initialize()
         self.max_steps = max_steps
         o = self.config.optimizer
@@ -277,8 +281,8 @@ class FSDPPPOActor(FSDPEngine):
     def policies(self) -> tuple[str, str]:
         """Return the keys of the batch that hold log pi_prox and log pi_behav.
 
-        Standard PPO has one old policy, pi_old, whose key is returned twice. With prox_logp_method=loglinear the batch
-        does not hold log pi_prox, so the key of log pi_behav is returned twice.
+        Standard PPO has one old policy in place of both, so the key of this old policy is returned twice. With
+        prox_logp_method=loglinear the batch does not hold log pi_prox, so the key of log pi_behav is returned twice.
         """
         if self.config.use_decoupled_loss:
             return "logprobs" if self.config.prox_logp_method == "loglinear" else "prox_logp", "logprobs"
@@ -286,7 +290,8 @@ class FSDPPPOActor(FSDPEngine):
         return old, old
 
     def should_compute_prox_logp(self) -> bool:
-        """Return whether ppo_update reads batch["prox_logp"]. If ppo_update reads this key, call compute_logp first."""
+        """Return whether ppo_update reads batch["prox_logp"]. If so, the caller must store compute_logp's result there
+        first."""
         return "prox_logp" in self.policies()
 
     def compute_advantages(self, batch: Batch) -> None:
@@ -299,10 +304,11 @@ class FSDPPPOActor(FSDPEngine):
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """Make ppo_epochs * ppo_n_minibatches optimizer steps and return the metrics of the training step.
 
-        Writes batch["theta_logp"] (B, T): log pi_theta of each trained token, from the last training pass over its row.
-        Writes batch["step_fraction"] (B,): the share of this step's mini-batches that were done before the row's last
-        training pass. Raises ValueError if the batch lacks a key or has no trained token. If a loss or a gradient is
-        not finite, the method raises FloatingPointError instead of making this mini-batch's optimizer step.
+        Writes batch["theta_logp"] (B, T): log pi_theta of each trained token, from the last training pass over the
+        token's row. Writes batch["step_fraction"] (B,): the share of this training step's mini-batches that were done
+        before the last training pass over the row. Raises ValueError if the batch lacks a key or has no trained token.
+        If a loss or a gradient is not finite, the method raises FloatingPointError instead of making this mini-batch's
+        optimizer step.
         """
         needed = {"advantages", *self.policies()}
         if self.guesses:
@@ -317,7 +323,8 @@ class FSDPPPOActor(FSDPEngine):
         batch["step_fraction"] = torch.zeros(len(lengths))  # (B,)
         lr = self.config.optimizer.lr * lr_factor(self.steps, self.config.optimizer, self.max_steps)
 
-        # All epochs have the same mini-batches, so each mini-batch is cut into pieces only once.
+        # All epochs (passes over the batch) have the same mini-batches, so each mini-batch is cut into pieces only
+        # once.
         cuts = [(rows, self.passes(batch, rows)) for rows in split_minibatches(lengths, self.config.ppo_n_minibatches)]
         steps = len(cuts) * self.config.ppo_epochs
         parts = [self.minibatch_step(batch, *cuts[k % len(cuts)], k / steps, lr) for k in range(steps)]
@@ -336,10 +343,11 @@ class FSDPPPOActor(FSDPEngine):
     def minibatch_step(
         self, batch: Batch, rows: list[int], pieces: list[Piece], fraction: float, lr: float
     ) -> dict[str, float]:
-        """Make one optimizer step on `rows` and return its metrics, or {} if no token of the rows is trained.
+        """Make one optimizer step on `rows` and return the step's metrics. Return {} if no token of the rows is
+        trained.
 
-        `pieces` hold this rank's share of the rows. `fraction` is the share of this training step's mini-batches that
-        are already done. `lr` is the learning rate.
+        `pieces` is the list of this rank's pieces of the rows. `fraction` is the share of this training step's
+        mini-batches that are already done. `lr` is the learning rate.
         """
         c = self.config
         # The number of trained tokens of each row in `rows`, and 0 for all other rows.
@@ -369,9 +377,9 @@ class FSDPPPOActor(FSDPEngine):
         stats = {key: float(self.all_reduce(torch.stack([part[key] for part in parts]).sum())) for key in parts[0]}
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
             problem = f"loss {stats['loss']}, gradient norm {grad_norm} in training step {self.steps + 1}"
-            hint = "look for a logprob or a reward that is not finite, or lower actor.optimizer.lr"
+            hint = "check that all logprobs and rewards are finite, or lower actor.optimizer.lr"
             raise FloatingPointError(f"{problem}; only earlier mini-batches of this step changed the weights; {hint}")
-        # 3. Make the optimizer step. VCPO: lr <- lr * (effective sample size / number of tokens)^p
+        # 3. Make the optimizer step. VCPO (corrections.py): lr <- lr * (effective sample size / number of tokens)^p
         lr *= effective_sample_size(stats) ** c.ess_lr_power
         self.optimizer.param_groups[0]["lr"] = lr  # this AdamW has a single parameter group
         self.optimizer.step()
@@ -381,7 +389,7 @@ class FSDPPPOActor(FSDPEngine):
         """Return the loss of a piece, with a graph for the backward pass, and the metrics of the piece.
 
         The mini-batch has `tokens` trained tokens, N of them in this piece. `shares` (B,) are the aggregation weights
-        of the rows. The loss and the metrics are divided by `tokens`, so that their sums over the pieces are means over
+        of the rows. The loss and the metrics are divided by `tokens`, so that their sums over all pieces are means over
         the mini-batch.
         """
         c = self.config
@@ -419,7 +427,8 @@ class FSDPPPOActor(FSDPEngine):
         return coefficient * (max(1 - self.steps / self.max_steps, 0) if self.config.anneal else 1)
 
     def speed(self, batch: Batch, seconds: float) -> dict[str, float]:
-        """Return the metrics of a training step that took `seconds`: tokens/s of all ranks, TFLOP/s of this rank."""
+        """Return the speed metrics of a training step that took `seconds`: tokens/s of all ranks, and TFLOP/s of this
+        rank."""
         tokens = int(batch["attention_mask"].sum())
         # For each parameter and token, a forward pass has 2 FLOPs and a backward pass has 4 FLOPs.
         per_parameter = 6 * self.config.ppo_epochs + 2 * self.should_compute_prox_logp()
@@ -430,7 +439,8 @@ class FSDPPPOActor(FSDPEngine):
         return found
 
     def step_lr_scheduler(self) -> None:
-        """End a training step: move the schedules of learning rate, entropy bonus and KL penalty by one step."""
+        """End a training step: move the schedules of the learning rate, the entropy bonus and the KL penalty by one
+        step."""
         self.steps += 1
 
     def save_state(self, path: Path, group: Any = None) -> Future[Any]:
@@ -463,8 +473,8 @@ class FSDPPPOActor(FSDPEngine):
         """Send the weights to the servers as version meta.version. Call update_weights between rollout.pause and
         rollout.resume.
 
-        If meta.version is None, the weights get the version after the current one. If the update fails, rank 0 raises
-        RuntimeError and ends. After the end of rank 0, all other ranks end too.
+        If meta.version is None, the weights get the current version plus 1. If the update fails, rank 0 raises
+        RuntimeError and ends. All other ranks then end too (ranks.py).
         """
         meta = meta.with_version(self.version + 1) if meta.version is None else meta
         if self.written != meta.version:

@@ -1,10 +1,11 @@
 """Variants of the advantage: length penalty, KL penalty, leave-one-out baseline, GAE, and a filter of groups.
 
-ppo.py compares the return of a turn with the returns of its group. Each function here is one well-known change to this
-comparison, and a configuration key switches the change on. compute_advantages calls four functions in this order:
+ppo.py compares the return of a turn with the returns of its group. Each function below makes one well-known change to
+this comparison, and a configuration key switches the change on. `compute_advantages` in ppo.py calls four of the
+functions in this order:
 
     overlong_penalty        A turn near its length limit pays a growing penalty (DAPO, arXiv 2503.14476).
-    kl_estimate             A turn pays a penalty for its distance from a reference model.
+    kl_estimate             A turn pays a penalty for the policy's distance from a reference model.
     leave_one_out_mean      The baseline of a turn is the mean of the other turns in its cell (RLOO, arXiv 2402.14740).
     generalised_advantage   Earlier tokens of a turn get a smaller share of its advantage (GAE, arXiv 1506.02438).
 
@@ -12,26 +13,27 @@ comparison, and a configuration key switches the change on. compute_advantages c
 are 0, -1 and 1. With the leave-one-out mean the advantages are 1 - 1 = 0, 0 - 1.5 = -1.5 and 2 - 0.5 = 1.5.
 
 **One turn is one action.** A turn gets its reward at its last token. The conversation tree has already added the
-rewards of later turns to earlier turns (cache.py), so GAE stays inside a turn. If GAE crossed into the next turn, the
-rewards of later turns would count twice.
+rewards of later turns to earlier turns (cache.py), so GAE stays inside a turn. If GAE also added up rewards across
+turns, the rewards of later turns would count twice.
 
-**The bound of k3.** k3 contains 1 / ratio, which can be huge for a single token. For a token with log (pi / pi_ref) =
--8, k3 is 2,972. With kl_ctl = .001 this token lowers the return of its turn by 3, and most rewards are smaller than 3.
-With the bound of 10, which AReaL and slime also have, the token lowers the return by only .01. k1 and k2 grow slowly
-and have no bound. With a bound, the k2 loss would have no gradient for the tokens that are furthest from the reference.
+**The bound of k3.** The estimator k3 of the KL divergence contains pi_ref / pi, which can be huge for a single token.
+For a token with log (pi / pi_ref) = -8, k3 is 2,972. With kl_ctl = .001 this token lowers the return of its turn by 3,
+and most rewards are smaller than 3. With the bound of 10, which AReaL and slime also have, the token lowers the return
+by only .01. The estimators k1 and k2 grow slowly and have no bound. A bound on k2 would leave the tokens that are
+furthest from the reference without a gradient.
 
 **KL of the whole turn.** With kl_placement=reward each turn pays for the KL of all its tokens, before the baseline is
 subtracted. AReaL uses the KL to go instead: after the baseline is subtracted, token t pays for the KL of token t and of
-later tokens. On average both choices have the same gradient, because the KL before t does not depend on token t. The
-turn's KL fits this module for two reasons. First, one turn is one action, as in RLOO, so all its tokens keep one
-advantage. Second, the baseline cancels the KL that all members pay. With the KL to go, one baseline for all positions
-would be wrong: the KL to go shrinks towards the end of a turn, so late tokens would be rewarded. A disadvantage of the
-turn's KL is more noise: a token also pays for the KL of the tokens before it.
+later tokens. On average both choices have the same gradient, because the KL of the tokens before t does not depend on
+token t. The turn's KL fits this module for two reasons. First, one turn is one action, as in RLOO, so all its tokens
+keep one advantage. Second, the baseline cancels the KL that all members pay. The KL to go would need another baseline
+at each position: it shrinks towards the end of a turn, so a common baseline would reward late tokens. A disadvantage of
+the turn's KL is more noise: a token also pays for the KL of the tokens before it.
 
 **Filter.** If all members of a group earned the same reward, every advantage is 0, so training on the group changes
 nothing. `informative` is a filter that rejects such groups, like the dynamic sampling of DAPO. The key should_accept_fn
-sets the filter. The filter rejects prompts that are too easy or too hard. If the filter rejects every group, the run
-waits for ever, and the metric `rejected` grows.
+sets the filter. The filter mostly rejects prompts that are too easy or too hard. If the filter rejects every group, the
+run waits for ever, and the metric `rejected` grows.
 """
 
 import torch
@@ -61,7 +63,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
 
         k1    unbiased, may be negative; as a loss its gradient is 0 on average
         k2    biased, never negative; as a loss it has the gradient of the KL
-        k3    unbiased, never negative; above 10 it counts as 10, and as a loss it then has the gradient 0
+        k3    unbiased, never negative; a value above 10 counts as 10, and then has the gradient 0 as a loss
     """
     # k1 = x, k2 = x^2 / 2, k3 = min(exp(-x) - 1 + x, 10), with x = log (pi / pi_ref)
     x = log_ratio(logp, ref_logp)
@@ -76,7 +78,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
 def leave_one_out_mean(x: Tensor, cell: Tensor) -> Tensor:
     """Return for each entry of x (N,) the mean of the other entries in its cell, (N,).
 
-    If an entry is alone in its cell, the function returns the entry itself, so its advantage becomes 0.
+    For an entry that is alone in its cell, the result is the entry itself, so the entry's advantage becomes 0.
     """
     # b_i = (sum_j x_j - x_i) / (n - 1)
     others = torch.bincount(cell)[cell] - 1  # (N,)
@@ -91,7 +93,7 @@ def generalised_advantage(advantages: Tensor, turn_of: Tensor, gamma: float, lam
     # GAE is A_t = delta_t + gamma lambda A_(t+1). Without a critic, delta_t is A at the turn's last token and 0 at all
     # other tokens. Therefore A_t = (gamma lambda)^(last - t) A, where `last` is the turn's last token.
     order = torch.argsort(turn_of, stable=True)  # (M,) tokens sorted by turn; within a turn, tokens keep their order
-    ends = torch.bincount(turn_of, minlength=len(advantages)).cumsum(0)  # (N,) the end of each turn in this order
+    ends = torch.bincount(turn_of, minlength=len(advantages)).cumsum(0)  # (N,) where each turn ends in `order`
     to_end = torch.empty_like(turn_of)  # (M,) last - t
     to_end[order] = ends[turn_of[order]] - 1 - torch.arange(len(turn_of))
     return advantages[turn_of] * (gamma * lam) ** to_end

@@ -10,18 +10,20 @@ operations.
 After the last layer, the logits are W_head norm(x). Llama, Qwen2 and Qwen3 have layers of this form. Qwen2 adds biases
 to q, k and v. Qwen3 applies norm to each head of q and k before the rotation.
 
-**Why it is faster.** In a small model, an operation on one token takes about a microsecond, whatever the operation's
-size. A step with fewer operations is therefore faster. One matrix product computes q, k and v, because their weights
-are fused. Another matrix product computes gate and up. q and k are normalised and rotated together. A rotation is one
-multiplication of complex numbers. In a measurement on a CPU, F.rms_norm took about twice as long as `rms_norm` below.
+**Why FastForward is faster.** In a small model, each operation on one token takes about a microsecond, whatever its
+size. A step with fewer operations is therefore faster. In FastForward, one matrix product computes q, k and v, because
+their weights are fused. Another matrix product computes W_gate norm(x) and W_up norm(x). q and k are normalised and
+rotated together. A rotation is one multiplication of complex numbers. In a measurement on a CPU, F.rms_norm took about
+twice as long as `rms_norm` below.
 
-**The weights.** `fuse` puts several weights of the model into one matrix. The model's own weights then become views of
-the fused matrix. The weights have no second copy, and a weight update of the model also changes the matrix. For
-example, a model with D = 64, 4 query heads and 2 key heads of d = 16 has a fused matrix (128, 64). The weight of k_proj
-is rows 64 to 95.
+**The weights.** `fuse` joins several weight matrices of the model into one matrix. The model's own weights then become
+views of the fused matrix. No weight is stored twice, and a weight update of the model also changes the fused matrix.
+For example, a model with D = 64 has 4 query heads, 2 key heads and 2 value heads of d = 16. Its fused matrix for q, k
+and v has the shape (128, 64), and the weight of k_proj is rows 64 to 95.
 
-**Not promised.** `fits` returns False for every other architecture, and transformers then computes the logits. The
-logits agree with the logits of transformers to about 1e-6, but not bit by bit. Nothing is compiled.
+**Not promised.** `fits` returns False for every architecture except Llama, Qwen2 and Qwen3, and transformers then
+computes the logits. The logits of FastForward agree with the logits of transformers to about 1e-6, but not bit by bit.
+Nothing is compiled.
 """
 
 from typing import Any
@@ -74,7 +76,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 class FastForward:
-    """The forward pass of one model. `attention` has the arguments and results of slot_attention in model.py."""
+    """The forward pass of one model. `attention` is a function with the arguments and results of slot_attention in
+    model.py."""
 
     def __init__(self, model: Any, attention: Any) -> None:
         inner, config = model.model, model.config

@@ -4,7 +4,7 @@
 last token. Prefill, decoding and the next turn of a conversation differ only in how many tokens are cached already.
 
 **The parts.** `SlotCache` stores keys and values. `TinyModel` computes a batch, with `FastForward` (fast.py) for Llama
-models and transformers' forward pass for others. `sample` draws the next tokens. `run_step` connects the parts.
+models and with transformers for all others. `sample` draws the next tokens. `run_step` connects the parts.
 
 **Three coordinates** locate a token:
 
@@ -23,14 +23,14 @@ in the last column. Padding (--) is written to slot 13, which no step reads.
 
 **Bits.** In deterministic mode (`--seed`), two runs with one seed give the same tokens. The logits of a row must
 therefore not depend on the other rows of the batch. But for matrices of another shape, torch may choose another kernel,
-which adds the numbers in another order. Three rules keep the choice of the kernel constant:
+which adds the numbers in another order. Three rules make torch choose the same kernel:
 
-- Memory holds the weights of a linear layer in the order of the transpose: (in, out). `fuse` changes the order.
+- The weights of a linear layer are stored in the order of their transpose: (in, out). `fuse` changes the order.
 - Every matrix product has 8 to 128 rows (MIN_ROWS, MAX_TOKENS). `step_in_parts` divides a larger step.
 - `key_length` chooses the number of keys to which a step attends.
 
-The three rules come from measurements (docs/results.md). On a CPU with other kernels, logits agree to about 1e-6.
-Padding a single sequence to eight rows costs time, so only deterministic mode follows the last two rules.
+The three rules come from measurements (docs/results.md). On a CPU with other kernels, logits agree only to about 1e-6.
+Padding a sequence to eight rows costs time, so only deterministic mode follows the last two rules.
 
 **Randomness.** A random number chooses each token. For position p of a request with seed s, the number is a hash of
 (s, p). An aborted request that is sent again with its partial output therefore continues with the same random numbers.
@@ -65,7 +65,7 @@ MAX_TOKENS = 128  # largest number of rows of a matrix product in deterministic 
 
 
 class ModelError(ValueError):
-    """A model folder or a set of weights cannot be used. The error's message says in one line why."""
+    """A model folder or a set of weights cannot be used. The error's message is one line and gives the reason."""
 
 
 # The cache, and the attention function that reads it
@@ -79,8 +79,9 @@ def round_up(n: int, multiple: int) -> int:
 def key_length(longest: int, deterministic: bool) -> int:
     """Return the number of keys, at least `longest`, to which every row of a step attends.
 
-    The attention kernel works in blocks of 512 keys. In measurements on two CPUs, the kernel added in a different order
-    if the last block had 256 to 448 keys. In deterministic mode the last block therefore has 64, 128, 192 or 512 keys.
+    The attention kernel works in blocks of 512 keys. In measurements on two CPUs, the kernel changed the order of its
+    additions if the last block had 256 to 448 keys. In deterministic mode the last block therefore has 64, 128, 192 or
+    512 keys.
     """
     if not deterministic:
         return round_up(longest, 16)
@@ -125,11 +126,12 @@ class SlotCache:
         self.read: Tensor  # the part of kv that the step reads: (layers, 2, rows, groups, n_keys, d)
 
     def begin_step(self, slots: Tensor, positions: Tensor, read_slots: slice, n_keys: int) -> None:
-        """Make the cache long enough for n_keys positions, and choose the entries that `update` writes and returns.
+        """Make the cache long enough for n_keys positions, and choose the entries that `update` writes and those that
+        it returns.
 
         `slots` and `positions`, both (rows, columns), tell where the key and value of each fed token are written.
-        `read_slots` has one slot for each row, and `update` returns the first n_keys positions of these slots. If the
-        cache is too short, its length is at least doubled.
+        `read_slots` has one slot for each row of the batch, and `update` returns the first n_keys positions of these
+        slots. If the cache is too short, its length is at least doubled.
         """
         groups, length = self.kv.shape[-3:-1]
         if n_keys > length:
@@ -163,8 +165,8 @@ class TinyModel:
     def __init__(self, path: str, slots: int, deterministic: bool = False) -> None:
         """Load the model of a Hugging Face folder, with `slots` slots for sequences.
 
-        Raises ModelError if the folder contains no model, or a model that the slot cache cannot serve. If the folder
-        has another error, transformers raises OSError or ValueError.
+        Raises ModelError if the folder contains no model, or a model that the slot cache cannot serve. For any other
+        error in the folder, transformers raises OSError or ValueError.
         """
         if not (Path(path) / "config.json").is_file():
             raise ModelError(f"no model in {path}: a Hugging Face directory with config.json is needed")
@@ -203,7 +205,7 @@ class TinyModel:
 
     @torch.inference_mode()
     def step(self, feeds: list[list[int]], cached: list[int], first_slot: int = 0, all_logits: bool = False) -> Tensor:
-        """Run one forward pass. Row r feeds the tokens feeds[r] to slot first_slot + r, which has cached[r] tokens.
+        """Run one forward pass. Row r feeds the tokens feeds[r] to slot first_slot + r, which holds cached[r] tokens.
 
         Returns the logits (n, k, vocab) of the last k columns. The entries logits[:, -1] are the logits of each row's
         last token. The number k is the length of the longest feed if `all_logits` is set, and 1 otherwise.
@@ -278,7 +280,7 @@ class TinyModel:
         for name, tensor in named.items():
             own[name].copy_(tensor)
         # Bad weights may have left NaNs and infinities in the cache. The mask does not remove NaNs: NaN + -inf is NaN,
-        # and 0 times NaN is NaN. The next line therefore writes 0 into the cache.
+        # and 0 times NaN is NaN. The next line therefore replaces all NaNs and infinities by 0.
         self.cache.kv.nan_to_num_(0.0, 0.0, 0.0)
 
     @torch.inference_mode()
@@ -349,7 +351,7 @@ def uniforms(seeds: list[int], positions: list[int]) -> Tensor:
 def truncate(weights: Tensor, params: list[SamplingParams]) -> Tensor:
     """Set to 0 the weights of the tokens that top_k or top_p excludes. The most likely token is never excluded.
 
-    `weights` and the result have the shape (n, vocab). The rows of the result do not sum to 1.
+    `weights` and the result have the shape (n, vocab). The rows of the result are not scaled to the sum 1 again.
     """
     ranked, order = weights.sort(dim=-1, descending=True)
     rank = torch.arange(weights.shape[1])
@@ -375,7 +377,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
     temperature = torch.tensor([1.0 if p.temperature < 1e-6 else p.temperature for p in params])[:, None]  # (n, 1)
     logprobs = torch.log_softmax(logits / temperature, dim=-1)  # (n, vocab)
 
-    # 3. Apply top_k and top_p only to rows that need them, because `truncate` rounds the weights of a row.
+    # 3. Apply top_k and top_p only to rows that need them, because `truncate` sorts the whole vocabulary.
     weights = logprobs.exp()
     if cut := [i for i, p in enumerate(params) if p.top_p < 1 or p.top_k > 0]:
         weights[cut] = truncate(weights[cut], [params[i] for i in cut])

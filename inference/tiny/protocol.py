@@ -5,7 +5,7 @@ error message names the wrong field and describes the allowed values. Every sequ
 therefore run to its end.
 
 **How it works.** `Protocol.parse` reads the body of a request, and `Protocol.answer` writes the body of a reply.
-SGLang's replies have these forms, as observed:
+Observed replies of SGLang have these forms:
 
 - A logprob entry is [logprob, token id, null], and finish_reason is an object.
 - `weight_versions` lists spans of the output: {"version": "3", "start": 0, "end": 5} covers output tokens 0 to 4.
@@ -89,9 +89,9 @@ class Protocol:
     def answer(self, sequence: Sequence) -> dict[str, Any]:
         """Return the body of a reply that contains all tokens that the sequence has now.
 
-        The engine's thread may extend the sequence while `answer` reads the sequence. The thread appends to `tokens`,
-        then appends to `logprobs`, and sets `finish` last. `answer` therefore reads `finish` first, and returns as many
-        tokens as there are logprobs.
+        The engine's thread (server.py) may extend the sequence while `answer` reads the sequence. The thread appends to
+        `tokens`, then appends to `logprobs`, and sets `finish` last. `answer` therefore reads `finish` first, and
+        returns as many tokens as there are logprobs.
         """
         finish, n = sequence.finish, len(sequence.logprobs)
         ids = sequence.output[:n]

@@ -3,8 +3,8 @@
 **The rule.** A request becomes a sequence. The sequence waits in a queue, runs in a *slot* (one row of the KV cache),
 and finishes once. A step feeds running sequences to the model, and each sequence that is fed gets one new token.
 
-**How it works.** The engine's thread calls `plan` and `extend` in turn. Between `plan` and `extend`, `model.py`
-computes a forward pass.
+**How it works.** The engine's thread (server.py) calls `plan` and `extend` in turn. Between `plan` and `extend`,
+`model.py` computes a forward pass.
 
     plan()      1. load new weights, if no sequence runs or generation is paused
                 2. admit waiting sequences into free slots
@@ -20,17 +20,17 @@ the last running sequence moves into the free slot. An example with three slots 
     plan                D          A       B       C         prefill A, B and C
     plan                D          A       B       C         decode A, B and C; A reaches its end
     A finishes          D          C       B       (A)       C moved; slot 2 remembers the keys and values of A
-    plan                           C       B       D         prefill D; D reuses A's keys of a common beginning
+    plan                           C       B       D         prefill D; D reuses A's keys for their common beginning
     plan                           C       B       D         decode C, B and D
 
 **What the scheduler guarantees.**
 
 - *Order.* Sequences start in the order of their arrival. If the first waiting sequence does not fit, all later
-  sequences wait too. A retracted sequence goes to the end of the queue, as in SGLang.
+  sequences wait too. A retracted sequence (see below) goes to the end of the queue, as in SGLang.
 - *Memory.* The prompts and max_new_tokens of all running sequences together never exceed max_total_tokens. A running
   sequence therefore always has room for its next token, and never has to leave its slot for a different sequence.
-- *Retraction.* Only a pause in mode "retract" sends running sequences back to the queue. A retracted sequence keeps its
-  tokens. When the sequence restarts, the model computes its keys and values again.
+- *Retraction.* Only a pause in mode "retract" sends running sequences back to the queue. They keep their tokens. When a
+  retracted sequence starts again, the model computes its keys and values again.
 - *End.* Every sequence finishes exactly once, with reason stop, length or abort.
 - *Versions.* Every token is labelled with the version of the weights that computed the token. After an update, no
   sequence reuses the keys that a finished sequence left in the cache. Only a sequence that was paused in mode
@@ -87,7 +87,7 @@ class Sequence:
     finish: dict[str, Any] | None = None  # SGLang's finish_reason; None until the sequence has finished.
     # Only the reply needs these fields:
     version_starts: list[tuple[str, int]] = field(default_factory=list)  # (version, index of its first output token).
-    # If the request asks for them, this list has one logprob for each prompt token.
+    # One logprob for each prompt token if `wants_prompt_logprobs` is True; otherwise the list is empty.
     prompt_logprobs: list[float | None] = field(default_factory=list)
     retractions: int = 0  # how often a pause took the sequence out of its slot
     reused_tokens: int = 0  # number of tokens whose keys were in the cache when the sequence started
@@ -151,7 +151,7 @@ class Scheduler:
         # The state that changes:
         self.version = version
         self.paused: str | None = None  # mode of the current pause, or None
-        self.released = False  # True while the memory is released: no sequence is computed, paused or not
+        self.released = False  # True while the memory is released: no sequence is computed, even without a pause
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # running[i] computes in slots[i]
         self.slots = [Slot() for _ in range(slots)]
@@ -172,14 +172,15 @@ class Scheduler:
     # Calls of the server between two steps
 
     def submit(self, sequence: Sequence) -> None:
-        """Append a sequence to the queue. protocol.py has already refused requests that are larger than the cache."""
+        """Append a sequence to the queue. protocol.py has already refused requests with more tokens than
+        max_total_tokens."""
         assert sequence.reserved <= self.max_total_tokens, "the request is larger than max_total_tokens"
         sequence.version_starts.append((self.version, 0))
         self.waiting.append(sequence)
 
     def abort(self, matches: Callable[[Sequence], bool] = lambda _: True) -> None:
-        """Finish every running or waiting sequence for which `matches` returns True. The finished sequences lose no
-        token."""
+        """Finish every running or waiting sequence for which `matches` returns True. The finished sequences keep all
+        tokens that they have."""
         for sequence in self.live():
             if matches(sequence):
                 sequence.finish = {"type": "abort", "message": "Aborted"}
@@ -190,8 +191,8 @@ class Scheduler:
     def pause(self, mode: str) -> None:
         """Stop generating: `plan` returns only empty steps until `resume`, so new requests wait.
 
-        In mode "abort" the running and waiting sequences finish. In mode "in_place" the running sequences keep their
-        slots. In mode "retract" the running sequences go to the end of the queue, and their keys and values are
+        In mode "abort" the running and waiting sequences finish at once. In mode "in_place" the running sequences keep
+        their slots. In mode "retract" the running sequences go to the end of the queue, and their keys and values are
         dropped.
         """
         self.paused = mode
@@ -317,7 +318,7 @@ class Scheduler:
             return {"type": "stop", "matched": token}
         if params.stop:
             # A stop string of n bytes is in the last n tokens, because a token has at least one byte. Eight more tokens
-            # before these n tokens are decoded, because a decoder may change the first characters of a text.
+            # before these n tokens are decoded too, because a decoder may change the first characters of a text.
             tail = max(len(stop.encode()) for stop in params.stop) + 8
             text = self.decode(sequence.output[-tail:])
             for stop in params.stop:

@@ -158,7 +158,7 @@ class Server:
 
     def __init__(self, engine: Engine, protocol: Protocol, model_path: str, key: str = "") -> None:
         self.engine = engine
-        self.key = key  # key that every request needs, except GET /health and /ready; "": no key
+        self.key = key  # key that every request needs, except GET /health and GET /ready; "": no key is needed
         self.scheduler = engine.scheduler
         self.protocol = protocol
         self.model_path = model_path  # folder of the first weights and the tokenizer.
@@ -173,8 +173,8 @@ class Server:
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             self.engine.loop = asyncio.get_running_loop()
             yield
-            # At shutdown, a pause stops the steps. A pause would also start the waiting weight updates, so these are
-            # removed first.
+            # At shutdown, a pause stops the steps. A pause would also start the waiting weight updates, so the queue of
+            # updates is emptied first.
             self.engine.call(self.scheduler.updates.clear)
             paused = self.engine.call(self.scheduler.pause, "in_place")
             await asyncio.wait({paused}, timeout=10)
@@ -269,10 +269,10 @@ class Server:
         return await self._load(body, lambda: unpack_weights(body["serialized_named_tensors"]))
 
     async def _load(self, body: dict, read: Callable[[], dict[str, torch.Tensor]], whole: bool = False) -> Response:
-        """Load the weights that `read` returns when the scheduler allows new weights. Return the reply.
+        """When the scheduler allows new weights, load the weights that `read` returns. Return the reply to the request.
 
-        If `whole` is set, `read` must return all weights. Without `whole`, `read` returns a part of the weights, and
-        the call must come between begin_weight_update and end_weight_update.
+        If `whole` is set, `read` must return all weights. Otherwise `read` returns a part of the weights, and the
+        request must come between begin_weight_update and end_weight_update.
         """
         version = get(body, "weight_version", str)
         if not (whole or self.in_session):
@@ -287,8 +287,7 @@ class Server:
                 if self.scheduler.released:
                     raise RuntimeError("the memory is released: /resume_memory_occupation comes before an update")
                 self.engine.model.replace_weights(read(), whole)
-            # A broken file, a broken pickle or a lost peer may raise any error. The error is raised before any weight
-            # changes.
+            # A broken file, a broken pickle or a lost peer may raise any error, but only before a weight changes.
             except Exception as error:
                 problem = f"The old weights stay: {type(error).__name__}: {error}"
             else:
@@ -357,11 +356,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--model-path", required=True, help="a Hugging Face folder with model and tokenizer")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=30000, help="port to listen on")
-    add("--api-key", type=read_secret, default=os.getenv("NANO_AREAL_SERVER_KEY", ""), help="-: from standard input")
+    add("--api-key", type=read_secret, default=os.getenv("NANO_AREAL_SERVER_KEY", ""), help="-: read it from stdin")
     add("--weight-version", default="0", help="version of the weights at start")
     add("--max-running-requests", type=int, default=64, help="largest number of sequences that run at the same time")
     add("--max-total-tokens", type=int, default=65536, help="most tokens of all running sequences together")
-    add("--seed", type=int, help="seed for requests without a sampling_seed; makes results equal bit by bit")
+    add("--seed", type=int, help="seed for requests without a sampling_seed; makes two runs equal bit by bit")
     add("--exit-with-parent", action="store_true", help="end this server when its standard input is closed")
     args = parser.parse_args(argv)
     if min(args.max_running_requests, args.max_total_tokens) < 1:
